@@ -29,7 +29,7 @@ from paramserver.cluster import child_environment, process_environ
 from paramserver.config import num_commands_of
 from paramserver.errors import Interrupted, TrainingError, UnsupportedConfiguration
 from paramserver.importing import code_folders
-from paramserver.launch import add_overrides, normalize_flags, report_error
+from paramserver.launch import add_overrides, normalize_flags, run_command
 from paramserver.process_utils import exit_process, print_output
 from paramserver.report.cases import cases_of
 from paramserver.report.compare import compare
@@ -145,14 +145,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     words = normalize_flags(sys.argv[1:] if argv is None else argv)
-    try:
-        if words[:1] == ["compare"]:
-            return _compare(words[1:])
-        return _benchmark(make_parser().parse_args(words), words)
-    except KeyboardInterrupt:
-        return 1
-    except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
-        return report_error(error)
+    if words[:1] == ["compare"]:
+        return run_command(lambda: _compare(words[1:]))
+    return run_command(lambda: _benchmark(make_parser().parse_args(words), words))
 
 
 def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paramserver import benchmark, chaos, elastic, evaluate, launch, reporting
+from paramserver import benchmark, chaos, elastic, evaluate, launch, predict, reporting
 from paramserver.errors import ClientError, UnsupportedConfiguration
 from paramserver.launch import normalize_flags, report_error
 from paramserver.process_utils import exit_process, print_output
@@ -89,7 +89,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "launch": launch.main,
     "leave": elastic.leave_main,
     "ping": ping_main,
-    "predict": evaluate.predict_main,
+    "predict": predict.main,
     "report": reporting.main,
 }
 # Commands of a later version, named in docs/interface.md: their message differs from that of an unknown command.

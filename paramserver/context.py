@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -141,6 +141,25 @@ def process_start_time() -> float:
     return time.time() - (uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
 
 
+@dataclass
+class Kept:
+    """What a trainer keeps from one session to the next.
+
+    Attributes:
+        callbacks: of the task, by name.
+        has_started: ``on_train_start`` was called.
+        partition: the trainer's share, for which the rest was made.
+        train: what ``Task.train_source`` returned; None if it cannot be read again.
+        validation: batches; None if there are none.
+    """
+
+    callbacks: Mapping[str, Any] = field(default_factory=dict)
+    has_started: bool = False
+    partition: Any = None
+    train: Any = None
+    validation: Any = None
+
+
 @dataclass(frozen=True)
 class ProcessContext:
     """One process of a run.
@@ -156,7 +175,7 @@ class ProcessContext:
         receiver_spec: how this trainer receives samples of simulations; None where there are none.
         session: how often this process has joined the run before.
         is_newcomer: this trainer joins a running job, and has not taken part yet: the others continue if it fails.
-        data_sets: kept from one session to the next.
+        kept: from one session to the next.
         end_now: reports an error and ends this process, from any thread; for a loss that the main thread does not
             notice, as it waits in C++ or computes. None where the process outlives the run.
     """
@@ -171,7 +190,7 @@ class ProcessContext:
     receiver_spec: ReceiverSpec | None = None
     session: int = 0
     is_newcomer: bool = False
-    data_sets: dict[str, Any] = field(default_factory=dict)
+    kept: Kept = field(default_factory=Kept)
     end_now: Callable[[Exception], None] | None = None
 
     @property

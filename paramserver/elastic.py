@@ -20,7 +20,7 @@ from paramserver.cluster.job_token import hide_token, read_token
 from paramserver.config import Config, load_config, mode_of, num_servers_of, with_world_size
 from paramserver.errors import DeadlineExceeded, PeerLost, UnsupportedConfiguration
 from paramserver.importing import code_folders, torch_import_without_gc
-from paramserver.launch import normalize_flags, report_error
+from paramserver.launch import normalize_flags, report_error, run_command
 from paramserver.runs.resume import find_config_file, open_run
 from paramserver.runs.rundir import RunDir, read_mapping
 
@@ -76,13 +76,7 @@ def _main(parser: argparse.ArgumentParser, argv: Sequence[str], command: Any) ->
     arguments = parser.parse_args(normalize_flags(argv))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     quiet_torch_log(process_environ())
-    try:
-        command(arguments, *_find_run(arguments))
-    except KeyboardInterrupt:
-        return 1
-    except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
-        return report_error(error)
-    return 0
+    return run_command(lambda: command(arguments, *_find_run(arguments)))
 
 
 def _find_run(arguments: argparse.Namespace) -> tuple[Config, ProcessIdentity, list[Path]]:

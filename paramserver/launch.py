@@ -43,6 +43,7 @@ from paramserver.config import (
     world_size_of,
 )
 from paramserver.errors import ParamserverError, PeerLost, UnsupportedConfiguration
+from paramserver.faults.receiver import receive_faults
 from paramserver.importing import code_folders, torch_import_without_gc
 from paramserver.metrics import FanOut, Sink
 from paramserver.process_utils import die_with_parent, exit_process, print_output
@@ -50,7 +51,6 @@ from paramserver.runs.attempt import recover, reserve_run, resume_transaction, s
 from paramserver.runs.resume import describe_resume, find_config_file, open_run
 from paramserver.runs.rundir import RunDir, newest_run
 from paramserver.runtime.colocated import ColocatedTrainer
-from paramserver.runtime.fault_receiver import receive_faults
 from paramserver.runtime.supervisor import EventPipe, describe_error, first_error
 from paramserver.runtime.watchdog import write_stacks_on_signal
 
@@ -199,6 +199,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
         return report_error(error)
     return 0
+
+
+def run_command(command: Callable[[], int | None]) -> int:
+    """Run a command; return its exit code: what it returns, 0 for None, or that of its error, which is printed."""
+    try:
+        return command() or 0
+    except KeyboardInterrupt:
+        return 1
+    except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
+        return report_error(error)
 
 
 def report_error(error: BaseException) -> int:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paramserver.launch import report_error
+from paramserver.launch import run_command
 from paramserver.process_utils import exit_process, print_output
 from paramserver.report.cases import cases_of
 from paramserver.report.findings import findings
@@ -39,13 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     arguments = make_parser().parse_args(argv)
-    try:
-        print_output(_report(arguments.paths, arguments.out, arguments.target))
-    except KeyboardInterrupt:
-        return 1
-    except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
-        return report_error(error)
-    return 0
+    return run_command(lambda: print_output(_report(arguments.paths, arguments.out, arguments.target)))
 
 
 def _report(paths: Sequence[Path], out: Path, target_text: str | None) -> str:

@@ -25,6 +25,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paramserver.errors import TaskError
 
+# What is drawn from the seed of a run, with the words that it is mixed with:
+#
+#   the model; the same in every process           seed
+#   a trainer, its buffer                          seed, [number of resumes or incarnation,] 1 + its index
+#   buffers of another number of trainers          seed, number of resumes[, index]
+#   parameters of simulations (online/sampler.py)  0x51, seed[, index]
+#   everything else                                seed, ..., one of the words below
+#
+# SeedSequence takes (0, 1) and (0, 1, 0) for the same; these words are no index of a trainer.
+_READ = 0x72656164  # seed, epoch, index: the read of a sample
+_ORDER = 0x6F726472  # seed, epoch: the order of a pass
+CONSTRUCTOR = 0x7461736B  # seed: the constructor of a task; the same in every process
+LOADERS = 0x6C6F6164  # seed: the loaders that a LightningModule makes; likewise
+
 
 def seed_all(*entropy: int) -> None:
     """Seed the generators of torch, numpy and ``random`` from several whole numbers.
@@ -93,10 +107,6 @@ def restore_random_states(states: dict[str, Any], devices: Sequence[torch.device
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-# SeedSequence takes (0, 1) and (0, 1, 0) for the same. With a last word of their own, reads never draw what a trainer
-# draws.
-_READ = 0x72656164
-_ORDER = 0x6F726472
 _MT19937_BYTES = 2500  # 624 words and the position
 
 

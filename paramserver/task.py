@@ -14,15 +14,12 @@ from torch.utils.data import default_collate
 from paramserver.config import mode_of
 from paramserver.errors import ParamserverError, TaskError
 from paramserver.importing import describe_user_error, load_object
-from paramserver.rng import seed_all
+from paramserver.rng import CONSTRUCTOR, seed_all
 from paramserver.sources.base import Partition
 
 if TYPE_CHECKING:
     from paramserver.config import Config
     from paramserver.metrics.reduction import Reduction
-
-# Mixed into the seed of the run while a task is constructed.
-_CONSTRUCTOR = 0x7461736B
 
 # Methods without a default, with the signature that a message shows.
 REQUIRED = {
@@ -435,7 +432,7 @@ def make_task(config: Config, folders: Sequence[Path], create_task: Callable[...
     if create_task is None:
         assert config.task is not None
         create_task = check_task_class(load_object(config.task, "task", folders), config.task)
-    seed_all(config.seed, _CONSTRUCTOR)
+    seed_all(config.seed, CONSTRUCTOR)
     return construct_task(create_task, config.task, config.task_args)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,11 +12,10 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from paramserver.buffers.positions import AppliedPositions
-from paramserver.checkpoint import StagingPool, check_storable, stage_copy, unpack
+from paramserver.checkpoint import StagingPool, check_storable, stage_copy, unpack, without_values
 from paramserver.consistency import Announcement, Decision, Readiness, Stop, Verdict
 from paramserver.context import ProcessContext
 from paramserver.devices import move_to_device, use_device
@@ -148,7 +148,7 @@ class Trainer(ABC):
         self._decision: Decision | None = None  # that made the present step, or ended the run
         self._gathers: tuple[tuple[int, ...], int] = (), 0  # where all_gather was called last, and how often there
         task.trainer = self
-        self._callbacks: Mapping[str, Callback] = process.data_sets.get("callbacks", {})
+        self._callbacks: Mapping[str, Callback] = process.kept.callbacks
         self.hooks: Sequence[Hooks] = (task, *self._callbacks.values())
 
     # Hooks that a user's trainer may override.
@@ -282,8 +282,8 @@ class Trainer(ABC):
         """
         try:
             self.init_connection()
-            if "started" not in self.process.data_sets:
-                self.process.data_sets["started"] = True
+            if not self.process.kept.has_started:
+                self.process.kept.has_started = True
                 for hooks in self.hooks:
                     hooks.on_train_start()
             self.data.start()
@@ -301,15 +301,12 @@ class Trainer(ABC):
         """Create source, buffer and feeder. ``init_connection`` calls it once the model exists."""
         partition = Partition(self.trainer_index, self.process.trainers)
         # A process that joins again keeps its data sets. An iterable may be used up, so it is made anew.
-        data_sets = self.process.data_sets
-        if data_sets.setdefault("partition", partition) != partition:  # the trainers are others now
-            data_sets["partition"] = partition
-            data_sets.pop("validation", None)
-            if isinstance(data_sets.get("train"), DataLoader):  # its sampler may be that of a share
-                del data_sets["train"]
-        samples = data_sets["train"] if "train" in data_sets else self.task.train_source(partition)
+        kept = self.process.kept
+        if kept.partition != partition and isinstance(kept.train, DataLoader):
+            kept.train = None  # the trainers are others now, and its sampler may be that of a share
+        samples = self.task.train_source(partition) if kept.train is None else kept.train
         if is_map_style(samples.dataset if isinstance(samples, DataLoader) else samples):
-            data_sets["train"] = samples
+            kept.train = samples
         self.data = self.enter_context(
             DataStream(
                 self.task,
@@ -321,9 +318,9 @@ class Trainer(ABC):
                 self.reports_served,
             )
         )
-        if "validation" not in data_sets:
-            data_sets["validation"] = validation_batches(self.task, partition, self.config)
-        self.validation_loader = data_sets["validation"]
+        if kept.partition != partition:
+            kept.partition, kept.validation = partition, validation_batches(self.task, partition, self.config)
+        self.validation_loader = kept.validation
         self._check_data()
         if self.monitor is not None:
             self.monitor.expect_samples(self.data.epoch_samples)
@@ -383,7 +380,8 @@ class Trainer(ABC):
                 on the CPU and without gradients.
 
         Raises:
-            TaskError: trainers do not wait for each other, or did not all call it, or call another hook.
+            TaskError: trainers do not wait for each other, or did not all call it, or call another hook, or the value
+                cannot be sent.
 
         Example::
 
@@ -403,11 +401,19 @@ class Trainer(ABC):
                 "trainer.all_gather must be called where all trainers are at the same time: in training_step, "
                 "validation_step, on_batch_start, on_batch_end, on_validation_start, on_validation_end or on_train_end"
             )
+        value = stage_copy(value)
+        try:
+            pickle.dumps(without_values(value))
+        except Exception as error:  # pickle raises many types for what it cannot store
+            raise TaskError(
+                f"trainer.all_gather was given what cannot be sent to another process ({error}); give tensors, "
+                "numbers, strings, and lists or dictionaries of them"
+            ) from error
         in_step = self._step_offset == 1
         place = self._decision.step, int(self._decision.verdict is Verdict.GO), int(in_step)
         count = self._gathers[1] + 1 if self._gathers[0] == place else 0
         self._gathers = place, count
-        return self.gather_from_all(private_copy(value), (*place, count), self._decision.active if in_step else None)
+        return self.gather_from_all(value, (*place, count), self._decision.active if in_step else None)
 
     def gather_from_all(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
         """Return the values of all trainers, or of ``active``; ``call`` is the same for the same call of each."""
@@ -782,11 +788,6 @@ class Trainer(ABC):
             peak_rss_mb=peak_rss_mb(),
             wire_bytes=self.wire_bytes,
         )
-
-
-def private_copy(value: Any) -> Any:
-    """Return a value with its tensors copied to the CPU, without gradients."""
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
 
 
 def overrides(owner: object, method: Callable[..., Any]) -> bool:

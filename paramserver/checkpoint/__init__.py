@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         check_storable as check_storable,
         pack as pack,
         unpack as unpack,
+        without_values as without_values,
         write_chunks as write_chunks,
     )
     from paramserver.checkpoint.staging import (

@@ -172,7 +172,7 @@ def check_storable(state: Mapping[str, Any], task_name: str) -> None:
         paramserver.errors.TaskError: Digits.on_checkpoint stored what cannot be loaded again ...
     """
     try:
-        unpack(pack(_without_values(state)))
+        unpack(pack(without_values(state)))
     except Exception as error:  # pickle and torch raise many types for what they cannot store
         raise TaskError(
             f"{task_name}.on_checkpoint stored what cannot be loaded again ({str(error).splitlines()[0]}); "
@@ -180,15 +180,21 @@ def check_storable(state: Mapping[str, Any], task_name: str) -> None:
         ) from error
 
 
-def _without_values(state: Any) -> Any:
-    """Return the same nested structure with an empty tensor in the place of each."""
+def without_values(state: Any) -> Any:
+    """Return the same nested structure with an empty tensor in the place of each.
+
+    Example::
+
+        >>> without_values({"mean": torch.zeros(2), "epoch": 3})
+        {'mean': tensor([]), 'epoch': 3}
+    """
     if isinstance(state, torch.Tensor):
         return torch.empty(0, dtype=state.dtype)
     if isinstance(state, dict):
         fresh = copy.copy(state)
         for key, value in state.items():
-            fresh[key] = _without_values(value)
+            fresh[key] = without_values(value)
         return fresh
     if type(state) in (list, tuple):
-        return type(state)(_without_values(value) for value in state)
+        return type(state)(without_values(value) for value in state)
     return state

@@ -195,53 +195,17 @@ def _wire_dtype(config: Config) -> str | None:
     )
 
 
-def _with_server_compute(config: Config, is_broken: bool, message: str) -> str | None:
-    return message if server_computes(config) and is_broken else None
+def _served(key: str, allowed: tuple[Any, ...], reason: str, cure: str, *others: str) -> Relation:
+    """A rule of ``server.compute: server`` for the value of ``key``, which ``others`` may decide too."""
 
+    def check(config: Config) -> str | None:
+        value = num_servers_of(config) if key == "cluster.num_servers" else value_of(config, key)
+        if not server_computes(config) or value in allowed:
+            return None
+        rule = " or ".join(format_value(one) for one in allowed)
+        return f"{key} ({value}) must be {rule} with server.compute server, where {reason}; {cure}"
 
-def _served_by_one_server(config: Config) -> str | None:
-    return _with_server_compute(
-        config,
-        num_servers_of(config) != 1,
-        f"cluster.num_servers ({num_servers_of(config)}) must be 1 with server.compute server, where one server "
-        "holds the whole model; set it to 1 or choose server.compute: trainer",
-    )
-
-
-def _served_by_messages(config: Config) -> str | None:
-    return _with_server_compute(
-        config,
-        config.server.transport == "shared_memory",
-        "server.transport (shared_memory) must be auto or rpc with server.compute server, where no parameters are "
-        "sent; leave it out or choose server.compute: trainer",
-    )
-
-
-def _served_in_float32(config: Config) -> str | None:
-    return _with_server_compute(
-        config,
-        config.server.wire_dtype != "float32",
-        f"server.wire_dtype ({config.server.wire_dtype}) must be float32 with server.compute server, where no "
-        "parameters are sent; leave it out or choose server.compute: trainer",
-    )
-
-
-def _served_without_average(config: Config) -> str | None:
-    return _with_server_compute(
-        config,
-        config.training.ema_decay is not None,
-        f"training.ema_decay ({config.training.ema_decay}) must be null with server.compute server, where no trainer "
-        "has parameters to validate; leave it out or choose server.compute: trainer",
-    )
-
-
-def _served_to_cpu(config: Config) -> str | None:
-    return _with_server_compute(
-        config,
-        config.device.kind == "cuda",
-        "device.kind (cuda) must be auto or cpu with server.compute server, where trainers compute nothing but the "
-        "loss; leave it out, and give the server its GPUs by device.num_gpus",
-    )
+    return Relation(("server.compute", key, *others), check)
 
 
 def _one_server_on_gpu(config: Config) -> str | None:
@@ -251,15 +215,6 @@ def _one_server_on_gpu(config: Config) -> str | None:
     return (
         f"device.server (cuda) must be auto or cpu with cluster.num_servers ({servers}); set cluster.num_servers: 1 or "
         "leave device.server out"
-    )
-
-
-def _served_from_cpu(config: Config) -> str | None:
-    return _with_server_compute(
-        config,
-        config.device.server == "cuda",
-        "device.server (cuda) must be auto or cpu with server.compute server, where the parameters are on the CPU; "
-        "leave it out, and give the server its GPUs by device.num_gpus",
     )
 
 
@@ -280,6 +235,9 @@ def _simulation_count(config: Config) -> str | None:
     return "simulations.count (null) must be given with simulations that the run starts; set it"
 
 
+_OR_TRAINER = "leave it out or choose server.compute: trainer"
+_OR_NUM_GPUS = "leave it out, and give the server its GPUs by device.num_gpus"
+
 RELATIONS: tuple[Relation, ...] = (
     Relation(("task",), _task),
     Relation(("cluster.spares", "cluster.max_restarts"), _spares),
@@ -295,13 +253,19 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("server.lost_after_s", "server.heartbeat_s"), _heartbeat),
     Relation(("server.backup_trainers", "server.consistency", "cluster.num_trainers"), _backup_trainers),
     Relation(("server.transport", "server.wire_dtype"), _wire_dtype),
-    Relation(("server.compute", "cluster.num_servers", "cluster.colocate"), _served_by_one_server),
-    Relation(("server.compute", "server.transport"), _served_by_messages),
-    Relation(("server.compute", "server.wire_dtype"), _served_in_float32),
-    Relation(("server.compute", "device.kind"), _served_to_cpu),
-    Relation(("server.compute", "training.ema_decay"), _served_without_average),
+    _served(
+        "cluster.num_servers",
+        (1,),
+        "one server holds the whole model",
+        "set it to 1 or choose server.compute: trainer",
+        "cluster.colocate",
+    ),
+    _served("server.transport", ("auto", "rpc"), "no parameters are sent", _OR_TRAINER),
+    _served("server.wire_dtype", ("float32",), "no parameters are sent", _OR_TRAINER),
+    _served("device.kind", ("auto", "cpu"), "trainers compute nothing but the loss", _OR_NUM_GPUS),
+    _served("training.ema_decay", (None,), "no trainer has parameters to validate", _OR_TRAINER),
     Relation(("device.server", "cluster.num_servers", "cluster.colocate"), _one_server_on_gpu),
-    Relation(("server.compute", "device.server"), _served_from_cpu),
+    _served("device.server", ("auto", "cpu"), "the parameters are on the CPU", _OR_NUM_GPUS),
     Relation(("simulations.command", "simulations.function"), _one_producer),
     Relation(("simulations.command", "simulations.function", "simulations.count"), _simulation_count),
 )

@@ -188,7 +188,7 @@ def serve_local_calls(timeout_s: float) -> LocalCallServer:
 
 
 class CallInterceptor(Protocol):
-    """Stands between ``send`` or ``send_deferred`` and the call; see ``runtime/fault_receiver.py``."""
+    """Stands between ``send`` or ``send_deferred`` and the call; see ``faults/receiver.py``."""
 
     def intercept(
         self, to: str, handler: str, call: Callable[[], torch.futures.Future[Any]]

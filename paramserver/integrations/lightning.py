@@ -27,7 +27,7 @@ from paramserver.config import mode_of, num_servers_of, num_trainers_of, server_
 from paramserver.errors import NoSuchMember, TaskError
 from paramserver.importing import source_file
 from paramserver.metrics.reduction import Reduction
-from paramserver.rng import random_states, restore_random_states, seed_all
+from paramserver.rng import LOADERS, random_states, restore_random_states, seed_all
 from paramserver.sources import Partition, make_source
 from paramserver.sources.data_loader import resolve_reading
 from paramserver.task import Task
@@ -51,8 +51,6 @@ _NOT_CALLED = {
 }
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _REDUCTIONS = ("mean", "sum", "max")
-# Mixed into the seed of the run while loaders are made, so that they draw the same in every process.
-_LOADERS = 0x6C6F6164
 
 
 class LightningTask(Task):
@@ -190,7 +188,7 @@ class LightningTask(Task):
             self.build_model()
         if name not in self._loaders:
             states = random_states()
-            seed_all(self.config.seed, _LOADERS)
+            seed_all(self.config.seed, LOADERS)
             self._loaders[name] = _single_loader(name, self._owner(name))
             restore_random_states(states)
         return self._loaders[name]

@@ -15,7 +15,7 @@ from paramserver.importing import describe_user_error, load_object
 Ranges = Sequence[tuple[str, float, float]]
 """(name, low, high) of each parameter."""
 
-# Keeps these random numbers apart from those of the trainers, which use the same seed.
+# Keeps these random numbers apart from all others of the seed; see the table in rng.py, which needs torch.
 _STREAM = 0x51
 
 

@@ -28,11 +28,16 @@ class LossLog:
 
         >>> log = LossLog(getfixture("tmp_path") / "losses.json")
         >>> log.begin(view=1, trainer_ranks=[1, 2])
-        >>> log.add_fault(step=40, text="trainer 1 (node7, process 42) is lost")
+        >>> log.add_fault(step=40, text="trainer 1 is lost")
         >>> log.return_to(30, furthest_step=45, view=2, trainer_ranks=[1, 2])
+        >>> log.add_fault(step=50, text="trainer 0 is lost", returns=True)
+        >>> log.return_to(50, furthest_step=50, view=3, trainer_ranks=[1, 2])
         >>> same = LossLog(log.file)
-        >>> same.view, same.updates_redone, same.restarts, [fault["step"] for fault in same.faults]
-        (2, 15, 1, [40, 45])
+        >>> same.view, same.updates_redone, same.restarts
+        (3, 15, 2)
+        >>> [(fault["step"], fault["text"]) for fault in same.faults]  # doctest: +NORMALIZE_WHITESPACE
+        [(40, 'trainer 1 is lost'), (45, 'all processes return to step 30'),
+         (50, 'trainer 0 is lost; all processes return to step 50')]
     """
 
     def __init__(self, file: Path) -> None:
@@ -59,11 +64,16 @@ class LossLog:
         self.view, self.trainer_ranks = view, list(trainer_ranks)
         self.updates_redone += max(furthest_step - step, 0)
         self.restarts += 1
-        self.add_fault(furthest_step, f"all processes return to step {step}")
+        text = f"all processes return to step {step}"
+        if self.faults and self.faults[-1].pop("returns", False):
+            self.faults[-1]["text"] += f"; {text}"
+            self._write()
+        else:
+            self.add_fault(furthest_step, text)
 
-    def add_fault(self, step: int, text: str) -> None:
-        """A process is lost."""
-        self.faults.append({"time": time.time(), "step": step, "text": text})
+    def add_fault(self, step: int, text: str, returns: bool = False) -> None:
+        """A process is lost; ``returns``: rank 0 returns to a checkpoint for it, which is not another fault."""
+        self.faults.append({"time": time.time(), "step": step, "text": text, **({"returns": True} if returns else {})})
         self._write()
 
     def add_restart(self) -> None:

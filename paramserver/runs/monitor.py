@@ -109,14 +109,14 @@ class RunMonitor:
         if epoch_samples is not None and passes is not None:
             self.record(make_record("expected", self.step, rank=0, total_samples=passes * epoch_samples))
 
-    def trainer_lost(self, trainer_index: int, text: str) -> None:
-        """Record that a trainer is lost."""
+    def trainer_lost(self, trainer_index: int, text: str, returns: bool = False) -> None:
+        """Record that a trainer is lost; ``returns`` as in ``LossLog.add_fault``."""
         with self._lock:
             self.record(make_record("lost", self.step, trainer=trainer_index, text=text))
             if self._reducer is not None:
                 self._reducer.remove(trainer_index)
             if self.losses is not None:
-                self.losses.add_fault(self.step, text)
+                self.losses.add_fault(self.step, text, returns)
 
     def trainer_replaced(self, trainer_index: int, incarnation: int) -> None:
         """Record that a process took the place of a lost trainer."""

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paramserver.process_utils import kill_group
+from paramserver.runtime.preloaded import assume_role, import_modules, receive_role, send_role, start_importing
 from paramserver.runtime.rank_guard import RankGuard
-from paramserver.runtime.spares import assume_role, import_modules, receive_role, send_role, start_importing
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _POLL_S = 0.1

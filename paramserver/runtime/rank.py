@@ -158,7 +158,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         process = ProcessContext(config, identity, role, trainers, _place(identity, ranks, config), stop, timer)
         if role.kind == "trainer":
             task.devices, task.config = process.placement.devices, config
-            process.data_sets["callbacks"] = make_callbacks(task)
+            process.kept.callbacks = make_callbacks(task)
         timer.mark("task")
         interface = config.cluster.interface or interface_to(identity.master_addr)
         if interface is not None and not mode_of(config).single_process:
@@ -321,7 +321,7 @@ class Session:
 
     @property
     def _is_newcomer(self) -> bool:
-        return self.plan.joins and "started" not in self.process.data_sets
+        return self.plan.joins and not self.process.kept.has_started
 
     @property
     def _is_leaving(self) -> bool:

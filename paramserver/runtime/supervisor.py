@@ -34,9 +34,10 @@ from paramserver.metrics.records import make_record
 from paramserver.process_utils import OWN_GROUP, cpu_ticks, is_stopped, kill_group
 from paramserver.runs.rundir import LAST_WRITE_S, RunDir, write_json
 from paramserver.runtime.fork_server import ForkedProcess, ForkServer
+from paramserver.runtime.preloaded import role_arguments
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
-from paramserver.runtime.spares import Spares, role_arguments
+from paramserver.runtime.spares import Spares
 from paramserver.runtime.watchdog import SILENT_SHARE, STACKS_SIGNAL, START_GRACE_S
 
 # In addition to the time in which ranks detect a lost peer themselves.

@@ -42,6 +42,7 @@ from paramserver.parameters.model import untrained_state_dict
 from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, UpdaterState
 from paramserver.server.aggregator import Aggregator
 from paramserver.server.coordinator import CollectedState, ShardCoordinator
+from paramserver.server.gathers import Gathers
 from paramserver.server.model_service import ModelService, ServedTransport
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.repeated_calls import LastReplies, executed_once
@@ -231,8 +232,7 @@ class ParameterServer(TutorialMethods):
         self._validated: tuple[int, dict[str, float]] = -1, {}
         self._staged = (monitor.step if checkpoints.resumes else -1, False)
         self._stagings = PendingReplies()
-        self._gathers: dict[tuple[int, ...], tuple[tuple[int, ...] | None, PendingReplies]] = {}
-        self._gathers_began: dict[tuple[int, ...], float] = {}
+        self._gathers = Gathers()
         self._staging_reason = ""
         self._parts = PartCollector(checkpoints)
 
@@ -544,8 +544,9 @@ class ParameterServer(TutorialMethods):
                     self._change_view(loss)
                 else:
                     self._forget(index)
+                returns = isinstance(self.error, ViewChanged)
             # Without the lock: it writes a file.
-            self.monitor.trainer_lost(index, loss)
+            self.monitor.trainer_lost(index, loss, returns)
             self._on_trainer_lost(member)
 
     def _can_continue_without(self, trainer_index: int) -> bool:
@@ -565,7 +566,7 @@ class ParameterServer(TutorialMethods):
         if trainer_index in self._joins.parts:
             self._joins.pop(trainer_index)
         self.aggregator.remove(trainer_index)
-        for table in (self._stagings, *self._validations.values(), *(table for _, table in self._gathers.values())):
+        for table in (self._stagings, *self._validations.values(), *self._gathers.tables):
             if trainer_index in table.parts:
                 table.pop(trainer_index)
         self._parts.replace(trainer_index)
@@ -596,8 +597,7 @@ class ParameterServer(TutorialMethods):
             if self.coordinator is not None:
                 self.coordinator.abort()
             reply = RemoteError.of(as_peer_error(self.error))
-            tables = [self._joins, self._stagings, *self._validations.values()]
-            tables += [table for _, table in self._gathers.values()]
+            tables = [self._joins, self._stagings, *self._validations.values(), *self._gathers.tables]
             # Removed from the tables under the lock, so that each future is completed once.
             waiting = [f for table in tables for f in table.pop_all()[1].values()] + self.aggregator.pop_waiters()
         for future in waiting:
@@ -930,52 +930,28 @@ class ParameterServer(TutorialMethods):
     def all_gather(
         self, sender: TrainerId, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None
     ) -> torch.futures.Future[list[Any]]:
-        """Reply with the values of all trainers, in their order, once each has made the same call.
-
-        Args:
-            sender: the trainer.
-            value: its own.
-            call: names the call, alike for all trainers.
-            active: the trainers that make it; None for all that took part in the last decision.
-        """
+        """Reply with the values of all trainers, in their order, once each has made the same call; see ``Gathers``."""
         with self._lock:
-            trainer_index = self._admit(sender)
-            if call not in self._gathers:
-                self._gathers[call], self._gathers_began[call] = (active, PendingReplies()), time.monotonic()
-            table = self._gathers[call][1]
-            future = table.add(trainer_index, value)
+            future = self._gathers.add(self._admit(sender), value, call, active)
         self._finish_gathers()
         return future
 
     def _finish_gathers(self) -> None:
         with self._lock:
-            complete = [call for call, (active, table) in self._gathers.items() if table.has_all(self._callers(active))]
-            tables = [self._gathers.pop(call)[1].pop_all() for call in complete]
-            self._gathers_began = {call: began for call, began in self._gathers_began.items() if call in self._gathers}
-        for values, futures, _ in tables:
-            for future in futures.values():
-                future.set_result([values[index] for index in sorted(values)])
-
-    def _callers(self, active: tuple[int, ...] | None) -> set[int]:
-        """Return the trainers that are expected to make a call of ``all_gather``; a lost one is not among them."""
-        present = set(self.aggregator.rules.participants)
-        return present if active is None else present & set(active)
+            complete = self._gathers.pop_complete(self.aggregator.rules.participants)
+        for future, values in complete:
+            future.set_result(values)
 
     def _check_gathers(self) -> None:
         """Fail the run if a trainer has not made a call of ``all_gather`` that others wait for."""
-        limit_s, now = self.config.cluster.timeout_s, time.monotonic()
+        limit_s = self.config.cluster.timeout_s
         with self._lock:
-            missing = [
-                str(trainer_index)
-                for call, (active, table) in self._gathers.items()
-                if now - self._gathers_began[call] > limit_s
-                for trainer_index in sorted(self._callers(active) - table.parts.keys())
-            ]
+            missing = self._gathers.overdue(self.aggregator.rules.participants, limit_s)
         if missing:
             self.fail(
                 TaskError(
-                    f"trainer.all_gather was not called by trainer {', '.join(missing)} within cluster.timeout_s "
-                    f"({limit_s:g} s) of the others; call it on all trainers, at the same places"
+                    f"trainer.all_gather was not called by trainer {', '.join(map(str, missing))} within "
+                    f"cluster.timeout_s ({limit_s:g} s) of the others; call it on all trainers, at the same places"
                 )
             )
 

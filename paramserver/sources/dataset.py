@@ -321,10 +321,12 @@ class DatasetSource(Source):
                 f"sampler_kwargs ({self.options}) must be among seed, shuffle, pad, drop_last"
             ) from error
         if per_pass == 0:
-            raise TaskError(
-                f"trainer {partition.index} gets none of the {self.length} training samples; "
-                f"use at most {self.length} trainers"
-            )
+            what, number = "training samples", self.length
+            if self.sampler is not None:
+                what, number = f"entries that the sampler ({self.sampler.name}) gives", self.sampler.length
+            least = self.options.get("multiple", 1)
+            cure = f"use at most {number // least} trainers" if number >= least else f"give at least {least}"
+            raise TaskError(f"trainer {partition.index} gets none of the {number} {what}; {cure}")
 
     def use_workers(self, options: WorkerOptions) -> None:
         """Read in worker processes instead of the thread that calls ``groups``. Call it before anything is read.

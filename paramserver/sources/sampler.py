@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from operator import index
 from typing import Any, TypeAlias
@@ -156,9 +156,11 @@ class SamplerOrder:
         try:
             made = copy.deepcopy(self.sampler, {id(self._dataset): self._dataset})
         except Exception as error:  # copies call methods of the user's classes
+            once = isinstance(self.sampler, Iterator)
+            cure = "return a list of its indices" if once else "open files and connections in its __iter__"
             raise TaskError(
                 f"the sampler ({self.name}) must be an object that can be copied, as a pass is drawn again after a "
-                f"resume ({type(error).__name__}: {error}); open files and connections in its __iter__"
+                f"resume ({type(error).__name__}: {error}); {cure}"
             ) from error
         if (generator := _generator_of(made)) is not None and self._first_state is not None:
             generator.set_state(self._first_state)

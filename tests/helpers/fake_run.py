@@ -7,6 +7,7 @@ import numpy as np
 import zmq
 
 from paramserver.online.protocol import (
+    VERSION,
     ArrayDescriptor,
     Header,
     MessageKind,
@@ -204,3 +205,34 @@ class FakeRun:
         self.context.term()
         if self._failure and kind is None:
             raise self._failure
+
+
+def sample(step):
+    return {"temperature": np.full((2, 3), step, np.float32)}
+
+
+def send_all(client, steps):
+    for step in steps:
+        client.send(step, sample(step))
+
+
+def refuse_33_messages(run, client):
+    """Three with the same sentence and thirty with others, while the client sends six samples and is closed."""
+    run.acknowledges = False
+    send_all(client, [0])
+    run.wait_for(lambda: run.samples[0])
+    for _ in range(3):
+        run.send_to_all(0, MessageKind.REFUSED, b"temperature must be finite")
+    for number in range(30):
+        run.send_to_all(0, MessageKind.REFUSED, f"step {number} is odd".encode())
+    run.release()
+    send_all(client, range(2, 12, 2))
+    client.close()
+    assert client.refused == 33
+
+
+def refuse_as_newer_version(header):
+    """An answer of a ``FakeRun``: a refusal with the next version of the protocol in its header."""
+    packed = bytearray(header.reply(MessageKind.REFUSED).pack())
+    packed[2] = VERSION + 1
+    return [bytes(packed), b"?"]

@@ -20,7 +20,7 @@ import time
 from importlib import import_module
 from pathlib import Path
 
-from paramserver.runtime.spares import MODULES
+from paramserver.runtime.preloaded import MODULES
 
 READY = b"ready"
 SHORT_LIFE = "TEST_SHORT_LIFE_S"
@@ -29,6 +29,7 @@ PRELOADED = (
     "paramserver.chaos",
     "paramserver.launch",
     "paramserver.evaluate",
+    "paramserver.predict",
     "paramserver.runtime.supervisor",
     "paramserver.bench.processes",
     "paramserver.metrics.console",

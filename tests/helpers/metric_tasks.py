@@ -136,6 +136,11 @@ class GathersAlone(ReferenceTask):
             self.trainer.all_gather(1)
 
 
+class GathersFunction(ReferenceTask):
+    def on_validation_end(self, batch_idx):
+        self.trainer.all_gather({"unit": lambda value: value})
+
+
 class GathersUneven(UnevenLengths):
     """Some trainers have no data in the last steps."""
 

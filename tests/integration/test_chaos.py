@@ -93,6 +93,7 @@ def test_with_rollback_no_fault_changes_a_bit(tmp_path):
     assert_passed(finished)
     assert checks(finished)["parameters are those without faults"]
     assert re.search(r"[1-9]\d* made again", finished.output)
+    assert len(finished.summary["faults"]) == 2
 
 
 def test_a_trainer_that_is_cut_off_for_long_joins_again_and_the_others_continue(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from launching import environment, train
 from tasks import ReferenceTask
 
-from paramserver import evaluate
+from paramserver import evaluate, predict as predict_command
 
 CONFIG = {
     "training": {"max_steps": 6, "batch_size": 8, "validate_every": 2, "validation_batch_size": 7},
@@ -93,7 +93,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def predict(run, *flags, source="own_sources.py:data_set", out="out.pt"):
-    return evaluate.predict_main([str(run.run_dir), "--source", source, "--out", out, *flags])
+    return predict_command.main([str(run.run_dir), "--source", source, "--out", out, *flags])
 
 
 def expected(run, step=None):

@@ -123,6 +123,15 @@ def test_in_a_hook_that_a_replacement_calls_alone_it_is_refused(tmp_path, mode, 
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("mode", ["local", "rpc"])
+def test_what_cannot_be_sent_is_refused(tmp_path, mode):
+    run = launch(tmp_path, mode=mode, **task("GathersFunction"), **without_best(CONFIG))
+    assert run.code == 2
+    assert "trainer.all_gather was given what cannot be sent to another process" in run.output
+    assert "Traceback" not in run.output
+
+
+@pytest.mark.processes
 def test_a_trainer_that_does_not_call_it_is_named(tmp_path):
     config = {**without_best(CONFIG), "cluster": {"timeout_s": 6}}
     run = launch(tmp_path, mode="rpc", **task("GathersAlone"), **config)

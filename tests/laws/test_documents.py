@@ -18,7 +18,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from paramserver import benchmark, chaos, cli, elastic, evaluate, reporting
+from paramserver import benchmark, chaos, cli, elastic, evaluate, predict, reporting
 from paramserver.config import KEYS, SECTIONS, config_from_mapping, describe_keys, load_config
 from paramserver.launch import make_parser
 from paramserver.online.spec import IngestSpec
@@ -158,7 +158,7 @@ def all_help():
     parsers = [
         make_parser,
         evaluate.make_parser,
-        evaluate.make_predict_parser,
+        predict.make_parser,
         cli.make_keys_parser,
         cli.make_ping_parser,
     ]

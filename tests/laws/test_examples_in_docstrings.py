@@ -20,7 +20,7 @@ ILLUSTRATIONS = {
     "paramserver.client.finish",
     "paramserver.client.ping",
     "paramserver.evaluate.evaluate_run",
-    "paramserver.evaluate.predict_run",
+    "paramserver.predict.predict_run",
     "paramserver.online.process_runner.ProcessRunner",
     "paramserver.online.receiver.SampleReceiver",
     "paramserver.runtime.fork_server.ForkServer",

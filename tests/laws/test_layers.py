@@ -28,12 +28,12 @@ LAYERS = [
     "client context sources",
     "run_simulation task",
     "bench parameters",
-    "optim transport",
+    "faults optim transport",
     "runs",
     "server",
     "runtime trainers",
     "integrations launch",
-    "api benchmark chaos elastic evaluate reporting",
+    "api benchmark chaos elastic evaluate predict reporting",
     "cli",
 ]
 MAY_USE_RPC = [f"paramserver.{folder}" for folder in ("distributed", "optim", "server", "transport")]
@@ -47,6 +47,7 @@ NEEDS_NO_TORCH = (
     "paramserver.api",
     "paramserver.launch",
     "paramserver.evaluate",
+    "paramserver.predict",
     "paramserver.benchmark",
     "paramserver.reporting",
     "paramserver.cli",

@@ -57,7 +57,6 @@ USED = {
     "paramserver.runtime.rank": {"torch._C._distributed_c10d.Store"},
     "paramserver.transport.shared_memory": {"torch._foreach_copy_"},
     "paramserver.transport.rpc": {"torch._foreach_copy_"},
-    "trainers.base": {"torch.utils._pytree.tree_map_only"},
     "trainers.server_forward": {
         "torch.utils._pytree.tree_leaves",
         "torch.utils._pytree.tree_flatten",

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,10 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from paramserver import Task
+from paramserver.bench.cases import interleaved
 from paramserver.cluster import child_environment, process_environ
+
+T = TypeVar("T")
 
 BATCH_SIZE = 32
 SAMPLES = 4096
@@ -250,6 +253,17 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if arguments.child is None and arguments.steps < arguments.warm + 2:
         parser.error(f"--steps ({arguments.steps}) must be at least --warm ({arguments.warm}) + 2; raise it")
     return arguments
+
+
+def measured_in_turn(
+    cases: Sequence[str], repeats: int, measure: Callable[[str], T], form: str = ""
+) -> dict[str, list[T]]:
+    """What ``measure`` gives for each case in each repeat, one case after the other."""
+    found: dict[str, list[T]] = {case: [] for case in cases}
+    for repeat, case in interleaved(cases, repeats):
+        found[case].append(measure(case))
+        print(f"  {repeat + 1}/{repeats} {case}: {found[case][-1]:{form}}", file=sys.stderr)
+    return found
 
 
 def origin() -> str:

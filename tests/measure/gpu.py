@@ -16,29 +16,25 @@ two steps on behalf of the measurement: this package reads each loss, the loop b
 from __future__ import annotations
 
 import argparse
-import itertools
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import paramserver
-from paramserver.bench.cases import interleaved
 from tests.measure.common import (
     MODELS,
     Measured,
-    Stamp,
     loss_of,
     measured_config,
+    measured_in_turn,
     measuring_environment,
     measuring_parser,
-    now,
-    optimizer_of,
     origin,
     parsed,
     read_stamps,
@@ -47,7 +43,7 @@ from tests.measure.common import (
     spread,
     write_stamps,
 )
-from tests.measure.overhead import LOG_EVERY, timing_of
+from tests.measure.overhead import timing_of, train_by_hand
 
 ON_GPU = {"device": {"server": "cuda"}}
 MESSAGES = {"server": {"transport": "rpc"}}
@@ -69,7 +65,7 @@ def cases_of(wanted: list[str], device: str, trainers: int) -> list[str]:
     return [case for case in wanted if case not in without]
 
 
-def train_by_hand(arguments: argparse.Namespace) -> None:
+def run_loop(arguments: argparse.Namespace) -> None:
     """One process of the loop that a user would write."""
     rank, trainers, device = arguments.rank, arguments.trainers, torch.device(arguments.device)
     gpus = torch.cuda.device_count()
@@ -87,36 +83,19 @@ def train_by_hand(arguments: argparse.Namespace) -> None:
         model = DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device])
         sampler = DistributedSampler(data)
     loader = DataLoader(data, arguments.batch, sampler is None, sampler, pin_memory=device.type == "cuda")
-    write_stamps(arguments.folder, rank, _steps(model, loader, sampler, device, arguments.steps))
+
+    def loss_on_device(model: nn.Module, batch: Any) -> Tensor:
+        return loss_of(model, [tensor.to(device, non_blocking=True) for tensor in batch])
+
+    write_stamps(arguments.folder, rank, train_by_hand(model, loader, arguments.steps, sampler, [], loss_on_device))
     if trainers > 1:
         dist.destroy_process_group()
-
-
-def _steps(
-    model: Any, loader: DataLoader[Any], sampler: DistributedSampler[object] | None, device: torch.device, steps: int
-) -> list[Stamp]:
-    optimizer, stamps = optimizer_of(model), []
-    model.train()
-    for epoch in itertools.count():
-        if sampler is not None:
-            sampler.set_epoch(epoch)
-        for batch in loader:
-            stamps.append(now())
-            optimizer.zero_grad()
-            loss = loss_of(model, [tensor.to(device, non_blocking=True) for tensor in batch])
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            if len(stamps) % LOG_EVERY == 0:
-                print(f"step {len(stamps)}: loss {loss.item():.4f}")
-            if len(stamps) == steps:
-                return stamps
-    raise AssertionError("an endless loop ended")
 
 
 def be_child(arguments: argparse.Namespace) -> None:
     """One process of a measurement."""
     if arguments.child == "loop":
-        train_by_hand(arguments)
+        run_loop(arguments)
         return
     mode, sections = OURS[arguments.child]
     task_args = {"model": arguments.model, "folder": str(arguments.folder)}
@@ -169,10 +148,7 @@ def main() -> None:
     if arguments.device == "cuda" and not torch.cuda.device_count():
         parser.error("--device (cuda) must find a GPU, and torch finds none; use --device cpu")
     cases = cases_of(arguments.cases, arguments.device, arguments.trainers)
-    rates: dict[str, list[float]] = {case: [] for case in cases}
-    for repeat, case in interleaved(cases, arguments.repeats):
-        rates[case].append(measure(case, arguments))
-        print(f"  {repeat + 1}/{arguments.repeats} {case}: {rates[case][-1]:.0f}", file=sys.stderr)
+    rates = measured_in_turn(cases, arguments.repeats, lambda case: measure(case, arguments), ".0f")
     print(origin())
     if arguments.device == "cuda":
         print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")

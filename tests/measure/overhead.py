@@ -20,19 +20,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import paramserver
-from paramserver.bench.cases import interleaved
 from tests.measure.common import (
     BATCH_SIZE,
     MODELS,
@@ -40,6 +40,7 @@ from tests.measure.common import (
     Stamp,
     loss_of,
     measured_config,
+    measured_in_turn,
     measuring_environment,
     measuring_parser,
     now,
@@ -80,6 +81,7 @@ def train_by_hand(
     steps: int,
     sampler: DistributedSampler[object] | None,
     stamps: list[Stamp],
+    find_loss: Callable[[nn.Module, Any], Tensor] = loss_of,
 ) -> list[Stamp]:
     """The loop of a tutorial; when each step began."""
     optimizer = optimizer_of(model)
@@ -90,7 +92,7 @@ def train_by_hand(
         for batch in loader:
             stamps.append(now())
             optimizer.zero_grad()
-            loss = loss_of(model, batch)
+            loss = find_loss(model, batch)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if len(stamps) % LOG_EVERY == 0:
@@ -188,10 +190,7 @@ def main() -> None:
     if arguments.child is not None:
         be_child(arguments)
         return
-    timings: dict[str, list[Timing]] = {case: [] for case in arguments.cases}
-    for repeat, case in interleaved(arguments.cases, arguments.repeats):
-        timings[case].append(measure(case, arguments))
-        print(f"  {repeat + 1}/{arguments.repeats} {case}: {timings[case][-1]}", file=sys.stderr)
+    timings = measured_in_turn(arguments.cases, arguments.repeats, lambda case: measure(case, arguments))
     print(
         f"{arguments.model}, batch {BATCH_SIZE}, {arguments.steps - arguments.warm - 1} steps, "
         f"{arguments.repeats} repeats: median (least to greatest)"

@@ -28,7 +28,6 @@ import hashlib
 import runpy
 import socket
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,13 +39,13 @@ from torch.distributed import rpc
 from torch.utils.data import DataLoader
 
 import paramserver
-from paramserver.bench.cases import interleaved
 from paramserver.cluster import process_environ
 from tests.measure.common import (
     BATCH_SIZE,
     Measured,
     Stamp,
     measured_config,
+    measured_in_turn,
     measuring_environment,
     measuring_parser,
     now,
@@ -233,10 +232,7 @@ def main() -> None:
     print(origin())
     print(f"{arguments.script.name}, SHA-256 {hashlib.sha256(source.encode()).hexdigest()}; what was replaced:\n")
     print(difference(source, replaced(source, Path("FOLDER"), arguments.steps, quiet=False)))
-    rates: dict[str, list[float]] = {case: [] for case in arguments.cases}
-    for repeat, case in interleaved(arguments.cases, arguments.repeats):
-        rates[case].append(measure(case, source, arguments))
-        print(f"  {repeat + 1}/{arguments.repeats} {case}: {rates[case][-1]:.0f}", file=sys.stderr)
+    rates = measured_in_turn(arguments.cases, arguments.repeats, lambda case: measure(case, source, arguments), ".0f")
     print(f"batch {BATCH_SIZE}, {arguments.repeats} repeats: median (least to greatest)")
     report(rates)
     show_failure(source, arguments.steps, environment(arguments.own_threads))

@@ -27,19 +27,18 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import paramserver
-from paramserver.bench.cases import interleaved
 from paramserver.bench.instrumentation import file_barrier
 from tests.measure.common import (
     BATCH_SIZE,
     Measured,
     measured_config,
+    measured_in_turn,
     measuring_environment,
     measuring_parser,
     origin,
@@ -165,10 +164,9 @@ def main() -> None:
         return
     print(origin())
     for name in arguments.settings:
-        timings: dict[str, list[Timing]] = {case: [] for case in arguments.cases}
-        for repeat, case in interleaved(arguments.cases, arguments.repeats):
-            timings[case].append(measure(case, name, arguments))
-            print(f"  {repeat + 1}/{arguments.repeats} {name} {case}: {timings[case][-1]}", file=sys.stderr)
+        timings = measured_in_turn(
+            arguments.cases, arguments.repeats, lambda case, name=name: measure(case, name, arguments)
+        )
         steps = arguments.steps - arguments.warm - 1
         print(f"\n{name}, batch {BATCH_SIZE}, {steps} steps, {arguments.repeats} repeats: median (least to greatest)")
         report(SETTINGS[name], timings)

@@ -5,11 +5,12 @@ import json
 import pytest
 import torch
 
-from paramserver.chaos import ChaosRun, FaultDirector, Shot, check_run, main
+from paramserver.chaos import ChaosRun, check_run, main
 from paramserver.checkpoint import write_checkpoint
 from paramserver.config import Config, config_from_mapping
 from paramserver.errors import TrainingError
-from paramserver.runtime.fault_plan import Fault
+from paramserver.faults.director import FaultDirector, Shot
+from paramserver.faults.plan import Fault
 
 JOIN = config_from_mapping({"task": "task.py:Task", "training": {"max_epochs": 2, "uneven_inputs": "join"}})
 KILL = Fault("kill", "trainer:1", at_step=2)
@@ -83,7 +84,7 @@ def test_a_run_that_recovered_passes_with_its_figures(tmp_path):
     assert outcome.figures(outcome.shots[0]) == pytest.approx(
         {"noticed": 0.1, "next update": 0.3, "the rank trains again": 4.0}
     )
-    assert outcome.shots[0].lines(outcome) == [
+    assert outcome.lines(outcome.shots[0]) == [
         "  kill trainer:1 @step 2: fired after step 2; noticed after 0.10 s, next update after 0.30 s, the rank trains "
         "again after 4.00 s"
     ]
@@ -127,7 +128,7 @@ def test_each_violation_in_the_outcome_fails_its_check(tmp_path, changes, check)
 def test_a_random_fault_need_not_fire(tmp_path):
     outcome = make_outcome(make_run(tmp_path / "run"), shots=[Shot(KILL)])
     assert failed(outcome, optional=[id(KILL)]) == []
-    assert outcome.shots[0].lines(outcome) == ["  kill trainer:1 @step 2: did not fire, the run ended before"]
+    assert outcome.lines(outcome.shots[0]) == ["  kill trainer:1 @step 2: did not fire, the run ended before"]
 
 
 def test_parameters_that_differ_in_one_bit_fail(tmp_path):

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import zmq
-from fake_run import FIELDS, FakeRun
+from fake_run import FIELDS, FakeRun, refuse_33_messages, refuse_as_newer_version, sample, send_all
 
 from paramserver.client import Client, finish, ping
 from paramserver.cluster.simulation import SimulationEnvironment
@@ -23,10 +23,6 @@ from paramserver.online.protocol import VERSION, ArrayDescriptor, Header, Messag
 from paramserver.online.sender import ConnectionMonitor
 
 ZEROS = np.zeros((2, 3), np.float32)
-
-
-def sample(step):
-    return {"temperature": np.full((2, 3), step, np.float32)}
 
 
 @pytest.fixture
@@ -46,11 +42,6 @@ def run_of(request):
     yield make
     for fake in opened:
         fake.__exit__(None)
-
-
-def send_all(client, steps):
-    for step in steps:
-        client.send(step, sample(step))
 
 
 class InThread:
@@ -337,18 +328,8 @@ def test_over_at_hello(run):
 
 def test_refusals_are_counted_logged_once_and_stop_nothing(run, caplog):
     caplog.set_level(logging.WARNING, "paramserver.client")
-    run.acknowledges = False
     client = Client(run.address).open(0)
-    client.send(0, sample(0))
-    run.wait_for(lambda: run.samples[0])
-    for _ in range(3):
-        run.send_to_all(0, MessageKind.REFUSED, b"temperature must be finite")
-    for number in range(30):
-        run.send_to_all(0, MessageKind.REFUSED, f"step {number} is odd".encode())
-    run.release()
-    send_all(client, range(2, 12, 2))
-    client.close()
-    assert client.refused == 33
+    refuse_33_messages(run, client)
     assert len(caplog.messages) == 20  # as many sentences as are worth a line
     assert caplog.messages[0].startswith("trainer 0 at tcp://")
     assert caplog.messages[0].endswith(" refused a message: temperature must be finite")
@@ -369,12 +350,7 @@ def test_a_refusal_by_the_run_has_its_reason(run):
 
 
 def test_another_version_is_named(run):
-    def newer(header):
-        packed = bytearray(header.reply(MessageKind.REFUSED).pack())
-        packed[2] = VERSION + 1
-        return [bytes(packed), b"?"]
-
-    run.answers[MessageKind.HELLO] = newer
+    run.answers[MessageKind.HELLO] = refuse_as_newer_version
     with pytest.raises(ClientError, match=rf"protocol version \({VERSION + 1}\) must be {VERSION}; install the same"):
         Client(run.address).open(0)
 

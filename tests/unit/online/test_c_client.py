@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from c_client import CClient, missing
-from fake_run import FakeRun
+from fake_run import FakeRun, refuse_33_messages, refuse_as_newer_version, sample, send_all
 
 from paramserver.cluster.simulation import SimulationEnvironment
 from paramserver.errors import ClientError, RunOver
@@ -16,15 +16,6 @@ from paramserver.online.security import ServerSecurity, make_keys
 
 if missing():
     pytest.skip(missing(), allow_module_level=True)
-
-
-def sample(step):
-    return {"temperature": np.full((2, 3), step, np.float32)}
-
-
-def send_all(client, steps):
-    for step in steps:
-        client.send(step, sample(step))
 
 
 @pytest.fixture
@@ -198,18 +189,8 @@ def test_over_after_the_last_ack_is_no_error(run, opened):
 
 
 def test_refusals_are_counted_and_stop_nothing(run, opened):
-    run.acknowledges = False
     client = opened(run.address, 0)
-    client.send(0, sample(0))
-    run.wait_for(lambda: run.samples[0])
-    for _ in range(3):
-        run.send_to_all(0, MessageKind.REFUSED, b"temperature must be finite")
-    for number in range(30):
-        run.send_to_all(0, MessageKind.REFUSED, f"step {number} is odd".encode())
-    run.release()
-    send_all(client, range(2, 12, 2))
-    client.close()
-    assert client.refused == 33
+    refuse_33_messages(run, client)
     lines = client.log.splitlines()
     assert len(lines) == 20
     assert lines[0].endswith(" refused a message: temperature must be finite")
@@ -223,12 +204,7 @@ def test_a_refusal_by_the_run_has_its_reason(run):
 
 
 def test_another_version_is_named(run):
-    def newer(header):
-        packed = bytearray(header.reply(MessageKind.REFUSED).pack())
-        packed[2] = VERSION + 1
-        return [bytes(packed), b"?"]
-
-    run.answers[MessageKind.HELLO] = newer
+    run.answers[MessageKind.HELLO] = refuse_as_newer_version
     with pytest.raises(ClientError, match=rf"protocol version \({VERSION + 1}\) must be {VERSION}; use the client"):
         CClient(run.address).open(0)
 

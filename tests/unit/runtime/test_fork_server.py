@@ -11,7 +11,7 @@ from contextlib import closing
 import psutil
 import pytest
 
-from paramserver.runtime import spares
+from paramserver.runtime import preloaded
 from paramserver.runtime.fork_server import ForkServer
 from paramserver.runtime.rank_guard import RankGuard
 
@@ -20,15 +20,16 @@ LIMIT_S = 30.0
 # Instead of being a rank: reports through the pipe of its role, and ends with a code of its own.
 SERVER = """
 import os, sys, threading
-from paramserver.runtime import fork_server, spares
-spares.MODULES, spares.find_spec = (), lambda name: None
+from paramserver.runtime import fork_server, preloaded
+preloaded.MODULES, preloaded.find_spec = (), lambda name: None
 if os.environ["MARK"] == "threads":
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 role = fork_server.serve_forks(int(sys.argv[2]))
 if role is not None:
     config = open(role[role.index("--config") + 1]).read()
     opened = sorted(int(name) for name in os.listdir("/proc/self/fd"))[3:-1]
-    words = [os.getpid(), os.getppid(), role[1], config, os.environ["MARK"], os.getpgrp() == os.getpid(), len(opened)]
+    shown = open("/proc/self/cmdline").read().rstrip("\\0").split("\\0")[-2:]
+    words = [os.getpid(), os.getppid(), *shown, config, os.environ["MARK"], os.getpgrp() == os.getpid(), len(opened)]
     os.write(int(role[role.index("--supervised") + 1]), " ".join(map(str, words)).encode())
     print("to the log", flush=True)
     os._exit(int(role[1]))
@@ -37,7 +38,7 @@ if role is not None:
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    monkeypatch.setattr(spares, "_COMMAND", (sys.executable, "-c", SERVER))
+    monkeypatch.setattr(preloaded, "_COMMAND", (sys.executable, "-c", SERVER))
     opened = []
     with closing(RankGuard(5.0)) as guard:
 
@@ -75,7 +76,7 @@ def test_a_rank_is_a_child_of_the_supervisor_with_its_descriptors_and_environmen
     for rank in (1, 2):
         process, report = fork(server, tmp_path, rank)
         # Two descriptors: the config and the pipe.
-        assert report == f"{process.pid} {os.getpid()} {rank} config marked True 2"
+        assert report == f"{process.pid} {os.getpid()} --rank {rank} config marked True 2"
         assert process.wait() == rank
         assert (tmp_path / f"rank-{rank}.log").read_text() == "to the log\n"
         assert not psutil.pid_exists(process.pid)

@@ -12,18 +12,19 @@ from contextlib import closing
 import psutil
 import pytest
 
-from paramserver.runtime import spares as spares_module
+from paramserver.runtime import preloaded
+from paramserver.runtime.preloaded import role_arguments
 from paramserver.runtime.rank_guard import RankGuard
-from paramserver.runtime.spares import Spares, role_arguments
+from paramserver.runtime.spares import Spares
 
 LIMIT_S = 30.0
 
 # Instead of being a rank: reports through the pipe of its role.
 SPARE = """
 import logging, os, sys
-from paramserver.runtime import spares
+from paramserver.runtime import preloaded, spares
 logging.basicConfig(level=logging.INFO)
-spares.MODULES, spares.find_spec = (), lambda name: None
+preloaded.MODULES, preloaded.find_spec = (), lambda name: None
 role = spares.wait_for_role(int(sys.argv[2]))
 if role is not None:
     config = open(role[role.index("--config") + 1]).read()
@@ -41,7 +42,7 @@ def notes():
 @pytest.fixture
 def make(tmp_path, monkeypatch, notes):
     """Spares whose processes import nothing."""
-    monkeypatch.setattr(spares_module, "_COMMAND", (sys.executable, "-c", SPARE))
+    monkeypatch.setattr(preloaded, "_COMMAND", (sys.executable, "-c", SPARE))
     opened = []
     with closing(RankGuard(5.0)) as guard:
 

@@ -129,7 +129,7 @@ class Changes(Keeps):
             Changes(5),
             r"Changes\) gave 7 indices in pass 1; it must give as many in each pass as in the first one \(6\)",
         ),
-        (endless(), r"generator\) must be an object that can be copied"),
+        (endless(), r"generator\) must be an object that can be copied, .*; return a list of its indices"),
     ],
 )
 def test_what_is_no_order_is_refused(sampler, message):

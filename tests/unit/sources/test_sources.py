@@ -10,6 +10,7 @@ from paramserver.buffers import make_buffer
 from paramserver.config import Config, TrainingConfig
 from paramserver.errors import BufferClosed, BufferExhausted, SourceError, TaskError, UnsupportedConfiguration
 from paramserver.sources import DatasetSource, Feeder, IterableSource, Partition, Source, deal, make_source
+from paramserver.sources.sampler import SamplerOrder
 
 LENGTHS = (1, 2, 5, 12, 13, 101)
 COUNTS = (1, 2, 3, 7)
@@ -154,6 +155,19 @@ def test_the_samples_read_before_a_failure_are_served():
         (0, 1, {}, "the training data set is empty"),
         (2, 4, {}, "trainer 3 gets none of the 2 training samples; use at most 2 trainers"),
         (2, 4, {"sampler_kwargs": {"drop_last": True}}, "trainer 3 gets none"),
+        (
+            9,
+            1,
+            {"sampler_kwargs": {"sampler": SamplerOrder([], range(9), 0)}},
+            r"\(list\) gives; give at least 1",
+        ),
+        (
+            9,
+            2,
+            {"sampler_kwargs": {"sampler": SamplerOrder([5], range(9), 0)}},
+            "the 1 entries .*; use at most 1 train",
+        ),
+        (9, 2, {"sampler_kwargs": {"multiple": 16}}, "the 9 training samples; give at least 16"),
         (9, 2, {"sampler_kwargs": {"shufle": True}}, "must be among seed, shuffle, pad, drop_last"),
     ],
 )

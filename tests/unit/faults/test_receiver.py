@@ -11,11 +11,11 @@ import time
 import pytest
 import torch
 
-from paramserver.chaos import FaultDirector
 from paramserver.config import Config, Role
 from paramserver.distributed import rpc_calls
-from paramserver.runtime.fault_plan import Fault
-from paramserver.runtime.fault_receiver import FaultReceiver, receive_faults
+from paramserver.faults.director import FaultDirector
+from paramserver.faults.plan import Fault
+from paramserver.faults.receiver import FaultReceiver, receive_faults
 
 TRAINER_1 = Role(2, "trainer", trainer_index=1)
 PATIENCE_S = 20.0
@@ -181,7 +181,7 @@ def test_the_interpreter_is_held(injected):
 def test_signals_reach_the_process_that_connected():
     """A child that registers is frozen, continued and killed; this process is not."""
     program = (
-        "import sys; from paramserver.runtime.fault_receiver import FaultReceiver;"
+        "import sys; from paramserver.faults.receiver import FaultReceiver;"
         "receiver = FaultReceiver(sys.argv[1], 1); sys.stdin.read()"
     )
     faults = [Fault("freeze", "trainer:0", at_step=1, for_s=0.3), Fault("kill", "trainer:0", at_step=2)]

@@ -1,0 +1,187 @@
+"""Writes what the model of a checkpoint returns for given samples: ``paramserver predict RUN_DIR``."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paramserver.errors import TaskError, UnsupportedConfiguration
+from paramserver.fileio import TEMPORARY, atomic_rename
+from paramserver.importing import load_object
+from paramserver.launch import add_overrides, run_command
+from paramserver.process_utils import print_output
+from paramserver.runtime.restored import Restored, add_checkpoint_arguments, restore
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paramserver.task import Task
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``paramserver predict``."""
+    parser = argparse.ArgumentParser(
+        prog="paramserver predict",
+        description="Write what the model of a run's checkpoint returns for given samples: Task.predict_step for each "
+        "batch, by default model(batch). Trains nothing; the run may still be in progress.",
+        epilog="Exit codes: 0 done, 1 it failed, 2 the input is wrong.",
+    )
+    add_checkpoint_arguments(parser)
+    parser.add_argument(
+        "--source",
+        required=True,
+        metavar="CODE",
+        help="module:function or path/to/file.py:function; it takes no arguments and returns the samples: a data set, "
+        "an iterable, or a DataLoader, whose batches are used as they are",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="name.npz or name.pt; a file that exists is replaced"
+    )
+    add_overrides(parser)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``paramserver predict`` and return the exit code."""
+    given = make_parser().parse_args(argv)
+    return run_command(
+        lambda: print_output(predict_run(given.run, given.source, given.out, given.checkpoint, given.overrides))
+    )
+
+
+def predict_run(run_dir: Path, source: str, out: Path, which: str = "latest", overrides: Sequence[str] = ()) -> str:
+    """Write the outputs of a checkpoint's model for the samples of ``source``, and describe the file.
+
+    The outputs of all batches are joined along the first dimension. A file ``.npz`` holds numpy arrays, ``.pt`` a
+    tensor, or a dictionary of tensors: by their keys in what ``Task.predict_step`` returns, or by their position.
+
+    Args:
+        run_dir, which, overrides: as for ``evaluate_run``.
+        source: reference of the function that returns the samples.
+        out: the file.
+
+    Raises:
+        CheckpointError: as ``evaluate_run``.
+        TaskError: the outputs cannot be joined or stored.
+        UnsupportedConfiguration: the file has another ending, or its folder does not exist.
+
+    Example::
+
+        >>> predict_run(Path("runs/digits"), "task.py:test_images", Path("out.npz"), "best")  # doctest: +SKIP
+        'out.npz: output (360x10, float32), by step-00001200'
+    """
+    if out.suffix not in (".npz", ".pt"):
+        raise UnsupportedConfiguration(f"--out ({out}) must end in .npz or .pt; choose one of them")
+    if not out.parent.is_dir() or out.is_dir():
+        raise UnsupportedConfiguration(f"--out ({out}) must be a file in a folder that exists; make the folder first")
+    restored = restore(run_dir, which, overrides)
+    samples = load_object(source, "--source", [Path.cwd(), *restored.folders])
+    try:
+        inspect.signature(samples).bind()
+    except TypeError as error:
+        raise TaskError(
+            f"--source ({source}) is {samples!r}; it must be a function without arguments that returns the samples"
+        ) from error
+    outputs = _predict(restored, samples())
+    _write_outputs(out, outputs)
+    kinds = [
+        f"{name} ({'x'.join(map(str, tensor.shape))}, {str(tensor.dtype).removeprefix('torch.')})"
+        for name, tensor in outputs.items()
+    ]
+    return f"{out}: {', '.join(kinds)}, by {restored.checkpoint.path.name}"
+
+
+def _predict(restored: Restored, samples: Any) -> dict[str, Tensor]:
+    import torch
+
+    from paramserver.parameters.model import autocast
+    from trainers.validation import eval_mode, make_input_mover
+
+    task, config, placement = restored.task, restored.config, restored.placement
+    size = config.training.validation_batch_size or config.training.batch_size
+    move = make_input_mover(placement)
+    found: list[dict[str, Tensor]] = []
+    with eval_mode(restored.model), autocast(placement.device, config.training.precision):
+        for batch_idx, batch in enumerate(_batches(task, samples, size)):
+            outputs = _named_tensors(task.predict_step(restored.model, move(batch), batch_idx))
+            if found and outputs.keys() != found[0].keys():
+                raise TaskError(
+                    f"predict_step must return the same outputs for every batch: {', '.join(found[0])} for the first, "
+                    f"and {', '.join(outputs)} for batch {batch_idx}"
+                )
+            found.append(outputs)
+    if not found:
+        raise TaskError("--source gave no samples; return at least one")
+    try:
+        return {name: torch.cat([outputs[name] for outputs in found]) for name in found[0]}
+    except RuntimeError as error:
+        raise TaskError(
+            f"the outputs of all batches must have the same shape but for the first dimension ({error}); pad or reduce "
+            "them in predict_step"
+        ) from error
+
+
+def _batches(task: Task, samples: Any, size: int) -> Iterator[Any]:
+    from torch.utils.data import DataLoader
+
+    from paramserver.sources.data_loader import is_map_style
+
+    if isinstance(samples, DataLoader):
+        yield from samples
+        return
+    if not is_map_style(samples) and not isinstance(samples, Iterable):
+        raise TaskError(f"--source returned {type(samples).__name__}; it must return a data set or an iterable")
+    one_by_one = (samples[i] for i in range(len(samples))) if is_map_style(samples) else iter(samples)
+    while group := list(islice(one_by_one, size)):
+        yield task.collate([task.process_sample(sample) for sample in group])
+
+
+def _named_tensors(value: Any, name: str = "") -> dict[str, Tensor]:
+    """Return the tensors of an output, on the CPU, by their place in it."""
+    from torch import Tensor
+
+    if isinstance(value, Tensor):
+        if value.dim() == 0:
+            raise TaskError(f"predict_step: {name or 'the output'} must have a first dimension, that of the samples")
+        return {name or "output": value.detach().cpu()}
+    if not isinstance(value, (Mapping, list, tuple)):
+        raise TaskError(
+            f"predict_step: {name or 'the output'} is {type(value).__name__}; return tensors, or dictionaries, lists "
+            "and tuples of them"
+        )
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return {
+        key: tensor
+        for place, item in items
+        if item is not None
+        for key, tensor in _named_tensors(item, f"{name}.{place}" if name else str(place)).items()
+    }
+
+
+def _write_outputs(out: Path, outputs: Mapping[str, Tensor]) -> None:
+    import numpy as np
+    import torch
+
+    temporary = out.with_name(f".{out.name}.{os.getpid()}{TEMPORARY}")
+    try:
+        with temporary.open("wb") as file:
+            if out.suffix == ".pt":
+                torch.save(dict(outputs) if set(outputs) != {"output"} else outputs["output"], file)
+            else:
+                with zipfile.ZipFile(file, "w") as archive:  # not numpy.savez, whose arguments are names too
+                    for name, tensor in outputs.items():
+                        # numpy has no bfloat16; float32 holds each of its values.
+                        array = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+                        with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                            np.lib.format.write_array(entry, array, allow_pickle=False)
+        atomic_rename(temporary, out)
+    except OSError as error:
+        raise UnsupportedConfiguration(f"--out ({out}) cannot be written ({error}); choose another file") from error
+    finally:
+        temporary.unlink(missing_ok=True)
