@@ -143,7 +143,8 @@ def test_the_index_of_a_task_of_srun_is_its_number_in_its_group():
          "process; leave one of them out"),
         ({"index": 1}, config(), "--index (1) must be given together with --role, whose processes it counts; add "
          "--role"),
-        ({"role": "trainer", "index": -1}, config(), "--index (-1) must be at least 0; processes of a role count from 0"),
+        ({"role": "trainer", "index": -1}, config(), "--index (-1) must be at least 0; processes of a role count from "
+         "0"),
         ({"role": "trainer"}, config(), "--index must be given with --role (trainer), as this process is no task of "
          "srun; add --index, which counts the processes of the role from 0"),
         ({"role": "trainer", "index": 2}, config(), "--index (2) must be below the number of trainers (2); correct it, "
