@@ -115,12 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("server", "trainer"),
         help="in place of --rank, where servers and trainers are started as separate groups",
     )
-    parser.add_argument(
-        "--index",
-        type=int,
-        metavar="I",
-        help="which process of the --role, from 0 (default: the number of this task of srun)",
-    )
+    parser.add_argument("--index", type=int, metavar="I", help="which process of the --role, from 0")
     parser.add_argument("--num_servers", type=int, metavar="S", help="in place of the config's cluster.num_servers")
     parser.add_argument("--num_trainers", type=int, metavar="T", help="in place of the config's cluster.num_trainers")
     parser.add_argument("--master_addr", metavar="HOST", help="the host of rank 0 (default: cluster.master_addr)")

@@ -1,8 +1,7 @@
 """Ranks started by hand: ``--rank``, or ``--role`` and ``--index``; ``--master_addr`` and ``--master_port``."""
 
-from paramserver.cluster.base import ClusterEnvironment, Environ, RankFlags, read_number
+from paramserver.cluster.base import ClusterEnvironment, Environ, RankFlags
 from paramserver.cluster.network import DEFAULT_PORT
-from paramserver.cluster.slurm import VARIABLES as SLURM_VARIABLES
 from paramserver.config import is_colocated, mode_of, num_commands_of, num_servers_of
 from paramserver.errors import UnsupportedConfiguration
 
@@ -60,18 +59,14 @@ class FlagEnvironment(ClusterEnvironment):
                 f"--role ({role}) cannot be used with cluster.colocate (True), where one command starts both roles of "
                 "a host; give --rank, which counts hosts, or set cluster.colocate to false"
             )
-        index, name = self.flags.index, "--index"
+        index = self.flags.index
         if index is None:
-            name = SLURM_VARIABLES["global_rank"]
-            if name not in self.environ:
-                raise UnsupportedConfiguration(
-                    f"--index must be given with --role ({role}), as this process is no task of srun; add --index, "
-                    "which counts the processes of the role from 0"
-                )
-            index = read_number(self.environ, name, "srun")
+            raise UnsupportedConfiguration(
+                f"--index must be given with --role ({role}); add it, counting the processes of the role from 0"
+            )
         count = servers if role == "server" else self.world_size - servers
         if index >= count:
             raise UnsupportedConfiguration(
-                f"{name} ({index}) must be below the number of {role}s ({count}); correct it, or give --num_{role}s"
+                f"--index ({index}) must be below the number of {role}s ({count}); correct it, or give --num_{role}s"
             )
         return index if role == "server" else servers + index

@@ -128,14 +128,6 @@ def test_a_role_and_an_index_make_a_rank(mode, cluster, flags, rank, world_size)
     assert (identity.local_rank, identity.local_world_size, identity.node_rank) == (0, 1, rank)
 
 
-def test_the_index_of_a_task_of_srun_is_its_number_in_its_group():
-    task = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
-    assert resolve_identity(RankFlags(role="trainer", master_addr="node0"), task, config()).global_rank == 2
-    assert refused(RankFlags(role="server"), task, config()) == (
-        "SLURM_PROCID (1) must be below the number of servers (1); correct it, or give --num_servers"
-    )
-
-
 @pytest.mark.parametrize(
     ("flags", "of", "message"),
     [
@@ -145,8 +137,8 @@ def test_the_index_of_a_task_of_srun_is_its_number_in_its_group():
          "--role"),
         ({"role": "trainer", "index": -1}, config(), "--index (-1) must be at least 0; processes of a role count from "
          "0"),
-        ({"role": "trainer"}, config(), "--index must be given with --role (trainer), as this process is no task of "
-         "srun; add --index, which counts the processes of the role from 0"),
+        ({"role": "trainer"}, config(), "--index must be given with --role (trainer); add it, counting the processes "
+         "of the role from 0"),
         ({"role": "trainer", "index": 2}, config(), "--index (2) must be below the number of trainers (2); correct it, "
          "or give --num_trainers"),
         ({"role": "server", "index": 1}, config(), "--index (1) must be below the number of servers (1); correct it, "
