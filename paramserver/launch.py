@@ -324,8 +324,9 @@ def _run_to_resume(arguments: argparse.Namespace) -> Path:
     )
 
 
-def _identity(arguments: argparse.Namespace, config: Config) -> ProcessIdentity | None:
-    flags = RankFlags(
+def rank_flags(arguments: argparse.Namespace) -> RankFlags:
+    """Return what the command line states about this process."""
+    return RankFlags(
         arguments.rank,
         arguments.world_size,
         arguments.master_addr,
@@ -336,7 +337,10 @@ def _identity(arguments: argparse.Namespace, config: Config) -> ProcessIdentity 
         index=arguments.index,
         num_trainers=arguments.num_trainers,
     )
-    identity = resolve_identity(flags, process_environ(), config)
+
+
+def _identity(arguments: argparse.Namespace, config: Config) -> ProcessIdentity | None:
+    identity = resolve_identity(rank_flags(arguments), process_environ(), config)
     if identity is not None:
         hide_token(process_environ())
     return identity
