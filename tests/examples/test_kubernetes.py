@@ -37,6 +37,11 @@ def pods_of_jobset(job):
             yield {"JOB_COMPLETION_INDEX": str(index)}, spec, f"{name}-{role['name']}-0-{index}.{name}"
 
 
+def expand(word, environ):
+    """As the kubelet does it with the arguments of a container."""
+    return re.sub(r"\$\((\w+)\)", lambda found: environ[found[1]], word)
+
+
 def container_file():
     """Instruction -> its arguments, in the order of the file."""
     text = re.sub(r"^#.*\n", "", (FOLDER / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")

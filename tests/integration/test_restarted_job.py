@@ -1,9 +1,13 @@
 """A job that starts its command again continues the run that it began: by the supervisor, and rank by rank."""
 
+import time
 from contextlib import ExitStack
+from threading import Event
 
 import pytest
-from launching import assert_equal_runs, environment, fork_server, free_port, launch, write_config
+from launching import FinishedRun, assert_equal_runs, environment, fork_server, free_port, launch, write_config
+
+from paramserver.distributed.timeouts import poll_until
 
 pytestmark = pytest.mark.processes
 
@@ -50,27 +54,60 @@ def test_a_requeued_batch_job_continues_its_run(tmp_path, whole, mode, killed, b
     assert_equal_runs(whole, finished, trainers=2)
 
 
+class Pods:
+    """Ranks with the variables that Kubeflow's PyTorchJob sets, and the name of their job."""
+
+    def __init__(self, folder, stack, world_size, config):
+        self.folder, self.stack, self.world_size, self.config = folder, stack, world_size, config
+        self.port = str(free_port())
+
+    def start(self, rank):
+        names = {"RANK": str(rank), "WORLD_SIZE": str(self.world_size), "MASTER_ADDR": "127.0.0.1"}
+        environ = environment(**names, MASTER_PORT=self.port, PYTHONUNBUFFERED="0", PARAMSERVER_JOB_ID="digits-5e3c")
+        return self.stack.enter_context(fork_server().start(["--config", self.config], self.folder, environ))
+
+
 def test_ranks_in_containers_that_start_again_continue_their_run(tmp_path, whole):
-    """With the variables that Kubeflow's PyTorchJob sets, and a name of the job that its pods have in common."""
     config = write_config(tmp_path, **settings("ddp", **killed_at(tmp_path, 13)))
-    port = str(free_port())
-
-    def start_all():
-        with ExitStack() as stack:
-            pods = []
-            for rank in range(2):
-                names = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                environ = environment(**names, PARAMSERVER_JOB_ID="digits-5e3c", PYTHONUNBUFFERED="0")
-                pods.append(stack.enter_context(fork_server().start(["--config", config], tmp_path, environ)))
-            codes = [pod.wait(90) for pod in pods]
-            return codes, [pod.output.read_text() for pod in pods]
-
-    codes, outputs = start_all()
-    assert codes[0] == 1, outputs
-    codes, outputs = start_all()
-    assert codes == [0, 0], outputs
+    with ExitStack() as stack:
+        pods = Pods(tmp_path, stack, 2, config)
+        first = [pods.start(rank) for rank in range(2)]
+        assert first[0].wait(90) == 1
+        first[1].wait(90)
+        second = [pods.start(rank) for rank in range(2)]
+        output = second[0].output
+        assert [pod.wait(90) for pod in second] == [0, 0], output.read_text()
     (run_dir,) = (tmp_path / "runs").iterdir()
-    finished = type(whole)(0, outputs[0], run_dir)
-    assert "continues its run" in outputs[0]
+    finished = FinishedRun(0, output.read_text(), run_dir)
+    assert "continues its run" in finished.output
     assert finished.of_kind("start")[-1]["step"] == 10
     assert_equal_runs(whole, finished, trainers=2)
+
+
+def test_a_server_in_a_container_returns_to_its_trainers(tmp_path):
+    """Its command is the same again. Each sample is in the mean of two trainers exactly once."""
+    config = write_config(
+        tmp_path,
+        mode="rpc",
+        task="elastic_tasks:CountsSamples",
+        task_args={"folder": str(tmp_path)},
+        training={"max_steps": None, "max_epochs": 1, "batch_size": 2},
+        checkpoint={"every": 10},
+        cluster={"timeout_s": 30},
+    )
+    with ExitStack() as stack:
+        pods = Pods(tmp_path, stack, 3, config)
+        server, *trainers = [pods.start(rank) for rank in range(3)]
+        written = poll_until(
+            time.monotonic() + 60, lambda: [*tmp_path.glob("runs/*/checkpoints/step-*/manifest.json")] or None, Event()
+        )
+        assert written, server.output.read_text()
+        server.kill()
+        server.wait(10)
+        (tmp_path / "fast").touch()
+        again = pods.start(0)
+        assert [pod.wait(90) for pod in (again, *trainers)] == [0, 0, 0], again.output.read_text()
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    finished = FinishedRun(0, again.output.read_text(), run_dir)
+    assert finished.summary["restarts"] == 1
+    assert finished.load("model")["weights"].unique().tolist() == [0.5]
