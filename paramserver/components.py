@@ -4,12 +4,15 @@ They need the extra ``torchx``. An entry point of the group ``torchx.components`
 """
 
 import shlex
-
-from torchx import specs
-from torchx.specs import macros
+from typing import TYPE_CHECKING
 
 from paramserver.cluster.job import JOB_VARIABLE
 from paramserver.cluster.network import DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from torchx.specs import AppDef
+
+# No postponed annotations: TorchX reads those of a component.
 
 
 def train(
@@ -23,7 +26,7 @@ def train(
     gpu: int = 0,
     memory_mb: int = 4096,
     max_retries: int = 0,
-) -> specs.AppDef:
+) -> "AppDef":
     """Train a task on servers and trainers, which are the two roles of the job.
 
     A process that the scheduler starts again takes its place in the run, or continues it from the last checkpoint.
@@ -40,6 +43,9 @@ def train(
         memory_mb: memory of each process in MB
         max_retries: how often the scheduler starts a process again
     """
+    from torchx import specs
+    from torchx.specs import macros
+
     roles = []
     for kind, count in (("server", servers), ("trainer", trainers)):
         if count < 1:

@@ -3,6 +3,7 @@
 ``python tests/laws/test_documents.py`` regenerates the table of keys in docs/interface.md.
 """
 
+import ast
 import configparser
 import os
 import re
@@ -31,7 +32,9 @@ DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "examples" / "clients" / "README.md",
 ]
-DOCUMENTS += [ROOT / "docs" / f"{name}.md" for name in ("callbacks", "lightning", "protocol", "sinks", "torch-notes")]
+DOCUMENTS += [
+    ROOT / "docs" / f"{name}.md" for name in ("callbacks", "clusters", "lightning", "protocol", "sinks", "torch-notes")
+]
 DOCUMENTS += sorted((ROOT / "docs" / "coming-from").glob("*.md"))
 QUICKSTART = ("examples/quickstart/task.py", "examples/quickstart/config.yaml")
 KEYS_BEGIN, KEYS_END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
@@ -52,9 +55,9 @@ def marked(marker):
 
 
 def commands(document):
-    """The command lines of a document, as words, without comments; ``a && b`` counts as two."""
+    """The command lines of a document, as words, without comments; ``a && b`` counts as two, as srun's ``a : b``."""
     lines = [line for block in blocks(document.read_text(), "bash") for line in block.splitlines()]
-    parts = [part for line in lines for part in line.split(" && ")]
+    parts = [part for line in lines for part in re.split(" && | : ", line)]
     return [words for part in parts if (words := shlex.split(part, comments=True))]
 
 
@@ -140,18 +143,25 @@ def all_help():
     return "".join(make().format_help() for make in parsers)
 
 
+def flags_of_component():
+    """The flags of ``torchx run paramserver.components.train``, which needs TorchX to be imported."""
+    tree = ast.parse((ROOT / "paramserver" / "components.py").read_text())
+    (train,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    return {f"--{argument.arg}" for argument in train.args.kwonlyargs}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_flags_exist(document):
     flags = {word for words in launches(document) for word in words if word.startswith("--")}
     flags |= set(re.findall(r"`(--\w+)", document.read_text()))
     helped = all_help()
-    assert flags <= set(re.findall(r"--\w+", helped))
+    assert flags <= set(re.findall(r"--\w+", helped)) | flags_of_component()
     assert document != README or {"--config", "--rank", "--world_size", "--mode", "--set", "--resume"} <= flags
 
 
 def test_every_flag_is_in_the_contract():
-    helped = all_help()
-    assert set(re.findall(r"--\w+", helped)) - {"--help"} <= set(re.findall(r"--\w+", INTERFACE.read_text()))
+    helped = set(re.findall(r"--\w+", all_help())) | flags_of_component()
+    assert helped - {"--help"} <= set(re.findall(r"--\w+", INTERFACE.read_text()))
 
 
 def test_launch_commands_parse_and_their_configs_load():
