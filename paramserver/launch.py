@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from paramserver.cluster import (
     quiet_torch_log,
     resolve_identity,
     unused_tasks,
+    write_error_file,
 )
 from paramserver.cluster.base import ProcessIdentity
 from paramserver.cluster.job_token import hide_token
@@ -47,8 +48,8 @@ from paramserver.faults.receiver import receive_faults
 from paramserver.importing import code_folders, torch_import_without_gc
 from paramserver.metrics import FanOut, Sink
 from paramserver.process_utils import die_with_parent, exit_process, print_output
-from paramserver.runs.attempt import recover, reserve_run, resume_transaction, start_transaction
-from paramserver.runs.resume import describe_resume, find_config_file, open_run
+from paramserver.runs.attempt import continue_attempt, recover, reserve_run, resume_transaction, start_transaction
+from paramserver.runs.resume import describe_resume, earlier_attempt, find_config_file, lost_processes, open_run
 from paramserver.runs.rundir import RunDir, newest_run
 from paramserver.runtime.colocated import ColocatedTrainer
 from paramserver.runtime.supervisor import EventPipe, describe_error, first_error
@@ -109,6 +110,14 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="W",
         help="how many ranks the run has, servers included; with cluster.colocate, how many hosts",
     )
+    parser.add_argument(
+        "--role",
+        choices=("server", "trainer"),
+        help="in place of --rank, where servers and trainers are started as separate groups",
+    )
+    parser.add_argument("--index", type=int, metavar="I", help="which process of the --role, from 0")
+    parser.add_argument("--num_servers", type=int, metavar="S", help="in place of the config's cluster.num_servers")
+    parser.add_argument("--num_trainers", type=int, metavar="T", help="in place of the config's cluster.num_trainers")
     parser.add_argument("--master_addr", metavar="HOST", help="the host of rank 0 (default: cluster.master_addr)")
     parser.add_argument(
         "--master_port", type=int, metavar="PORT", help="the port of rank 0 (default: a free one, or 29500 with --rank)"
@@ -224,7 +233,12 @@ def report_error(error: BaseException) -> int:
             print(lines, file=sys.stderr)
         else:
             description["message"] += f"\n{lines}"
-    print(f"error: {description['message']}".rstrip(), file=sys.stderr, flush=True)
+    message = f"error: {description['message']}".rstrip()
+    print(message, file=sys.stderr, flush=True)
+    try:
+        write_error_file(process_environ(), message)
+    except OSError as refusal:
+        print(f"warning: torchrun's agent was not informed ({refusal})", file=sys.stderr, flush=True)
     return int(description["exit_code"])
 
 
@@ -242,26 +256,42 @@ def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -
         world_size = world_size_of(config)
     config = with_world_size(config, world_size)
     command = [sys.executable, "-m", "paramserver.launch", *words]
+    # Rank 0 alone owns the folder: it finds, locks, changes and rolls it back.
+    owns_folder = identity is None or identity.global_rank == 0
+    earlier = earlier_attempt(config, run, identity) if owns_folder else None
+    run = earlier or run
     if arguments.dry_run:
         # Before any folder is made or reserved.
         from paramserver.runtime.dry_run import plan_text
 
-        for line in () if run is None else describe_resume(run, config):
+        for line in _lines_of_start(config, run, earlier):
             print(line, file=sys.stderr)
         print_output(plan_text(config, folders, None if identity is None else identity.source))
         return None
     if identity is None:
-        if tasks := unused_tasks(process_environ()):
+        if unused := unused_tasks(process_environ()):
             print(
-                f"warning: this allocation has {tasks} tasks (SLURM_NTASKS), and all ranks are started on this host; "
-                "start the command with srun to use the tasks",
+                f"warning: this allocation has {unused}, and all ranks are started on this host; start the command "
+                "with srun to use them",
                 file=sys.stderr,
             )
-        return launch_local(config, run, folders, began=began, command=command)
+        return launch_local(config, run, folders, began=began, command=command, continues=earlier is not None)
     with ExitStack() as stack:
         if is_colocated(config) and identity.global_rank < num_servers_of(config):
             stack.enter_context(ColocatedTrainer([*command, "--colocated"], environ, config))
-        return _run_rank_here(config, identity, run, folders, command, replaces=arguments.again)
+        return _run_rank_here(config, identity, run, folders, command, arguments.again, continues=earlier is not None)
+
+
+def _lines_of_start(config: Config, run: RunDir | None, earlier: RunDir | None) -> list[str]:
+    """Return lines for the user: which run is resumed, and why."""
+    if run is None:
+        return []
+    if earlier is None:
+        return describe_resume(run, config)
+    again = f"this command was started again by its job or launcher, and continues its run {run.path}"
+    if run.has_checkpoint():
+        return [again, *describe_resume(run, config)]
+    return [f"{again} from the beginning, as it has no checkpoint yet"]
 
 
 def resolve_run(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, list[Path]]:
@@ -273,6 +303,8 @@ def resolve_run(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, l
         "mode": arguments.mode,
         "device.num_gpus": arguments.num_gpus,
         "cluster.master_addr": arguments.master_addr,
+        "cluster.num_servers": arguments.num_servers,
+        "cluster.num_trainers": arguments.num_trainers,
         # The supervisor passes its ranks a port that was free at the start; the stored config keeps the user's.
         "cluster.master_port": arguments.master_port if arguments.supervised is None else None,
     }
@@ -302,16 +334,23 @@ def _run_to_resume(arguments: argparse.Namespace) -> Path:
     )
 
 
-def _identity(arguments: argparse.Namespace, config: Config) -> ProcessIdentity | None:
-    flags = RankFlags(
+def rank_flags(arguments: argparse.Namespace) -> RankFlags:
+    """Return what the command line states about this process."""
+    return RankFlags(
         arguments.rank,
         arguments.world_size,
         arguments.master_addr,
         arguments.master_port,
         supervised=arguments.supervised is not None,
         is_colocated_trainer=arguments.colocated,
+        role=arguments.role,
+        index=arguments.index,
+        num_trainers=arguments.num_trainers,
     )
-    identity = resolve_identity(flags, process_environ(), config)
+
+
+def _identity(arguments: argparse.Namespace, config: Config) -> ProcessIdentity | None:
+    identity = resolve_identity(rank_flags(arguments), process_environ(), config)
     if identity is not None:
         hide_token(process_environ())
     return identity
@@ -326,6 +365,7 @@ def launch_local(
     command: Sequence[str] = (),
     create_task: Callable[..., Task] | None = None,
     sink: Sink | None = None,
+    continues: bool = False,
 ) -> Result:
     """Start every rank on this machine, and wait for the end of the run.
 
@@ -337,6 +377,7 @@ def launch_local(
         command: for environment.json.
         create_task: creates the task of a run of one process; None = its class is loaded by ``config.task``.
         sink: receives the records that the console receives; closed at the end.
+        continues: an earlier attempt of this command began ``run``.
 
     Raises:
         ParamserverError: what ended the run.
@@ -344,21 +385,25 @@ def launch_local(
     from paramserver.metrics.console import Console
 
     began = time.time() if began is None else began
-    resume = run is not None
-    console: Sink = Console(config, sys.stderr, () if run is None else describe_resume(run, config))
+    resume = run is not None and (run.has_checkpoint() or not continues)
+    restarted = run is not None and continues and lost_processes(run)
+    console: Sink = Console(config, sys.stderr, _lines_of_start(config, run, run if continues else None))
     if sink is not None:
         console = FanOut([console, sink])
     with ExitStack() as stack:
         if run is None:
             run = stack.enter_context(reserve_run(config))
-        # A new run's is left before its reservation: no other start may take the folder while it is removed.
-        stack.enter_context(resume_transaction(run) if resume else start_transaction(run))
+            # Left before the reservation: no other start may take the folder while it is removed.
+            stack.enter_context(start_transaction(run))
+        else:
+            stack.enter_context(continue_attempt(run) if continues else resume_transaction(run))
         if mode_of(config).single_process:
-            summary = _run_single_process(config, run, folders, console, resume, began, command, create_task)
+            summary = _run_single_process(config, run, folders, console, resume, began, command, create_task, restarted)
         else:
             from paramserver.runtime.supervisor import Supervisor
 
-            summary = Supervisor(config, run, folders, console, resume, began, command).supervise()
+            supervisor = Supervisor(config, run, folders, console, resume, began, command, restarted)
+            summary = supervisor.supervise()
     return Result(run.path, summary)
 
 
@@ -371,6 +416,7 @@ def _run_single_process(
     began: float,
     command: Sequence[str],
     create_task: Callable[..., Task] | None,
+    restarted: bool,
 ) -> dict[str, Any]:
     with torch_import_without_gc():
         from paramserver.runtime.rank import RankPlan, run_rank
@@ -388,7 +434,16 @@ def _run_single_process(
         source="supervisor",
     )
     plan = RankPlan(
-        config, identity, folders, (sink,), run, resume, create_task=create_task, began=began, command=command
+        config,
+        identity,
+        folders,
+        (sink,),
+        run,
+        resume,
+        create_task=create_task,
+        began=began,
+        command=command,
+        restarted=restarted,
     )
     summary = run_rank(plan)
     assert summary is not None
@@ -402,19 +457,18 @@ def _run_rank_here(
     folders: Sequence[Path],
     command: Sequence[str],
     replaces: bool,
+    continues: bool,
 ) -> Result | None:
     """Run one rank in this process; the others are started elsewhere."""
     from paramserver.metrics.console import Console
 
     with torch_import_without_gc():
-        from paramserver.runtime.rank import RankPlan, continue_launch, run_rank
+        from paramserver.runtime.rank import RankPlan, run_rank
 
-    earlier = None if run is None or identity.global_rank else continue_launch(run, identity)
-    run = earlier or run
-    # Rank 0 alone owns the folder: it locks, changes and rolls it back, and the console is its own.
-    changes = () if run is None or identity.global_rank else describe_resume(run, config)
-    sinks = () if identity.global_rank else (Console(config, sys.stderr, changes),)
-    resume = run is not None
+    sinks: tuple[Sink, ...] = ()
+    if identity.global_rank == 0:
+        sinks = (Console(config, sys.stderr, _lines_of_start(config, run, run if continues else None)),)
+    resume = run is not None and (run.has_checkpoint() or not continues)
     plan = RankPlan(
         config,
         identity,
@@ -424,11 +478,14 @@ def _run_rank_here(
         resume,
         ends_process=True,
         command=command,
-        restarted=earlier is not None,
+        restarted=run is not None and continues and lost_processes(run),
         replaces=replaces,
         report=report_error,
     )
-    with nullcontext() if run is None or identity.global_rank else resume_transaction(run):
+    opened: AbstractContextManager[None] = nullcontext()
+    if run is not None and identity.global_rank == 0:
+        opened = continue_attempt(run) if continues else resume_transaction(run)
+    with opened:
         summary = run_rank(plan)
     return None if summary is None or plan.run is None else Result(plan.run.path, summary)
 

@@ -47,7 +47,8 @@ def pytest_report_header():
     if slurm_cluster.MISSING:
         left_out.append(f"{slurm_cluster.REASON}: no run under SLURM.")
     absent = [name for name in ("lightning", "ray") if find_spec(name) is None]
-    return left_out + ([f"{' and '.join(absent)} (extra peers) not installed: not tested."] if absent else [])
+    left_out += [f"{' and '.join(absent)} (extra peers) not installed: not tested."] if absent else []
+    return left_out + (["torchx (extra torchx) not installed: not tested."] if find_spec("torchx") is None else [])
 
 
 @pytest.fixture(autouse=True)

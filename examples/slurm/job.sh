@@ -6,16 +6,10 @@
 # Two minutes before the limit every rank gets SIGUSR1: the run writes a checkpoint and ends with exit code 3.
 #SBATCH --signal=USR1@120 --requeue --open-mode=append
 
-name=job-$SLURM_JOB_ID
-resume=()
-if [[ -e runs/$name/checkpoints/latest ]]; then
-    resume=(--resume "runs/$name")
-elif [[ -e runs/$name ]]; then
-    mv "runs/$name" "runs/$name.$(date +%s)" # it ended before its first checkpoint
-fi
-# A task that fails does not end the others: the run continues without a lost trainer.
+# A job that SLURM starts again continues its run. A task that fails does not end the others: the run continues without
+# a lost trainer.
 srun --kill-on-bad-exit=0 \
-    python -m paramserver.launch --config config.yaml --set "logging.name=$name" "${resume[@]}"
+    python -m paramserver.launch --config config.yaml --set "logging.name=job-$SLURM_JOB_ID"
 code=$?
 if [[ $code == 3 ]]; then
     scontrol requeue "$SLURM_JOB_ID"

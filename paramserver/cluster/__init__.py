@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from paramserver.cluster.flags import (
         FlagEnvironment as FlagEnvironment,
     )
+    from paramserver.cluster.job import (
+        Job as Job,
+        find_job as find_job,
+    )
     from paramserver.cluster.network import (
         DEFAULT_PORT as DEFAULT_PORT,
         FAULT_ADDRESS as FAULT_ADDRESS,
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from paramserver.cluster.torchrun import (
         EnvVarEnvironment as EnvVarEnvironment,
         TorchrunEnvironment as TorchrunEnvironment,
+        write_error_file as write_error_file,
     )
 else:
     __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -56,9 +56,11 @@ class ProcessIdentity:
 
 @dataclass(frozen=True)
 class RankFlags:
-    """``--rank``, ``--world_size``, ``--master_addr`` and ``--master_port`` of the command line; None = not given.
+    """``--rank``, ``--world_size``, ``--role`` and the like of the command line; None = not given.
 
     Args:
+        role, index: the kind of this process, and its number among those of the kind, in place of a rank.
+        num_trainers: must agree with what started the ranks.
         supervised: a supervisor gives them, which counts all ranks, also where servers are co-located.
         is_colocated_trainer: this process is the trainer of a host with a co-located server.
 
@@ -73,9 +75,24 @@ class RankFlags:
     master_port: int | None = None
     supervised: bool = False
     is_colocated_trainer: bool = False
+    role: str | None = None
+    index: int | None = None
+    num_trainers: int | None = None
 
     def check(self) -> None:
-        """Raise ``UnsupportedConfiguration`` for a flag that is out of its range."""
+        """Raise ``UnsupportedConfiguration`` for a flag that is out of its range, or contradicts another one."""
+        if self.role is not None and self.global_rank is not None:
+            raise UnsupportedConfiguration(
+                f"--role ({self.role}) and --rank ({self.global_rank}) both name this process; leave one of them out"
+            )
+        if self.index is not None and self.role is None:
+            raise UnsupportedConfiguration(
+                f"--index ({self.index}) must be given together with --role, whose processes it counts; add --role"
+            )
+        if self.index is not None and self.index < 0:
+            raise UnsupportedConfiguration(
+                f"--index ({self.index}) must be at least 0; processes of a role count from 0"
+            )
         if self.global_rank is not None and self.global_rank < 0:
             raise UnsupportedConfiguration(f"--rank ({self.global_rank}) must be at least 0; ranks count from 0")
         if self.world_size is not None and self.world_size < 1:

@@ -1,30 +1,32 @@
-"""Ranks started by hand: ``--rank``, ``--world_size``, ``--master_addr``, ``--master_port``."""
+"""Ranks started by hand: ``--rank``, or ``--role`` and ``--index``; ``--master_addr`` and ``--master_port``."""
 
 from paramserver.cluster.base import ClusterEnvironment, Environ, RankFlags
 from paramserver.cluster.network import DEFAULT_PORT
-from paramserver.config import num_commands_of
+from paramserver.config import is_colocated, mode_of, num_commands_of, num_servers_of
 from paramserver.errors import UnsupportedConfiguration
 
 
 class FlagEnvironment(ClusterEnvironment):
-    """A process that was started with ``--rank``. Flags that are not given come from the config.
+    """A process that was started with ``--rank`` or ``--role``. Flags that are not given come from the config.
 
     Example::
 
         >>> from paramserver.config import Config
         >>> FlagEnvironment({}, Config(mode="ddp"), RankFlags(global_rank=1, world_size=2)).identity().local_rank
         1
+        >>> FlagEnvironment({}, Config(), RankFlags(role="trainer", index=1)).global_rank
+        2
     """
 
     source = "flags"
 
     @classmethod
     def detect(cls, environ: Environ, flags: RankFlags) -> bool:
-        return flags.global_rank is not None
+        return flags.global_rank is not None or flags.role is not None
 
     @property
     def global_rank(self) -> int:
-        global_rank = self.flags.global_rank or 0
+        global_rank = self._rank_of_role() if self.flags.global_rank is None else self.flags.global_rank
         if global_rank >= self.world_size:
             world = f"--world_size ({self.world_size})"
             if self.flags.world_size is None:
@@ -44,3 +46,27 @@ class FlagEnvironment(ClusterEnvironment):
     def master_port(self) -> int:
         # Ranks that were started separately cannot agree on a free port, so port 0 means the default.
         return self.flags.master_port or self.config.cluster.master_port or DEFAULT_PORT
+
+    def _rank_of_role(self) -> int:
+        role, servers = self.flags.role, num_servers_of(self.config)
+        if role == "server" and not servers:
+            raise UnsupportedConfiguration(
+                f"--role (server) must be trainer in mode {mode_of(self.config).name}, which has no servers; start no "
+                "server, or choose mode rpc"
+            )
+        if is_colocated(self.config):
+            raise UnsupportedConfiguration(
+                f"--role ({role}) cannot be used with cluster.colocate (True), where one command starts both roles of "
+                "a host; give --rank, which counts hosts, or set cluster.colocate to false"
+            )
+        index = self.flags.index
+        if index is None:
+            raise UnsupportedConfiguration(
+                f"--index must be given with --role ({role}); add it, counting the processes of the role from 0"
+            )
+        count = servers if role == "server" else self.world_size - servers
+        if index >= count:
+            raise UnsupportedConfiguration(
+                f"--index ({index}) must be below the number of {role}s ({count}); correct it, or give --num_{role}s"
+            )
+        return index if role == "server" else servers + index

@@ -19,7 +19,7 @@ from paramserver.cluster.flags import FlagEnvironment
 from paramserver.cluster.job_token import read_token
 from paramserver.cluster.slurm import SlurmEnvironment
 from paramserver.cluster.torchrun import EnvVarEnvironment, TorchrunEnvironment
-from paramserver.config import Config, num_ranks_started, with_world_size
+from paramserver.config import Config, num_ranks_started, num_trainers_of, with_world_size
 from paramserver.errors import UnsupportedConfiguration
 
 # The first that detects itself is used. A worker of torchrun has the variables of EnvVarEnvironment too, and a task of
@@ -60,12 +60,13 @@ def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> Proc
     environment = next((e for e in ENVIRONMENTS if e.detect(environ, flags)), None)
     if environment is None:
         if flags.world_size is not None:  # refused here, before any rank is started
-            with_world_size(config, num_ranks_started(config, flags.world_size))
+            _check_world(config, flags, num_ranks_started(config, flags.world_size), "--world_size")
         return None
     identity = _with_flags(environment(environ, config, flags).identity(), flags)
     if not flags.supervised:
         identity = _with_servers(identity, flags, config)
-    with_world_size(config, identity.world_size)
+    started_by = "--world_size" if identity.source == FlagEnvironment.source else identity.source
+    _check_world(config, flags, identity.world_size, started_by)
     if config.cluster.elastic and identity.launch:
         raise UnsupportedConfiguration(
             f"cluster.elastic (True) must be false under {identity.source}, which fixes the number of processes; set "
@@ -77,6 +78,15 @@ def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> Proc
             "rank 0 serves the store itself, or leave the token out"
         )
     return dataclasses.replace(identity, token=token)
+
+
+def _check_world(config: Config, flags: RankFlags, world_size: int, started_by: str) -> None:
+    trainers = num_trainers_of(with_world_size(config, world_size))
+    if flags.num_trainers is not None and flags.num_trainers != trainers:
+        raise UnsupportedConfiguration(
+            f"--num_trainers ({flags.num_trainers}) must be the {trainers} that {started_by} leaves for trainers; "
+            "leave the flag out, or start as many"
+        )
 
 
 def _with_servers(identity: ProcessIdentity, flags: RankFlags, config: Config) -> ProcessIdentity:

@@ -23,6 +23,9 @@ VARIABLES = {
     "step": "SLURM_STEP_ID",
     # Of the job, in a batch script.
     "num_tasks": "SLURM_NTASKS",
+    "num_nodes": "SLURM_JOB_NUM_NODES",
+    # Only in a job that was started again.
+    "restart_count": "SLURM_RESTART_COUNT",
 }
 
 # Below the ports that Linux gives to outgoing connections.
@@ -77,18 +80,21 @@ class SlurmEnvironment(VariableEnvironment):
         return self.config.cluster.master_port or _FIRST_PORT + numbers % _NUM_PORTS
 
 
-def unused_tasks(environ: Environ) -> int:
-    """Return how many tasks the allocation has if this process is not one of them, otherwise 0.
+def unused_tasks(environ: Environ) -> str:
+    """Return how many tasks or nodes the allocation has if this process is not one of its tasks; empty if just one.
 
     Example::
 
         >>> unused_tasks({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})
-        4
+        '4 tasks (SLURM_NTASKS)'
     """
     if VARIABLES["job"] not in environ or VARIABLES["step"] in environ:
-        return 0
-    tasks = environ.get(VARIABLES["num_tasks"], "")
-    return int(tasks) if tasks.isdecimal() and int(tasks) > 1 else 0
+        return ""
+    for key, what in (("num_tasks", "tasks"), ("num_nodes", "nodes")):
+        number = environ.get(VARIABLES[key], "")
+        if number.isdecimal() and int(number) > 1:
+            return f"{number} {what} ({VARIABLES[key]})"
+    return ""
 
 
 def expand_hosts(text: str) -> list[str]:

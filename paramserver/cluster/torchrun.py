@@ -3,6 +3,10 @@
 Names: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables.
 """
 
+import json
+import time
+from pathlib import Path
+
 from paramserver.cluster.base import (
     Environ,
     RankFlags,
@@ -26,6 +30,7 @@ VARIABLES = {
     # Optional.
     "restart_count": "TORCHELASTIC_RESTART_COUNT",
     "store_is_hosted": "TORCHELASTIC_USE_AGENT_STORE",
+    "error_file": "TORCHELASTIC_ERROR_FILE",
 }
 
 
@@ -39,7 +44,7 @@ class TorchrunEnvironment(VariableEnvironment):
         >>> TorchrunEnvironment.detect(variables, RankFlags())
         True
         >>> TorchrunEnvironment(variables, Config(), RankFlags()).job
-        'job7-0'
+        'job7'
     """
 
     source = set_by = "torchrun"
@@ -67,10 +72,10 @@ class TorchrunEnvironment(VariableEnvironment):
 
     @property
     def job(self) -> str:
-        # The agent's store outlives a restart of its workers, so the attempt is part of the prefix.
-        name = self.variables["restart_count"]
-        restarts = read_number({name: "0", **self.environ}, name, "torchrun")
-        return f"{read_variable(self.environ, self.variables['run_id'], 'torchrun')}-{restarts}"
+        run_id = read_variable(self.environ, self.variables["run_id"], "torchrun")
+        # The agent's store outlives a restart of its workers, so the attempt is part of the prefix. Elsewhere the store
+        # is new in each attempt, and agents that joined later count fewer restarts.
+        return f"{run_id}-{num_restarts(self.environ)}" if self.store_is_hosted else run_id
 
     @property
     def launch(self) -> str:
@@ -111,3 +116,40 @@ class EnvVarEnvironment(TorchrunEnvironment):
     @property
     def job(self) -> str:
         return self.source
+
+
+def num_restarts(environ: Environ) -> int:
+    """Return how often torchrun has started the ranks of this host again; 0 if it did not start this process.
+
+    Example::
+
+        >>> num_restarts({"TORCHELASTIC_RESTART_COUNT": "2"}), num_restarts({})
+        (2, 0)
+    """
+    name = VARIABLES["restart_count"]
+    return read_number({name: "0", **environ}, name, "torchrun")
+
+
+def write_error_file(environ: Environ, message: str) -> None:
+    """Report an error to the agent of torchrun, which shows the first one of all ranks; nothing if there is none.
+
+    The format is that of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, which needs torch. torchrun
+    shows ``py_callstack``.
+
+    Args:
+        environ: of this process.
+        message: the complete text, with a traceback if there is one.
+
+    Raises:
+        OSError: the file cannot be written.
+
+    Example::
+
+        >>> file = getfixture("tmp_path") / "error.json"
+        >>> write_error_file({"TORCHELASTIC_ERROR_FILE": str(file)}, "seed (-1) must be at least 0")
+        >>> sorted(json.loads(file.read_text())["message"]["extraInfo"])
+        ['py_callstack', 'timestamp']
+    """
+    if file := environ.get(VARIABLES["error_file"]):
+        about = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": about}}))

@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,11 @@ def resume_transaction(run: RunDir) -> Iterator[None]:
             _unless_in_use(run, journal.roll_back)
             raise
         _unless_in_use(run, journal.close)
+
+
+def continue_attempt(run: RunDir) -> AbstractContextManager[None]:
+    """Take part in the run of an earlier attempt again: resume it, or begin again where it has no checkpoint."""
+    return resume_transaction(run) if run.has_checkpoint() else run.reserve(resuming=True)
 
 
 def recover(run: RunDir) -> None:

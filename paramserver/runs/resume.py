@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from paramserver.checkpoint import find_checkpoint, skipped_checkpoints
 from paramserver.checkpoint.format import BEST, LATEST, step_of
+from paramserver.cluster import Job, ProcessIdentity, find_job, process_environ
 from paramserver.config import Config, differences, load_config, num_trainers_of
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
-from paramserver.runs.rundir import RunDir
+from paramserver.runs.rundir import RunDir, newest_first, read_mapping
+
+# Keys that may differ between two attempts of one job: where the processes run, and how many there are.
+_KEYS_OF_ATTEMPT = ("device.", "logging.run_dir", "logging.progress", "cluster.master_", "cluster.num_")
+# How a run ended that lost nothing; another attempt is an ordinary resume.
+_ENDED_WELL = ("completed", "interrupted")
 
 
 def open_run(path: Path) -> RunDir:
@@ -138,3 +147,56 @@ def describe_resume(run: RunDir, config: Config) -> list[str]:
 
 def _samples_of_a_step(config: Config) -> str:
     return f"{num_trainers_of(config)} x {config.training.batch_size * config.training.accumulate_batches}"
+
+
+# Runs that an earlier attempt of the same launcher or job began.
+
+
+def earlier_attempt(config: Config, run: RunDir | None, identity: ProcessIdentity | None) -> RunDir | None:
+    """Return the run that an earlier attempt of this command left; None in the first attempt. For rank 0.
+
+    Its newest checkpoint follows from the one that the user chose, so this attempt continues from there.
+
+    Args:
+        config: effective.
+        run: that the command resumes.
+        identity: of this process; None if it starts all ranks.
+
+    Raises:
+        UnsupportedConfiguration: a variable of the launcher is wrong.
+    """
+    job = find_job(process_environ())
+    job = job if job is not None and job.may_continue else None
+    if run is None:
+        return None if job is None else _run_of_job(config, job)
+    # A start that makes no step restores the file that it found.
+    stored = read_mapping(run.environment_file, json.loads)
+    launch = None if identity is None else launch_name(identity)
+    same_launch = launch is not None and stored.get("launch") == launch
+    return RunDir(run.path) if same_launch or (job is not None and stored.get("job") == job.id) else None
+
+
+def launch_name(identity: ProcessIdentity) -> str | None:
+    """Name the launcher that starts rank 0 again after a loss. Its process is what other launches do not share."""
+    return f"{identity.launch}/{socket.gethostname()}/{os.getppid()}" if identity.launch else None
+
+
+def lost_processes(run: RunDir) -> bool:
+    """Return whether the last attempt in this folder did not end by itself; then what it made last is made again."""
+    status = read_mapping(run.summary_file, json.loads).get("status")
+    return not (status in _ENDED_WELL and run.has_checkpoint())
+
+
+def _run_of_job(config: Config, job: Job) -> RunDir | None:
+    """Return the newest run of a job that was started with this config, or the one of its ``logging.name``."""
+    base, name = Path(config.logging.run_dir), config.logging.name
+    for run in newest_first(base):
+        if read_mapping(run.environment_file, json.loads).get("job") != job.id:
+            continue
+        if run.name == name or (name is None and not list(_changes(load_config(run.config_file), config))):
+            return run
+    return None
+
+
+def _changes(stored: Config, config: Config) -> Iterator[str]:
+    return (line for line in differences(stored, config) if not line.startswith(_KEYS_OF_ATTEMPT))

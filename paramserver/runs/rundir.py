@@ -21,6 +21,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from paramserver.checkpoint.save import explain_disk_errors
+from paramserver.cluster import find_job, process_environ
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.fileio import TEMPORARY, atomic_write_text, json_text
 from paramserver.version import __version__
@@ -213,16 +214,26 @@ def newest_run(base: Path, name: str | None = None, task: str | None = None) -> 
         CheckpointError: there is none.
     """
     base = Path(base)
-    runs = [RunDir(path) for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
-    wanted = [run for run in runs if run.config_file.is_file() and _is_of(run, name, task)]
-    if not wanted:
+    wanted = next((run for run in newest_first(base) if _is_of(run, name, task)), None)
+    if wanted is None:
         which = f"of logging.name {name}" if name is not None else f"of task {task}" if task is not None else "at all"
+        looked_at = len(_folders_in(base))
         raise CheckpointError(
-            f"{base} must hold a run {which}, and holds none ({len(runs)} folders were looked at); "
+            f"{base} must hold a run {which}, and holds none ({looked_at} folders were looked at); "
             "give --resume the folder of a run, or start without it"
         )
+    return wanted.path
+
+
+def newest_first(base: Path) -> list[RunDir]:
+    """Return the runs in ``base`` that began, the one that started last first."""
+    runs = [run for run in map(RunDir, _folders_in(base)) if run.config_file.is_file()]
     # By the recorded time, and not that of the folder, which changes with every file that is made in it.
-    return max(wanted, key=_started_s).path
+    return sorted(runs, key=_started_s, reverse=True)
+
+
+def _folders_in(base: Path) -> list[Path]:
+    return [path for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
 
 
 def _is_of(run: RunDir, name: str | None, task: str | None) -> bool:
@@ -318,9 +329,11 @@ def _is_valid_at(line: str, step: int, kinds: Collection[str]) -> bool:
 
 def environment_record(command: Sequence[str]) -> dict[str, Any]:
     """Return where and with which versions a run started, for ``environment.json``. Does not import torch or numpy."""
+    job = find_job(process_environ())
     return {
         "started": datetime.now(timezone.utc).isoformat(),
         "command": list(command),
+        "job": None if job is None else job.id,
         "versions": {
             "python": platform.python_version(),
             "paramserver": __version__,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import shlex
@@ -59,10 +58,10 @@ from paramserver.runs.attempt import furthest_step, reserve_run, start_transacti
 from paramserver.runs.checkpoint_manager import CheckpointManager, load_for_resume
 from paramserver.runs.losses import LossLog
 from paramserver.runs.monitor import RunMonitor, kinds_recorded_later
+from paramserver.runs.resume import launch_name
 from paramserver.runs.rundir import (
     RunDir,
     environment_record,
-    read_mapping,
     supersede_metrics,
     write_json,
     write_text,
@@ -498,21 +497,6 @@ def _log_file(run: RunDir, global_rank: int) -> Iterator[None]:
 # Rank 0: the run folder and the summary.
 
 
-def continue_launch(run: RunDir, identity: ProcessIdentity) -> RunDir | None:
-    """Return the run as an earlier attempt of the same launcher left it; None if that made no step in it.
-
-    Its newest checkpoint follows from the one that the user chose, so the next attempt continues from there.
-    """
-    # A start that makes no step restores the file that it found.
-    stored = read_mapping(run.environment_file, json.loads).get("launch")
-    return RunDir(run.path) if stored is not None and stored == _launch_of(identity) else None
-
-
-def _launch_of(identity: ProcessIdentity) -> str | None:
-    """Name the launcher that starts rank 0 again after a loss. Its process is what other launches do not share."""
-    return f"{identity.launch}/{socket.gethostname()}/{os.getppid()}" if identity.launch else None
-
-
 @contextmanager
 def _open_run(plan: RankPlan, process: ProcessContext, session: Session) -> Iterator[CheckpointManager]:
     """Create or lock the run folder, write its files, and yield the manager of its checkpoints."""
@@ -541,7 +525,7 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: Session) -> Iter
             identity = process.identity
             address = {"master_addr": identity.master_addr, "master_port": identity.master_port}
             about["store"] = {**address, "job": identity.job}
-            about["launch"] = _launch_of(identity)
+            about["launch"] = launch_name(identity)
         about["folders"] = [str(folder.resolve()) for folder in plan.folders]
         about["task"] = source_file(type(session.task))
         write_json(run.environment_file, {**about, "device": str(process.placement.device)})

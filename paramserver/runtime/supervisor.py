@@ -152,6 +152,7 @@ class Supervisor:
         resume: continue from the newest checkpoint.
         began: ``time.time()`` of the command.
         command: for environment.json.
+        restarted: an earlier attempt of the command lost its processes; without ``resume``, from the beginning.
     """
 
     config: Config
@@ -161,6 +162,7 @@ class Supervisor:
     resume: bool = False
     began: float = field(default_factory=time.time)
     command: Sequence[str] = ()
+    restarted: bool = False
 
     def __post_init__(self) -> None:
         self._ranks: list[_RankProcess] = []
@@ -258,7 +260,7 @@ class Supervisor:
         command += ["--run_folder", str(self.run.path), "--began", repr(began)]
         command += [part for folder in self.folders for part in ("--folder", str(folder))]
         command += ["--resume"] if (self.run.has_checkpoint() if again else self.resume) else []
-        command += ["--again"] if again else []
+        command += ["--again"] if again or self.restarted else []
         command += ["--shown_command", json.dumps(list(self.command))]
         reading, writing = os.pipe()
         descriptors = [config_file, writing] + ([listener.fileno()] if role.global_rank == 0 else [])

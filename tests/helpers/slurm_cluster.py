@@ -28,7 +28,8 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-SchedulerType=sched/builtin
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=1
 MpiDefault=none
 ReturnToService=2
 JobRequeue=1

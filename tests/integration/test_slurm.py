@@ -1,5 +1,6 @@
 """Runs under a real SLURM, whose nodes are on this machine."""
 
+import json
 import os
 import sys
 import time
@@ -53,6 +54,17 @@ def test_two_tasks_on_each_of_two_nodes(tmp_path, slurm):
     assert finished.summary["steps"] == 12
 
 
+def test_a_heterogeneous_job_has_its_server_in_the_first_group(tmp_path, slurm):
+    """The tasks of all groups are one world, so this needs neither ranks nor roles."""
+    group = [sys.executable, "-m", "paramserver.launch", "--config", "config.yaml", "--master_addr", "127.0.0.1"]
+    config = {"cluster": {"num_trainers": 2, "timeout_s": 60}, "logging": {"name": "run"}}
+    write_config(tmp_path, mode="rpc", **config, **TRAINING)
+    words = ["-N1", "-n1", "-c1", *group, ":", "-N1", "-n2", "-c2", *group]
+    done = slurm.run("srun", *words, folder=tmp_path, **environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert FinishedRun(0, "", tmp_path / "runs" / "run").summary["num_trainers"] == 2
+
+
 def test_the_job_of_the_example_is_requeued_before_its_limit_and_resumes(tmp_path, slurm):
     """The signal that SLURM sends before the limit is sent by hand here: the limit counts in minutes."""
     text = EXAMPLE.read_text().replace("--nodes=2 --ntasks-per-node=2 --cpus-per-task=4", "--nodes=1 --ntasks=3")
@@ -80,11 +92,14 @@ def test_the_job_of_the_example_is_requeued_before_its_limit_and_resumes(tmp_pat
     wait_for("first step after")
     assert slurm.run("scancel", "--signal=USR1", job).returncode == 0
     wait_for("checkpoint is written")
+    wait_for("was started again by its job")
     wait_for("resumed, mode rpc")
     wait_for("status       completed")
     finished = FinishedRun(0, output.read_text(), tmp_path / "runs" / f"job-{job}")
     assert finished.summary["steps"] == 8
     assert finished.summary["samples"] == 8 * 2 * 8
+    assert finished.summary["restarts"] == 0  # nothing was lost
+    assert json.loads((finished.run_dir / "environment.json").read_text())["job"] == f"slurm/{job}"
 
 
 def test_a_batch_script_without_srun_is_warned(tmp_path, slurm):

@@ -110,6 +110,61 @@ def test_wrong_flags(flags, message):
     assert refused(flags, {}, config()) == message
 
 
+@pytest.mark.parametrize(
+    ("mode", "cluster", "flags", "rank", "world_size"),
+    [
+        ("rpc", {}, {"role": "server", "index": 0}, 0, 3),
+        ("rpc", {}, {"role": "trainer", "index": 1}, 2, 3),
+        ("rpc", {"num_servers": 2, "num_trainers": 4}, {"role": "server", "index": 1}, 1, 6),
+        ("rpc", {"num_servers": 2, "num_trainers": 4}, {"role": "trainer", "index": 3}, 5, 6),
+        ("rpc", {"num_servers": 2}, {"role": "trainer", "index": 3, "world_size": 6}, 5, 6),
+        ("ddp", {"num_servers": 2, "num_trainers": 4}, {"role": "trainer", "index": 3, "num_trainers": 4}, 3, 4),
+        ("local", {}, {"role": "trainer", "index": 0}, 0, 1),
+    ],
+)
+def test_a_role_and_an_index_make_a_rank(mode, cluster, flags, rank, world_size):
+    identity = resolve_identity(RankFlags(master_addr="node0", **flags), {}, config(mode, **cluster))
+    assert (identity.global_rank, identity.world_size, identity.source) == (rank, world_size, "flags")
+    assert (identity.local_rank, identity.local_world_size, identity.node_rank) == (0, 1, rank)
+
+
+@pytest.mark.parametrize(
+    ("flags", "of", "message"),
+    [
+        ({"role": "server", "index": 0, "global_rank": 1}, config(), "--role (server) and --rank (1) both name this "
+         "process; leave one of them out"),
+        ({"index": 1}, config(), "--index (1) must be given together with --role, whose processes it counts; add "
+         "--role"),
+        ({"role": "trainer", "index": -1}, config(), "--index (-1) must be at least 0; processes of a role count from "
+         "0"),
+        ({"role": "trainer"}, config(), "--index must be given with --role (trainer); add it, counting the processes "
+         "of the role from 0"),
+        ({"role": "trainer", "index": 2}, config(), "--index (2) must be below the number of trainers (2); correct it, "
+         "or give --num_trainers"),
+        ({"role": "server", "index": 1}, config(), "--index (1) must be below the number of servers (1); correct it, "
+         "or give --num_servers"),
+        ({"role": "server", "index": 0}, config("ddp"), "--role (server) must be trainer in mode ddp, which has no "
+         "servers; start no server, or choose mode rpc"),
+        ({"role": "server", "index": 0}, config(colocate=True), "--role (server) cannot be used with cluster.colocate "
+         "(True), where one command starts both roles of a host; give --rank, which counts hosts, or set "
+         "cluster.colocate to false"),
+        ({"global_rank": 0, "world_size": 3, "num_trainers": 3}, config(), "--num_trainers (3) must be the 2 that "
+         "--world_size leaves for trainers; leave the flag out, or start as many"),
+        ({"world_size": 3, "num_trainers": 3}, config(), "--num_trainers (3) must be the 2 that --world_size leaves "
+         "for trainers; leave the flag out, or start as many"),
+    ],
+)  # fmt: skip
+def test_roles_that_are_refused(flags, of, message):
+    assert refused(RankFlags(**flags), {}, of) == message
+
+
+def test_a_number_of_trainers_must_agree_with_the_launcher():
+    assert refused(RankFlags(num_trainers=4), torchrun(), config()) == (
+        "--num_trainers (4) must be the 3 that torchrun leaves for trainers; leave the flag out, or start as many"
+    )
+    assert resolve_identity(RankFlags(num_trainers=3), torchrun(), config()).world_size == 4
+
+
 @pytest.mark.parametrize("global_rank", range(6))
 def test_torchrun_on_several_nodes(global_rank):
     identity = resolve_identity(NO_FLAGS, torchrun(global_rank, nodes=3, per_node=2, restarts=1), config())
@@ -128,10 +183,17 @@ def test_torchrun_on_several_nodes(global_rank):
     )
 
 
-def test_attempts_of_one_torchrun_do_not_share_a_job():
+def test_attempts_on_one_store_of_torchrun_do_not_share_a_job():
     jobs = {resolve_identity(NO_FLAGS, torchrun(restarts=restarts), config()).job for restarts in (0, 1, 2)}
     assert len(jobs) == 3
     assert resolve_identity(NO_FLAGS, torchrun(TORCHELASTIC_RESTART_COUNT=None), config()).job == "job7-0"
+
+
+def test_agents_that_joined_later_share_the_job_where_each_attempt_has_a_new_store():
+    """An agent counts its own restarts only."""
+    alone = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    jobs = {resolve_identity(NO_FLAGS, torchrun(restarts=n, **alone), config()).job for n in (0, 2)}
+    assert jobs == {"job7"}
 
 
 @pytest.mark.parametrize(("value", "hosted"), [("True", True), ("False", False), (None, False)])
@@ -162,7 +224,7 @@ def test_a_supervisor_counts_all_ranks():
     assert "--rank (2) must be below the world size (2) of the config" in refused(RankFlags(2), {}, of)
 
 
-@pytest.mark.parametrize("name", [*VARIABLES.values()][:-2])
+@pytest.mark.parametrize("name", [*VARIABLES.values()][:-3])
 def test_a_missing_variable_of_torchrun_is_refused(name):
     environ = torchrun()
     del environ[name]

@@ -84,10 +84,11 @@ def test_other_launchers_inside_of_a_task_come_first():
 
 
 def test_tasks_that_are_not_used_are_counted():
-    assert unused_tasks(task(SLURM_STEP_ID=None)) == 4
-    assert unused_tasks(task()) == 0
-    assert unused_tasks({"SLURM_JOB_ID": "1"}) == 0
-    assert unused_tasks({"SLURM_NTASKS": "4"}) == 0
+    assert unused_tasks(task(SLURM_STEP_ID=None)) == "4 tasks (SLURM_NTASKS)"
+    assert unused_tasks({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"}) == "2 nodes (SLURM_JOB_NUM_NODES)"
+    assert unused_tasks(task()) == ""
+    assert unused_tasks({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}) == ""
+    assert unused_tasks({"SLURM_NTASKS": "4"}) == ""
 
 
 @pytest.mark.parametrize(

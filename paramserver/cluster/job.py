@@ -1,0 +1,60 @@
+"""The job that started this command, by which a command that is started again finds the run that it began."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paramserver.cluster.base import Environ, read_number
+from paramserver.cluster.slurm import VARIABLES as SLURM
+from paramserver.cluster.torchrun import VARIABLES as TORCHRUN, num_restarts
+
+JOB_VARIABLE = "PARAMSERVER_JOB_ID"
+"""Set by the user: the name of a job that starts its commands again, under a launcher that is not known here."""
+
+# What torchrun sets where the user gave no --rdzv-id.
+_NO_RUN_ID = "none"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job of a scheduler or a launcher that this process is part of.
+
+    Args:
+        id: no other job has it, such as ``slurm/4711``.
+        may_continue: it was started before, or may have been.
+
+    Example::
+
+        >>> Job("slurm/4711", may_continue=False).id
+        'slurm/4711'
+    """
+
+    id: str
+    may_continue: bool
+
+
+def find_job(environ: Environ) -> Job | None:
+    """Return the job that this process is part of: the one that is named by hand, of SLURM, or of torchrun.
+
+    Raises:
+        UnsupportedConfiguration: a number of restarts is none.
+
+    Example::
+
+        >>> find_job({"SLURM_JOB_ID": "4711"})
+        Job(id='slurm/4711', may_continue=False)
+        >>> find_job({"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": "1"}).may_continue
+        True
+        >>> find_job({"PARAMSERVER_JOB_ID": "digits-7"})
+        Job(id='digits-7', may_continue=True)
+        >>> find_job({})
+    """
+    if named := environ.get(JOB_VARIABLE, "").strip():
+        return Job(named, may_continue=True)
+    restarts = num_restarts(environ)
+    if SLURM["job"] in environ:
+        name = SLURM["restart_count"]
+        restarts += read_number({name: "0", **environ}, name, "SLURM")
+        return Job(f"slurm/{environ[SLURM['job']]}", restarts > 0)
+    run_id = environ.get(TORCHRUN["run_id"], _NO_RUN_ID)
+    return None if run_id == _NO_RUN_ID else Job(f"torchrun/{run_id}", restarts > 0)
