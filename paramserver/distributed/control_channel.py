@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paramserver.cluster import own_address
+from paramserver.cluster import chosen_interface, host_and_port, own_address, process_environ
 from paramserver.config import Config
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost
@@ -77,7 +77,7 @@ def connect_ranks(
                 if interrupted.is_set():
                     raise Interrupted("interrupted while waiting for the other ranks")
 
-            address = own_address(identity.master_addr, config.cluster.interface)
+            address = own_address(identity.master_addr, chosen_interface(process_environ()))
             _accept(rendezvous, address, channel, lost_after_s, check)
             for peer in channel.peers:
                 channel.send(peer, _COMPLETE)
@@ -94,8 +94,8 @@ def _connect(rendezvous: Rendezvous) -> socket.socket:
         connection.sendall(bytes.fromhex(token) + _RANK.pack(rendezvous.identity.global_rank))
     except OSError as error:
         raise PeerLost(
-            f"rank 0 cannot be reached at {host}:{port} ({error.strerror or error}); look for its own error, at the "
-            "network, and at cluster.interface"
+            f"rank 0 cannot be reached at {host_and_port(host, int(port))} ({error.strerror or error}); look for its "
+            "own error, at the network, and at cluster.interface"
         ) from error
     return connection
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.checkpoint import load_chosen, remove_leftovers
 from paramserver.checkpoint.format import LATEST
-from paramserver.cluster import ProcessIdentity, bind_interface, interface_to, num_usable_cores, process_environ
+from paramserver.cluster import ProcessIdentity, choose_interface, num_usable_cores, process_environ
 from paramserver.config import (
     Config,
     Role,
@@ -160,10 +160,9 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
             task.devices, task.config = process.placement.devices, config
             process.data_sets["callbacks"] = make_callbacks(task)
         timer.mark("task")
-        interface = config.cluster.interface or interface_to(identity.master_addr)
-        if interface is not None and not mode_of(config).single_process:
+        if not mode_of(config).single_process:
             # TensorPipe and gloo read the interface from the environment when they start.
-            bind_interface(process_environ(), interface)
+            choose_interface(process_environ(), config.cluster.interface, identity.master_addr)
         session = Session(plan, process, task, stack)
         while True:
             try:
@@ -264,6 +263,8 @@ class Session:
                     self._report("left")
                     log.info("rank %d has left the run, which continues without it", identity.global_rank)
                     return None
+                # Again: the name of rank 0 may be known only now.
+                choose_interface(process_environ(), config.cluster.interface, identity.master_addr)
                 self.view, self.store = rendezvous.view, rendezvous.base
                 self.trainer_ranks = rendezvous.trainer_ranks
                 process = replace(_in_view(process, rendezvous), is_newcomer=self._is_newcomer)
