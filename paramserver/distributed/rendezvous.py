@@ -367,13 +367,34 @@ def connect_to_job(config: Config, identity: ProcessIdentity, limit_s: float) ->
         DeadlineExceeded: rank 0 cannot be reached.
         UnsupportedConfiguration: rank 0 has another job token.
     """
+    with _connect_to_view(identity, limit_s) as (base, view):
+        ranks = _get(view, "trainers", limit_s, "the list of trainers")
+        yield job_store(base, identity), json.loads(ranks)
+
+
+def fetch_config(identity: ProcessIdentity, limit_s: float) -> str:
+    """Return the config of rank 0, as YAML; waits for rank 0 to start.
+
+    Args:
+        identity: of this process.
+        limit_s: for rank 0 to start and to answer.
+
+    Raises:
+        DeadlineExceeded: rank 0 cannot be reached.
+        UnsupportedConfiguration: rank 0 has another job token.
+    """
+    with _connect_to_view(identity, limit_s) as (_, view):
+        return _get(view, "config", limit_s, "rank 0's configuration")
+
+
+@contextmanager
+def _connect_to_view(identity: ProcessIdentity, limit_s: float) -> Iterator[tuple[Store, Store]]:
+    """Connect to rank 0; yield its store, and that of the present view."""
     deadline = time.monotonic() + limit_s
     with ExitStack() as resources, detect_lost_store():
         base = _open_store(identity, limit_s, deadline, threading.Event(), None, OpenedSockets(), resources)
-        root = job_store(base, identity)
-        view = int(_get(root, "view", limit_s, "the start of rank 0"))
-        ranks = _get(_in_view(base, identity, view), "trainers", limit_s, "the list of trainers")
-        yield root, json.loads(ranks)
+        view = int(_get(job_store(base, identity), "view", limit_s, "the start of rank 0"))
+        yield base, _in_view(base, identity, view)
 
 
 def _wait_for_view(

@@ -143,6 +143,10 @@ class ForkedRun:
         line = self._read_line(timeout_s)
         return int(line) if line else None
 
+    def join(self, timeout_s=30):
+        """After ``wait``: wait until the process has ended, and so has closed its ports."""
+        self._read_line(timeout_s)
+
     def kill(self):
         """Send SIGKILL to the supervisor and all ranks: to every process of its session."""
         for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):

@@ -143,9 +143,12 @@ class Ranks:
         return self.runs[rank].output.read_text()
 
     def wait(self, timeout_s=90):
-        """The exit codes by rank, once all have ended."""
+        """The exit codes in the order of ranks, once all have ended."""
         deadline = time.monotonic() + timeout_s
-        return [self.runs[rank].wait(max(deadline - time.monotonic(), 0.1)) for rank in sorted(self.runs)]
+        codes = [self.runs[rank].wait(max(deadline - time.monotonic(), 0.1)) for rank in sorted(self.runs)]
+        for run in self.runs.values():
+            run.join()
+        return codes
 
     def finish(self, timeout_s=90):
         """Wait until all ranks have ended without an error; return the run."""
