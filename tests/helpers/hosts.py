@@ -7,9 +7,9 @@ A host has network interfaces and addresses, a host name, /etc/hosts, /tmp and /
 import json
 import math
 import shlex
+import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -106,6 +106,11 @@ class Hosts(NetworkHosts):
         """Run a command on a host; return its output."""
         return self._hosts[number].run(*command)
 
+    def start(self, number, command, environ):
+        """Start a command on a host, in its folder; return the process, with its output as text."""
+        words = self.command_on(number, ["env", "-C", str(FOLDER), *command])
+        return subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
     def path(self, number, path=FOLDER):
         """Where this process finds what a host has at ``path``."""
         return Path(f"/proc/{self.pid(number)}/root") / Path(path).relative_to("/")
@@ -119,17 +124,24 @@ class Hosts(NetworkHosts):
 
 
 class Ranks:
-    """Ranks of one run, each on its host.
+    """Ranks of one run, each on its host. A context manager, which kills what is left of them.
 
     Attributes:
         runs: by rank.
         run_dir: as this process finds it; on the host of rank 0.
     """
 
-    def __init__(self, hosts, placement, words, environ):
-        self.hosts, self.placement, self._words, self._environ = hosts, placement, words, environ
-        self.run_dir = hosts.path(placement[0], FOLDER / "runs" / "run")
+    def __init__(self, hosts, placement, words, environ=None, name="run"):
+        self.hosts, self.placement, self._words, self._environ = hosts, placement, words, environ or {}
+        self.run_dir = hosts.path(placement[0], FOLDER / "runs" / name)
         self.runs = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for run in self.runs.values():
+            run.__exit__()
 
     def start(self, rank, *flags):
         host = self.placement[rank]
@@ -172,9 +184,8 @@ class Ranks:
         return max((step for step in steps if step is not None), default=0)
 
 
-@contextmanager
-def start_ranks(hosts, placement, *flags, master=None, environ=None, **config):
-    """Start a rank on each host of ``placement``; yield them. What is left of them is killed.
+def start_ranks(hosts, placement, *flags, master=None, environ=None, name="run", start=True, new=True, **config):
+    """Start a rank on each host of ``placement``; return them, for ``with``.
 
     Args:
         hosts: see ``Hosts``.
@@ -182,19 +193,23 @@ def start_ranks(hosts, placement, *flags, master=None, environ=None, **config):
         flags: in addition.
         master: address or name of rank 0; None = the address of its host.
         environ: in addition.
+        name: of the run.
+        start: false if the caller starts the ranks.
+        new: false if the hosts have a config already.
         config: as for ``write_config``.
     """
-    write_configs(hosts, placement, **config)
+    if new:
+        write_configs(hosts, placement, **config)
     words = ["--config", FOLDER / "config.yaml", "--world_size", len(placement)]
-    words += ["--master_addr", master or hosts.address(placement[0]), "--set", "logging.name=run", *flags]
-    ranks = Ranks(hosts, placement, words, environ or {})
+    words += ["--master_addr", master or hosts.address(placement[0]), "--set", f"logging.name={name}", *flags]
+    ranks = Ranks(hosts, placement, words, environ, name)
     try:
-        for rank in range(len(placement)):
+        for rank in range(len(placement) if start else 0):
             ranks.start(rank)
-        yield ranks
-    finally:
-        for run in ranks.runs.values():
-            run.__exit__()
+    except BaseException:
+        ranks.__exit__()
+        raise
+    return ranks
 
 
 def write_configs(hosts, placement, **config):
