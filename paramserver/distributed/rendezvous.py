@@ -58,6 +58,7 @@ _STARTED = "started"
 _OWN_KEYS = (
     "device.",
     "logging.run_dir",
+    "logging.name",
     "logging.progress",
     "cluster.master_",
     "cluster.interface",
