@@ -58,7 +58,6 @@ _STARTED = "started"
 _OWN_KEYS = (
     "device.",
     "logging.run_dir",
-    "logging.name",
     "logging.progress",
     "cluster.master_",
     "cluster.interface",
