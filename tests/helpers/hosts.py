@@ -4,6 +4,7 @@ A host has network interfaces and addresses, a host name, /etc/hosts, /tmp and /
 (the interpreter, this package, the tasks of the tests) is the same on all of them, as from one image.
 """
 
+import itertools
 import json
 import math
 import shlex
@@ -64,6 +65,7 @@ class Hosts(NetworkHosts):
     def __init__(self, count, ipv6=False, names=None):
         super().__init__(count, math.inf)
         self.ipv6, self._names = ipv6, names or {}
+        self._outputs = itertools.count()
 
     def __enter__(self):
         try:
@@ -111,6 +113,12 @@ class Hosts(NetworkHosts):
         words = self.command_on(number, ["env", "-C", str(FOLDER), *command])
         return subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
+    def fork(self, number, words, program="launch", function="main", environ=None):
+        """Start ``paramserver.<program>.<function>`` on a host, in its folder; return it, as a ``ForkedRun``."""
+        output = self.path(number, FOLDER / f"output-{next(self._outputs)}")
+        environ = {**environment(), **(environ or {})}
+        return fork_server().start(words, FOLDER, environ, program, function, host=self.pid(number), output=output)
+
     def path(self, number, path=FOLDER):
         """Where this process finds what a host has at ``path``."""
         return Path(f"/proc/{self.pid(number)}/root") / Path(path).relative_to("/")
@@ -144,12 +152,8 @@ class Ranks:
             run.__exit__()
 
     def start(self, rank, *flags):
-        host = self.placement[rank]
         words = ["--rank", rank, *self._words, *flags]
-        output = self.hosts.path(host, FOLDER / f"output-{rank}-{time.monotonic_ns()}")
-        options = {"host": self.hosts.pid(host), "output": output}
-        self.runs[rank] = fork_server().start(words, FOLDER, {**environment(), **self._environ}, **options)
-        return self.runs[rank]
+        self.runs[rank] = self.hosts.fork(self.placement[rank], words, environ=self._environ)
 
     def output(self, rank):
         return self.runs[rank].output.read_text()

@@ -1,5 +1,6 @@
 """Runs over several hosts that share nothing but a network: the run of one host, bit for bit (helpers/hosts.py)."""
 
+import shutil
 import sys
 import time
 from contextlib import contextmanager
@@ -7,19 +8,22 @@ from pathlib import Path
 
 import pytest
 from hosts import FOLDER, PORT, Hosts, Ranks, name_of, start_ranks, write_configs
-from launching import FinishedRun, assert_equal_runs, differing_tensors, environment, train
+from launching import TASKS, FinishedRun, assert_equal_runs, differing_tensors, environment, train
+from simulations import SHAPE
 
 from paramserver.bench.network import INTERFACE
 from paramserver.errors import UnsupportedConfiguration
 
 pytestmark = pytest.mark.processes
 
+HELPERS = TASKS.parent
 STEPS = 12
 RUN = {
     "task_args": {"groups": True, "schedule": "step"},
     "training": {"max_steps": STEPS, "batch_size": 8, "validate_every": 6},
 }
 CLUSTER = {"num_trainers": 2, "timeout_s": 20}
+PACED = {"task": "Slow", "task_args": {"seconds": 0.03}}
 # The name of each host is that of its loopback: torch cannot find an address by it.
 LOOPBACK_NAMES = {number: f"127.0.0.1 localhost {name_of(number)}\n" for number in range(2)}
 
@@ -167,9 +171,64 @@ def test_what_needs_one_host_or_files_is_refused(tmp_path):
             assert ranks.output(1).endswith("where only the host of rank 0 has it, give --config FILE in addition\n")
 
 
-# A link that is cut.
+def test_a_folder_that_cannot_be_written_ends_its_rank_before_others_wait_for_it():
+    config = {"mode": "ddp", "cluster": {**CLUSTER, "timeout_s": 2}, "start": False}
+    with Hosts(2) as hosts, start_ranks(hosts, [0, 1], **config) as ranks:
+        ranks.start(0)
+        ranks.start(1, "--set", "logging.run_dir=/proc/none")
+        assert ranks.wait() == [1, 2]
+        assert ends_with(ranks, 1, "logging.run_dir (/proc/none) must be a folder that this user can write to (No such")
 
-PACED = {"task": "Slow", "task_args": {"seconds": 0.03}}
+
+def test_a_trainer_joins_from_a_further_host():
+    training = {"max_steps": None, "max_epochs": 8, "batch_size": 8, "validate_every": 0, "uneven_inputs": "join"}
+    config = {"mode": "rpc", "training": training, "cluster": {**CLUSTER, "elastic": True}, **PACED}
+    with Hosts(3) as hosts, start_ranks(hosts, [0, 1, 1], **config) as ranks:
+        ranks.wait_for(lambda: ranks.step() >= 5)
+        # Its config has the values that the others have by flags.
+        write_configs(hosts, [2], **config, logging={"name": "run"})
+        words = ["runs/run", "--config", FOLDER / "config.yaml", "--master_port", PORT]
+        ranks.runs[3] = hosts.fork(2, [*words, "--master_addr", hosts.address(0)], "elastic", "join_main")
+        run = ranks.finish()
+        assert run.summary["num_trainers"] == 3
+        assert run.summary["samples"] == 8 * 256
+        assert files_of(hosts, 2) == ["logs/rank-3.log"]
+
+
+def test_simulations_reach_trainers_on_other_hosts():
+    """Each host of a rank needs the keys; one without them ends the run at once, on all hosts."""
+    simulations = {
+        "function": f"{HELPERS / 'simulations.py'}:simulate",
+        "count": 3,
+        "at_once": 3,
+        "steps": 8,
+        "fields": {"u": {"shape": list(SHAPE), "finite": True}},
+        "parameters": {"a": [0.0, 1.0], "b": [2.0, 3.0]},
+        "keys": "keys",
+    }
+    training = {"max_steps": None, "batch_size": 4, "validate_every": 0, "uneven_inputs": "join"}
+    with Hosts(2, ipv6=True) as hosts:
+        config = {"mode": "rpc", "simulations": {**simulations, "address": hosts.address(0)}, "training": training}
+        config |= {"task": f"{HELPERS / 'stream_tasks.py'}:Fed", "task_args": {"ledger": "."}, "cluster": CLUSTER}
+        with hosts.fork(0, ["keys"], "cli", "keys_main") as made:
+            assert made.wait() == 0
+        with start_ranks(hosts, [0, 0, 1], **config) as ranks:
+            assert ranks.wait(15) == [2, 2, 2]  # less than cluster.timeout_s
+            assert ends_with(
+                ranks, 0, "rank 2 failed: UnsupportedConfiguration: simulations.keys (keys) must be a folder"
+            )
+        shutil.copytree(hosts.path(0, FOLDER / "keys"), hosts.path(1, FOLDER / "keys"))
+        with start_ranks(hosts, [0, 0, 1], **config) as ranks:
+            run = ranks.finish()
+            assert run.summary["samples"] == 3 * 8
+            assert f"clients reach this run at tcp://[{hosts.address(0)}]:" in ranks.output(0)
+            served = [
+                len(hosts.path(host, FOLDER / f"trainer-{i}").read_text().splitlines()) for i, host in enumerate((0, 1))
+            ]
+            assert served == [12, 12]
+
+
+# A link that is cut.
 
 
 @contextmanager
