@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paramserver.cluster import ProcessIdentity, RankFlags, process_environ, quiet_torch_log
+from paramserver.cluster import ProcessIdentity, RankFlags, host_and_port, process_environ, quiet_torch_log
 from paramserver.cluster.base import DEFAULT_JOB, infer_placement
 from paramserver.cluster.job_token import hide_token, read_token
 from paramserver.config import Config, load_config, mode_of, num_servers_of, with_world_size
@@ -113,7 +113,7 @@ def _find_run(arguments: argparse.Namespace) -> tuple[Config, ProcessIdentity, l
         local_rank=0,
         local_world_size=1,
         node_rank=0,
-        master_addr=address,
+        master_addr=address.strip("[]"),
         master_port=port,
         store_is_hosted=False,
         job=stored.get("job", DEFAULT_JOB),
@@ -177,5 +177,6 @@ def _connect(config: Config, identity: ProcessIdentity) -> Iterator[tuple[Any, l
         if connected:
             raise
         raise PeerLost(
-            f"no run answers at {identity.master_addr}:{identity.master_port}; only a running job can be joined or left"
+            f"no run answers at {host_and_port(identity.master_addr, identity.master_port)}; only a running job can be "
+            "joined or left"
         ) from error

@@ -20,6 +20,7 @@
     │   │   ├── ViewChanged           the servers return to a checkpoint, and all processes join again
     │   │   └── RunEnded              the run had ended before this process joined
     │   └── DeadlineExceeded          a wait reached its limit
+    │       └── MissingRanks          rank 0, or other ranks, did not join in time
     ├── ClientError                   exit 1: a program that produces samples cannot continue
     │   └── RunOver                   the run needs no more samples
     ├── Interrupted                   exit 3: a signal ended the run, after its checkpoint was written
@@ -143,6 +144,10 @@ class RunEnded(PeerLost):
 
 class DeadlineExceeded(TrainingError):  # noqa: N818
     pass
+
+
+class MissingRanks(DeadlineExceeded):
+    self_explanatory = True
 
 
 class ClientError(ParamserverError):

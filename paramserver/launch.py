@@ -15,11 +15,13 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from paramserver.cluster import (
     RankFlags,
@@ -43,7 +45,7 @@ from paramserver.config import (
     with_world_size,
     world_size_of,
 )
-from paramserver.errors import ParamserverError, PeerLost, UnsupportedConfiguration
+from paramserver.errors import CheckpointError, ParamserverError, PeerLost, UnsupportedConfiguration
 from paramserver.faults.receiver import receive_faults
 from paramserver.importing import code_folders, torch_import_without_gc
 from paramserver.metrics import FanOut, Sink
@@ -314,11 +316,43 @@ def resolve_run(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, l
             raise UnsupportedConfiguration("--config FILE is missing; see --help, or examples/digits/config.yaml")
         run = None if arguments.run_folder is None else RunDir(arguments.run_folder)
         return load_config(arguments.config, overrides=arguments.overrides, flags=flags), run, folders
-    run = open_run(_run_to_resume(arguments))
+    opened = _open_run(arguments)
+    if isinstance(opened, CheckpointError):
+        return _config_of_rank_zero(arguments, flags, opened), None, folders
     # Before the config is read: rolling back restores config.yaml too.
-    recover(run)
-    config = load_config(find_config_file(run, arguments.config), overrides=arguments.overrides, flags=flags)
-    return config, run, code_folders(arguments.config, arguments.overrides, run.task_folders())
+    recover(opened)
+    config = load_config(find_config_file(opened, arguments.config), overrides=arguments.overrides, flags=flags)
+    return config, opened, code_folders(arguments.config, arguments.overrides, opened.task_folders())
+
+
+def _open_run(arguments: argparse.Namespace) -> RunDir | CheckpointError:
+    """Return the run to resume, or why it is not on this host."""
+    try:
+        return open_run(_run_to_resume(arguments))
+    except CheckpointError as error:
+        return error
+
+
+def _config_of_rank_zero(arguments: argparse.Namespace, flags: Mapping[str, Any], missing: CheckpointError) -> Config:
+    """Return the effective config of a run that is resumed and whose folder only rank 0's host has.
+
+    Raises:
+        CheckpointError: ``missing``, if this process is rank 0 or starts all ranks.
+    """
+    own = None
+    if arguments.config is not None:
+        own = load_config(arguments.config, overrides=arguments.overrides, flags=flags)
+    identity = resolve_identity(rank_flags(arguments), process_environ(), own or Config())
+    if identity is None or identity.global_rank == 0 or arguments.dry_run:
+        raise missing
+    if own is None:
+        raise CheckpointError(f"{missing}; where only the host of rank 0 has it, give --config FILE in addition")
+    logging.getLogger("paramserver").info("the folder of the run is not here; this rank takes the config from rank 0")
+    with torch_import_without_gc():
+        from paramserver.distributed.rendezvous import fetch_config
+
+    stored = yaml.safe_load(fetch_config(identity, own.cluster.timeout_s))
+    return load_config(None, base=stored, overrides=arguments.overrides, flags=flags)
 
 
 def _run_to_resume(arguments: argparse.Namespace) -> Path:

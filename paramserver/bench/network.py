@@ -10,6 +10,7 @@ at the port of the bridge, so that both directions have the bandwidth at the sam
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import select
@@ -55,7 +56,7 @@ class NetworkHosts:
 
     Args:
         count: the number of hosts.
-        bandwidth: of each host, in bytes per second, in each direction.
+        bandwidth: of each host, in bytes per second, in each direction; math.inf = no limit.
 
     Raises:
         UnsupportedConfiguration: this user may not make namespaces, or a tool is missing.
@@ -74,13 +75,16 @@ class NetworkHosts:
             self._switch.run("ip", "link", "add", "bridge", "type", "bridge")
             self._switch.run("ip", "link", "set", "bridge", "up")
             for number in range(self._count):
-                self._hosts.append(Namespace())
+                self._hosts.append(self._make_host(number))
                 self._join(number, self._hosts[number], self._switch)
         except BaseException:
             # Also after a Ctrl-C: ``__exit__`` is not called when ``__enter__`` raises.
             self.close()
             raise
         return self
+
+    def _make_host(self, number: int) -> Namespace:
+        return Namespace()
 
     def _join(self, number: int, host: Namespace, switch: Namespace) -> None:
         port = f"port{number}"
@@ -90,6 +94,8 @@ class NetworkHosts:
         host.run("ip", "address", "add", f"{host_address(number)}/16", "dev", INTERFACE)
         host.run("ip", "link", "set", INTERFACE, "up")
         host.run("ip", "link", "set", "lo", "up")
+        if math.isinf(self.bandwidth):
+            return
         burst = max(round(self.bandwidth * _BURST_S), _LEAST_BURST_BYTES)
         rate = f"{round(self.bandwidth * 8)}bit"
         # tbf limits only what leaves an interface, so each direction is limited at the end that sends it.
@@ -118,12 +124,16 @@ class NetworkHosts:
 class Namespace:
     """A network namespace and the process that holds it.
 
+    Args:
+        kinds: of the namespaces that the process has of its own, as unshare(1) names them.
+
     Raises:
         UnsupportedConfiguration: the namespace cannot be made.
     """
 
-    def __init__(self) -> None:
-        command = ["unshare", "--net", "sh", "-c", "echo; exec cat"]
+    def __init__(self, kinds: Sequence[str] = ("net",)) -> None:
+        self._kinds = [f"--{kind}" for kind in kinds]
+        command = ["unshare", *self._kinds, "sh", "-c", "echo; exec cat"]
         pipe = subprocess.PIPE
         # A separate session: a Ctrl-C must not end it before the runs in it.
         self._holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
@@ -139,7 +149,7 @@ class Namespace:
     def command_in(self, *command: str) -> list[str]:
         """The command that runs ``command`` in the namespace, in the same process."""
         # ``nsenter`` replaces itself by the command, so the process id stays and signals reach the command.
-        return ["nsenter", f"--net=/proc/{self.pid}/ns/net", *command]
+        return ["nsenter", f"--target={self.pid}", *self._kinds, *command]
 
     def run(self, *command: str) -> str:
         return _run(self.command_in(*command))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import array
 import fcntl
 import ipaddress
+import logging
 import os
 import socket
 import struct
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from paramserver.cluster.job_token import TOKEN_VARIABLE
 from paramserver.errors import UnsupportedConfiguration
+
+_log = logging.getLogger("paramserver")
 
 DEFAULT_PORT = 29500
 """Port of rank 0 for ranks that were started separately; the default of torch's own launchers."""
@@ -63,13 +69,6 @@ def loopback_interface() -> str:
 def bind_interface(environ: MutableMapping[str, str], name: str) -> None:
     """Make TensorPipe and gloo listen on this interface only. Call it before either starts.
 
-    Args:
-        environ: of this process; written.
-        name: of the interface.
-
-    Raises:
-        UnsupportedConfiguration: this machine has no such interface.
-
     Example::
 
         >>> variables = {}
@@ -77,14 +76,77 @@ def bind_interface(environ: MutableMapping[str, str], name: str) -> None:
         >>> variables["GLOO_SOCKET_IFNAME"]
         'lo'
     """
+    for variable in _INTERFACE_VARIABLES:
+        environ[variable] = name
+
+
+def choose_interface(environ: MutableMapping[str, str], configured: str | None, master_addr: str) -> None:
+    """Make TensorPipe and gloo listen on one interface. Call it before either starts; again if it chose none.
+
+    That is the configured one; else loopback, where rank 0 is at a loopback address; else what the user's variables
+    TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name, each also for the other if that is not set; else the one over which
+    this machine reaches rank 0. None is chosen while the name of rank 0 cannot be resolved.
+
+    Args:
+        environ: of this process; written.
+        configured: ``cluster.interface``.
+        master_addr: of rank 0.
+
+    Raises:
+        UnsupportedConfiguration: this machine has no such interface, or it has no address.
+
+    Example::
+
+        >>> variables = {"GLOO_SOCKET_IFNAME": "lo"}
+        >>> choose_interface(variables, None, "10.0.0.1")
+        >>> variables["TP_SOCKET_IFNAME"]
+        'lo'
+    """
+    given = {name: environ[name] for name in _INTERFACE_VARIABLES if environ.get(name)}
+    if configured is not None:
+        _check_interface("cluster.interface", configured)
+        bind_interface(environ, configured)
+    elif is_loopback(master_addr):
+        bind_interface(environ, loopback_interface())
+    elif given:
+        for variable, names in given.items():
+            for name in names.split(","):  # gloo accepts several
+                _check_interface(variable, name)
+        first = next(iter(given.values())).split(",")[0]
+        environ.update({name: first for name in _INTERFACE_VARIABLES if name not in given})
+    elif (interface := interface_to(master_addr)) is not None:
+        if interface == loopback_interface():
+            _log.warning(
+                "cluster.master_addr (%s) is a loopback address on this host, so ranks on other hosts do not reach "
+                "this one; correct /etc/hosts, or give cluster.interface",
+                master_addr,
+            )
+        bind_interface(environ, interface)
+
+
+def chosen_interface(environ: Mapping[str, str]) -> str | None:
+    """Return the interface on which gloo listens, the first of several; None before ``choose_interface``.
+
+    Example::
+
+        >>> chosen_interface({"GLOO_SOCKET_IFNAME": "eth0,eth1"})
+        'eth0'
+    """
+    return environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None
+
+
+def _check_interface(key: str, name: str) -> None:
     known = [interface for _, interface in socket.if_nameindex()]
     if name not in known:
         raise UnsupportedConfiguration(
-            f"cluster.interface ({name}) must be a network interface of this machine ({', '.join(known)}); choose one, "
-            "or leave it out"
+            f"{key} ({name}) must be a network interface of this machine ({', '.join(known)}); choose one, or leave it "
+            "out"
         )
-    for variable in _INTERFACE_VARIABLES:
-        environ[variable] = name
+    # torch would then listen on loopback, without an error.
+    if not any(interface == name for interface, _ in _interface_addresses()):
+        raise UnsupportedConfiguration(
+            f"{key} ({name}) must be an interface with an address, and has none; give it one, or choose another"
+        )
 
 
 def num_usable_cores() -> int:
@@ -194,7 +256,7 @@ def quiet_torch_log(environ: MutableMapping[str, str]) -> None:
 
 
 def interface_to(host: str) -> str | None:
-    """Return the interface over which this machine reaches ``host``; None if it is unknown (torch then chooses).
+    """Return the interface over which this machine reaches ``host``; None if it does not, or the name is unknown.
 
     Example::
 
@@ -203,14 +265,11 @@ def interface_to(host: str) -> str | None:
     """
     if is_loopback(host):
         return loopback_interface()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # sends nothing: the kernel only chooses a route, and with it the own address
-        except OSError:
-            return None
-        own = probe.getsockname()[0]
-        names = [name for _, name in socket.if_nameindex()]
-        return next((name for name in names if _address_of(probe, name) == own), None)
+    try:
+        own = _route_to(host)
+    except OSError:
+        return None
+    return next((interface for interface, address in _interface_addresses() if address == own), None)
 
 
 def own_address(host: str, interface: str | None = None) -> str:
@@ -218,7 +277,7 @@ def own_address(host: str, interface: str | None = None) -> str:
 
     Args:
         host: for example that of rank 0.
-        interface: if it has an IPv4 address, that one is returned, and ``host`` is not resolved.
+        interface: if it has an address, that is returned, and ``host`` is not resolved.
 
     Raises:
         UnsupportedConfiguration: this machine does not reach ``host``.
@@ -228,16 +287,12 @@ def own_address(host: str, interface: str | None = None) -> str:
         >>> own_address("127.0.0.1")
         '127.0.0.1'
     """
-    if interface is not None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            if (address := _address_of(any_socket, interface)) is not None:
-                return address
+    found = [address for name, address in _interface_addresses() if name == interface]
+    if found:
+        # Of the family of the host where that is known, otherwise IPv4.
+        return min(found, key=lambda address: (":" in address) != (":" in host))
     try:
-        found = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)
-        family, kind, _, _, target = min(found, key=lambda one: one[0] != socket.AF_INET)
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
+        return _route_to(host)
     except OSError as error:
         raise UnsupportedConfiguration(
             f"cluster.master_addr ({host}) must be an address that this machine reaches ({error.strerror or error}); "
@@ -245,25 +300,71 @@ def own_address(host: str, interface: str | None = None) -> str:
         ) from error
 
 
-_SIOCGIFADDR = 0x8915
+def _resolve(host: str, port: int) -> list[tuple[Any, ...]]:
+    """Return family and socket address of all addresses of ``host``; those of IPv4 first."""
+    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    return [(one[0], one[4]) for one in sorted(found, key=lambda one: one[0] != socket.AF_INET)]
 
 
-def _address_of(any_socket: socket.socket, name: str) -> str | None:
-    """Return the IPv4 address of an interface (netdevice(7)); None if it has none."""
-    request = struct.pack("256s", name.encode()[:15])
-    try:
-        answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
-    except OSError:
-        return None
-    return socket.inet_ntoa(answer[20:24])
+def _route_to(host: str) -> str:
+    """Return the own address from which this machine sends to ``host``."""
+    failure = OSError(f"{host} has no address")
+    for family, target in _resolve(host, 9):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(target)  # sends nothing: the kernel only chooses a route, and with it the own address
+                return str(probe.getsockname()[0])
+            except OSError as error:
+                failure = error
+    raise failure
 
 
-def bind_listener(host: str, port: int) -> socket.socket:
+_SIOCGIFCONF = 0x8912
+_IFCONF, _IFREQ_BYTES = struct.Struct("iP"), 40
+_MAX_ADDRESSES = 4096
+_LINK_LOCAL_SCOPE = 0x20
+
+
+def _interface_addresses() -> list[tuple[str, str]]:
+    """Return interface and address of all addresses of this machine, without those of a link only; IPv4 first."""
+    answer = array.array("B", bytes(_MAX_ADDRESSES * _IFREQ_BYTES))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = _IFCONF.pack(len(answer), answer.buffer_info()[0])
+        size, _ = _IFCONF.unpack(fcntl.ioctl(any_socket.fileno(), _SIOCGIFCONF, request))  # netdevice(7)
+    found = []
+    for start in range(0, size, _IFREQ_BYTES):
+        label = answer[start : start + 16].tobytes().partition(b"\0")[0].decode()
+        address = socket.inet_ntoa(answer[start + 20 : start + 24].tobytes())
+        found.append((label.partition(":")[0], address))  # a further address may have a label such as eth0:1
+    with suppress(FileNotFoundError):  # a kernel without IPv6
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if int(scope, 16) != _LINK_LOCAL_SCOPE:
+                found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
+    return found
+
+
+def host_and_port(host: str, port: int) -> str:
+    """Return an address as messages and URLs have it.
+
+    Example::
+
+        >>> host_and_port("node0", 29500), host_and_port("fd00::1", 29500)
+        ('node0:29500', '[fd00::1]:29500')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bind_listener(host: str, port: int, interface: str | None = None) -> socket.socket:
     """Return a socket that listens on ``host:port`` only.
 
+    Where ``host`` is the name of a loopback address on this machine, which other machines resolve to another one, it
+    listens on all interfaces if ``interface`` is another one than loopback.
+
     Args:
-        host: address of this machine.
+        host: address or name of this machine.
         port: 0 = a free one.
+        interface: on which this rank listens otherwise.
 
     Raises:
         UnsupportedConfiguration: the address is not this machine's, or the port is taken.
@@ -274,14 +375,19 @@ def bind_listener(host: str, port: int) -> socket.socket:
         ...     listener.getsockname()[0]
         '127.0.0.1'
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
-        listener.listen(512)
+        family, address = _resolve(host, port)[0]
+        if not is_loopback(host) and is_loopback(address[0]) and interface not in (None, loopback_interface()):
+            address = ("", port)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(512)
+        except BaseException:
+            listener.close()
+            raise
     except OSError as error:
-        listener.close()
         raise UnsupportedConfiguration(
             f"cluster.master_port ({port}) on cluster.master_addr ({host}) cannot be opened: "
             f"{error.strerror or error}; choose a free port, and for rank 0 an address of its own host"

@@ -105,7 +105,7 @@ def _with_flags(identity: ProcessIdentity, flags: RankFlags) -> ProcessIdentity:
             f"--world_size ({flags.world_size}) must be the {identity.world_size} that {identity.source} started; "
             "leave the flag out"
         )
-    master_addr = flags.master_addr or identity.master_addr
+    master_addr = (flags.master_addr or identity.master_addr).strip("[]")
     master_port = flags.master_port or identity.master_port
     moved = (master_addr, master_port) != (identity.master_addr, identity.master_port)
     return dataclasses.replace(

@@ -196,7 +196,7 @@ class ClusterConfig:
     colocate: bool = key(False, boolean(), "rpc: a server on the host of each trainer; --rank then counts hosts")
     master_addr: str = key("127.0.0.1", _HOST, "host of rank 0")
     master_port: int = key(0, integer(0, 65535), "0 = a free port (all ranks on this machine), 29500 otherwise")
-    interface: str | None = key(None, _INTERFACE, "null = loopback when all ranks are on this machine")
+    interface: str | None = key(None, _INTERFACE, "null = loopback on one machine, else the one that reaches rank 0")
     backend: str = key("auto", one_of("auto", "gloo", "nccl"), "backend of ddp")
     timeout_s: float = key(60.0, positive_number(), "limit of every wait that no other key limits, in seconds")
     max_restarts: int = key(3, integer(0), "how often a rank that died starts again, if a supervisor started it")

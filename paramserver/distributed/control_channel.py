@@ -25,10 +25,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paramserver.cluster import own_address
+from paramserver.cluster import chosen_interface, host_and_port, own_address, process_environ
 from paramserver.config import Config
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost
+from paramserver.errors import DeadlineExceeded, Interrupted, MissingRanks, PeerLost
 
 Body = npt.NDArray[np.uint8]
 
@@ -65,6 +65,7 @@ def connect_ranks(
 
     Raises:
         Interrupted: by that event.
+        PeerFailed, PeerRefused: another rank failed before it connected.
         DeadlineExceeded: ranks are missing after ``cluster.timeout_s``.
         PeerLost: rank 0 cannot be reached.
     """
@@ -74,10 +75,12 @@ def connect_ranks(
 
             def check() -> None:
                 channel.raise_if_lost()
+                if (failure := rendezvous.reported_failure()) is not None:
+                    raise failure.error()
                 if interrupted.is_set():
                     raise Interrupted("interrupted while waiting for the other ranks")
 
-            address = own_address(identity.master_addr, config.cluster.interface)
+            address = own_address(identity.master_addr, chosen_interface(process_environ()))
             _accept(rendezvous, address, channel, lost_after_s, check)
             for peer in channel.peers:
                 channel.send(peer, _COMPLETE)
@@ -94,8 +97,8 @@ def _connect(rendezvous: Rendezvous) -> socket.socket:
         connection.sendall(bytes.fromhex(token) + _RANK.pack(rendezvous.identity.global_rank))
     except OSError as error:
         raise PeerLost(
-            f"rank 0 cannot be reached at {host}:{port} ({error.strerror or error}); look for its own error, at the "
-            "network, and at cluster.interface"
+            f"rank 0 cannot be reached at {host_and_port(host, int(port))} ({error.strerror or error}); look for its "
+            "own error, at the network, and at cluster.interface"
         ) from error
     return connection
 
@@ -490,9 +493,7 @@ class Handshake:
             ready = self._selector.select(min(max(deadline - time.monotonic(), 0.0), _LOST_CHECK_S))
             if not ready and time.monotonic() > deadline:
                 names = ", ".join(str(rank) for rank in sorted(self._missing))
-                raise DeadlineExceeded(
-                    f"rank {names} did not connect to rank 0 within cluster.timeout_s ({timeout_s:g} s)"
-                )
+                raise MissingRanks(f"rank {names} did not connect to rank 0 within cluster.timeout_s ({timeout_s:g} s)")
             for key, _ in ready:
                 self._on_readable(key.fileobj)  # type: ignore[arg-type]
             while self._accepted:

@@ -18,14 +18,29 @@ import yaml
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
-from paramserver.cluster import ProcessIdentity, bind_listener, is_loopback
+from paramserver.cluster import (
+    ProcessIdentity,
+    bind_listener,
+    chosen_interface,
+    host_and_port,
+    is_loopback,
+    process_environ,
+)
 from paramserver.config import Config, config_from_mapping, differences, dump_yaml, num_servers_of
 from paramserver.distributed.abort_sockets import OpenedSockets
 from paramserver.distributed.resize import ResizeRequest, has_left, refusal, send_request
 from paramserver.distributed.rpc_calls import RemoteError, host_identity
 from paramserver.distributed.store_relay import CURE, StoreGuard, StoreTunnel, asks_for_token
 from paramserver.distributed.timeouts import call_with_timeout, poll_until
-from paramserver.errors import DeadlineExceeded, Evicted, Interrupted, PeerLost, Unreachable, UnsupportedConfiguration
+from paramserver.errors import (
+    DeadlineExceeded,
+    Evicted,
+    Interrupted,
+    MissingRanks,
+    PeerLost,
+    Unreachable,
+    UnsupportedConfiguration,
+)
 
 log = logging.getLogger("paramserver")
 
@@ -39,8 +54,15 @@ _FAILED = "failed"
 _UNREACHABLE = "unreachable"
 _STARTED = "started"
 
-# Keys that may differ between the ranks of a run: where each one finds its own devices and folders.
-_OWN_KEYS = ("device.", "logging.run_dir", "logging.progress", "cluster.master_", "cluster.token_file")
+# Keys that may differ between the ranks of a run: where each one finds its own devices, interfaces and folders.
+_OWN_KEYS = (
+    "device.",
+    "logging.run_dir",
+    "logging.progress",
+    "cluster.master_",
+    "cluster.interface",
+    "cluster.token_file",
+)
 
 
 class LeftRun(Exception):  # noqa: N818 - not a failure
@@ -345,13 +367,34 @@ def connect_to_job(config: Config, identity: ProcessIdentity, limit_s: float) ->
         DeadlineExceeded: rank 0 cannot be reached.
         UnsupportedConfiguration: rank 0 has another job token.
     """
+    with _connect_to_view(identity, limit_s) as (base, view):
+        ranks = _get(view, "trainers", limit_s, "the list of trainers")
+        yield job_store(base, identity), json.loads(ranks)
+
+
+def fetch_config(identity: ProcessIdentity, limit_s: float) -> str:
+    """Return the config of rank 0, as YAML; waits for rank 0 to start.
+
+    Args:
+        identity: of this process.
+        limit_s: for rank 0 to start and to answer.
+
+    Raises:
+        DeadlineExceeded: rank 0 cannot be reached.
+        UnsupportedConfiguration: rank 0 has another job token.
+    """
+    with _connect_to_view(identity, limit_s) as (_, view):
+        return _get(view, "config", limit_s, "rank 0's configuration")
+
+
+@contextmanager
+def _connect_to_view(identity: ProcessIdentity, limit_s: float) -> Iterator[tuple[Store, Store]]:
+    """Connect to rank 0; yield its store, and that of the present view."""
     deadline = time.monotonic() + limit_s
     with ExitStack() as resources, detect_lost_store():
         base = _open_store(identity, limit_s, deadline, threading.Event(), None, OpenedSockets(), resources)
-        root = job_store(base, identity)
-        view = int(_get(root, "view", limit_s, "the start of rank 0"))
-        ranks = _get(_in_view(base, identity, view), "trainers", limit_s, "the list of trainers")
-        yield root, json.loads(ranks)
+        view = int(_get(job_store(base, identity), "view", limit_s, "the start of rank 0"))
+        yield base, _in_view(base, identity, view)
 
 
 def _wait_for_view(
@@ -383,9 +426,10 @@ def _open_store(
     resources: ExitStack | None,
 ) -> Store:
     host, port, token = identity.master_addr, identity.master_port, identity.token
+    where = host_and_port(host, port)
     limit = timedelta(seconds=timeout_s)
     if identity.global_rank == 0 and not identity.store_is_hosted:
-        listener = listener or bind_listener(host, port)
+        listener = listener or bind_listener(host, port, chosen_interface(process_environ()))
         if token is None:
             if not is_loopback(host):
                 log.warning("%s is open to all that reach it, as there is no job token; %s", host, CURE)
@@ -412,13 +456,13 @@ def _open_store(
     if reached is None:
         if interrupted.is_set():
             raise Interrupted("interrupted while waiting for rank 0")
-        raise DeadlineExceeded(
-            f"rank {identity.global_rank} found no rank 0 at {host}:{port} within cluster.timeout_s "
-            f"({timeout_s:g} s); start rank 0, or correct --master_addr and --master_port"
+        raise MissingRanks(
+            f"rank {identity.global_rank} found no rank 0 at {where} within cluster.timeout_s ({timeout_s:g} s)"
+            f"{_why_unknown(host)}; start rank 0, or correct --master_addr and --master_port"
         )
     if not reached:
         raise UnsupportedConfiguration(
-            f"rank {identity.global_rank} has no job token, and rank 0 at {host}:{port} asks for it; {CURE}"
+            f"rank {identity.global_rank} has no job token, and rank 0 at {where} asks for it; {CURE}"
         )
     if token is not None:
         host, port = "127.0.0.1", tunnel.port
@@ -427,7 +471,7 @@ def _open_store(
     with sockets.record():
         return call_with_timeout(
             remaining_s,
-            f"the connection to rank 0 at {identity.master_addr}:{identity.master_port}",
+            f"the connection to rank 0 at {where}",
             lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit),
             interrupted,
         )
@@ -440,6 +484,15 @@ def _reachable(host: str, port: int) -> bool | None:
             return not asks_for_token(connection)
     except OSError:
         return None
+
+
+def _why_unknown(host: str) -> str:
+    """Return that and why the name of rank 0 is not known here; nothing if it is known."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return f": the name {host} is not known here ({error.strerror or error})"
+    return ""
 
 
 @contextmanager
@@ -521,9 +574,9 @@ def _wait_for_world(
     raise _missing_ranks(identity, timeout_s, missing())
 
 
-def _missing_ranks(identity: ProcessIdentity, timeout_s: float, missing: Sequence[int]) -> DeadlineExceeded:
+def _missing_ranks(identity: ProcessIdentity, timeout_s: float, missing: Sequence[int]) -> MissingRanks:
     names = ", ".join(map(str, missing))
-    return DeadlineExceeded(
+    return MissingRanks(
         f"rank {identity.global_rank} waited cluster.timeout_s ({timeout_s:g} s) for a world of {identity.world_size}; "
         f"missing: rank {names}. Start them, or lower --world_size"
     )

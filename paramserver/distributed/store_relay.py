@@ -29,7 +29,7 @@ from functools import partial
 from hmac import compare_digest
 from typing import Any
 
-from paramserver.cluster import bind_listener
+from paramserver.cluster import bind_listener, host_and_port
 from paramserver.cluster.job_token import TOKEN_VARIABLE, JobToken
 from paramserver.distributed.abort_sockets import is_own_connection
 from paramserver.errors import UnsupportedConfiguration
@@ -267,7 +267,7 @@ class StoreTunnel(_Relay):
         return far
 
     async def _prove(self, far: socket.socket) -> None:
-        where = f"rank 0 at {self._host}:{self._host_port}"
+        where = f"rank 0 at {host_and_port(self._host, self._host_port)}"
         await self._loop.sock_sendall(far, _PING)
         challenge = await self._receive(far, len(_PING_NONCE))
         if challenge == _PING_NONCE:

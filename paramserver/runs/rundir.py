@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -205,6 +206,20 @@ def not_writable(what: str, error: OSError) -> UnsupportedConfiguration:
         f"{what} must be a folder that this user can write to ({error.strerror or error}); make it so, or choose "
         "another logging.run_dir"
     )
+
+
+def check_log_folder(base: Path) -> None:
+    """Make ``logging.run_dir`` on a host where a rank writes its log, before other ranks wait for it.
+
+    Raises:
+        UnsupportedConfiguration: this user cannot write there.
+    """
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        if not os.access(base, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise not_writable(f"logging.run_dir ({base})", error) from error
 
 
 def newest_run(base: Path, name: str | None = None, task: str | None = None) -> Path:

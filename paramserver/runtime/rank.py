@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.checkpoint import load_chosen, remove_leftovers
 from paramserver.checkpoint.format import LATEST
-from paramserver.cluster import ProcessIdentity, bind_interface, interface_to, num_usable_cores, process_environ
+from paramserver.cluster import ProcessIdentity, choose_interface, num_usable_cores, process_environ
 from paramserver.config import (
     Config,
     Role,
@@ -37,12 +37,14 @@ from paramserver.context import ProcessContext, StartupTimer, StopRequest, set_t
 from paramserver.devices import Placement, place_server, place_trainer
 from paramserver.distributed.rendezvous import LeftRun, Rendezvous, job_store, join_rendezvous
 from paramserver.distributed.resize import ResizeRequest, mark_carried_out, pending_requests, refuse, resized
+from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.distributed.session import rpc_server
 from paramserver.errors import (
     CheckpointError,
     DeadlineExceeded,
     Evicted,
     Interrupted,
+    MissingRanks,
     PeerFailed,
     PeerLost,
     RunEnded,
@@ -61,7 +63,9 @@ from paramserver.runs.monitor import RunMonitor, kinds_recorded_later
 from paramserver.runs.resume import launch_name
 from paramserver.runs.rundir import (
     RunDir,
+    check_log_folder,
     environment_record,
+    not_writable,
     supersede_metrics,
     write_json,
     write_text,
@@ -158,11 +162,12 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         if role.kind == "trainer":
             task.devices, task.config = process.placement.devices, config
             process.kept.callbacks = make_callbacks(task)
+        if plan.writes_log and identity.global_rank != 0:
+            check_log_folder(Path(config.logging.run_dir))
         timer.mark("task")
-        interface = config.cluster.interface or interface_to(identity.master_addr)
-        if interface is not None and not mode_of(config).single_process:
+        if not mode_of(config).single_process:
             # TensorPipe and gloo read the interface from the environment when they start.
-            bind_interface(process_environ(), interface)
+            choose_interface(process_environ(), config.cluster.interface, identity.master_addr)
         session = Session(plan, process, task, stack)
         while True:
             try:
@@ -263,6 +268,8 @@ class Session:
                     self._report("left")
                     log.info("rank %d has left the run, which continues without it", identity.global_rank)
                     return None
+                # Again: the name of rank 0 may be known only now.
+                choose_interface(process_environ(), config.cluster.interface, identity.master_addr)
                 self.view, self.store = rendezvous.view, rendezvous.base
                 self.trainer_ranks = rendezvous.trainer_ranks
                 process = replace(_in_view(process, rendezvous), is_newcomer=self._is_newcomer)
@@ -284,16 +291,28 @@ class Session:
             else:
                 assert rendezvous is not None
                 run = RunDir(Path(config.logging.run_dir) / rendezvous.get("run"))
-            if plan.writes_log:
-                stack.enter_context(_log_file(run, identity.global_rank))
-            if config.simulations is not None:
-                coordinator = None
-                if checkpoints is not None:
-                    coordinator = stack.enter_context(
-                        start_coordinator(process, checkpoints, plan.folders, plan.restarted)
-                    )
-                process = replace(process, receiver_spec=publish_endpoint(process, coordinator, rendezvous))
+            with self._reports_failure(rendezvous):
+                if plan.writes_log:
+                    stack.enter_context(_log_file(run, identity.global_rank))
+                if config.simulations is not None:
+                    coordinator = None
+                    if checkpoints is not None:
+                        coordinator = stack.enter_context(
+                            start_coordinator(process, checkpoints, plan.folders, plan.restarted)
+                        )
+                    process = replace(process, receiver_spec=publish_endpoint(process, coordinator, rendezvous))
             return self._work(process, checkpoints, rendezvous, run, stack)
+
+    @contextmanager
+    def _reports_failure(self, rendezvous: Rendezvous | None) -> Iterator[None]:
+        """Report an error in the block to rank 0, which waits for this rank."""
+        try:
+            yield
+        except Exception as error:
+            rank = self.plan.identity.global_rank
+            if rendezvous is not None and rank != 0 and not isinstance(error, (PeerLost, Interrupted)):
+                rendezvous.report_failure(RemoteError.reported_by(f"rank {rank}", error))
+            raise
 
     def _continue_views(self) -> None:
         """On rank 0, continue the count of views, and with the trainers of the last one, also after a restart."""
@@ -479,8 +498,11 @@ def _place(identity: ProcessIdentity, ranks: Sequence[Role], config: Config) -> 
 @contextmanager
 def _log_file(run: RunDir, global_rank: int) -> Iterator[None]:
     """Write the log of this rank on its own host. An error that ends the rank is the last entry."""
-    run.logs_dir.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(run.log_file(global_rank), encoding="utf-8")
+    try:
+        run.logs_dir.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(run.log_file(global_rank), encoding="utf-8")
+    except OSError as error:
+        raise not_writable(f"run folder {run.path}", error) from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger("paramserver").addHandler(handler)
     try:
@@ -747,7 +769,7 @@ def _wait_until_finished(
             server.fail(Interrupted(f"{process.stop.state()[1]} before {', '.join(missing)} had arrived"))
         elif missing and time.monotonic() > deadline:
             names, limit_s = ", ".join(missing), config.cluster.timeout_s
-            server.fail(DeadlineExceeded(f"{names} did not arrive within cluster.timeout_s ({limit_s:g} s)"))
+            server.fail(MissingRanks(f"{names} did not arrive within cluster.timeout_s ({limit_s:g} s)"))
 
 
 def _absent(server: ParameterServer, rendezvous: Rendezvous, session: Session, is_late: bool) -> set[int]:

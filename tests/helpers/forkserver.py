@@ -6,6 +6,7 @@ The fork server is a process that has imported everything a rank needs and has u
 """
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import json
@@ -63,10 +64,13 @@ class ForkServer:
         self.socket.close()
         self.process.wait(30)
 
-    def start(self, arguments, folder, environ=None, program="launch", function="main"):
-        """Start ``paramserver.<program>.<function>`` with these arguments in ``folder``; any thread may call this."""
+    def start(self, arguments, folder, environ=None, program="launch", function="main", host=None, output=None):
+        """Start ``paramserver.<program>.<function>`` with these arguments in ``folder``; any thread may call this.
+
+        With ``host``, the process that holds one (see hosts.py), it runs there; ``output`` is a file as seen here.
+        """
         reading, writing = os.pipe()
-        output = folder / f"output-{next(self._numbers)}"
+        output = output or folder / f"output-{next(self._numbers)}"
         request = {
             "program": program,
             "function": function,
@@ -74,6 +78,7 @@ class ForkServer:
             "folder": str(folder),
             "output": str(output),
             "environ": self.environ if environ is None else environ,
+            "host": host,
         }
         socket.send_fds(self.socket, [json.dumps(request).encode()], [writing])
         os.close(writing)
@@ -138,6 +143,10 @@ class ForkedRun:
         """The exit code; None if the supervisor was killed."""
         line = self._read_line(timeout_s)
         return int(line) if line else None
+
+    def join(self, timeout_s=30):
+        """After ``wait``: wait until the process has ended, and so has closed its ports."""
+        self._read_line(timeout_s)
 
     def kill(self):
         """Send SIGKILL to the supervisor and all ranks: to every process of its session."""
@@ -217,6 +226,16 @@ def run_rank(arguments, output, kept, environ):
     exit_process(launch.main(arguments))
 
 
+def enter_host(holder):
+    """Move this process to the namespaces of the process ``holder``: network, host name and files."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptors = [os.open(f"/proc/{holder}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "mnt")]
+    for descriptor in descriptors:
+        if libc.setns(descriptor, 0):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        os.close(descriptor)
+
+
 def run_supervisor(request, status):
     """Be a supervisor until it ends, and write its pid and its exit code to ``status``. Does not return."""
     from paramserver import process_utils
@@ -224,6 +243,8 @@ def run_supervisor(request, status):
 
     process_utils.die_with_parent()
     os.setsid()
+    if request["host"] is not None:
+        enter_host(request["host"])
     os.chdir(request["folder"])
     adopt_environment(request["environ"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -299,10 +299,14 @@ class KillsItsServer(ReferenceTask):
 
 
 class Slow(ReferenceTask):
-    """Every batch takes a second."""
+    """Every batch takes a second, or as long as is given."""
+
+    def __init__(self, seconds=1.0, **options):
+        super().__init__(**options)
+        self.seconds = seconds
 
     def training_step(self, model, batch, batch_idx):
-        time.sleep(1.0)  # stands for the work of a batch
+        time.sleep(self.seconds)  # stands for the work of a batch
         return super().training_step(model, batch, batch_idx)
 
 

@@ -9,10 +9,14 @@ import pytest
 from paramserver.cluster import (
     DEFAULT_PORT,
     bind_interface,
+    bind_listener,
     child_environment,
+    choose_interface,
+    chosen_interface,
     is_loopback,
     loopback_interface,
     mark_supervised,
+    network,
     own_address,
     process_environ,
 )
@@ -40,6 +44,103 @@ def test_both_transports_are_bound_to_the_interface():
     environ = {"TP_SOCKET_IFNAME": "eth9", "OTHER": "1"}
     bind_interface(environ, "lo")
     assert environ == {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "OTHER": "1"}
+
+
+class Machine:
+    """A fake of this machine's interfaces and of its routes."""
+
+    def __init__(self, monkeypatch, interfaces, routes=()):
+        self.routes = dict(routes)
+        monkeypatch.setattr(network, "_interface_addresses", lambda: [one for one in interfaces if one[1]])
+        monkeypatch.setattr(socket, "if_nameindex", lambda: [(i, one[0]) for i, one in enumerate(interfaces)])
+        monkeypatch.setattr(network, "_route_to", self.route_to)
+
+    def route_to(self, host):
+        if host not in self.routes:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return self.routes[host]
+
+
+INTERFACES = [("lo", "127.0.0.1"), ("eth0", "10.0.0.2"), ("ib0", "10.1.0.2"), ("eth1", "fd00::2"), ("eth2", "")]
+
+
+@pytest.mark.parametrize(
+    ("configured", "master_addr", "given", "chosen"),
+    [
+        ("ib0", "10.0.0.1", {}, "ib0 ib0"),
+        ("ib0", "127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth0"}, "ib0 ib0"),
+        (None, "127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth0"}, "lo lo"),
+        (None, "10.0.0.1", {}, "eth0 eth0"),
+        (None, "node0", {}, "eth1 eth1"),
+        (None, "10.0.0.1", {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0 ib0"),
+        (None, "10.0.0.1", {"TP_SOCKET_IFNAME": "ib0"}, "ib0 ib0"),
+        (None, "10.0.0.1", {"GLOO_SOCKET_IFNAME": "ib0,eth0"}, "ib0,eth0 ib0"),
+        (None, "10.0.0.1", {"GLOO_SOCKET_IFNAME": "ib0", "TP_SOCKET_IFNAME": "eth0"}, "ib0 eth0"),
+        (None, "unknown", {}, " "),
+    ],
+)
+def test_the_interface_is_that_of_the_config_of_the_user_or_of_the_route(
+    monkeypatch, configured, master_addr, given, chosen
+):
+    Machine(monkeypatch, INTERFACES, {"10.0.0.1": "10.0.0.2", "node0": "fd00::2"})
+    environ = dict(given)
+    choose_interface(environ, configured, master_addr)
+    variables = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+    assert " ".join(environ.get(name, "") for name in variables) == chosen
+    assert chosen_interface(environ) == (chosen.split(" ")[0].split(",")[0] or None)
+    before = dict(environ)
+    choose_interface(environ, configured, master_addr)  # once more, when the name of rank 0 is known
+    assert environ == before
+
+
+@pytest.mark.parametrize(
+    ("configured", "given", "message"),
+    [
+        ("eth9", {}, r"^cluster.interface \(eth9\) must be a network interface of this machine \(lo, eth0, ib0, "),
+        (None, {"GLOO_SOCKET_IFNAME": "eth0,eth9"}, r"^GLOO_SOCKET_IFNAME \(eth9\) must be a network interface"),
+        ("eth2", {}, r"^cluster.interface \(eth2\) must be an interface with an address, and has none"),
+    ],
+)
+def test_an_interface_that_nothing_can_listen_on_is_refused(monkeypatch, configured, given, message):
+    Machine(monkeypatch, INTERFACES)
+    with pytest.raises(UnsupportedConfiguration, match=message):
+        choose_interface(given, configured, "10.0.0.1")
+
+
+def test_a_name_of_rank_zero_that_is_loopback_here_is_named_in_a_warning(monkeypatch, caplog):
+    Machine(monkeypatch, INTERFACES, {"node0": "127.0.0.1"})
+    environ = {}
+    choose_interface(environ, None, "node0")
+    assert environ["TP_SOCKET_IFNAME"] == "lo"
+    assert "cluster.master_addr (node0) is a loopback address on this host" in caplog.text
+
+
+def test_the_addresses_of_an_interface_are_those_of_the_family_of_the_host(monkeypatch):
+    Machine(monkeypatch, [("eth0", "10.0.0.2"), ("eth0", "fd00::2"), ("eth1", "fd00::3")])
+    assert own_address("10.0.0.1", "eth0") == own_address("node0", "eth0") == "10.0.0.2"
+    assert own_address("fd00::1", "eth0") == "fd00::2"
+    assert own_address("10.0.0.1", "eth1") == "fd00::3"
+
+
+def test_the_addresses_of_this_machine_include_those_of_loopback():
+    found = network._interface_addresses()
+    assert ("lo", "127.0.0.1") in found
+    assert {name for name, _ in found} <= {name for _, name in socket.if_nameindex()}
+    assert not any(address.startswith("fe80") for _, address in found)
+
+
+@pytest.mark.parametrize(("host", "address"), [("[::1]", "::1"), ("::1", "::1"), ("127.0.0.2", "127.0.0.2")])
+def test_a_listener_has_the_family_of_its_address(host, address):
+    with bind_listener(host, 0) as listener:
+        assert listener.getsockname()[0] == address
+
+
+@pytest.mark.parametrize(("interface", "address"), [("eth0", "0.0.0.0"), ("lo", "127.0.1.1"), (None, "127.0.1.1")])
+def test_a_name_that_is_loopback_here_is_served_where_others_look_for_it(monkeypatch, interface, address):
+    known = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: known)
+    with bind_listener("node0", 0, interface) as listener:
+        assert listener.getsockname()[0] == address
 
 
 def test_a_child_gets_a_copy_with_the_allocator_tuned_and_output_unbuffered():

@@ -165,6 +165,14 @@ def test_a_number_of_trainers_must_agree_with_the_launcher():
     assert resolve_identity(RankFlags(num_trainers=3), torchrun(), config()).world_size == 4
 
 
+@pytest.mark.parametrize("address", ["fd00::1", "[fd00::1]"])
+def test_an_address_of_ipv6_may_have_brackets(address):
+    by_flag = resolve_identity(RankFlags(1, 3, master_addr=address), {}, config())
+    by_key = resolve_identity(RankFlags(1, 3), {}, config(master_addr=address))
+    by_variable = resolve_identity(NO_FLAGS, torchrun() | {"MASTER_ADDR": address}, config("ddp"))
+    assert [one.master_addr for one in (by_flag, by_key, by_variable)] == ["fd00::1"] * 3
+
+
 @pytest.mark.parametrize("global_rank", range(6))
 def test_torchrun_on_several_nodes(global_rank):
     identity = resolve_identity(NO_FLAGS, torchrun(global_rank, nodes=3, per_node=2, restarts=1), config())

@@ -15,8 +15,8 @@ from paramserver.config import ClusterConfig, Config, ServerConfig
 from paramserver.distributed import control_channel
 from paramserver.distributed.control_channel import Handshake, connect_ranks
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.distributed.rpc_calls import host_identity
-from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost
+from paramserver.distributed.rpc_calls import RemoteError, host_identity
+from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, PeerRefused, UnsupportedConfiguration
 
 HOST = "127.0.0.1"
 LONG_S = 20.0
@@ -101,6 +101,14 @@ def test_missing_ranks_are_named(listening):
     connect(hello(2))
     with Handshake(listener, TOKEN, {1, 2, 3}) as handshake, pytest.raises(DeadlineExceeded, match="rank 1, 3 did not"):
         close_all(handshake.accept(0.3))
+
+
+def test_rank_zero_does_not_wait_for_a_rank_that_has_failed():
+    store = HashStore()
+    error = UnsupportedConfiguration("logging.run_dir (/x) must be a folder")
+    joined(store, 1, 2).report_failure(RemoteError.reported_by("rank 1", error))
+    with pytest.raises(PeerRefused, match=r"^rank 1 failed: UnsupportedConfiguration: logging.run_dir \(/x\) must be"):
+        connect_ranks(joined(store, 0, 2), CONFIG, print, NEVER).__enter__()
 
 
 def test_ranks_connect_to_rank_zero_and_its_listener_closes():

@@ -23,10 +23,17 @@ from paramserver.config import (
     dump_yaml,
 )
 from paramserver.distributed import rendezvous as rendezvous_module
-from paramserver.distributed.rendezvous import LeftRun, Rendezvous, join_rendezvous
+from paramserver.distributed.rendezvous import LeftRun, Rendezvous, fetch_config, join_rendezvous
 from paramserver.distributed.resize import ResizeRequest, mark_carried_out, pending_requests, refuse
 from paramserver.distributed.rpc_calls import RemoteError, host_identity
-from paramserver.errors import DeadlineExceeded, Evicted, Interrupted, PeerLost, UnsupportedConfiguration
+from paramserver.errors import (
+    DeadlineExceeded,
+    Evicted,
+    Interrupted,
+    MissingRanks,
+    PeerLost,
+    UnsupportedConfiguration,
+)
 
 HOST = "127.0.0.1"
 # Far more than a loaded machine needs; no test waits this long.
@@ -335,7 +342,8 @@ def test_keys_of_a_host_may_differ():
     mine = config(
         device=DeviceConfig(kind="cpu", num_gpus=2), logging=LoggingConfig(run_dir="elsewhere", progress="off")
     )
-    mine = dataclasses.replace(mine, cluster=dataclasses.replace(mine.cluster, master_addr="::1", master_port=7))
+    own = {"master_addr": "::1", "master_port": 7, "interface": "ib0", "token_file": "elsewhere/token"}
+    mine = dataclasses.replace(mine, cluster=dataclasses.replace(mine.cluster, **own))
     assert with_config_of_rank_zero(mine, config())[1] is None
 
 
@@ -348,6 +356,14 @@ def test_a_refused_rank_leaves_its_rank_unclaimed():
     store, error = with_config_of_rank_zero(config(seed=3), config())
     assert error is not None
     assert not store.check(["paramserver/test/1/rank/1"])
+
+
+def test_the_config_of_rank_zero_is_fetched_before_a_rank_joins():
+    with agents_store() as store:
+        identity = ProcessIdentity(1, 2, 1, 2, 0, HOST, store.port, True, "test", "flags")
+        set_first_view(store, {"config": "seed: 3"})
+        assert fetch_config(identity, LONG_S) == "seed: 3"
+        assert not store.check(["paramserver/test/1/rank/1"])
 
 
 # Bounded waits.
@@ -369,6 +385,18 @@ def test_a_missing_rank_zero_is_reported_with_its_address():
         port = silent.getsockname()[1]
         with pytest.raises(DeadlineExceeded, match=rf"rank 1 found no rank 0 at 127\.0\.0\.1:{port} within cluster"):
             joined(1, 2, port, SHORT_S)
+
+
+def test_a_name_of_rank_zero_that_is_not_known_is_reported_with_the_reason(monkeypatch):
+    def unknown(*args, **options):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    identity = ProcessIdentity(1, 2, 1, 2, 0, "node7", 29500, False, "test", "flags")
+    with pytest.raises(
+        MissingRanks, match=r"rank 0 at node7:29500 .*: the name node7 is not known here \(Name or serv"
+    ):
+        join_rendezvous(config(SHORT_S), identity, threading.Event())
 
 
 def test_a_connection_to_a_silent_address_is_abandoned():
