@@ -43,6 +43,7 @@ class StepReport:
         positions: of its samples in the trainer's order, if it pushes to a server; see ``buffers/positions.py``.
         keys: of its samples, if they are of a stream, which has no such order.
         view, incarnation, sequence: name the push; see ``consistency/ledger.py``.
+        optimizer: the name of the one that is stepped, where there are several.
     """
 
     trainer_index: int
@@ -56,6 +57,7 @@ class StepReport:
     view: int = 1
     incarnation: int = 1
     sequence: int = 1
+    optimizer: str = ""
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class Aggregator:
         self.stop = stop
         self.transports: dict[int, ServerTransport] = {}
         self.epoch_samples: int | None = None
+        self.batch_began: int | None = None  # the version that the last batch began with, if it may make several
         self.pipeline: UpdatePipeline | None = None  # of the shard of this server, if updates are made bucket by bucket
         self._fail = fail
         self._coordinator = coordinator
@@ -250,6 +251,8 @@ class Aggregator:
                 self._resize = decision.reason if decision.resizes else ""
             self._grant(trainer_index, decision)
         going = next((decision for decision in decisions.values() if decision.verdict is Verdict.GO), None)
+        if going is not None and self.store.updater.parameters_of:
+            self.batch_began = going.step
         # After the grants, which may have begun an epoch with another learning rate. Where some gradients are in shared
         # memory, no bucket is complete before a push.
         if self.pipeline and going and not any(self.transports[i].zero_copy for i in going.active):
@@ -295,8 +298,10 @@ class Aggregator:
 
         Those of the buckets ``held``, which it has received already, are empty.
         """
+        if self.pipeline is None:
+            return self.transports[trainer_index].pull(held)
         pulled = self.transports[trainer_index].pull()
-        return pulled if self.pipeline is None or not held else self.pipeline.leave_out(pulled, held)
+        return self.pipeline.leave_out(pulled, held) if held else pulled
 
     # Pushes.
 
@@ -445,8 +450,15 @@ class Aggregator:
         self.monitor.update_applied(result, dict(zip(update.trainers, update.staleness, strict=True)))
         for push in pushes:
             del self._pushes[push.report.trainer_index]
+            self._continue_batch(push.report.trainer_index)
             self._reply(push, replace(result, held_s=max(started - push.arrival_s, 0.0)))
         self._release_version_waits()
+
+    def _continue_batch(self, trainer_index: int) -> None:
+        """Grant the new version to a trainer that may push again in its batch, as there are several optimizers."""
+        if self.rules.rejection_reason(trainer_index, self.rules.step) is None:
+            self._granted[trainer_index] = self.rules.step
+            self.transports[trainer_index].pin_version()
 
     def _release_version_waits(self) -> None:
         for future in self._version_waits.pop_all()[1].values():

@@ -28,7 +28,7 @@ from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.task import Task
 from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment
-from paramserver.transport.rpc import PushAssembly, WireVersion
+from paramserver.transport.rpc import PushAssembly, WireVersion, without_values
 from paramserver.transport.segments import attach, can_attach
 
 
@@ -160,7 +160,7 @@ class ShardServer:
             left_out = held if self._pipeline is not None and version == self.version else ()
         assembly = PushAssembly(self._leaves, self._wire.codec)
         if self._pipeline is None:
-            return assembly.pull(flats)
+            return assembly.pull(without_values(flats, held))
         on_first = partial(self._first_arrived, sender, version)
         return self._pipeline.leave_out(assembly.pull(flats, on_first), left_out)
 

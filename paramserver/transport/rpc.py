@@ -7,7 +7,7 @@ through distributed autograd. The gradients of the others are sent as buckets wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from itertools import accumulate
 
 import torch
@@ -153,8 +153,8 @@ class RpcServerTransport(ServerTransport):
         self._pinned = self._outgoing.current()
         return 0
 
-    def pull(self) -> tuple[Tensor, ...]:
-        return self._push.pull(self._pinned, self._on_first)
+    def pull(self, held: Collection[int] = ()) -> tuple[Tensor, ...]:
+        return self._push.pull(without_values(self._pinned, held), self._on_first)
 
     def view_version(self) -> tuple[None, Sequence[Tensor]]:
         return None, self._outgoing.current()
@@ -225,11 +225,10 @@ class RpcTrainerTransport(TrainerTransport):
         self._first = list(accumulate((len(shard.ranges) for shard in shards[:-1]), initial=0))
         self._targets: list[tuple[int, int, int | None]] = []
         self.gradient_views = self._map_gradients(codec.wire_layout(layout), pinned)
-        self.buckets = {
-            GradientBucket(server_index, flat_index): shard.slots_of_range(flat_index)
-            for server_index, shard in enumerate(shards)
-            for flat_index in range(1, len(shard.ranges))
-        }
+        self.ranges = [
+            GradientBucket(server, flat) for server, own in enumerate(shards) for flat in range(len(own.ranges))
+        ]
+        self.buckets = {r: shards[r.server_index].slots_of_range(r.flat_index) for r in self.ranges if r.flat_index}
 
     def _map_gradients(self, wire: FlatLayout, pinned: bool) -> list[Tensor]:
         """Allocate what is sent, a tensor for each range, and return a view of it for each parameter.
@@ -260,16 +259,23 @@ class RpcTrainerTransport(TrainerTransport):
     def map_version(self, slot: int) -> None:
         raise AssertionError("versions are received with the reply to a pull")
 
-    @torch.no_grad()
     def load(self, flats: Sequence[Tensor]) -> None:
+        self._load(flats, None)
+
+    def load_updated(self, view: VersionView, numbers: Collection[int]) -> None:
+        self._load(view.parameters, set(numbers))
+
+    @torch.no_grad()
+    def _load(self, flats: Sequence[Tensor], numbers: Set[int] | None) -> None:
         sources: list[Tensor] = []
         for first, shard in zip(self._first, self._shards, strict=True):
             sources += shard.layout.views(flats[first : first + len(shard.ranges)]).values()
-        targets = [
-            self._parameters[number] if length is None else _slice(self._parameters[number].detach(), start, length)
-            for number, start, length in self._targets
+        pairs = [
+            (self._parameters[number] if length is None else _slice(self._parameters[number], start, length), source)
+            for (number, start, length), source in zip(self._targets, sources, strict=True)
+            if numbers is None or number in numbers
         ]
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
     def bucket_tensor(self, bucket: GradientBucket) -> Tensor:
         return self._gather(self._first[bucket.server_index] + bucket.flat_index)
@@ -296,6 +302,11 @@ def _part(whole: Tensor, first: int, end: int) -> Tensor:
     # By numpy, which keeps the memory alive: RPC would copy a view, as it sends storages.
     item = whole.itemsize
     return torch.from_numpy(whole.view(torch.uint8)[first * item : end * item].numpy()).view(whole.dtype)
+
+
+def without_values(flats: Sequence[Tensor], held: Collection[int]) -> list[Tensor]:
+    """Return ``flats`` with a tensor of one element, expanded to the same shape, in the place of each in ``held``."""
+    return [flat.new_zeros(1).expand(flat.shape) if n in held else flat for n, flat in enumerate(flats)]
 
 
 def _slice(dense: Tensor, start: int, length: int) -> Tensor:
