@@ -481,12 +481,16 @@ class Trainer(ABC):
                     if self.step == decision.step:
                         continue
                 self._step_offset = 0
-            self.clock.end_step()
-            self.progress.steps += 1
+            if not self.parameters_of:
+                self._end_step()
             if self._is_record_due():
                 self.record("buffer", **self.data.record())
             if self.lockstep and self.is_due(self.step):
                 self._validate_and_save()
+
+    def _end_step(self) -> None:
+        self.clock.end_step()
+        self.progress.steps += 1
 
     def announcement(self) -> Announcement:
         """Return the announcement of this trainer's next step: its data, and whether it wants to stop.
@@ -669,6 +673,7 @@ class Trainer(ABC):
         torch.clear_autocast_cache()
         self.step, self._step_offset = result.step, 0
         self._updates += 1
+        self._end_step()
 
     def _parameters_of(self, name: str) -> list[nn.Parameter]:
         if not self.parameters_of:
@@ -689,8 +694,9 @@ class Trainer(ABC):
         while self._exchange_call(None):
             self.step += 1
             self._updates += 1
+            self.clock.lap("wait")
+            self._end_step()
         self._updates = -1
-        self.clock.lap("wait")
         return self.step
 
     def _exchange_call(self, own: OptimizerCall | None) -> bool:
