@@ -717,7 +717,7 @@ class Trainer(ABC):
                 raise TaskError(
                     f"all trainers must make the same calls of trainer.optimize in the same order; call "
                     f"{self._updates + 1} of a batch is {made[0][1]} on trainer {made[0][0]}, and {call} on trainer "
-                    f"{index}. Let nothing but batch_idx and what all trainers know decide about it"
+                    f"{index}. Let self.trainer.step decide about it, which all trainers have alike, and not batch_idx"
                 )
         self.calls = [call for _, call in made]
         if own is None and self.calls and self.calls[0].name:

@@ -462,9 +462,10 @@ class DdpTrainer(Trainer):
             gathered = all_gather_objects((sums, list(self.records)), self._control_group)
             self._write_records([records for _, records in gathered])
             merged = merge_sums({index: share for index, (share, _) in enumerate(gathered)})
-            improved = [self.monitor is not None and self.monitor.record_validation(self.step, merged)]
+            since = self.batch_began
+            improved = [self.monitor is not None and self.monitor.record_validation(self.step, merged, since)]
             dist.broadcast_object_list(improved, src=0, group=self._control_group)
-        self.updater.on_validation_end(self.step, merged.means())
+        self.updater.on_validation_end(self.step, merged.means(), self.batch_began)
         return merged.means(), improved[0]
 
     def save_part(self, reason: str, since: float) -> None:

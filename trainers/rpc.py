@@ -179,8 +179,8 @@ class RpcTrainer(Trainer):
         """Load the server's model, and choose the transport that keeps it current."""
         load_weights(self.model, {**detached_state_dict(self.model), **reply.model}, "the server")
         self._map_model(reply.parameter_layout, reply.buffer_layout)
-        self.set_optimizers(reply.parameters_of)
         self.transport = self._make_transport(reply)
+        self.set_optimizers(reply.parameters_of)
         self._buckets = self.enter_context(
             closing(GradientBuckets(self.transport, self._parameters, self._send_bucket))
         )
@@ -339,8 +339,8 @@ class RpcTrainer(Trainer):
         """
         view = VersionView(0, (), ())
         if not self.transport.zero_copy:
-            view = self.server.view_version(version)
-            self.wire_bytes += sum(flat.nbytes for flat in (*view.parameters, *view.buffers))
+            view = self.server.view_version(version, self._left_out[optimizer])
+            self.wire_bytes += sum(flat.nbytes for flat in (*view.parameters, *view.buffers) if flat.is_contiguous())
         self.transport.load_updated(view, self._numbers_of[optimizer])
         self._loaded = version
         self.clock.lap("pull")
@@ -348,7 +348,11 @@ class RpcTrainer(Trainer):
     def set_optimizers(self, names: Mapping[str, Sequence[str]]) -> None:
         super().set_optimizers(names)
         numbers = {slot.name: number for number, slot in enumerate(self._layout.slots)}
-        self._numbers_of = {name: [numbers[of] for of in own if of in numbers] for name, own in names.items()}
+        self._numbers_of = {name: {numbers[of] for of in own if of in numbers} for name, own in names.items()}
+        # Of each optimizer, the ranges without a parameter of it: they are neither pushed nor loaded.
+        ranges = self.transport.ranges.items()
+        self._left_out = {n: [r for r, of in ranges if own.isdisjoint(of)] for n, own in self._numbers_of.items()}
+        self.transport.sends_unused = not names
 
     def _push(self, report: StepReport) -> StepResult:
         self._check_gradients()

@@ -4,10 +4,11 @@ What it shows:
 
 - ``build_optimizer`` returns a dictionary: "d" steps the discriminator, "g" the generator.
 - ``training_step`` calls ``self.trainer.optimize(name, loss)`` for each update and returns nothing. Every call is one
-  global step: gradients of that optimizer's parameters, their mean over the trainers, the update. After it the model has
-  the new parameters, so the generator is trained against the discriminator of this batch.
+  global step: gradients of that optimizer's parameters, their mean over the trainers, the update. After it the model
+  has the new parameters, so the generator is trained against the discriminator that this batch has improved.
 - The fake points are computed once and used in both losses. The discriminator gets them detached.
-- With ``critic_steps: 3`` the generator is stepped in every third batch: the number of calls may depend on ``batch_idx``.
+- With ``critic_steps: 3`` the generator is stepped in every third batch. ``self.trainer.step`` decides about it, which
+  all trainers have alike at all times; ``batch_idx`` of a trainer that takes the place of a lost one may be another.
 - Schedules are given by the names of the optimizers too.
 
 The same file runs with ``--mode rpc``, ``--mode ddp`` and ``--mode local``.
@@ -88,7 +89,7 @@ class Gan(Task):
         truth = torch.cat([torch.ones(len(real)), torch.zeros(len(real))]).to(real.device)
         self.trainer.optimize("d", F.binary_cross_entropy_with_logits(scores, truth))
 
-        if batch_idx % self.critic_steps == 0:
+        if self.trainer.step % (self.critic_steps + 1) == self.critic_steps:
             scores = model.discriminator(fake).squeeze(1)
             self.trainer.optimize("g", F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores)))
 

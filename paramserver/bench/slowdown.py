@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paramserver.errors import UnsupportedConfiguration
+from paramserver.errors import TaskError, UnsupportedConfiguration
 
 _EXAMPLE = "write for example --slow trainer=1,factor=5,probability=0.2"
 

@@ -31,6 +31,7 @@ from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.transport.base import ServerTransport
 from paramserver.transport.messages import Future, PendingReplies, Push, StepGrant, VersionView, push_id
+from paramserver.transport.rpc import without_values
 
 ReleaseFn = Callable[[], None]
 
@@ -419,7 +420,8 @@ class Aggregator:
     def _apply_update(self, update: Update) -> None:
         pushes = [self._pushes[i] for i in update.trainers]
         # With trainers that run freely, these gradients may have been in flight when the last epoch ended.
-        self._enter_epoch(self.rules.samples - sum(push.report.samples for push in pushes))
+        if self.batch_began is None:
+            self._enter_epoch(self.rules.samples - sum(push.report.samples for push in pushes))
         started = self._clock()
         if self._coordinator is None:
             self.store.apply(self.rules.step, update, pushes)
@@ -491,14 +493,14 @@ class Aggregator:
         # A repeated call gets the reply of the first.
         return self._version_waits.futures.get(trainer_index) or self._version_waits.add(trainer_index, None)
 
-    def view_version(self, trainer_index: int, version: int | None) -> VersionView:
-        """Return a retained version, or the current one; None for whichever is current."""
+    def view_version(self, trainer_index: int, version: int | None, held: Collection[int] = ()) -> VersionView:
+        """Return a retained version, or the current one; None for whichever is current, and that without ``held``."""
         transport = self.transports[trainer_index]
         if version not in (None, self.rules.step):
             return transport.view_retained(*self.store.retained(version))
         slot, flats = transport.view_version()
         buffers = tuple(self.store.snapshot_of_buffers()) if transport.sends_buffers else ()
-        return VersionView(slot, tuple(flats), buffers)
+        return VersionView(slot, tuple(without_values(flats, held)), buffers)
 
     def pop_waiters(self) -> list[Future]:
         """Remove and return the futures of all calls that wait; the caller replies to them."""

@@ -717,11 +717,14 @@ class ParameterServer(TutorialMethods):
         with self._lock:
             return self.aggregator.wait_version(self._admit(sender), version)
 
-    def view_version(self, sender: TrainerId, version: int | None) -> VersionView:
-        """Return a retained version, or the current one, for validation; None for whichever is current."""
+    def view_version(self, sender: TrainerId, version: int | None, held: Collection[int] = ()) -> VersionView:
+        """Return a retained version, or the current one, without gradients; None for whichever is current.
+
+        Of the flat tensors ``held`` no values are sent.
+        """
         # Also after a failure: a trainer in the middle of a validation learns of it with its next step.
         with self._lock:
-            return self.aggregator.view_version(self._index_of(sender), version)
+            return self.aggregator.view_version(self._index_of(sender), version, held)
 
     # The model on the server: see ``ModelService``.
 

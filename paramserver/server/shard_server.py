@@ -164,14 +164,14 @@ class ShardServer:
         on_first = partial(self._first_arrived, sender, version)
         return self._pipeline.leave_out(assembly.pull(flats, on_first), left_out)
 
-    def view_version(self, sender: TrainerId, version: int | None) -> tuple[Tensor, ...]:
-        """Return this shard of a version for validation, without gradients; None for the current one."""
+    def view_version(self, sender: TrainerId, version: int | None, held: Collection[int] = ()) -> tuple[Tensor, ...]:
+        """Return this shard of a version without gradients; None for the current one, and that without ``held``."""
         with self._lock:
             self._admit(sender)
             if version is not None:
                 self._reach(version)
             if version is None or version == self.version:
-                return tuple(self._wire.current())
+                return tuple(without_values(self._wire.current(), held))
             return tuple(self._find(version))
 
     def receive_bucket(

@@ -115,7 +115,8 @@ class TrainerTransport(ABC):
         zero_copy: a version is found by its slot, so there is no call to pull it.
         gradient_views: where the gradients of a step are put, one for each trained parameter in the order of the
             layout. They keep the gradients of the last step until they are overwritten.
-        ranges: all that a pull returns, one for each flat tensor of each server.
+        ranges: all that a pull returns, one for each flat tensor of each server, with the parameters as in ``buckets``.
+        sends_unused: also the gradients of a range none of whose parameters has one are sent.
         buckets: what is sent before ``backward_root``, each with the indices of the parameters whose gradients it
             carries. It may be sent as soon as these are in place, while backward continues.
     """
@@ -123,7 +124,8 @@ class TrainerTransport(ABC):
     name: str
     zero_copy: bool
     gradient_views: Sequence[Tensor]
-    ranges: Sequence[GradientBucket] = ()
+    ranges: Mapping[GradientBucket, Sequence[int]] = {}
+    sends_unused = True
     buckets: Mapping[GradientBucket, Sequence[int]] = {}
 
     def bucket_tensor(self, bucket: GradientBucket) -> Tensor:
