@@ -57,7 +57,7 @@ class Gan(Task):
     """
 
     def __init__(
-        self, samples: int = 4096, noise: int = 8, width: int = 64, lr: float = 1e-3, critic_steps: int = 1
+        self, samples: int = 4096, noise: int = 8, width: int = 32, lr: float = 2e-3, critic_steps: int = 1
     ) -> None:
         self.samples, self.noise, self.width = samples, noise, width
         self.lr, self.critic_steps = lr, critic_steps
