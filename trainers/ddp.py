@@ -387,7 +387,7 @@ class DdpTrainer(Trainer):
         self.clock.lap("apply")
         self.samples += sum(call.samples for call in self.calls)
         loss = sum(call.loss for call in self.calls) / count
-        return StepResult(self.step + 1, self.samples, loss, self.updater.lr, self.seconds)
+        return StepResult(self.step + 1, self.samples, loss, self.updater.lr, self.seconds, optimizer=name)
 
     @torch.no_grad()
     def _reduce_gradients(self, name: str, count: int) -> None:

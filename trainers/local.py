@@ -66,7 +66,8 @@ class LocalTrainer(Trainer):
         self.updater.optimizer.zero_grad()
         self.samples += report.samples
         self.clock.lap("apply")
-        return StepResult(report.version + 1, self.samples, report.loss, self.updater.lr, report.seconds)
+        step, lr = report.version + 1, self.updater.lr
+        return StepResult(step, self.samples, report.loss, lr, report.seconds, optimizer=report.optimizer)
 
     def on_epoch_ended(self, epoch: int) -> None:
         self.updater.on_epoch_end()

@@ -482,7 +482,8 @@ class Aggregator:
         loss = sum(push.report.loss for push in pushes) / len(pushes)
         self._seconds = max(self._seconds, *(push.report.seconds for push in pushes))
         lr = self.store.updater.lr
-        return StepResult(self.rules.step, self.rules.samples, loss, lr, self._seconds, apply_s, dropped=dropped)
+        name = pushes[0].report.optimizer
+        return StepResult(self.rules.step, self.rules.samples, loss, lr, self._seconds, apply_s, 0.0, dropped, name)
 
     # Reading.
 
