@@ -172,8 +172,12 @@ class Task(Hooks):
         """
         raise TaskError(_missing(self, "build_model"))
 
-    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer of the parameters. Called where they live: on the server in mode rpc."""
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]:
+        """Return the optimizer of the parameters. Called where they live: on the server in mode rpc.
+
+        Several optimizers, each of parameters of its own, are returned in a dictionary, by name; see
+        ``self.trainer.optimize``.
+        """
         raise TaskError(_missing(self, "build_optimizer"))
 
     def train_source(self, partition: Partition) -> Any:
@@ -185,17 +189,22 @@ class Task(Hooks):
         """
         raise TaskError(_missing(self, "train_source"))
 
-    def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss of a batch: a scalar, the mean over its samples. Called for every batch of a trainer."""
+    def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor | None:
+        """Return the loss of a batch: a scalar, the mean over its samples. Called for every batch of a trainer.
+
+        With several optimizers it calls ``self.trainer.optimize(name, loss)`` instead, and returns None.
+        """
         raise TaskError(_missing(self, "training_step"))
 
     # Optional methods.
 
-    def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+    def build_scheduler(self, optimizer: Any) -> Any:
         """Return a learning-rate scheduler, which is stepped once per global step; None for none.
 
         A dictionary chooses another interval: ``{"scheduler": s, "every": "epoch"}`` or
-        ``{"scheduler": s, "every": "validation", "metric": "loss"}``. Called after ``build_optimizer``.
+        ``{"scheduler": s, "every": "validation", "metric": "loss"}``. Called after ``build_optimizer``. With several
+        optimizers, ``optimizer`` and the result are dictionaries by their names; a scheduler that is not of another
+        interval is stepped after each update with its optimizer.
         """
         return None
 

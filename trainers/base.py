@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -41,7 +42,7 @@ from paramserver.sources import Partition
 from paramserver.sources.data_loader import is_map_style
 from paramserver.sources.dataset import DatasetSource
 from paramserver.task import Callback, Hooks, Task, restore_task, task_state
-from paramserver.transport.messages import DataPosition
+from paramserver.transport.messages import DataPosition, OptimizerCall
 from trainers.data import DataStream
 from trainers.validation import ValidationShare, evaluate, validation_batches
 
@@ -90,6 +91,9 @@ class Trainer(ABC):
         records: not sent to rank 0 yet.
         all_totals: of every trainer, on rank 0 after the run.
         hooks: the task, and its callbacks after it.
+        parameters_of: the parameters of each optimizer, by its name; empty if there is one without a name.
+        batch_began: the version that the last batch began with, where there are several optimizers.
+        calls: of ``optimize``, the present one on each trainer that has data.
         validation: the values of the newest validation in this process, by name: the means over all trainers; of a
             version that trainers who run freely validate without waiting, those of this trainer's share.
 
@@ -147,6 +151,11 @@ class Trainer(ABC):
         self._resources = ExitStack()
         self._decision: Decision | None = None  # that made the present step, or ended the run
         self._gathers: tuple[tuple[int, ...], int] = (), 0  # where all_gather was called last, and how often there
+        # With several optimizers: the parameters of each.
+        self.parameters_of: dict[str, list[nn.Parameter]] = {}
+        self.batch_began: int | None = None  # the version that the last batch began with
+        self.calls: list[OptimizerCall] = []  # the last ones of ``optimize``, of all trainers that have data
+        self._updates = -1  # made in the present batch; -1 outside of ``training_step``
         task.trainer = self
         self._callbacks: Mapping[str, Callback] = process.kept.callbacks
         self.hooks: Sequence[Hooks] = (task, *self._callbacks.values())
@@ -253,6 +262,14 @@ class Trainer(ABC):
 
     def on_last_loss(self, loss: float, samples: int) -> None:
         """Called before the last backward of a step with the mean loss and the samples of all its batches."""
+
+    def set_optimizers(self, names: Mapping[str, Sequence[str]]) -> None:
+        """Take over the names of the parameters of each optimizer. ``init_connection`` calls it."""
+        own = dict(self.unwrapped_model.named_parameters())
+        self.parameters_of = {optimizer: [own[name] for name in of] for optimizer, of in names.items()}
+
+    def follow_update(self) -> None:
+        """Take part, without a gradient, in an update that others make with one of several optimizers (``calls``)."""
 
     def idle(self, decision: Decision) -> int:
         """Wait for a step in which this trainer has no data; return the version after it.
@@ -409,7 +426,7 @@ class Trainer(ABC):
                 f"trainer.all_gather was given what cannot be sent to another process ({error}); give tensors, "
                 "numbers, strings, and lists or dictionaries of them"
             ) from error
-        in_step = self._step_offset == 1
+        in_step = self._step_offset == 1 or self._updates >= 0
         place = self._decision.step, int(self._decision.verdict is Verdict.GO), int(in_step)
         count = self._gathers[1] + 1 if self._gathers[0] == place else 0
         self._gathers = place, count
@@ -460,19 +477,26 @@ class Trainer(ABC):
                 if decision.samples >= self._epoch_end:
                     self._enter_epoch(decision.samples)
                 self._decision = decision
+                if self.parameters_of:
+                    self.batch_began = self.step = decision.step
                 if self.trainer_index in decision.active:
-                    self.step = self._train(decision)
+                    train = self._train_by_calls if self.parameters_of else self._train
+                    self.step = train(decision)
                 else:
-                    self.step = self.idle(decision)
+                    self.step = self._follow_calls() if self.parameters_of else self.idle(decision)
                     if self.step == decision.step:
                         continue
                 self._step_offset = 0
-            self.clock.end_step()
-            self.progress.steps += 1
+            if not self.parameters_of:
+                self._end_step()
             if self._is_record_due():
                 self.record("buffer", **self.data.record())
             if self.lockstep and self.is_due(self.step):
                 self._validate_and_save()
+
+    def _end_step(self) -> None:
+        self.clock.end_step()
+        self.progress.steps += 1
 
     def announcement(self) -> Announcement:
         """Return the announcement of this trainer's next step: its data, and whether it wants to stop.
@@ -558,10 +582,153 @@ class Trainer(ABC):
         result = self.step_optimizer(report)
         if result is not None and self.monitor is not None:
             self.monitor.update_applied(result)
+        self._record_first_step()
+        return decision.step + 1 if result is None else result.step
+
+    def _record_first_step(self) -> None:
         if "first step" not in self.process.startup_timer.phases:
             self.process.startup_timer.mark("first step")
             self.record("phase", phases=dict(self.process.startup_timer.phases))
-        return decision.step + 1 if result is None else result.step
+
+    # A batch with several optimizers.
+
+    def _train_by_calls(self, decision: Decision) -> int:
+        """Train on a batch whose ``training_step`` calls ``optimize``; return the version that results."""
+        batch, self._batch_samples = self._next_batch()
+        self.data.read_ahead()
+        self.clock.lap("data")
+        self.load_version()
+        self.progress.samples_served += self._batch_samples
+        for hooks in self.hooks:
+            hooks.on_batch_start(self.progress.batch_idx)
+        self._updates = 0
+        with self._autocast:
+            returned = self.task.training_step(self.model, batch, self.progress.batch_idx)
+        if returned is not None or not self._updates:
+            what = "returned a value" if returned is not None else "did not call it"
+            raise TaskError(
+                f"training_step must call self.trainer.optimize(name, loss) and return None with several optimizers "
+                f"({', '.join(self.parameters_of)}); in batch {self.progress.batch_idx} it {what}"
+            )
+        self._exchange_call(OptimizerCall())
+        self._updates, self._batch_samples = -1, 1
+        self.clock.lap("forward")
+        self.end_batch()
+        self._record_first_step()
+        return self.step
+
+    def optimize(self, name: str, loss: Tensor, retain_graph: bool = False) -> None:
+        """Step one of several optimizers with the gradients of ``loss``, averaged over the trainers.
+
+        To be called in ``training_step``, where ``build_optimizer`` returns a dictionary. Each call is a global step:
+        gradients of the optimizer's own parameters, the mean over all trainers, and the update. When it returns, the
+        model has the updated parameters. All trainers must make the same calls in the same order.
+
+        Args:
+            name: of the optimizer.
+            loss: a scalar, the mean over the batch.
+            retain_graph: as in ``Tensor.backward``.
+
+        Raises:
+            TaskError: there is no such optimizer, another trainer made another call, or the loss depends on none of its
+                parameters, or on values of parameters that an update has replaced.
+
+        Example::
+
+            >>> class Gan(Task):
+            ...     def build_optimizer(self, model):
+            ...         parts = {"g": model.generator, "d": model.discriminator}
+            ...         return {name: torch.optim.Adam(part.parameters()) for name, part in parts.items()}
+            ...     def training_step(self, model, batch, batch_idx):
+            ...         fake = model.generator(torch.randn(len(batch), 8))
+            ...         self.trainer.optimize("d", self.loss_of_discriminator(model, batch, fake.detach()))
+            ...         self.trainer.optimize("g", self.loss_of_generator(model, fake))
+        """
+        parameters = self._parameters_of(name)
+        value = check_loss(loss, self.trainer_index, self.progress.batch_idx)
+        self.clock.lap("forward")
+        with torch.autocast(self._device.type, enabled=False):
+            self.on_before_backward(loss)
+            for parameter in self.unwrapped_model.parameters():
+                parameter.grad = None
+            try:
+                loss.backward(inputs=parameters, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                if "modified by an inplace operation" not in str(error):
+                    raise
+                raise TaskError(
+                    f"optimize({name!r}, loss): the loss was computed before an update of parameters that its gradient "
+                    "depends on; compute it, or the part that uses these parameters, after the call that updates them"
+                ) from error
+            self.on_after_backward()
+        self.clock.lap("backward")
+        used = tuple(parameter.grad is not None for parameter in parameters)
+        if not any(used):
+            raise TaskError(
+                f"optimize({name!r}, loss): the loss depends on no parameter of this optimizer; check the name, and "
+                "detach() in the computation of the loss"
+            )
+        samples = self._batch_samples if not self._updates else 0
+        self._exchange_call(OptimizerCall(name, value, samples, used))
+        report = StepReport(self.trainer_index, self.step, samples, value, self.seconds, optimizer=name)
+        result = self.step_optimizer(report)
+        assert result is not None
+        if self.monitor is not None:
+            self.monitor.update_applied(result)
+        # Autocast would continue with copies of the parameters before the update.
+        torch.clear_autocast_cache()
+        self.step, self._step_offset = result.step, 0
+        self._updates += 1
+        self._end_step()
+
+    def _parameters_of(self, name: str) -> list[nn.Parameter]:
+        if not self.parameters_of:
+            raise TaskError(
+                f"trainer.optimize({name!r}) must have several optimizers, and build_optimizer returned one; return a "
+                "dict of optimizers from it, or the loss from training_step"
+            )
+        if self._updates < 0:
+            raise TaskError(f"trainer.optimize({name!r}) must be called in training_step, where there is a batch")
+        if name not in self.parameters_of:
+            known = ", ".join(self.parameters_of)
+            raise TaskError(f"trainer.optimize({name!r}) must name an optimizer; build_optimizer returned {known}")
+        return [parameter for parameter in self.parameters_of[name] if parameter.requires_grad]
+
+    def _follow_calls(self) -> int:
+        """Follow the calls of the trainers that have data; return the version after their batch."""
+        self._updates = 0
+        while self._exchange_call(None):
+            self.step += 1
+            self._updates += 1
+            self.clock.lap("wait")
+            self._end_step()
+        self._updates = -1
+        return self.step
+
+    def _exchange_call(self, own: OptimizerCall | None) -> bool:
+        """Compare a call of ``optimize`` with those of the other trainers; return whether it is not the end of a batch.
+
+        Args:
+            own: None for a trainer that has no data, which follows.
+        """
+        assert self._decision is not None
+        # The third number is that of no call of ``all_gather``.
+        place = self._decision.step, 1, 2, self._updates
+        gathered = [(self.trainer_index, own)]
+        if self.process.trainers > 1:
+            gathered = self.gather_from_all(gathered[0], place, None)
+        made = [(index, call) for index, call in gathered if call is not None]
+        for index, call in made[1:]:
+            if call.name != made[0][1].name:
+                raise TaskError(
+                    f"all trainers must make the same calls of trainer.optimize in the same order; call "
+                    f"{self._updates + 1} of a batch is {made[0][1]} on trainer {made[0][0]}, and {call} on trainer "
+                    f"{index}. Let self.trainer.step decide about it, which all trainers have alike, and not batch_idx"
+                )
+        self.calls = [call for _, call in made]
+        if own is None and self.calls and self.calls[0].name:
+            self.follow_update()
+        return bool(self.calls and self.calls[0].name)
 
     def _next_batch(self) -> tuple[Any, int]:
         batch, samples = self.data.next_batch()
@@ -573,7 +740,7 @@ class Trainer(ABC):
         for hooks in self.hooks:
             hooks.on_batch_start(self.progress.batch_idx)
         with self._autocast:
-            loss = self.task.training_step(self.model, batch, self.progress.batch_idx)
+            loss: Any = self.task.training_step(self.model, batch, self.progress.batch_idx)
         # Reading the value waits for the device; a loss that is not finite ends the run before it is applied.
         value = check_loss(loss, self.trainer_index, self.progress.batch_idx)
         self.clock.lap("forward")
@@ -632,14 +799,13 @@ class Trainer(ABC):
         return self.progress.seconds + self.clock.steps.total_s
 
     def is_due(self, step: int) -> bool:
-        """Whether a validation or a checkpoint is due at this step."""
-        validate_every, save_every = self._validate_every, self._save_every
-        return (validate_every > 0 and step % validate_every == 0) or (save_every > 0 and step % save_every == 0)
+        """Whether a validation or a checkpoint is due at this step, or was due since the last batch began."""
+        return any(is_due(step, every, self.batch_began) for every in (self._validate_every, self._save_every))
 
     def _validate_and_save(self) -> None:
         """Do what is due at the current step, which all trainers have reached."""
-        improved = is_due(self.step, self._validate_every) and self.validate()
-        if improved or is_due(self.step, self._save_every):
+        improved = is_due(self.step, self._validate_every, self.batch_began) and self.validate()
+        if improved or is_due(self.step, self._save_every, self.batch_began):
             self.save("best" if improved else "periodic")
 
     def validate(self) -> bool:
@@ -772,7 +938,8 @@ class Trainer(ABC):
 
     def _is_record_due(self) -> bool:
         """Whether the last step has a periodic record: of the run's steps, or of its own if trainers run freely."""
-        return (self.step if self.lockstep else self.progress.steps) % self.config.logging.log_every == 0
+        step = self.step if self.lockstep else self.progress.steps
+        return is_due(step, self.config.logging.log_every, self.batch_began)
 
     def _totals(self) -> TrainerTotals:
         return TrainerTotals(

@@ -24,7 +24,7 @@ from paramserver.context import ProcessContext
 from paramserver.distributed.control_channel import ControlChannel, connect_ranks
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.session import all_gather_objects, process_group
-from paramserver.errors import PeerLost, TaskError
+from paramserver.errors import PeerLost, TaskError, UnsupportedConfiguration
 from paramserver.limits import Limits
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_sums
 from paramserver.optim.updater import Updater
@@ -164,14 +164,30 @@ class DdpTrainer(Trainer):
             self.checkpoints.restore_model(model)  # on rank 0; the constructor of DDP broadcasts it
         device_ids = [placement.device] if placement.device.type != "cpu" and len(placement.devices) == 1 else None
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self.model = model
+        self.updater = Updater(self.task, model, self.config.training)
+        if self.updater.parameters_of:
+            self._check_several_optimizers()
+            # Not wrapped: a loss has gradients for a part of the model, and they are reduced after its backward.
+            self.set_optimizers(self.updater.parameters_of)
+            for tensor in chain(model.parameters(), model.buffers()):
+                dist.broadcast(tensor.data, src=0)  # what the constructor of DDP does
+            return
         self.model = self.configure_ddp(model, device_ids)
         if isinstance(self.model, DistributedDataParallel):
             self.model.register_forward_pre_hook(self._on_wrapper_forward)
-        self.updater = Updater(self.task, self.unwrapped_model, self.config.training)
         if self.config.training.uneven_inputs == "join":
             # Creating the context switches the collectives of joining on. It is never entered: this loop decides.
             self._join = self._ddp().join(divide_by_initial_world_size=False)
             self._shadow = self._ddp().join_hook(divide_by_initial_world_size=False)  # type: ignore[no-untyped-call]
+
+    def _check_several_optimizers(self) -> None:
+        if overrides(self, DdpTrainer.configure_ddp) or self.config.ddp.comm_hook != "none":
+            raise UnsupportedConfiguration(
+                f"ddp.comm_hook ({self.config.ddp.comm_hook}) must be none, and configure_ddp not overridden, with "
+                f"several optimizers ({', '.join(self.updater.parameters_of)}), as the model is not wrapped in "
+                "DistributedDataParallel; remove it"
+            )
 
     def set_first(self, key: str, value: str) -> str:
         return self.rendezvous.set_first(key, value)
@@ -274,7 +290,8 @@ class DdpTrainer(Trainer):
         """Continue with the module buffers that the last step kept, also where another rank's are kept from now on."""
         uneven_inputs = self.config.training.uneven_inputs
         source = module_buffer_owner(self._active, uneven_inputs)
-        if source != module_buffer_owner(active, uneven_inputs):
+        # With several optimizers the model is not wrapped, so this is done before each batch.
+        if self.parameters_of or source != module_buffer_owner(active, uneven_inputs):
             with translate_peer_loss():
                 for buffer in self.unwrapped_model.buffers():
                     dist.broadcast(buffer, src=source)
@@ -342,10 +359,51 @@ class DdpTrainer(Trainer):
                 self._compare_parameters()
         return agreed
 
-    def step_optimizer(self, report: StepReport) -> None:
+    def step_optimizer(self, report: StepReport) -> StepResult | None:
+        if report.optimizer:
+            return self._update_one()
         self.updater.apply(report.version + 1)
         self.updater.optimizer.zero_grad()
         self.clock.lap("apply")
+        return None
+
+    def follow_update(self) -> None:
+        self.updater.optimizer.zero_grad()
+        result = self._update_one()
+        if self.monitor is not None:
+            self.monitor.update_applied(result)
+
+    def _update_one(self) -> StepResult:
+        """Step the one of several optimizers that was called, with the mean of the gradients of those that have data.
+
+        Ranks without data make the same update.
+        """
+        name, count = self.calls[0].name, len(self.calls)
+        if self.process.trainers > 1:
+            self._reduce_gradients(name, count)
+        self.clock.lap("push")
+        self.updater.apply(self.step + 1, name)
+        self.updater.optimizer.zero_grad()
+        self.clock.lap("apply")
+        self.samples += sum(call.samples for call in self.calls)
+        loss = sum(call.loss for call in self.calls) / count
+        return StepResult(self.step + 1, self.samples, loss, self.updater.lr, self.seconds, optimizer=name)
+
+    @torch.no_grad()
+    def _reduce_gradients(self, name: str, count: int) -> None:
+        parameters = [parameter for parameter in self.parameters_of[name] if parameter.requires_grad]
+        used = [any(column) for column in zip(*(call.used for call in self.calls), strict=True)]
+        reduced = [parameter for parameter, is_used in zip(parameters, used, strict=True) if is_used]
+        for dtype in sorted({parameter.dtype for parameter in reduced}, key=str):
+            own = [parameter for parameter in reduced if parameter.dtype == dtype]
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in own]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            with translate_peer_loss():
+                dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
+            if count > 1:
+                flat /= count
+            for parameter, mean in zip(own, torch.split(flat, [p.numel() for p in own]), strict=True):
+                parameter.grad = mean.view(parameter.shape)
 
     def idle(self, decision: Decision) -> int:
         """Take part in the collectives of ranks that still have data, as ``DistributedDataParallel.join`` does."""
@@ -404,9 +462,10 @@ class DdpTrainer(Trainer):
             gathered = all_gather_objects((sums, list(self.records)), self._control_group)
             self._write_records([records for _, records in gathered])
             merged = merge_sums({index: share for index, (share, _) in enumerate(gathered)})
-            improved = [self.monitor is not None and self.monitor.record_validation(self.step, merged)]
+            since = self.batch_began
+            improved = [self.monitor is not None and self.monitor.record_validation(self.step, merged, since)]
             dist.broadcast_object_list(improved, src=0, group=self._control_group)
-        self.updater.on_validation_end(self.step, merged.means())
+        self.updater.on_validation_end(self.step, merged.means(), self.batch_began)
         return merged.means(), improved[0]
 
     def save_part(self, reason: str, since: float) -> None:

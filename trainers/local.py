@@ -51,6 +51,7 @@ class LocalTrainer(Trainer):
         self.checkpoints.restore_model(self.model)
         self.updater = Updater(self.task, self.model, self.config.training)
         self.checkpoints.restore_optimizer(self.updater)
+        self.set_optimizers(self.updater.parameters_of)
         self.on_after_setup_optimizers()
         self.step, self.samples = self.monitor.step, self.monitor.samples
         self.prepare_data()
@@ -61,18 +62,19 @@ class LocalTrainer(Trainer):
         return decide(announcements, self.step, self.samples, self.limits, self.config.training.uneven_inputs)
 
     def step_optimizer(self, report: StepReport) -> StepResult:
-        self.updater.apply(report.version + 1)
+        self.updater.apply(report.version + 1, report.optimizer)
         self.updater.optimizer.zero_grad()
         self.samples += report.samples
         self.clock.lap("apply")
-        return StepResult(report.version + 1, self.samples, report.loss, self.updater.lr, report.seconds)
+        step, lr = report.version + 1, self.updater.lr
+        return StepResult(step, self.samples, report.loss, lr, report.seconds, optimizer=report.optimizer)
 
     def on_epoch_ended(self, epoch: int) -> None:
         self.updater.on_epoch_end()
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
-        improved = self.monitor.record_validation(self.step, sums)
-        self.updater.on_validation_end(self.step, sums.means())
+        improved = self.monitor.record_validation(self.step, sums, self.batch_began)
+        self.updater.on_validation_end(self.step, sums.means(), self.batch_began)
         return sums.means(), improved
 
     def save_part(self, reason: str, since: float) -> None:

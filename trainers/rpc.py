@@ -99,6 +99,8 @@ class RpcTrainer(Trainer):
         # Buckets of the next version that arrived before that was complete. The model holds them once it was granted.
         self._early: dict[GradientBucket, Tensor] = {}
         self._by_bucket = False
+        self._version = 0  # that the next push is for
+        self._loaded: int | None = None  # the version that the model is known to hold
         self._records_sent = time.monotonic()
         self._sending_records: InFlightCall[None] | None = None
         # A change through ``grad.data`` after backward cannot be noticed, so nothing is sent before these hooks ran.
@@ -178,6 +180,7 @@ class RpcTrainer(Trainer):
         load_weights(self.model, {**detached_state_dict(self.model), **reply.model}, "the server")
         self._map_model(reply.parameter_layout, reply.buffer_layout)
         self.transport = self._make_transport(reply)
+        self.set_optimizers(reply.parameters_of)
         self._buckets = self.enter_context(
             closing(GradientBuckets(self.transport, self._parameters, self._send_bucket))
         )
@@ -249,15 +252,18 @@ class RpcTrainer(Trainer):
         self._grant = grant
         assert grant.decision is not None
         if self.trainer_index in grant.decision.active:
-            self.begin_pull()
+            self._version = grant.decision.step
+            if not self.parameters_of:
+                self.begin_pull()
         return grant.decision
 
     def begin_pull(self) -> None:
         """Request the version of this step, inside its context; it is awaited when it is needed."""
         if self.transport.zero_copy:
             return  # it is in shared memory
-        assert self._grant.decision is not None
-        self._pull = self.server.pull(self._grant.decision.step, self._early)
+        # With several optimizers the model holds the version, and only its gradients are to return.
+        held = self.transport.ranges if self.parameters_of else self._early
+        self._pull = self.server.pull(self._version, held)
 
     def _finish_pull(self) -> None:
         self.clock.add_hidden(max(call.in_flight_s() for call in self._pull))
@@ -280,7 +286,10 @@ class RpcTrainer(Trainer):
         self._early = {}
 
     def load_version(self) -> None:
-        if self.transport.zero_copy:
+        if self.parameters_of:
+            if self._loaded != self._version:
+                self.sync_model()
+        elif self.transport.zero_copy:
             self.transport.map_version(self._grant.slot)
         else:
             self._finish_pull()
@@ -301,18 +310,51 @@ class RpcTrainer(Trainer):
             self._buckets.start()
 
     def _send_bucket(self, bucket: GradientBucket) -> None:
-        assert self._grant.decision is not None
         sent = self._sent_buckets.setdefault(bucket, [])
         gradient = self.transport.bucket_tensor(bucket)
         if sent:
             self.wire_bytes += gradient.nbytes  # ``step_bytes`` counts it once
         has_all = all(self._parameters[number].grad is not None for number in self.transport.buckets[bucket])
-        sent.append(self.server.send_bucket(self._grant.decision.step, bucket, gradient, len(sent), has_all))
+        sent.append(self.server.send_bucket(self._version, bucket, gradient, len(sent), has_all))
         if len(sent) > 1:
             # It replaces the one before, in whichever order they arrive, and must be there before the push.
             sent[-1].wait()
 
     def step_optimizer(self, report: StepReport) -> StepResult:
+        if not report.optimizer:
+            return self._push(report)
+        self._version = report.version
+        self._enter_autograd_context()
+        self.begin_pull()
+        if self._pull:
+            self._finish_pull()
+        result = self._push(report)
+        self._load_updated(report.optimizer, result.step)
+        return result
+
+    def _load_updated(self, optimizer: str, version: int) -> None:
+        """Load the parameters that an update with one of several optimizers changed.
+
+        Module buffers stay those of this trainer until the next batch, as a graph of this one may need them.
+        """
+        view = VersionView(0, (), ())
+        if not self.transport.zero_copy:
+            view = self.server.view_version(version, self._left_out[optimizer])
+            self.wire_bytes += sum(flat.nbytes for flat in (*view.parameters, *view.buffers) if flat.is_contiguous())
+        self.transport.load_updated(view, self._numbers_of[optimizer])
+        self._loaded = version
+        self.clock.lap("pull")
+
+    def set_optimizers(self, names: Mapping[str, Sequence[str]]) -> None:
+        super().set_optimizers(names)
+        numbers = {slot.name: number for number, slot in enumerate(self._layout.slots)}
+        self._numbers_of = {name: {numbers[of] for of in own if of in numbers} for name, own in names.items()}
+        # Of each optimizer, the ranges without a parameter of it: they are neither pushed nor loaded.
+        ranges = self.transport.ranges.items()
+        self._left_out = {n: [r for r, of in ranges if own.isdisjoint(of)] for n, own in self._numbers_of.items()}
+        self.transport.sends_unused = not names
+
+    def _push(self, report: StepReport) -> StepResult:
         self._check_gradients()
         used = self._buckets.finish()
         if isinstance(self.transport, SharedMemoryTrainerTransport):
@@ -322,7 +364,7 @@ class RpcTrainer(Trainer):
         buffers = self._pack_buffers() if self._grant.wants_buffers and self._buffers else []
         report = self.number_push(report, used)
         push = report, buffers, self.next_announcement(report.version + 1)
-        self.wire_bytes += self.transport.step_bytes(self._pulled)
+        self.wire_bytes += self.transport.step_bytes(() if self.parameters_of else self._pulled)
         self.wire_bytes += sum(flat.nbytes for flat in (*buffers, *self._grant.buffers))
         sent = {bucket: calls[-1] for bucket, calls in self._sent_buckets.items()}
         self._sent_buckets = {}
@@ -370,9 +412,12 @@ class RpcTrainer(Trainer):
     def next_announcement(self, step: int) -> Announcement | None:
         """Return the announcement to piggyback on the push before ``step``; None if it must be made separately.
 
-        It must be if something is done between the two steps, or if this trainer does not have its data yet.
+        It must be if something is done between the two steps, or if this trainer does not have its data yet; also with
+        several optimizers, as the next step may be of the same batch.
         """
-        return None if self.lockstep and self.is_due(step) else self.announcement_if_ready()
+        if self.parameters_of or (self.lockstep and self.is_due(step)):
+            return None
+        return self.announcement_if_ready()
 
     def idle(self, decision: Decision) -> int:
         """Wait for the version that the others make, which may be validated or saved next."""
@@ -398,6 +443,7 @@ class RpcTrainer(Trainer):
 
     def sync_model(self) -> None:
         self._load_view(self.server.view_version(self.step))
+        self._loaded = self.step
 
     def _load_view(self, view: VersionView) -> None:
         if view.slot is None:

@@ -94,7 +94,7 @@ class ObservedTask(Task):
         super().on_train_start()
         self._observer.begin(self.trainer)
 
-    def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor | None:
         slowdown = self._observer.slowdown
         if slowdown is None:
             return super().training_step(model, batch, batch_idx)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paramserver.errors import UnsupportedConfiguration
+from paramserver.errors import TaskError, UnsupportedConfiguration
 
 _EXAMPLE = "write for example --slow trainer=1,factor=5,probability=0.2"
 
@@ -115,6 +115,8 @@ class Slowdown:
             forward_s: the duration of the forward.
             batch_idx: of this trainer.
         """
+        if loss is None:
+            raise TaskError("--slow must have a task with one optimizer, whose backward it measures; leave it out")
         if self._slow.slows(self._seed, self._trainer_index, batch_idx):
             self._waiting.wait((self._slow.factor - 1) * (forward_s + self._backward_s))
         # Hooks of parameters are registered once for each model, the hook of the loss for each batch.

@@ -77,6 +77,7 @@ class LedgerRow:
         accepted: sequence of its last push that was accepted; larger than ``decided`` by one while that is pending.
         version: that the last push was computed at.
         pushes: accepted from all incarnations.
+        further_pushes: those of them without samples: with several optimizers, all but the first of a batch.
         moved_pushes: accepted from trainers that no longer exist, which this one stands for.
         samples: of all these pushes.
         positions: of its own samples, in the trainer's order; of a stream, their keys.
@@ -93,6 +94,7 @@ class LedgerRow:
     accepted: int = 0
     version: int = 0
     pushes: int = 0
+    further_pushes: int = 0
     moved_pushes: int = 0
     samples: int = 0
     positions: AppliedPositions = field(default_factory=AppliedPositions)
@@ -172,6 +174,7 @@ class Ledger:
         row.accepted = push.sequence
         row.version = version
         row.pushes += 1
+        row.further_pushes += samples == 0
         row.samples += samples
         row.positions.add(positions, self.times_due)
         row.positions.add_keys(keys)

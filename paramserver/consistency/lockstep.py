@@ -90,6 +90,10 @@ class Sync(Consistency):
     DistributedDataParallel computes the same mean (Li et al., "PyTorch Distributed", VLDB 2020). If a trainer leaves
     during a step, the mean is over those that push.
 
+    Attributes:
+        several_updates: the trainers of a step may push again after its update, and then after each further one: with
+            several optimizers. The step of a trainer ends when it announces the next one.
+
     Example::
 
         >>> sync = Sync(RunTerms(num_trainers=2, limits=Limits()))
@@ -107,8 +111,10 @@ class Sync(Consistency):
 
     def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
+        self.several_updates = False
         self._active: tuple[int, ...] = ()
         self._pushed: dict[int, int] = {}
+        self._left: set[int] = set()  # trainers whose last push is part of the next update
 
     @property
     def in_step(self) -> bool:
@@ -117,6 +123,13 @@ class Sync(Consistency):
     def leave(self, trainer_index: int) -> None:
         super().leave(trainer_index)
         self._active = tuple(i for i in self._active if i != trainer_index or i in self._pushed)
+        if trainer_index in self._active:
+            self._left.add(trainer_index)
+
+    def announce(self, trainer_index: int, announcement: Announcement) -> None:
+        super().announce(trainer_index, announcement)
+        if self.several_updates and trainer_index not in self._pushed:
+            self._active = tuple(i for i in self._active if i != trainer_index)
 
     def pop_decisions(self) -> dict[int, Decision]:
         if self.in_step or not self._announced or len(self._announced) < len(self.trainers):
@@ -129,6 +142,7 @@ class Sync(Consistency):
             return {}  # until a lost trainer is replaced or forgotten
         if decision.verdict is Verdict.GO:
             self._active, self._pushed = decision.active, {}
+            self._left.clear()
         if decision.verdict is not Verdict.WAIT:
             self.participants = set(self.trainers)
         decisions = dict.fromkeys(sorted(self._announced), decision)
@@ -153,9 +167,10 @@ class Sync(Consistency):
             return None
         owner = module_buffer_owner(self._active, self.terms.uneven_inputs)
         update = Update(self._active, (0,) * len(self._active), owner)
-        self._active = ()
+        self._active = tuple(i for i in self._active if i not in self._left) if self.several_updates else ()
         self.step += 1
         self.samples += sum(self._pushed.values())
+        self._pushed = {}
         return update
 
     def wants_buffers_from(self, trainer_index: int) -> bool:

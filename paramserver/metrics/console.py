@@ -165,7 +165,8 @@ class Progress(Sink):
 
 def _train_text(record: Record) -> str:
     rate = record.get("samples_per_second")
-    loss = f"loss {_format_number(record.get('loss'))}"
+    losses = record.get("losses") or {"": record.get("loss")}
+    loss = "loss " + " ".join(f"{name} {_format_number(value)}".strip() for name, value in losses.items())
     return loss if rate is None else f"{loss}, {rate:.0f} samples/s"
 
 

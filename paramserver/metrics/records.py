@@ -43,6 +43,7 @@ class StepReport:
         positions: of its samples in the trainer's order, if it pushes to a server; see ``buffers/positions.py``.
         keys: of its samples, if they are of a stream, which has no such order.
         view, incarnation, sequence: name the push; see ``consistency/ledger.py``.
+        optimizer: the name of the one that is stepped, where there are several.
     """
 
     trainer_index: int
@@ -56,6 +57,7 @@ class StepReport:
     view: int = 1
     incarnation: int = 1
     sequence: int = 1
+    optimizer: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class StepResult:
         apply_s: duration of the optimizer step.
         held_s: time that the push waited on the server.
         dropped: the push arrived too late and was not applied; the other values are those of the current version.
+        optimizer: as in ``StepReport``.
     """
 
     step: int
@@ -81,6 +84,7 @@ class StepResult:
     apply_s: float = 0.0
     held_s: float = 0.0
     dropped: bool = False
+    optimizer: str = ""
 
 
 @dataclass
@@ -93,6 +97,7 @@ class RecordWindow:
         samples_before, seconds_before: samples and training time at the beginning of the window.
         steps, losses: number of steps, and the sum of their losses.
         step, samples, seconds, lr: values of the last step.
+        by_optimizer: steps and the sum of losses of each optimizer, where there are several.
 
     Example::
 
@@ -110,10 +115,14 @@ class RecordWindow:
     samples: int = 0
     seconds: float = 0.0
     lr: tuple[float, ...] = ()
+    by_optimizer: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def add(self, result: StepResult) -> None:
         self.steps += 1
         self.losses += result.loss
+        if result.optimizer:
+            steps, losses = self.by_optimizer.get(result.optimizer, (0, 0.0))
+            self.by_optimizer[result.optimizer] = steps + 1, losses + result.loss
         self.step, self.samples, self.seconds, self.lr = result.step, result.samples, result.seconds, result.lr
 
     def next_window(self) -> RecordWindow:
@@ -124,6 +133,9 @@ class RecordWindow:
         """Return the ``train`` record of this window."""
         elapsed_s = max(self.seconds - self.seconds_before, 1e-9)
         is_timed = self.samples_before > 0  # the first window includes the start of the run
+        several: dict[str, Any] = {}
+        if self.by_optimizer:
+            several["losses"] = {name: losses / steps for name, (steps, losses) in sorted(self.by_optimizer.items())}
         return make_record(
             "train",
             self.step,
@@ -134,6 +146,7 @@ class RecordWindow:
             samples_per_second=(self.samples - self.samples_before) / elapsed_s if is_timed else None,
             step_ms=elapsed_s / self.steps * 1e3 if is_timed else None,
             seconds=self.seconds,
+            **several,
         )
 
 

@@ -27,6 +27,8 @@ _CHECKPOINT = ("seconds", "pause_ms")
 
 def _train(record: Record) -> Iterator[Scalar]:
     yield from _tagged(record, _TRAIN)
+    for name, loss in record.get("losses", {}).items():
+        yield f"Loss/train/{name}", loss
     rates = record.get("lr") or []
     for index, rate in enumerate(rates):
         # One group has the plain tag, which is the same for all runs that are compared.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paramserver.optim.named_optimizers import NamedOptimizers
 from paramserver.optim.parallel_step import ELEMENTWISE, ParallelStep, copy_optimizer
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.flat import TensorSlot, gradient_leaf
@@ -32,6 +33,8 @@ def why_not_by_bucket(optimizer: torch.optim.Optimizer, clip_grad_norm: float | 
     """
     if clip_grad_norm is not None:
         return "training.clip_grad_norm needs the norm of all gradients"
+    if isinstance(optimizer, NamedOptimizers):
+        return "there are several optimizers"
     name = type(optimizer).__name__
     if type(optimizer) not in ELEMENTWISE:
         return f"{name} is not known to update each element by itself"

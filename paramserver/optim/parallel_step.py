@@ -19,6 +19,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from paramserver.errors import TaskError
 from paramserver.optim.averaging import has_foreign_hooks
+from paramserver.optim.named_optimizers import NamedOptimizers
 
 _OPTIM = torch.optim
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -49,6 +50,9 @@ def is_elementwise(optimizer: torch.optim.Optimizer, servers: int) -> bool:
         >>> is_elementwise(torch.optim.SGD([torch.zeros(1)], lr=0.1), servers=2)
         True
     """
+    if isinstance(optimizer, NamedOptimizers):
+        kinds = [is_elementwise(own, servers) for own in optimizer.by_name.values()]  # each is checked
+        return all(kinds)
     kind = type(optimizer)
     declared = None if has_foreign_hooks(optimizer) and not hasattr(kind, _ATTRIBUTE) else _declared_kind(kind)
     if declared not in _KINDS:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import ThreadTeam
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
 from paramserver.parameters.sharding import Shard, States, optimizer_indices, set_hyperparameters
@@ -135,11 +136,14 @@ class ShardUpdater:
         """The optimizer's state of each parameter that it has stepped, by index."""
         # The numbers are those of a full optimizer, so the states of all servers together are one ``state_dict``.
         found: States = {}
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for number, parameter in enumerate(parameters):
-            if parameter in self.optimizer.state:
-                found[number] = self.optimizer.state[parameter]
+        for number, (optimizer, parameter) in enumerate(self._numbered()):
+            if parameter in optimizer.state:
+                found[number] = optimizer.state[parameter]
         return found
+
+    def _numbered(self) -> list[tuple[torch.optim.Optimizer, Tensor]]:
+        """Return every parameter with its optimizer, in the order of the groups."""
+        return [(o, p) for o in optimizers_of(self.optimizer) for group in o.param_groups for p in group["params"]]
 
     @property
     def owned_states(self) -> States:
@@ -149,10 +153,12 @@ class ShardUpdater:
 
     def load_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Replace the optimizer's states of all parameters."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.optimizer.state.clear()
+        for optimizer in optimizers_of(self.optimizer):
+            optimizer.state.clear()
+        numbered = self._numbered()
         for number, state in states.items():
-            self.optimizer.state[parameters[number]] = dict(state)
+            optimizer, parameter = numbered[number]
+            optimizer.state[parameter] = dict(state)
 
 
 def staleness_factor(staleness: int, rule: str) -> float:

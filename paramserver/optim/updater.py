@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paramserver.config import TrainingConfig
-from paramserver.errors import CheckpointError, TaskError
+from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration
 from paramserver.limits import is_due
 from paramserver.optim.averaging import AverageParameters, averages, drop_averages
+from paramserver.optim.named_optimizers import NamedOptimizers, joined_states, shared_parameters
 from paramserver.optim.parallel_step import ParallelStep, ThreadTeam
 from paramserver.parameters.numerics import check_gradient_norm
 from paramserver.task import Task
@@ -28,10 +30,14 @@ class Updater:
     Args:
         task: builds the optimizer and the scheduler.
         model: whose parameters are optimized.
-        training: ``clip_grad_norm``, ``ema_decay`` and ``validate_every`` are used.
+        training: ``clip_grad_norm``, ``ema_decay``, ``validate_every`` and ``accumulate_batches`` are used.
+
+    Attributes:
+        parameters_of: the names of the parameters of each optimizer, by its name; empty if there is one without a name.
 
     Raises:
         TaskError: the optimizer needs a closure, or the scheduler cannot be stepped.
+        UnsupportedConfiguration: there are several optimizers, and ``accumulate_batches`` is above 1.
 
     Example::
 
@@ -53,14 +59,29 @@ class Updater:
         names = {id(p): name for name, p in model.named_parameters()}
         self._names = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
         self._averages_parameters = training.ema_decay is not None
-        self.scheduler, self.every, self.metric = _scheduler_of(task.build_scheduler(self.optimizer))
+        self.parameters_of: dict[str, tuple[str, ...]] = {}
+        if isinstance(self.optimizer, NamedOptimizers):
+            if training.accumulate_batches > 1:
+                raise UnsupportedConfiguration(
+                    f"training.accumulate_batches ({training.accumulate_batches}) must be 1 with several optimizers "
+                    f"({', '.join(self.optimizer.by_name)}), as each call of self.trainer.optimize is a step; set a "
+                    "larger training.batch_size"
+                )
+            for name, own in self.optimizer.by_name.items():
+                params = [p for group in own.param_groups for p in group["params"]]
+                self.parameters_of[name] = tuple(names[id(p)] for p in params)
+        self._schedules = _schedules_of(task, self.optimizer)
         self._parallel_step: ParallelStep | None = None
         self.clip_grad_norm = training.clip_grad_norm
         self.validate_every = training.validate_every
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def apply(self, step: int) -> None:
+    def apply(self, step: int, optimizer: str = "") -> None:
         """Apply the gradients in ``.grad`` as update number ``step``.
+
+        Args:
+            step: the version that results.
+            optimizer: the name of the one whose parameters have gradients; empty if there is one without a name.
 
         Raises:
             NotFinite: gradients are clipped and their norm is NaN or infinite; nothing was applied.
@@ -73,46 +94,49 @@ class Updater:
         else:
             self._parallel_step()
         # After the optimizer: torch warns, and skips the first learning rate, in the other order.
-        if self.every == "step" and self.scheduler is not None:
-            self.scheduler.step()
+        self.on_update(optimizer)
 
     def use_threads(self, team: ThreadTeam) -> None:
         """Step parameters with all threads of ``team`` from now on, if the optimizer allows it."""
-        if ParallelStep.supports(self.optimizer):
+        if not self.parameters_of and ParallelStep.supports(self.optimizer):
             self._parallel_step = ParallelStep(self.optimizer, team)
 
-    def on_update(self) -> None:
-        """Step the schedule after an update that several servers have applied."""
-        if self.every == "step":
-            self._step_scheduler()
+    def on_update(self, optimizer: str = "") -> None:
+        """Step the schedule of an optimizer that has been stepped."""
+        schedule = self._schedules.get(optimizer)
+        if schedule is not None and schedule.every == "step":
+            schedule.scheduler.step()
 
     def on_epoch_end(self) -> None:
-        """Step a schedule of epochs."""
-        if self.every == "epoch":
-            self._step_scheduler()
+        """Step schedules of epochs."""
+        for schedule in self._schedules.values():
+            if schedule.every == "epoch":
+                schedule.scheduler.step()
 
-    def on_validation_end(self, step: int, values: Mapping[str, float]) -> None:
-        """Step a schedule of validations; ReduceLROnPlateau receives its metric.
+    def on_validation_end(self, step: int, values: Mapping[str, float], since: int | None = None) -> None:
+        """Step schedules of validations; ReduceLROnPlateau receives its metric.
 
         A validation that is made only because the run ends does not count: a run that is resumed later must continue as
         if it had not ended.
-        """
-        if self.every != "validation" or not is_due(step, self.validate_every):
-            return
-        if self.metric is not None and self.metric not in values:
-            raise TaskError(
-                f"the scheduler follows metric ({self.metric}), which validation_step does not return; "
-                f"it returns {', '.join(sorted(values)) or 'nothing'}"
-            )
-        self._step_scheduler(None if self.metric is None else values[self.metric])
 
-    def _step_scheduler(self, metric: float | None = None) -> None:
-        if self.scheduler is None:
+        Args:
+            step: of the validation; ``since`` as for ``is_due``.
+            values: that it gave, by name.
+        """
+        if not is_due(step, self.validate_every, since):
             return
-        if metric is None:
-            self.scheduler.step()
-        else:
-            self.scheduler.step(metric)
+        for schedule in self._schedules.values():
+            if schedule.every != "validation":
+                continue
+            if schedule.metric is None:
+                schedule.scheduler.step()
+            elif schedule.metric in values:
+                schedule.scheduler.step(values[schedule.metric])
+            else:
+                raise TaskError(
+                    f"the scheduler follows metric ({schedule.metric}), which validation_step does not return; "
+                    f"it returns {', '.join(sorted(values)) or 'nothing'}"
+                )
 
     @property
     def lr(self) -> tuple[float, ...]:
@@ -130,11 +154,14 @@ class Updater:
         Args:
             states: of the optimizer, by parameter; None for those of this process.
         """
-        return averages(self.optimizer.state_dict()["state"] if states is None else states, self._names)
+        if states is None:
+            states = joined_states(self.optimizer, self.optimizer.state_dict())
+        return averages(states, self._names)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of ``optimizer`` and ``scheduler`` (None without one)."""
-        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        """Return the states of ``optimizer`` and ``scheduler`` (None without one); of several of them, by name."""
+        states = {name: schedule.scheduler.state_dict() for name, schedule in self._schedules.items()}
+        scheduler = states if self.parameters_of else states.get("")
         return {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -143,13 +170,22 @@ class Updater:
         Raises:
             CheckpointError: it is of another optimizer or scheduler.
         """
-        _load(self.optimizer, state["optimizer"])
-        if not self._averages_parameters:
-            drop_averages(self.optimizer)
-        if self.scheduler is not None and state.get("scheduler") is not None:
-            _load(self.scheduler, state["scheduler"])
-            # The steps before the stop count; otherwise a schedule that is stepped first warns that there were none.
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        by_name, stored, schedules = {"": self.optimizer}, {"": state["optimizer"]}, {"": state.get("scheduler")}
+        if isinstance(self.optimizer, NamedOptimizers):
+            by_name, stored, schedules = self.optimizer.by_name, state["optimizer"], state.get("scheduler") or {}
+            if stored.keys() != by_name.keys():
+                raise CheckpointError(
+                    f"the stored state has optimizers {', '.join(map(str, stored))}, and build_optimizer returns "
+                    f"{', '.join(by_name)}; resume with the task and the task_args that it was stored with"
+                )
+        for name, optimizer in by_name.items():
+            _load(optimizer, stored[name])
+            if not self._averages_parameters:
+                drop_averages(optimizer)
+            if name in self._schedules and (own := schedules.get(name)) is not None:
+                _load(self._schedules[name].scheduler, own)
+                # The steps before the stop count; otherwise a schedule that is stepped first warns of that.
+                optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def _load(owner: Any, state: dict[str, Any]) -> None:
@@ -177,17 +213,37 @@ def build_optimizer(task: Task, model: nn.Module, ema_decay: float | None = None
     Raises:
         TaskError: it needs a closure, or is not an optimizer of this model.
     """
-    optimizer = task.build_optimizer(model)
-    _check_optimizer(optimizer, model, type(task).__name__)
-    if ema_decay is not None:
-        optimizer.register_step_post_hook(AverageParameters(ema_decay))
-    return optimizer
+    built, task_name = task.build_optimizer(model), type(task).__name__
+    by_name = dict(built) if isinstance(built, Mapping) else {"": built}
+    for optimizer in by_name.values():
+        _check_optimizer(optimizer, model, task_name)
+        if ema_decay is not None:
+            optimizer.register_step_post_hook(AverageParameters(ema_decay))
+    if not isinstance(built, Mapping):
+        return built
+    _check_names(by_name, task_name)
+    return NamedOptimizers(by_name)
+
+
+def _check_names(by_name: Mapping[str, torch.optim.Optimizer], task_name: str) -> None:
+    wrong = [name for name in by_name if not isinstance(name, str) or not name]
+    if wrong or not by_name:
+        raise TaskError(
+            f"{task_name}.build_optimizer returned a dict with the keys {list(by_name)}; they must be the names of the "
+            "optimizers, at least one"
+        )
+    for first, second in shared_parameters(by_name):
+        raise TaskError(
+            f"{task_name}.build_optimizer gives a parameter to two optimizers ({first}, {second}); give each parameter "
+            "to one of them, and add the losses where both should change it"
+        )
 
 
 def _check_optimizer(optimizer: object, model: nn.Module, task_name: str) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(
-            f"{task_name}.build_optimizer returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer"
+            f"{task_name}.build_optimizer returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer, "
+            "or a dict of them by name"
         )
     # Refused now: gradients come from trainers, so a step on the server has no loss to evaluate.
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -206,10 +262,30 @@ def _check_optimizer(optimizer: object, model: nn.Module, task_name: str) -> Non
         )
 
 
-def _scheduler_of(built: Any) -> tuple[Any, str, str | None]:
-    """Return the scheduler, when it is stepped, and its metric, from the result of ``Task.build_scheduler``."""
-    if built is None:
-        return None, "step", None
+@dataclass(frozen=True)
+class _Schedule:
+    """A scheduler, when it is stepped, and the metric that it is given."""
+
+    scheduler: Any
+    every: str
+    metric: str | None
+
+
+def _schedules_of(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, _Schedule]:
+    """Return the schedule of each optimizer that has one, by its name; empty is that of a single one."""
+    if not isinstance(optimizer, NamedOptimizers):
+        built = {"": task.build_scheduler(optimizer)}
+    else:
+        built = task.build_scheduler(optimizer.by_name) or {}
+        if not isinstance(built, Mapping) or built.keys() - optimizer.by_name.keys():
+            raise TaskError(
+                f"build_scheduler must return None or a dict of schedulers by the names of the optimizers "
+                f"({', '.join(optimizer.by_name)}); got {built!r}"
+            )
+    return {name: _schedule_of(own) for name, own in built.items() if own is not None}
+
+
+def _schedule_of(built: Any) -> _Schedule:
     spec = built if isinstance(built, dict) else {"scheduler": built}
     unknown = set(spec) - {"scheduler", "every", "metric"}
     scheduler, every, metric = spec.get("scheduler"), spec.get("every", "step"), spec.get("metric")
@@ -226,4 +302,4 @@ def _scheduler_of(built: Any) -> tuple[Any, str, str | None]:
         )
     if metric is not None and every != "validation":
         raise TaskError(f'build_scheduler: metric ({metric!r}) needs every="validation"')
-    return scheduler, every, metric
+    return _Schedule(scheduler, every, metric)

@@ -168,10 +168,14 @@ class RunMonitor:
         """Set the epoch of the updates that follow."""
         self.epoch = epoch
 
-    def record_validation(self, step: int, sums: WeightedSums) -> bool:
+    def record_validation(self, step: int, sums: WeightedSums, since: int | None = None) -> bool:
         """Record a validation over all samples.
 
         A second validation of the same step, as at the end of a run that had ended already, is ignored.
+
+        Args:
+            step: of the validation; ``since`` as for ``is_due``.
+            sums: the values of all trainers.
 
         Returns:
             Whether it is the best one so far.
@@ -183,7 +187,7 @@ class RunMonitor:
             values = sums.means()
             if step == self._validated_step:
                 return False
-            improved = self.best is not None and self._improves(self.best, values, step)
+            improved = self.best is not None and self._improves(self.best, values, step, since)
             if not sums.samples:
                 return False
             self.validation = values
@@ -196,13 +200,13 @@ class RunMonitor:
             )
             return improved
 
-    def _improves(self, best: BestMetric, values: Mapping[str, float], step: int) -> bool:
+    def _improves(self, best: BestMetric, values: Mapping[str, float], step: int, since: int | None) -> bool:
         if best.metric not in values:
             raise TaskError(
                 f"checkpoint.best.metric ({best.metric}) must be among what validation_step returns; it returns "
                 f"{', '.join(sorted(values)) or 'nothing: validation_source gave no samples'}"
             )
-        return best.update(values[best.metric], step, is_due(step, self.config.training.validate_every))
+        return best.update(values[best.metric], step, is_due(step, self.config.training.validate_every, since))
 
     def stop_reason(self) -> str | None:
         """Return why the run must end now: patience or time; None to continue. Every rank checks the other limits."""

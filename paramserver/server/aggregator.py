@@ -31,6 +31,7 @@ from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.transport.base import ServerTransport
 from paramserver.transport.messages import Future, PendingReplies, Push, StepGrant, VersionView, push_id
+from paramserver.transport.rpc import without_values
 
 ReleaseFn = Callable[[], None]
 
@@ -74,6 +75,7 @@ class Aggregator:
         self.stop = stop
         self.transports: dict[int, ServerTransport] = {}
         self.epoch_samples: int | None = None
+        self.batch_began: int | None = None  # the version that the last batch began with, if it may make several
         self.pipeline: UpdatePipeline | None = None  # of the shard of this server, if updates are made bucket by bucket
         self._fail = fail
         self._coordinator = coordinator
@@ -250,6 +252,8 @@ class Aggregator:
                 self._resize = decision.reason if decision.resizes else ""
             self._grant(trainer_index, decision)
         going = next((decision for decision in decisions.values() if decision.verdict is Verdict.GO), None)
+        if going is not None and self.store.updater.parameters_of:
+            self.batch_began = going.step
         # After the grants, which may have begun an epoch with another learning rate. Where some gradients are in shared
         # memory, no bucket is complete before a push.
         if self.pipeline and going and not any(self.transports[i].zero_copy for i in going.active):
@@ -295,8 +299,10 @@ class Aggregator:
 
         Those of the buckets ``held``, which it has received already, are empty.
         """
+        if self.pipeline is None:
+            return self.transports[trainer_index].pull(held)
         pulled = self.transports[trainer_index].pull()
-        return pulled if self.pipeline is None or not held else self.pipeline.leave_out(pulled, held)
+        return self.pipeline.leave_out(pulled, held) if held else pulled
 
     # Pushes.
 
@@ -414,7 +420,8 @@ class Aggregator:
     def _apply_update(self, update: Update) -> None:
         pushes = [self._pushes[i] for i in update.trainers]
         # With trainers that run freely, these gradients may have been in flight when the last epoch ended.
-        self._enter_epoch(self.rules.samples - sum(push.report.samples for push in pushes))
+        if self.batch_began is None:
+            self._enter_epoch(self.rules.samples - sum(push.report.samples for push in pushes))
         started = self._clock()
         if self._coordinator is None:
             self.store.apply(self.rules.step, update, pushes)
@@ -445,8 +452,15 @@ class Aggregator:
         self.monitor.update_applied(result, dict(zip(update.trainers, update.staleness, strict=True)))
         for push in pushes:
             del self._pushes[push.report.trainer_index]
+            self._continue_batch(push.report.trainer_index)
             self._reply(push, replace(result, held_s=max(started - push.arrival_s, 0.0)))
         self._release_version_waits()
+
+    def _continue_batch(self, trainer_index: int) -> None:
+        """Grant the new version to a trainer that may push again in its batch, as there are several optimizers."""
+        if self.rules.rejection_reason(trainer_index, self.rules.step) is None:
+            self._granted[trainer_index] = self.rules.step
+            self.transports[trainer_index].pin_version()
 
     def _release_version_waits(self) -> None:
         for future in self._version_waits.pop_all()[1].values():
@@ -468,7 +482,8 @@ class Aggregator:
         loss = sum(push.report.loss for push in pushes) / len(pushes)
         self._seconds = max(self._seconds, *(push.report.seconds for push in pushes))
         lr = self.store.updater.lr
-        return StepResult(self.rules.step, self.rules.samples, loss, lr, self._seconds, apply_s, dropped=dropped)
+        name = pushes[0].report.optimizer
+        return StepResult(self.rules.step, self.rules.samples, loss, lr, self._seconds, apply_s, 0.0, dropped, name)
 
     # Reading.
 
@@ -479,14 +494,14 @@ class Aggregator:
         # A repeated call gets the reply of the first.
         return self._version_waits.futures.get(trainer_index) or self._version_waits.add(trainer_index, None)
 
-    def view_version(self, trainer_index: int, version: int | None) -> VersionView:
-        """Return a retained version, or the current one; None for whichever is current."""
+    def view_version(self, trainer_index: int, version: int | None, held: Collection[int] = ()) -> VersionView:
+        """Return a retained version, or the current one; None for whichever is current, and that without ``held``."""
         transport = self.transports[trainer_index]
         if version not in (None, self.rules.step):
             return transport.view_retained(*self.store.retained(version))
         slot, flats = transport.view_version()
         buffers = tuple(self.store.snapshot_of_buffers()) if transport.sends_buffers else ()
-        return VersionView(slot, tuple(flats), buffers)
+        return VersionView(slot, tuple(without_values(flats, held)), buffers)
 
     def pop_waiters(self) -> list[Future]:
         """Remove and return the futures of all calls that wait; the caller replies to them."""

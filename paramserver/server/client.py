@@ -489,9 +489,7 @@ class ServerClient(ServerConnection):
 
         Of the buckets ``held``, which were received early, empty tensors are sent where the version has these.
         """
-        numbers: list[list[int]] = [[] for _ in (SERVER_NAME, *self._shard_servers)]
-        for bucket in held:
-            numbers[bucket.server_index].append(bucket.flat_index)
+        numbers = self._by_server(held)
         first = self.begin(SERVER_NAME, ParameterServer.pull, self._id, numbers[0])
         others = zip(self._shard_servers, numbers[1:], strict=True)
         return [first, *(self.begin(name, ShardServer.pull, self._id, version, own) for name, own in others)]
@@ -583,12 +581,23 @@ class ServerClient(ServerConnection):
 
     # Validation, checkpoints, records.
 
-    def view_version(self, version: int | None) -> VersionView:
-        """Return a version for validation; None for the current one of each server."""
-        on_shards = [self.begin(name, ShardServer.view_version, self._id, version) for name in self._shard_servers]
-        view = self.call(ParameterServer.view_version, self._id, version)
-        others = [flat for call in on_shards for flat in call.wait()]
-        return replace(view, parameters=(*view.parameters, *others)) if others else view
+    def view_version(self, version: int | None, held: Iterable[GradientBucket] = ()) -> VersionView:
+        """Return a version without gradients; None for the current one of each server.
+
+        Of the ranges ``held`` no values are sent.
+        """
+        numbers = self._by_server(held)
+        others = zip(self._shard_servers, numbers[1:], strict=True)
+        on_shards = [self.begin(name, ShardServer.view_version, self._id, version, own) for name, own in others]
+        view = self.call(ParameterServer.view_version, self._id, version, numbers[0])
+        of_shards = [flat for call in on_shards for flat in call.wait()]
+        return replace(view, parameters=(*view.parameters, *of_shards)) if of_shards else view
+
+    def _by_server(self, ranges: Iterable[GradientBucket]) -> list[list[int]]:
+        numbers: list[list[int]] = [[] for _ in (SERVER_NAME, *self._shard_servers)]
+        for one in ranges:
+            numbers[one.server_index].append(one.flat_index)
+        return numbers
 
     def report_validation(self, version: int, sums: WeightedSums) -> tuple[dict[str, float], bool]:
         """Report this trainer's share of a validation; returns the means over all shares and whether they improved."""

@@ -15,6 +15,7 @@ from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member, Members, watch_peer
 from paramserver.distributed.rpc_calls import RemoteError, send, send_deferred
 from paramserver.errors import ParamserverError, PeerLost
+from paramserver.optim.named_optimizers import joined_states, with_states
 from paramserver.optim.parallel_step import is_elementwise
 from paramserver.optim.updater import Updater
 from paramserver.parameters.numerics import check_gradient_norm
@@ -40,7 +41,7 @@ class CollectedState:
         self._updater = updater
 
     def averages(self) -> dict[str, torch.Tensor]:
-        return self._updater.averages(self._state["optimizer"]["state"])
+        return self._updater.averages(joined_states(self._updater.optimizer, self._state["optimizer"]))
 
     def state_dict(self) -> dict[str, Any]:
         return self._state
@@ -224,7 +225,7 @@ class ShardCoordinator:
             self._store.begin_update(update, pushes)
 
         def finish(_: Sequence[Any]) -> None:
-            self._store.updater.on_update()
+            self._store.updater.on_update(pushes[0].report.optimizer)
             self._store.finish_update(update, pushes)
             on_applied()
 
@@ -317,7 +318,7 @@ class ShardCoordinator:
         by_shard += [(shard, states) for shard, (_, states) in zip(self.shards[1:], parts, strict=True)]
         merged = merge_state(by_shard, self._optimizer_indices, store.parameters.layout)
         state = store.updater.state_dict()
-        state["optimizer"] = {**state["optimizer"], "state": dict(sorted(({**own_states, **merged}).items()))}
+        state["optimizer"] = with_states(store.updater.optimizer, {**own_states, **merged})
         return state
 
     @property

@@ -8,7 +8,7 @@ a snapshot.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -134,7 +134,7 @@ class ServedTransport(ServerTransport):
         self._pinned = self._snapshot()
         return 0
 
-    def pull(self) -> tuple[Tensor, ...]:
+    def pull(self, held: Collection[int] = ()) -> tuple[Tensor, ...]:
         return ()
 
     def view_version(self) -> tuple[int | None, Flats]:

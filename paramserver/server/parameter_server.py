@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paramserver.checkpoint import stage_copy
 from paramserver.config import Config, num_servers_of, server_computes
-from paramserver.consistency import Announcement, Decision, Ledger, TrainerId, make_consistency
+from paramserver.consistency import Announcement, Decision, Ledger, Sync, TrainerId, make_consistency
 from paramserver.context import StopRequest
 from paramserver.devices import place_parameters, to_cpu
 from paramserver.distributed.local_calls import LocalCallServer
@@ -44,7 +44,7 @@ from paramserver.server.aggregator import Aggregator
 from paramserver.server.coordinator import CollectedState, ShardCoordinator
 from paramserver.server.gathers import Gathers
 from paramserver.server.model_service import ModelService, ServedTransport
-from paramserver.server.parameter_store import ParameterStore
+from paramserver.server.parameter_store import ParameterStore, check_several_optimizers
 from paramserver.server.repeated_calls import LastReplies, executed_once
 from paramserver.server.update_pipeline import UpdatePipeline, plan_buckets
 from paramserver.task import Task
@@ -171,6 +171,10 @@ class ParameterServer(TutorialMethods):
         # that run freely, or whose server has them on a GPU, read snapshots instead.
         in_place = (rules.lockstep or several) and segments is not None and device.type == "cpu"
         self.store = store = ParameterStore(task, config, self._shared_memory.allocate_parameters if in_place else None)
+        if store.updater.parameters_of:
+            check_several_optimizers(config, store)
+            assert isinstance(rules, Sync)
+            rules.several_updates = True
         self._model_service = ModelService(task, config, store) if server_computes(config) else None
         parameters = store.parameters
         # A trainer that joins may read while servers write. That is never the snapshot of the version that they make.
@@ -336,6 +340,7 @@ class ParameterServer(TutorialMethods):
             row.incarnation,
             position,
             self._barrier,
+            self.store.updater.parameters_of,
         )
 
     @executed_once
@@ -712,11 +717,14 @@ class ParameterServer(TutorialMethods):
         with self._lock:
             return self.aggregator.wait_version(self._admit(sender), version)
 
-    def view_version(self, sender: TrainerId, version: int | None) -> VersionView:
-        """Return a retained version, or the current one, for validation; None for whichever is current."""
+    def view_version(self, sender: TrainerId, version: int | None, held: Collection[int] = ()) -> VersionView:
+        """Return a retained version, or the current one, without gradients; None for whichever is current.
+
+        Of the flat tensors ``held`` no values are sent.
+        """
         # Also after a failure: a trainer in the middle of a validation learns of it with its next step.
         with self._lock:
-            return self.aggregator.view_version(self._index_of(sender), version)
+            return self.aggregator.view_version(self._index_of(sender), version, held)
 
     # The model on the server: see ``ModelService``.
 
@@ -767,8 +775,9 @@ class ParameterServer(TutorialMethods):
             with self._lock:
                 self.store.drop(version)
                 merged = merge_sums(shares)
-                means, improved = merged.means(), self.monitor.record_validation(version, merged)
-                self.store.updater.on_validation_end(version, means)
+                since = self.aggregator.batch_began
+                means, improved = merged.means(), self.monitor.record_validation(version, merged, since)
+                self.store.updater.on_validation_end(version, means, since)
                 self._validated = version, means
                 return means, improved
 
@@ -867,7 +876,7 @@ class ParameterServer(TutorialMethods):
         """Return the counters with which another process continues as a lost trainer; see ``TrainerProgress``."""
         row = self.aggregator.ledger[trainer_index]
         return {
-            "batch_idx": row.pushes * self.config.training.accumulate_batches,
+            "batch_idx": (row.pushes - row.further_pushes) * self.config.training.accumulate_batches,
             "samples_served": row.samples,
             "epoch": self.monitor.epoch,
             "seconds": self.monitor.seconds,

@@ -12,7 +12,8 @@ from torch import Tensor
 from paramserver.config import Config
 from paramserver.consistency import Update
 from paramserver.devices import CPU, move_to_device, place_parameters, to_cpu
-from paramserver.errors import TaskError
+from paramserver.errors import TaskError, UnsupportedConfiguration
+from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import WORTHWHILE_BYTES, ThreadTeam
 from paramserver.optim.shard_updater import ShardUpdater, staleness_factor
 from paramserver.optim.updater import Updater
@@ -24,6 +25,27 @@ from paramserver.task import Task
 from paramserver.transport.messages import Push, merge_used
 
 Flats = list[Tensor]
+
+
+def check_several_optimizers(config: Config, store: ParameterStore) -> None:
+    """Refuse the keys with which several optimizers do not work.
+
+    Raises:
+        UnsupportedConfiguration: one of them has such a value.
+    """
+    server = config.server
+    refused: list[tuple[str, object, object]] = [
+        ("server.compute", server.compute, "trainer"),
+        ("server.consistency", server.consistency, "sync"),
+        ("server.backup_trainers", server.backup_trainers, 0),
+        ("device.server", store.device.type, "cpu"),
+    ]
+    for key, value, must in refused:
+        if value != must:
+            raise UnsupportedConfiguration(
+                f"{key} ({value}) must be {must} with several optimizers ({', '.join(store.updater.parameters_of)}), "
+                f"as all trainers make each update together, from the same parameters; set {key}: {must}"
+            )
 
 
 class ParameterStore:
@@ -63,7 +85,7 @@ class ParameterStore:
         self.parameters = FlatTensors(trainable_parameters(self.model), allocate, config.server.bucket_bytes)
         self.buffers = FlatTensors(module_buffers(self.model))
         self.updater = Updater(task, self.model, config.training)
-        if isinstance(self.updater.optimizer, torch.optim.SparseAdam):
+        if any(isinstance(optimizer, torch.optim.SparseAdam) for optimizer in optimizers_of(self.updater.optimizer)):
             raise TaskError("SparseAdam needs sparse gradients, which cannot be averaged on a server; use Adam")
         self.assign_shard(full_shard(self.parameters.layout))
         self.pipeline: UpdatePipeline | None = None  # set where updates are made bucket by bucket
@@ -148,7 +170,7 @@ class ParameterStore:
             self.updater.on_update()
         else:
             self.begin_update(update, pushes)
-            self.updater.apply(version)
+            self.updater.apply(version, pushes[0].report.optimizer)
         self.finish_update(update, pushes)
 
     def apply_by_bucket(self, pushes: Sequence[Push]) -> bool:

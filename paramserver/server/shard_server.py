@@ -28,7 +28,7 @@ from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.task import Task
 from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment
-from paramserver.transport.rpc import PushAssembly, WireVersion
+from paramserver.transport.rpc import PushAssembly, WireVersion, without_values
 from paramserver.transport.segments import attach, can_attach
 
 
@@ -160,18 +160,18 @@ class ShardServer:
             left_out = held if self._pipeline is not None and version == self.version else ()
         assembly = PushAssembly(self._leaves, self._wire.codec)
         if self._pipeline is None:
-            return assembly.pull(flats)
+            return assembly.pull(without_values(flats, held))
         on_first = partial(self._first_arrived, sender, version)
         return self._pipeline.leave_out(assembly.pull(flats, on_first), left_out)
 
-    def view_version(self, sender: TrainerId, version: int | None) -> tuple[Tensor, ...]:
-        """Return this shard of a version for validation, without gradients; None for the current one."""
+    def view_version(self, sender: TrainerId, version: int | None, held: Collection[int] = ()) -> tuple[Tensor, ...]:
+        """Return this shard of a version without gradients; None for the current one, and that without ``held``."""
         with self._lock:
             self._admit(sender)
             if version is not None:
                 self._reach(version)
             if version is None or version == self.version:
-                return tuple(self._wire.current())
+                return tuple(without_values(self._wire.current(), held))
             return tuple(self._find(version))
 
     def receive_bucket(

@@ -16,7 +16,7 @@ forward is on the server, and only outputs are sent).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -60,8 +60,11 @@ class ServerTransport(ABC):
             The slot where ``TrainerTransport.map_version`` finds it; 0 where versions are sent.
         """
 
-    def pull(self) -> tuple[Tensor, ...]:
-        """Return the pinned version as tensors whose gradients return to this process."""
+    def pull(self, held: Collection[int] = ()) -> tuple[Tensor, ...]:
+        """Return the pinned version as tensors whose gradients return to this process.
+
+        In the place of those in ``held``, which the trainer has, are tensors of the same shape without their values.
+        """
         raise AssertionError("this transport has no pulls")
 
     @abstractmethod
@@ -112,6 +115,8 @@ class TrainerTransport(ABC):
         zero_copy: a version is found by its slot, so there is no call to pull it.
         gradient_views: where the gradients of a step are put, one for each trained parameter in the order of the
             layout. They keep the gradients of the last step until they are overwritten.
+        ranges: all that a pull returns, one for each flat tensor of each server, with the parameters as in ``buckets``.
+        sends_unused: also the gradients of a range none of whose parameters has one are sent.
         buckets: what is sent before ``backward_root``, each with the indices of the parameters whose gradients it
             carries. It may be sent as soon as these are in place, while backward continues.
     """
@@ -119,6 +124,8 @@ class TrainerTransport(ABC):
     name: str
     zero_copy: bool
     gradient_views: Sequence[Tensor]
+    ranges: Mapping[GradientBucket, Sequence[int]] = {}
+    sends_unused = True
     buckets: Mapping[GradientBucket, Sequence[int]] = {}
 
     def bucket_tensor(self, bucket: GradientBucket) -> Tensor:
@@ -132,6 +139,13 @@ class TrainerTransport(ABC):
     @abstractmethod
     def load(self, flats: Sequence[Tensor]) -> None:
         """Make the parameters of the model those in ``flats``, which the caller gives away."""
+
+    def load_updated(self, view: VersionView, numbers: Collection[int]) -> None:
+        """Make some parameters of the model, given by their numbers, those of a later version.
+
+        From then on autograd refuses graphs that need their earlier values. All others stay untouched.
+        """
+        raise AssertionError("this transport has one optimizer")
 
     @abstractmethod
     def backward_root(self, pulled: Sequence[Tensor]) -> Tensor:

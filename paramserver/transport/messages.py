@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -33,6 +33,7 @@ class JoinReply:
         view, incarnation: name the pushes of this process; see ``consistency/ledger.py``.
         data_position: where the data of a lost trainer continues that this process replaces; None for others.
         barrier: why an update waits for the gradients of all buckets; empty if each is updated as these arrive.
+        parameters_of: the names of the parameters of each optimizer; empty if there is one without a name.
     """
 
     model: dict[str, Any]
@@ -48,6 +49,7 @@ class JoinReply:
     incarnation: int = 1
     data_position: DataPosition | None = None
     barrier: str = ""
+    parameters_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,26 @@ class ApplyRequest:
     used: tuple[bool, ...] | None
     groups: list[dict[str, Any]] | None
     retained_versions: frozenset[int]
+
+
+@dataclass(frozen=True)
+class OptimizerCall:
+    """A trainer's call of ``optimize`` with one of several optimizers.
+
+    Attributes:
+        name: of the optimizer; empty at the end of a batch.
+        loss: of this trainer.
+        samples: of the batch, with its first call; 0 with others.
+        used: whether each parameter of the optimizer has a gradient.
+    """
+
+    name: str = ""
+    loss: float = 0.0
+    samples: int = 0
+    used: tuple[bool, ...] = ()
+
+    def __str__(self) -> str:
+        return f"optimize({self.name!r})" if self.name else "none"
 
 
 @dataclass(frozen=True)

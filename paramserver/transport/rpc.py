@@ -7,7 +7,7 @@ through distributed autograd. The gradients of the others are sent as buckets wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from itertools import accumulate
 
 import torch
@@ -95,13 +95,13 @@ class PushAssembly:
 
     def add_first(self, gradient: Tensor) -> None:
         """Add the gradient of the first tensor, as it was received."""
-        self._first = self._codec.decode(gradient, self._leaves[0].dtype)
+        self._first = self._codec.decode(gradient.contiguous(), self._leaves[0].dtype)
 
     def add_bucket(self, flat_index: int, gradient: Tensor, revision: int = 0) -> Tensor:
         """Add a received bucket, unless it is here with this or a later revision; return the one that is kept."""
         known = self._buckets.get(flat_index)
         if known is None or known[0] < revision:
-            gradient = self._codec.decode(gradient, self._leaves[flat_index].dtype)
+            gradient = self._codec.decode(gradient.contiguous(), self._leaves[flat_index].dtype)
             known = self._buckets[flat_index] = revision, gradient
         return known[1]
 
@@ -153,8 +153,8 @@ class RpcServerTransport(ServerTransport):
         self._pinned = self._outgoing.current()
         return 0
 
-    def pull(self) -> tuple[Tensor, ...]:
-        return self._push.pull(self._pinned, self._on_first)
+    def pull(self, held: Collection[int] = ()) -> tuple[Tensor, ...]:
+        return self._push.pull(without_values(self._pinned, held), self._on_first)
 
     def view_version(self) -> tuple[None, Sequence[Tensor]]:
         return None, self._outgoing.current()
@@ -225,11 +225,13 @@ class RpcTrainerTransport(TrainerTransport):
         self._first = list(accumulate((len(shard.ranges) for shard in shards[:-1]), initial=0))
         self._targets: list[tuple[int, int, int | None]] = []
         self.gradient_views = self._map_gradients(codec.wire_layout(layout), pinned)
-        self.buckets = {
+        self.ranges = {
             GradientBucket(server_index, flat_index): shard.slots_of_range(flat_index)
             for server_index, shard in enumerate(shards)
-            for flat_index in range(1, len(shard.ranges))
+            for flat_index in range(len(shard.ranges))
         }
+        self.buckets = {bucket: numbers for bucket, numbers in self.ranges.items() if bucket.flat_index}
+        self._numbers = list(self.ranges.values())
 
     def _map_gradients(self, wire: FlatLayout, pinned: bool) -> list[Tensor]:
         """Allocate what is sent, a tensor for each range, and return a view of it for each parameter.
@@ -260,16 +262,29 @@ class RpcTrainerTransport(TrainerTransport):
     def map_version(self, slot: int) -> None:
         raise AssertionError("versions are received with the reply to a pull")
 
-    @torch.no_grad()
     def load(self, flats: Sequence[Tensor]) -> None:
+        self._load(flats, None)
+
+    def load_updated(self, view: VersionView, numbers: Collection[int]) -> None:
+        # Of ranges without these parameters, no values were sent.
+        flats = [flat if flat.is_contiguous() else flat.new_empty(flat.shape) for flat in view.parameters]
+        self._load(flats, set(numbers))
+
+    @torch.no_grad()
+    def _load(self, flats: Sequence[Tensor], numbers: Set[int] | None) -> None:
         sources: list[Tensor] = []
         for first, shard in zip(self._first, self._shards, strict=True):
             sources += shard.layout.views(flats[first : first + len(shard.ranges)]).values()
-        targets = [
-            self._parameters[number] if length is None else _slice(self._parameters[number].detach(), start, length)
-            for number, start, length in self._targets
+        pairs = [
+            (self._target(number, start, length), source)
+            for (number, start, length), source in zip(self._targets, sources, strict=True)
+            if numbers is None or number in numbers
         ]
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+    def _target(self, number: int, start: int, length: int | None) -> Tensor:
+        parameter = self._parameters[number]
+        return parameter if length is None else _slice(parameter.detach(), start, length)
 
     def bucket_tensor(self, bucket: GradientBucket) -> Tensor:
         return self._gather(self._first[bucket.server_index] + bucket.flat_index)
@@ -280,6 +295,8 @@ class RpcTrainerTransport(TrainerTransport):
     def _gather(self, index: int) -> Tensor:
         """Return one outgoing tensor, checked."""
         flat = self._outgoing[index]
+        if self._is_left_out(index):
+            return without_values([flat], [0])[0]
         if self._is_lossy and not bool(flat.isfinite().all()):
             # Gradients that were infinite before are the trainer's error to report, so only rounding is refused here.
             for slot, view, parameter in zip(self._layout.slots, self.gradient_views, self._parameters, strict=True):
@@ -288,7 +305,12 @@ class RpcTrainerTransport(TrainerTransport):
         return flat
 
     def step_bytes(self, pulled: Sequence[Tensor]) -> int:
-        return sum(flat.nbytes for flat in (*pulled, *self._outgoing))
+        sent = [flat for index, flat in enumerate(self._outgoing) if not self._is_left_out(index)]
+        return sum(flat.nbytes for flat in (*pulled, *sent))
+
+    def _is_left_out(self, index: int) -> bool:
+        """Return whether an outgoing tensor has no gradient, and is not sent then."""
+        return not self.sends_unused and all(self._parameters[n].grad is None for n in self._numbers[index])
 
 
 def _part(whole: Tensor, first: int, end: int) -> Tensor:
@@ -296,6 +318,11 @@ def _part(whole: Tensor, first: int, end: int) -> Tensor:
     # By numpy, which keeps the memory alive: RPC would copy a view, as it sends storages.
     item = whole.itemsize
     return torch.from_numpy(whole.view(torch.uint8)[first * item : end * item].numpy()).view(whole.dtype)
+
+
+def without_values(flats: Sequence[Tensor], held: Collection[int]) -> list[Tensor]:
+    """Return ``flats`` with a tensor of one element, expanded to the same shape, in the place of each in ``held``."""
+    return [flat.new_zeros(1).expand(flat.shape) if n in held else flat for n, flat in enumerate(flats)]
 
 
 def _slice(dense: Tensor, start: int, length: int) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import TypeVar
 
 import torch
@@ -26,6 +26,7 @@ from paramserver.parameters.sharding import Shard
 from paramserver.transport.autograd import pull
 from paramserver.transport.base import ServerTransport, TrainerTransport
 from paramserver.transport.compression import make_codec
+from paramserver.transport.messages import VersionView
 from paramserver.transport.segments import SegmentHost, attach
 from paramserver.transport.snapshot_ring import SnapshotRing
 
@@ -235,6 +236,16 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         self._set_parameters(list(self._layout.views(flats).values()))
         # The parameters are no views of a slot now, so the next ``map_version`` must assign them again.
         self._slot = None
+
+    def load_updated(self, view: VersionView, numbers: Collection[int]) -> None:
+        # What the server wrote is in place already, and autograd of this process does not know of it.
+        if self._on_cpu:
+            torch.autograd.graph.increment_version([self._parameters[number] for number in numbers])
+        else:
+            with torch.no_grad():
+                for number in numbers:
+                    self._parameters[number].copy_(self._snapshots[0][number])
+        self._tensor_versions = [parameter._version for parameter in self._parameters]
 
     def _set_parameters(self, views: list[Tensor]) -> None:
         if not self._on_cpu:

@@ -1,0 +1,131 @@
+"""Tasks with several optimizers."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from paramserver import Task
+
+
+class Networks(nn.Module):
+    def __init__(self, unused):
+        super().__init__()
+        self.make = nn.Sequential(nn.Linear(4, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.1), nn.Linear(12, 3))
+        self.judge = nn.Sequential(nn.Linear(3, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 1))
+        self.weight = nn.Parameter(torch.ones(3))
+        self.unused = nn.Parameter(torch.ones(2)) if unused else None
+
+
+class Adversarial(Task):
+    """Two or three updates in a batch; the samples that ``make`` gives are used in the losses of both networks."""
+
+    def __init__(self, samples=96, unused=False, schedule=True, most_calls=3):
+        self.samples, self.unused, self.schedule, self.most_calls = samples, unused, schedule, most_calls
+
+    def build_model(self):
+        return Networks(self.unused)
+
+    def build_optimizer(self, model):
+        extra = [model.unused] if self.unused else []
+        return {
+            "judge": torch.optim.AdamW([*model.judge.parameters(), *extra], 0.01, weight_decay=0.1),
+            "make": torch.optim.Adam(model.make.parameters(), 0.01),
+            "weight": torch.optim.SGD([model.weight], 0.1, momentum=0.9),
+        }
+
+    def build_scheduler(self, optimizers):
+        if not self.schedule:
+            return None
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers["weight"], factor=0.5, patience=0)
+        return {
+            "judge": torch.optim.lr_scheduler.StepLR(optimizers["judge"], 3, 0.9),
+            "make": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizers["make"], 1, 0.5), "every": "epoch"},
+            "weight": {"scheduler": plateau, "every": "validation", "metric": "loss"},
+        }
+
+    def train_source(self, partition):
+        return TensorDataset(torch.randn(self.samples, 3, generator=torch.Generator().manual_seed(5)) + 1)
+
+    def validation_source(self, partition):
+        return TensorDataset(torch.randn(20, 4, generator=torch.Generator().manual_seed(6)))
+
+    def training_step(self, model, batch, batch_idx):
+        (real,) = batch
+        third = self.most_calls > 2 and self.trainer.step % 5 == 0
+        made = model.make(torch.randn(len(real), 4)) * model.weight
+        scores = model.judge(torch.cat([real, made.detach()]))
+        truth = torch.cat([torch.ones(len(real), 1), torch.zeros(len(real), 1)])
+        self.optimize("judge", F.binary_cross_entropy_with_logits(scores, truth))
+        if self.most_calls > 1:
+            scores = model.judge(made)
+            loss = F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores))
+            self.optimize("make", loss, retain_graph=third)
+        if third:
+            self.optimize("weight", (model.make(real.new_ones(2, 4)).detach() * model.weight).square().mean())
+
+    def optimize(self, name, loss, **options):
+        self.log(f"loss_{name}", loss)
+        self.trainer.optimize(name, loss, **options)
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        return {"loss": model.judge(model.make(batch[0]) * model.weight).square().mean()}
+
+
+class Differs(Adversarial):
+    """Trainer 1 makes a call less, or another one, in batch 2."""
+
+    def __init__(self, how="less", **options):
+        super().__init__(schedule=False, **options)
+        self.how = how
+
+    def training_step(self, model, batch, batch_idx):
+        odd = self.trainer.trainer_index == 1 and batch_idx == 2
+        self.most_calls = 1 if odd and self.how == "less" else 2
+        self.swapped = odd and self.how == "other"
+        super().training_step(model, batch, batch_idx)
+
+    def optimize(self, name, loss, **options):
+        super().optimize("judge" if self.swapped else name, loss, **options)
+
+
+class Stale(Adversarial):
+    """The second loss is computed before the update of parameters that its gradient depends on."""
+
+    def training_step(self, model, batch, batch_idx):
+        scores = model.judge(model.make(torch.randn(len(batch[0]), 4)))
+        self.trainer.optimize("judge", scores.square().mean(), retain_graph=True)
+        self.trainer.optimize("make", scores.mean())
+
+
+class Misused(Adversarial):
+    """Calls ``optimize`` as ``how`` says."""
+
+    def __init__(self, how="returns"):
+        super().__init__(schedule=False)
+        self.how = how
+
+    def build_optimizer(self, model):
+        several = super().build_optimizer(model)
+        if self.how == "shared":
+            return {**several, "again": torch.optim.SGD([model.weight], 0.1)}
+        if self.how == "keys":
+            return {0: several["judge"], "make": several["make"]}
+        return several["judge"] if self.how == "one" else several
+
+    def build_scheduler(self, optimizers):
+        return {"other": None} if self.how == "schedule" else None
+
+    def training_step(self, model, batch, batch_idx):
+        loss = model.judge(batch[0]).mean()
+        if self.how == "returns":
+            return loss
+        if self.how in ("name", "one"):
+            self.trainer.optimize("jugde", loss)
+        if self.how == "part":
+            self.trainer.optimize("make", loss)
+        return None
+
+    def on_batch_start(self, batch_idx):
+        if self.how == "hook":
+            self.trainer.optimize("judge", torch.zeros(()))

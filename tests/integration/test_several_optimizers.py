@@ -1,0 +1,254 @@
+"""Several optimizers (docs/several-optimizers.md): each call of ``trainer.optimize`` is an exact step in every mode."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from cli_errors import error_message
+from launching import (
+    assert_equal_runs,
+    differing_tensors,
+    environment,
+    fork_server,
+    launch,
+    resume,
+    run_in_process,
+    train,
+    write_config,
+)
+from optimizer_tasks import Adversarial
+
+from paramserver import Partition
+from paramserver.devices import CPU
+from paramserver.parameters.model import build_model
+from paramserver.rng import seed_all
+from paramserver.sources import deal
+
+TASKS = Path(__file__).parents[1] / "helpers" / "optimizer_tasks.py"
+CONFIG = {
+    "training": {"max_steps": 25, "batch_size": 8, "validate_every": 7, "ema_decay": 0.9, "clip_grad_norm": 0.5},
+    "checkpoint": {"every": 7, "keep": 9, "background": False, "best": {"metric": "loss", "mode": "min"}},
+}
+STOPPED = {**CONFIG, "training": {**CONFIG["training"], "max_steps": 14}}
+NAMES = ["judge", "make", "weight"]
+
+
+def task(name="Adversarial", **arguments):
+    return {"task": f"{TASKS}:{name}", "task_args": arguments}
+
+
+def assert_same(one, other):
+    """The runs have made the same steps, bit for bit."""
+    for name in ("model", "optimizer", "ema"):
+        assert differing_tensors(one.load(name), other.load(name)) == [], name
+    assert one.load("run")["scheduler"] == other.load("run")["scheduler"]
+    for kind, fields in (
+        ("train", ("step", "loss", "losses", "lr", "epoch", "samples")),
+        ("validation", ("step", "values")),
+    ):
+        assert [[r[f] for f in fields] for r in one.of_kind(kind)] == [
+            [r[f] for f in fields] for r in other.of_kind(kind)
+        ]
+    assert one.best == other.best
+
+
+class PlainLoop:
+    """In the place of a trainer: what a loop in plain PyTorch does."""
+
+    def __init__(self, optimizers):
+        self.optimizers, self.made = optimizers, []
+
+    def optimize(self, name, loss, retain_graph=False):
+        loss.backward(retain_graph=retain_graph)
+        self.optimizers[name].step()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+        self.made.append((name, loss.item()))
+
+    @property
+    def step(self):
+        return len(self.made)
+
+    def log(self, *_):
+        pass
+
+
+def test_the_updates_are_those_of_a_loop_in_plain_pytorch(tmp_path):
+    run = train(tmp_path, "local", 1, **task(schedule=False), training={"max_steps": 50, "batch_size": 8})
+    reference = Adversarial(schedule=False)
+    model = build_model(reference, 0, CPU)
+    reference.trainer = loop = PlainLoop(reference.build_optimizer(model))
+    seed_all(0, 1)
+    points, batch_idx = reference.train_source(None).tensors[0], 0
+    while len(loop.made) < 50:
+        epoch, first = divmod(batch_idx * 8, 96)
+        indices = deal(96, Partition(0, 1), seed=0, epoch=epoch)[first : first + 8]
+        reference.training_step(model, (points[indices],), batch_idx)
+        batch_idx += 1
+    assert run.summary["steps"] == len(loop.made)
+    assert [r["loss"] for r in run.of_kind("train")] == [loss for _, loss in loop.made]
+    assert differing_tensors(run.load("model"), model.state_dict()) == []
+    plain = {name: optimizer.state_dict() for name, optimizer in loop.optimizers.items()}
+    assert differing_tensors(run.load("optimizer"), plain) == []
+
+
+@pytest.mark.processes
+def test_one_trainer_is_the_same_in_every_mode_bit_for_bit(tmp_path):
+    """Also: an unused parameter is not stepped; limits and validations that fall inside of a batch come at its end."""
+    local = train(tmp_path / "local", "local", 1, **task(unused=True), **CONFIG)
+    assert local.summary["steps"] == 25
+    assert [r["step"] for r in local.of_kind("validation")] == [8, 15, 23, 25]
+    assert [list(r["losses"]) for r in local.of_kind("train")][:5] == [[n] for n in [*NAMES, "judge", "make"]]
+    assert sorted(local.load("optimizer")) == sorted(NAMES)
+    assert local.load("model")["unused"].tolist() == [1.0, 1.0]
+    for folder, mode, options in (
+        ("ddp", "ddp", {}),
+        ("memory", "rpc", {"server": {"transport": "shared_memory"}}),
+        ("messages", "rpc", {"server": {"transport": "rpc", "bucket_mb": 0.0005}}),
+    ):
+        assert_same(local, train(tmp_path / folder, mode, 1, **task(unused=True), **CONFIG, **options))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("uneven_inputs", ["stop", "join"])
+def test_two_trainers_are_the_same_in_ddp_and_rpc_bit_for_bit(tmp_path, uneven_inputs):
+    """With ``join`` trainer 0 has a batch more, which trainer 1 follows without data."""
+    config = {**CONFIG, "training": {**CONFIG["training"], "clip_grad_norm": None}}
+    if uneven_inputs == "join":
+        limits = {"max_steps": None, "max_epochs": 2, "uneven_inputs": "join", "batch_size": 10}
+        config = {**config, "training": {**config["training"], **limits}}
+    samples = 61 if uneven_inputs == "join" else 96  # two shares of 31 and 30 samples
+    ddp = train(tmp_path / "ddp", "ddp", 2, **task(samples=samples), **config)
+    assert ddp.summary["samples"] == (122 if uneven_inputs == "join" else ddp.of_kind("train")[-1]["samples"])
+    for folder, cluster, transport in (
+        ("memory", {}, "shared_memory"),
+        ("messages", {}, "rpc"),
+        ("servers", {"num_servers": 2}, "rpc"),
+    ):
+        server = {"transport": transport, "bucket_mb": 0.0005}
+        rpc = train(tmp_path / folder, "rpc", 2, **task(samples=samples), **config, server=server, cluster=cluster)
+        assert_same(ddp, rpc)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("ddp", 2), ("rpc", 2)])
+def test_a_run_that_is_stopped_and_resumed_is_one_that_was_not(tmp_path, mode, trainers):
+    whole = train(tmp_path / "whole", mode, trainers, **task(), **CONFIG)
+    part = train(
+        tmp_path / "part", mode, trainers, **task(), **CONFIG | {"training": CONFIG["training"] | {"max_steps": 14}}
+    )
+    assert part.summary["steps"] == 15  # the limit was reached in the middle of a batch
+    resumed = resume(part, "--set", "training.max_steps=25")
+    assert resumed.code == 0, resumed.output
+    assert_equal_runs(whole, resumed, trainers)
+    assert_same(whole, resumed)
+    logged = [sorted((r["step"], r["name"], r["value"]) for r in run.of_kind("log")) for run in (whole, resumed)]
+    assert logged[0] == logged[1]
+
+
+@pytest.mark.processes
+def test_a_checkpoint_resumes_in_another_mode_and_with_several_servers(tmp_path):
+    """Not clipped: the norm over two servers rounds differently."""
+    flags = ("--set", "training.clip_grad_norm=null")
+    begun = run_in_process(tmp_path / "begun", *flags, mode="local", **task(), **STOPPED)
+    to = ("--set", "training.max_steps=25", "--set", "cluster.num_servers=2", "--set", "server.transport=rpc")
+    resumed = resume(begun, "--mode", "rpc", *to, "--set", "cluster.num_trainers=1")
+    assert resumed.code == 0, resumed.output
+    assert_same(run_in_process(tmp_path / "whole", *flags, mode="local", **task(), **CONFIG), resumed)
+
+
+def test_autocast_does_not_continue_with_parameters_before_an_update(tmp_path):
+    config = {**CONFIG, "training": {**CONFIG["training"], "precision": "bfloat16"}}
+    with_cache = train(tmp_path / "with", "local", 1, **task(), **config)
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        without = train(tmp_path / "without", "local", 1, **task(), **config)
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+    assert_same(with_cache, without)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("mode", "how"), [("ddp", "less"), ("rpc", "less"), ("ddp", "other"), ("rpc", "other")])
+def test_trainers_that_make_different_calls_are_refused(tmp_path, mode, how):
+    run = launch(
+        tmp_path, mode=mode, cluster={"num_trainers": 2, "timeout_s": 60}, **task("Differs", how=how), **CONFIG
+    )
+    found = "none" if how == "less" else "optimize('judge')"
+    assert run.code == 2
+    assert f"call 2 of a batch is optimize('make') on trainer 0, and {found} on trainer 1" in run.output
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("local", {}),
+        ("ddp", {}),
+        ("rpc", {"server": {"transport": "shared_memory"}}),
+        ("rpc", {"server": {"transport": "rpc"}}),
+    ],
+)
+def test_a_graph_from_before_an_update_of_its_parameters_is_refused(tmp_path, mode, options):
+    start = run_in_process if mode == "local" else launch
+    run = start(tmp_path, mode=mode, cluster={"num_trainers": 1}, **task("Stale", schedule=False), **CONFIG, **options)
+    assert run.code == 2
+    assert "the loss was computed before an update of parameters that its gradient depends on" in run.output
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("returns", "training_step must call self.trainer.optimize(name, loss) and return None"),
+        ("nothing", "in batch 0 it did not call it"),
+        ("name", "trainer.optimize('jugde') must name an optimizer; build_optimizer returned judge, make, weight"),
+        ("part", "optimize('make', loss): the loss depends on no parameter of this optimizer"),
+        ("one", "trainer.optimize('jugde') must have several optimizers, and build_optimizer returned one"),
+        ("hook", "trainer.optimize('judge') must be called in training_step"),
+        ("shared", "gives a parameter to two optimizers (weight, again)"),
+        ("keys", "returned a dict with the keys [0, 'make']"),
+        ("schedule", "build_scheduler must return None or a dict of schedulers by the names of the optimizers"),
+    ],
+)
+def test_calls_that_make_no_sense_are_refused(tmp_path, how, message):
+    run = run_in_process(tmp_path, **task("Misused", how=how), **CONFIG)
+    assert run.code == 2
+    assert message in run.output
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("mode", "section", "key", "value"),
+    [
+        ("rpc", "server", "consistency", "async"),
+        ("rpc", "server", "consistency", "bounded"),
+        ("rpc", "server", "backup_trainers", 1),
+        ("rpc", "server", "compute", "server"),
+        ("ddp", "ddp", "comm_hook", "bf16"),
+        ("local", "training", "accumulate_batches", 2),
+    ],
+)
+def test_keys_with_which_they_do_not_work_are_refused_by_name(tmp_path, mode, section, key, value):
+    training = {"max_steps": 8, "batch_size": 8}
+    config = {"training": training, section: {**(training if section == "training" else {}), key: value}}
+    start = run_in_process if mode == "local" else launch
+    run = start(tmp_path, mode=mode, cluster={"num_trainers": 2}, **task(schedule=False), **config)
+    message = error_message(run)
+    assert f"{section}.{key} ({value})" in message
+    assert "several optimizers (judge, make, weight)" in message
+
+
+@pytest.mark.processes
+def test_a_trainer_that_is_lost_is_replaced_and_each_sample_applied_once(tmp_path):
+    """The others finish their batch without it; its replacement counts its batches as they do."""
+    training = {"max_steps": None, "max_epochs": 2, "batch_size": 8, "uneven_inputs": "join", "validate_every": 25}
+    server = {"heartbeat_s": 0.3, "lost_after_s": 4.0}
+    cluster = {"num_trainers": 2, "timeout_s": 60}
+    sections = {"training": training, "server": server, "cluster": cluster, "checkpoint": {"every": 25}}
+    file = write_config(tmp_path, mode="rpc", **task(samples=480, schedule=False), **sections)
+    faults = "kill trainer:1 @step 40; lose replies 5%"
+    arguments = ["--config", file, "--set", "logging.name=run", "--faults", faults]
+    code, output = fork_server().run(arguments, tmp_path, 150, environment(), program="chaos")
+    assert code == 0, output
+    assert "960 applied, 960 due" in output
