@@ -51,6 +51,8 @@ from paramserver.simulator.engine import Call, Node, Process, Session, Task, Wor
 
 # Of a report, a request or a reply without tensors.
 _SMALL_BYTES = 1000
+# Chunks of messages take turns on an interface, as the packets of connections do.
+_LEAST_CHUNK_BYTES, _MOST_CHUNKS = 2**16, 16
 
 
 @dataclass(frozen=True)
@@ -163,11 +165,45 @@ class Resource:
         return end
 
 
+class Interface:
+    """One direction of a host's interface; the connections that have chunks waiting take turns by chance.
+
+    A strict order would keep trainers in step for ever that once began to send at the same time.
+
+    Args:
+        world: of the clock.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._waiting: dict[Connection, deque[Callable[[], float]]] = {}
+        self._busy = False
+
+    def offer(self, connection: Connection, serve: Callable[[], float]) -> None:
+        """Let ``serve`` be called when it is this chunk's turn; it returns how long that takes."""
+        self._waiting.setdefault(connection, deque()).append(serve)
+        if not self._busy:
+            self._next()
+
+    def _next(self) -> None:
+        self._busy = bool(self._waiting)
+        if self._busy:
+            connections = list(self._waiting)
+            connection = (
+                connections[int(self._world.rng.random() * len(connections))] if connections[1:] else connections[0]
+            )
+            chunks = self._waiting[connection]
+            seconds = chunks.popleft()()
+            if not chunks:
+                del self._waiting[connection]
+            self._world.after(seconds, self._next)
+
+
 class Host:
     """Cores and both directions of an interface."""
 
-    def __init__(self, cores: Resource) -> None:
-        self.cores, self.sends, self.receives = cores, Resource(), Resource()
+    def __init__(self, world: World, cores: Resource) -> None:
+        self.cores, self.sends, self.receives = cores, Interface(world), Interface(world)
 
 
 class Endpoint:
@@ -179,6 +215,10 @@ class Endpoint:
     def compute(self, now: float, message_s: float, bytes_s: float) -> float:
         """Return when a message that is there now has been handled."""
         return max(self.host.cores.take(now, message_s + bytes_s), self.interpreter.take(now, message_s))
+
+
+Connection = tuple[Endpoint, Endpoint, bool]
+"""From, to, and whether it is that of tensors; small messages have one of their own."""
 
 
 class EndlessData:
@@ -219,11 +259,12 @@ class ModelledRun(World):
         machine = Resource(deployment.cores)
         shared = is_colocated(deployment.config)
         hosts = [
-            Host(machine if deployment.one_machine else Resource(deployment.cores))
+            Host(self, machine if deployment.one_machine else Resource(deployment.cores))
             for _ in range(max(deployment.trainers, deployment.servers))
         ]
         others = [
-            Host(machine if deployment.one_machine else Resource(deployment.cores)) for _ in range(deployment.servers)
+            Host(self, machine if deployment.one_machine else Resource(deployment.cores))
+            for _ in range(deployment.servers)
         ]
         self.trainers = [Endpoint(host) for host in hosts[: deployment.trainers]]
         self.servers = [Endpoint(host) for host in (hosts if shared else others)[: deployment.servers]]
@@ -381,13 +422,32 @@ class ModelledRun(World):
         if sender.host is receiver.host:
             self.at(sent, self._handle, receiver, size, then)
             return
-        seconds = size / self._bandwidth
-        left = sender.host.sends.take(sent, seconds)
-        self.at(left - seconds + self._latency_s, self._arrive, receiver, size, left + self._latency_s, then)
+        self.at(
+            sent,
+            self._offer,
+            (sender, receiver, size > _SMALL_BYTES),
+            size,
+            partial(self._handle, receiver, size, then),
+        )
 
-    def _arrive(self, receiver: Endpoint, size: float, last_byte: float, then: Callable[[], None]) -> None:
-        received = receiver.host.receives.take(self.now, size / self._bandwidth)
-        self.at(max(received, last_byte), self._handle, receiver, size, then)
+    def _offer(self, connection: Connection, size: float, received: Callable[[], None]) -> None:
+        """Offer a message to the interface that it leaves, in chunks; the messages of a connection keep their order."""
+        sender, receiver, _ = connection
+        chunks = min(_MOST_CHUNKS, math.ceil(size / _LEAST_CHUNK_BYTES))
+        seconds = size / chunks / self._bandwidth
+        for number in range(chunks):
+            then = received if number == chunks - 1 else _nothing
+            sender.host.sends.offer(connection, partial(self._leave, connection, seconds, then))
+
+    def _leave(self, connection: Connection, seconds: float, then: Callable[[], None]) -> float:
+        """A chunk begins to leave; ``latency`` later it begins to arrive."""
+        arrival = partial(self._arrive, seconds, self.now + seconds + self._latency_s, then)
+        self.after(self._latency_s, connection[1].host.receives.offer, connection, arrival)
+        return seconds
+
+    def _arrive(self, seconds: float, last_byte: float, then: Callable[[], None]) -> float:
+        self.at(max(self.now + seconds, last_byte), then)
+        return seconds
 
     def _handle(self, receiver: Endpoint, size: float, then: Callable[[], None]) -> None:
         costs = self.deployment.costs
