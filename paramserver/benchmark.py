@@ -115,8 +115,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="Train the task of a config in several ways, in turns, and report how fast each was. A single "
         "process and the trainers' loops without communication are measured as baselines.",
         epilog="paramserver benchmark compare A B compares two results; paramserver benchmark predict RESULTS "
-        "simulates other numbers of trainers and servers. Exit codes: 0 done, 1 a case failed (the report lists which and why), "
-        "2 the input is wrong, 3 interrupted (the report holds what was finished).",
+        "simulates other numbers of trainers and servers. Exit codes: 0 done, 1 a case failed (the report lists which "
+        "and why), 2 the input is wrong, 3 interrupted (the report holds what was finished).",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="as for paramserver launch")
     parser.add_argument("--modes", metavar="M,...", help="default: ddp,rpc")

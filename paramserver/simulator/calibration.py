@@ -17,10 +17,10 @@ from paramserver.simulator.network import Costs, Deployment, simulate
 
 _COMPUTES = ("data", "forward")
 # How often a parameter is tried at this multiple of its value, and at its reciprocal.
-_FACTORS = (4.0, 2.0, 1.4, 1.15, 1.05)
+_FACTORS = (3.0, 1.4, 1.1)
 # A cost that is 4 times its default counts like an error of 4 % in each run: what runs do not show keeps its default.
 _PRIOR = (0.04 / math.log(4.0)) ** 2
-_STEPS, _WARM_STEPS = 12, 4
+_STEPS, _WARM_STEPS = 8, 3
 
 
 def deployment_of(
@@ -105,6 +105,6 @@ def fit(measured: Sequence[tuple[Deployment, float]]) -> Costs:
                     if name == "link_share" and tried > 1.0:
                         continue
                     candidate = {**values, name: tried}
-                    if (found := loss(candidate)) < best * 0.999:
+                    if (found := loss(candidate)) < best * 0.99:
                         best, values, improved = found, candidate, True
     return Costs(**values)

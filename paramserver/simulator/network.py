@@ -277,6 +277,7 @@ class ModelledRun(World):
         self._waiting: deque[Callable[[], None]] = deque()
         self._outbox: list[Callable[[], None]] | None = None
         self._updated: int | None = None  # gradients of the update that a call has made
+        self._lasts: tuple[int, int, float | None] = 0, 0, None  # updates before and until the end, or seconds
         self.failures = 0
         self.updates: list[tuple[float, int]] = []
         """When each update was applied, and the number of its gradients."""
@@ -286,14 +287,7 @@ class ModelledRun(World):
         trainers = self.deployment.trainers
         per_step = max(1, trainers - self.config.server.backup_trainers) if self.deployment.in_lockstep else 1
         first = warm * trainers // per_step
-        last = first + updates * trainers // per_step if seconds is None else None
-
-        def is_measured() -> bool:
-            if last is not None:
-                return len(self.updates) > last
-            return len(self.updates) > first and self.now >= self.updates[first][0] + (seconds or 0.0)
-
-        self.is_measured = is_measured
+        self._lasts = first, first + updates * trainers // per_step, seconds
         self.start()
         self.run_events()
         measured = self.updates[first:]
@@ -305,9 +299,6 @@ class ModelledRun(World):
             (len(measured) - 1) / lasted_s,
             self.failures,
         )
-
-    def before_event(self) -> None:
-        self.complete = self.is_measured()
 
     # What the engine needs.
 
@@ -357,6 +348,12 @@ class ModelledRun(World):
     def applied(self, node: Node, version: int, counted: int, pushes: Sequence[Any]) -> None:
         self._updated = len(pushes)
         self.updates.append((self.now, len(pushes)))
+        first, last, seconds = self._lasts
+        count = len(self.updates)
+        if seconds is None:
+            self.complete = count > last
+        else:
+            self.complete = count > first + 1 and self.now >= self.updates[first][0] + seconds
 
     # A step.
 
@@ -432,7 +429,7 @@ class ModelledRun(World):
 
     def _offer(self, connection: Connection, size: float, received: Callable[[], None]) -> None:
         """Offer a message to the interface that it leaves, in chunks; the messages of a connection keep their order."""
-        sender, receiver, _ = connection
+        sender = connection[0]
         chunks = min(_MOST_CHUNKS, math.ceil(size / _LEAST_CHUNK_BYTES))
         seconds = size / chunks / self._bandwidth
         for number in range(chunks):

@@ -14,7 +14,7 @@ from paramserver.bench.cases import Case, RequestedCases, make_cases, parse_posi
 from paramserver.bench.cost_model import LinkSpeed, communication_s
 from paramserver.bench.network import parse_bandwidth
 from paramserver.bench.slowdown import parse_slowdown
-from paramserver.config import Mode
+from paramserver.config import Mode, dump_yaml
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import add_overrides
 from paramserver.process_utils import print_output
@@ -73,32 +73,36 @@ class Prediction:
 def predict(words: Sequence[str]) -> int:
     """Run the command and return the exit code."""
     arguments = make_parser().parse_args(words)
-    base, about = calibrated(read_results(arguments.results))
+    measured = read_results(arguments.results)
+    used = usable(measured)
+    # All that can be wrong comes before the fit, which takes seconds.
     slow = None if arguments.slow is None else parse_slowdown(arguments.slow)
-    link, failures = base.link, _failures(arguments.failures)
+    failures, jitter = _failures(arguments.failures), _number("--jitter", arguments.jitter, 0.0)
+    link, cores = used[0].deployment.link, used[0].deployment.cores
     if arguments.bandwidth is not None:
         link = replace(link, bandwidth=parse_bandwidth(arguments.bandwidth))
     if arguments.latency_us is not None:
         link = replace(link, latency=_number("--latency_us", arguments.latency_us, 0.0) * 1e-6)
-    cores = base.cores if arguments.cores is None else parse_positive(arguments.cores, "--cores")
-    jitter = _number("--jitter", arguments.jitter, 0.0)
-    target = replace(base, link=link, cores=cores, one_machine=False, jitter=jitter)
+    if arguments.cores is not None:
+        cores = parse_positive(arguments.cores, "--cores")
     with tempfile.TemporaryDirectory() as folder:
         # As a file, so that the flags are those of the benchmark, with the same rules and messages.
         file = Path(folder) / "config.yaml"
-        file.write_text(about.config, encoding="utf-8")
+        file.write_text(dump_yaml(used[0].deployment.config), encoding="utf-8")
         requested = RequestedCases(
             file, arguments.modes, arguments.trainers, arguments.overrides, arguments.sweep, slow
         )
         cases = [case for case in make_cases(requested) if case.baseline is None]
+    base, notes = calibrated(used, measured.source)
+    target = replace(base, link=link, cores=cores, one_machine=False, jitter=jitter)
     predictions = [_predicted(case, target, failures) for case in cases]
-    lines = [*about.notes, f"{SIMULATED}: each host with {cores} cores and {link.bandwidth / 1e6:.0f} MB/s, "]
+    lines = [*notes, f"{SIMULATED}: each host with {cores} cores and {link.bandwidth / 1e6:.0f} MB/s, "]
     lines[-1] += f"{link.latency * 1e6:.0f} us a message"
-    lines += ["", table(_table(predictions, about.samples_per_second)), ""]
+    lines += ["", table(_table(predictions, used[0].samples_per_second)), ""]
     if arguments.break_even:
         lines += list(_break_even(cases, target))
     if arguments.out is not None:
-        lines += _written(predictions, arguments.out, about.notes)
+        lines += _written(predictions, arguments.out, notes)
     print_output("\n".join(lines))
     return 0
 
@@ -107,37 +111,43 @@ def predict(words: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """What the simulator was fitted on, for the output."""
+class MeasuredRun:
+    """A run of the benchmark, for the simulator, and its throughput."""
 
-    config: str
+    deployment: Deployment
     samples_per_second: float
-    notes: tuple[str, ...]
 
 
-def calibrated(results: Results) -> tuple[Deployment, Calibration]:
-    """Return what was measured, with the fitted costs, and what is known about the fit.
+def usable(results: Results) -> list[MeasuredRun]:
+    """Return the runs that the simulator can be fitted on.
 
     Raises:
-        UnsupportedConfiguration: no result can be used, with the reason.
+        UnsupportedConfiguration: there is none, or one lacks what the simulator needs.
     """
     used = [one for one in results.results if one.mode == "rpc" and one.baseline is None and one.is_completed]
     if not used:
         raise UnsupportedConfiguration(
             f"{results.source} must hold a completed case of mode rpc, and holds none; benchmark again with --modes rpc"
         )
-    measured = [(_deployed(one), one.samples_per_second or 0.0) for one in used]
-    costs = fit(measured)
-    errors = [abs(error_of(replace(one, costs=costs), rate)) for one, rate in measured]
-    compute = {name: statistics.mean(getattr(one, name) for one, _ in measured) for name in ("forward_s", "backward_s")}
-    base = replace(measured[0][0], costs=costs, slow=None, seed=0, **compute)
+    return [MeasuredRun(_deployed(one), one.samples_per_second or 0.0) for one in used]
+
+
+def calibrated(measured: Sequence[MeasuredRun], source: str) -> tuple[Deployment, tuple[str, ...]]:
+    """Return what was measured with the costs that are fitted on it, and sentences about the fit.
+
+    Its compute is the mean of all runs.
+    """
+    costs = fit([(one.deployment, one.samples_per_second) for one in measured])
+    errors = [abs(error_of(replace(one.deployment, costs=costs), one.samples_per_second)) for one in measured]
+    names = ("forward_s", "backward_s")
+    compute = {name: statistics.mean(getattr(one.deployment, name) for one in measured) for name in names}
+    base = replace(measured[0].deployment, costs=costs, slow=None, seed=0, **compute)
     costs_text = ", ".join(f"{name} {value:.2g}" for name, value in asdict(costs).items())
-    notes = (
-        f"fitted on {len(used)} runs of {results.source}: {costs_text}",
+    return base, (
+        f"fitted on {len(measured)} runs of {source}: {costs_text}",
         f"the fit reproduces these runs with an error of {statistics.median(errors):.1%} in the median, "
         f"{max(errors):.1%} at most",
     )
-    return base, Calibration(str(used[0].environment["config"]), measured[0][1], notes)
 
 
 def _deployed(result: CaseResult) -> Deployment:

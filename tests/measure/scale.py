@@ -1,6 +1,6 @@
 """The simulator against runs: throughput with 3 to 8 trainers, predicted from runs with 2.
 
-    python -m tests.measure.scale --results FILE [--seconds 4] [--for_s 110] [--only TEXT]
+    python -m tests.measure.scale --results FILE [--seconds 6] [--for_s 110] [--only TEXT]
 
 Needs root: each rank runs in its own network namespace, with an interface of a limited bandwidth. A batch is a sleep of
 ``COMPUTE_S``, so that two cores carry 12 processes. The cases of ``FITTED`` have two trainers; the simulator's costs
@@ -39,16 +39,16 @@ from paramserver.simulator.calibration import deployment_of, error_of, fit
 from tests.measure.common import origin, verdict
 from tests.measure.outside_clock import method_of
 
-COMPUTE_S = 0.1
+COMPUTE_S = 0.2
 BATCH = 4
 SAMPLES = 4096
-WIDTH, LAYERS = 256, 4
+WIDTH, LAYERS = 256, 2
 LATENCY_S = 1e-4
 MEDIAN, WORST = 0.10, 0.25
 
 
 class Sleeps(Task):
-    """A model of 1 MiB whose step takes ``COMPUTE_S`` without a core."""
+    """A model of 512 KiB whose step takes ``COMPUTE_S`` without a core."""
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
@@ -72,7 +72,7 @@ class Planned:
     servers: int
     server: dict[str, Any] = field(default_factory=dict)
     slow: SlowdownSpec | None = None
-    bandwidth: str = "200mbit"
+    bandwidth: str = "50mbit"
 
     @property
     def name(self) -> str:
@@ -101,7 +101,7 @@ FITTED = [
     Planned(2, 2),
     Planned(2, 1, ASYNC),
     Planned(2, 2, ASYNC),
-    Planned(2, 1, bandwidth="1gbit"),
+    Planned(2, 1, bandwidth="200mbit"),
 ]
 JUDGED = [
     Planned(3, 1),
@@ -109,7 +109,7 @@ JUDGED = [
     Planned(8, 1),
     Planned(8, 2),
     Planned(8, 4),
-    Planned(4, 1, bandwidth="1gbit"),
+    Planned(4, 1, bandwidth="200mbit"),
     Planned(4, 1, ASYNC),
     Planned(6, 4, ASYNC),
     Planned(8, 2, ASYNC),
@@ -173,7 +173,7 @@ def judge(results: dict[str, CaseResult]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of training that are measured")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of training that are measured")
     parser.add_argument("--for_s", type=float, default=1e9, help="no case is begun later than this")
     parser.add_argument("--only", default="", help="measure only cases whose name contains this")
     parser.add_argument("--judge", action="store_true", help="measure nothing")
