@@ -114,8 +114,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="paramserver benchmark",
         description="Train the task of a config in several ways, in turns, and report how fast each was. A single "
         "process and the trainers' loops without communication are measured as baselines.",
-        epilog="paramserver benchmark compare A B compares two results. Exit codes: 0 done, 1 a case failed (the "
-        "report lists which and why), 2 the input is wrong, 3 interrupted (the report holds what was finished).",
+        epilog="paramserver benchmark compare A B compares two results; paramserver benchmark predict RESULTS "
+        "simulates other numbers of trainers and servers. Exit codes: 0 done, 1 a case failed (the report lists which "
+        "and why), 2 the input is wrong, 3 interrupted (the report holds what was finished).",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="as for paramserver launch")
     parser.add_argument("--modes", metavar="M,...", help="default: ddp,rpc")
@@ -147,6 +148,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = normalize_flags(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["compare"]:
         return run_command(lambda: _compare(words[1:]))
+    if words[:1] == ["predict"]:
+        from paramserver.simulator.predict import predict  # needs torch, as it runs the server's classes
+
+        return run_command(lambda: predict(words[1:]))
     return run_command(lambda: _benchmark(make_parser().parse_args(words), words))
 
 

@@ -412,6 +412,7 @@ def _outcome(
         "cpu_s": _cpu_s(watch, places, stamps, window),
         "peak_rss_mb": _peaks(summaries),
         "staleness": summaries[0]["staleness"],
+        "model_bytes": stamps[0].model_bytes,
         "predicted": _predicted(case, method, stamps[0], found["wire_bytes_per_step"]),
         **(_wire_bytes(case, stamps, window, wire) if case.mode.has_process_group else {}),
     }

@@ -33,6 +33,7 @@ class CaseResult:
         scenario: a disturbance, such as {"slow": {"trainer": 1, "factor": 5.0, "probability": 1.0}}.
         wall_s: from the start of its first process to the end of its last; ``seconds`` is the measured training.
         per_trainer: samples/s of each trainer; ``per_process``: of all, divided by the number of trainers and servers.
+        model_bytes: of the parameters that are trained.
         wire_bytes_source: the source of ``wire_bytes_per_step``, where the trainers did not count it.
         step_bins: counts by bin, as ``DurationHistogram`` has them.
         loss: points (samples, seconds, loss); ``validation``: points (samples, seconds, {name: value}).
@@ -63,6 +64,7 @@ class CaseResult:
     phases_ms: Numbers = field(default_factory=dict)
     wire_bytes_per_step: float | None = None
     wire_bytes_source: str | None = None
+    model_bytes: int | None = None
     staleness: Mapping[str, Any] | None = None
     cpu_s: Numbers = field(default_factory=dict)
     peak_rss_mb: Numbers = field(default_factory=dict)
@@ -165,7 +167,7 @@ _OPTIONAL: dict[str, Rule] = {
     "error": _TEXT,
     "started": _NUMBER,
     **dict.fromkeys(("wall_s", "seconds", "samples_per_second", "per_process"), _FIGURE),
-    **dict.fromkeys(("steps", "samples"), _COUNT),
+    **dict.fromkeys(("steps", "samples", "model_bytes"), _COUNT),
     "per_trainer": (lambda v: isinstance(v, list) and all(x is None or _is_number(x) for x in v), "a list of numbers"),
     **dict.fromkeys(("step_ms", "phases_ms", "cpu_s", "peak_rss_mb"), _NUMBERS),
     "step_bins": (lambda v: _are_counts(v, 4), "a mapping of bins to counts"),

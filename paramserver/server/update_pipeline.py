@@ -22,7 +22,7 @@ _BUCKETS, _LEAST_BYTES, _MOST_BYTES = 10, 128 * 2**10, 4 * 2**20
 # Where servers share the hosts of trainers, less is sent over the network, and messages take the CPU of trainers.
 _COLOCATED_BUCKETS = 5
 # The first bucket of a server is sent when the backward has ended, and its update received with the next pull.
-_FIRST_BYTES = 64 * 2**10
+FIRST_BUCKET_BYTES = 64 * 2**10
 
 
 def plan_buckets(
@@ -37,10 +37,22 @@ def plan_buckets(
     reason = why_not_by_bucket(updater.optimizer, updater.clip_grad_norm)
     if reason is not None:
         return (), reason
-    size = config.server.bucket_mb
-    most = layout.total_bytes / len(shards) / (_COLOCATED_BUCKETS if is_colocated(config) else _BUCKETS)
-    most = min(max(most, _LEAST_BYTES), _MOST_BYTES) if size is None else size * 2**20
-    return tuple(split_ranges(shard, layout, most, min(most, _FIRST_BYTES)) for shard in shards), ""
+    most = pipelined_bucket_bytes(config, layout.total_bytes / len(shards))
+    return tuple(split_ranges(shard, layout, most, min(most, FIRST_BUCKET_BYTES)) for shard in shards), ""
+
+
+def pipelined_bucket_bytes(config: Config, shard_bytes: float) -> float:
+    """Return the size of the buckets of a shard, all but the first of which have ``FIRST_BUCKET_BYTES`` at most.
+
+    Example::
+
+        >>> [pipelined_bucket_bytes(Config(), megabytes * 1e6) for megabytes in (1, 10)]
+        [131072, 1000000.0]
+    """
+    if config.server.bucket_mb is not None:
+        return config.server.bucket_mb * 2**20
+    most = shard_bytes / (_COLOCATED_BUCKETS if is_colocated(config) else _BUCKETS)
+    return min(max(most, _LEAST_BYTES), _MOST_BYTES)
 
 
 class UpdatePipeline:

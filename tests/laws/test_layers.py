@@ -33,6 +33,7 @@ LAYERS = [
     "server",
     "runtime trainers",
     "integrations launch",
+    "simulator",
     "api benchmark chaos components elastic evaluate predict reporting",
     "cli",
 ]

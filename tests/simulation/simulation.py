@@ -1,33 +1,22 @@
-"""A run on a virtual clock: the real protocol classes of the server, and trainers, network, disk and faults that a
-seed decides.
+"""A run on a virtual clock with network, disk and faults that a seed decides, for tests of the protocol.
 
-``ParameterServer`` with its aggregator, consistency, ledger, members and part collector is the code of the package. The
-trainers are a model of trainers/rpc.py and server/client.py: generators that yield calls. One ``random.Random(seed)``
-decides everything, so a seed replays exactly.
+``World`` extends that of simulator/engine.py by faults and by invariants, which it checks at every event. One
+``random.Random(seed)`` decides everything, so a seed replays exactly.
 """
 
 from __future__ import annotations
 
-import heapq
 import pickle
 import random
-import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import torch
 
 from paramserver.buffers.positions import AppliedPositions
-from paramserver.checkpoint.save import ChunkedFile
 from paramserver.config import (
     BestConfig,
     BufferConfig,
@@ -38,34 +27,25 @@ from paramserver.config import (
     ServerConfig,
     TrainingConfig,
 )
-from paramserver.consistency import Announcement, Decision, Readiness, TrainerId, Verdict
-from paramserver.context import StopRequest
-from paramserver.devices import CPU
-from paramserver.distributed.membership import Member, Members
+from paramserver.consistency import Announcement, Decision, Readiness, Verdict
 from paramserver.distributed.rpc_calls import RemoteError
-from paramserver.errors import ParamserverError, PeerFailed, PeerLost, RunEnded, ViewChanged
-from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
-from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
-from paramserver.runs.monitor import RunMonitor
-from paramserver.server import client, parameter_server
-from paramserver.server.parameter_server import ParameterServer
-from paramserver.transport.base import ServerTransport
-from paramserver.transport.messages import DataPosition, JoinReply, StepGrant
+from paramserver.simulator import engine
+from paramserver.simulator.engine import (
+    Call,
+    Node,
+    Process,
+    PushKey,
+    Session,
+    Task,
+    Violation,
+    environment as environment,
+    push_key,
+)
+from paramserver.transport.messages import JoinReply
 
 HEARTBEAT_S, LOST_AFTER_S, TIMEOUT_S = 0.5, 1.6, 20.0
 # Faults happen in the first events and seconds of a run; after the last one it has so long to end.
 FAULTY_EVENTS, FAULTY_S, GRACE_S = 400, 8.0, 120.0
-_REJOIN_S = 0.2
-
-# What a trainer sends again if it or its reply was lost; a pull in another autograd context.
-_REPEATABLE = {handler.__name__ for handler in client._REPEATABLE} | {"pull"}
-
-PushKey = tuple[int, int, int, int]
-"""View, trainer, incarnation and sequence of a push."""
-
-
-class Violation(Exception):  # noqa: N818 - not an error of the program
-    """An invariant does not hold."""
 
 
 @dataclass(frozen=True)
@@ -155,193 +135,6 @@ class SimulatedRun:
     trace: list[str]
 
 
-# Rank 0: what ParameterServer stands on.
-
-
-class Store:
-    """In the place of ``ParameterStore``: the parameters are the list of pushes that were applied."""
-
-    def __init__(self, task: Any, config: Config, allocate: Any = None) -> None:
-        self.node = _current.starting
-        self.version = self.node.checkpoints.first_step
-        self.model, self.device = None, CPU.device
-        layout = SimpleNamespace(total_bytes=0)
-        self.parameters = SimpleNamespace(layout=layout, flats=[], tensors={})
-        self.buffers = self.shard = self.parameters
-        self.leaves: list[Any] = []
-        self.pipeline = None
-        self.updater = SimpleNamespace(
-            lr=(0.1,), on_epoch_end=lambda: None, on_validation_end=lambda version, means: None, state_dict=dict
-        )
-        self.held: set[int] = set()
-
-    def apply(self, version: int, update: Any, pushes: Sequence[Any]) -> None:
-        self.version += 1
-        _current.applied(self.node, self.version, version, pushes)
-
-    def snapshot_of_buffers(self) -> list[Any]:
-        return []
-
-    def shard_snapshot(self) -> list[Any]:
-        return []
-
-    def retain(self, version: int) -> None:
-        self.held.add(version)
-
-    def retained(self, version: int) -> tuple[list[Any], list[Any]]:
-        if version not in self.held:
-            raise KeyError(version)
-        return [], []
-
-    @property
-    def retained_versions(self) -> frozenset[int]:
-        return frozenset(self.held)
-
-    def drop(self, version: int) -> None:
-        self.held.discard(version)
-
-
-class Transport(ServerTransport):
-    """A version is its number, and a gradient the key of its push."""
-
-    def __init__(self, leaves: Any, wire: Any, shard: Any) -> None:
-        self.store = _current.server.store
-        self.pinned: int | None = None
-
-    def pin_version(self) -> int:
-        self.pinned = self.store.version
-        return 0
-
-    def pull(self) -> Any:
-        return self.pinned
-
-    def view_version(self) -> tuple[None, Sequence[Any]]:
-        return None, ()
-
-    def collect_gradients(self, held: Any) -> Any:
-        return held
-
-    def unpin(self) -> None:
-        self.pinned = None
-
-
-class Checkpoints(CheckpointManager):
-    """Checkpoints of a simulated disk: what rank 0 stages is pickled, and is in ``World.manifest`` some time later."""
-
-    def __init__(self, node: Node, config: Config, manifest: bytes | None) -> None:
-        self.node = node
-        self.config = config
-        self.view = node.view
-        self.simulations = None
-        self.monitor = RunMonitor(config, SimpleNamespace(write=node.record), Path())
-        self.writer: Any = SimpleNamespace(raise_error=lambda: None)
-        self.resumed: dict[str, Any] | None = None if manifest is None else pickle.loads(manifest)
-        self.newest = self._resume = self.resumed  # type: ignore[assignment]
-        self.writing: list[bytes] = []
-        self.first_step = 0
-        self.consistency_state: Mapping[str, Any] = {}
-        self.ledger_state: Mapping[str, Any] = {"rows": {}}
-        if self.resumed is not None:
-            self.first_step = self.resumed["step"]
-            self.monitor.load_state_dict(self.resumed["monitor"])
-            self.consistency_state, self.ledger_state = self.resumed["consistency"], self.resumed["ledger"]
-
-    def restore_model(self, model: Any) -> None:
-        pass
-
-    def restore_optimizer(self, updater: Any) -> None:
-        pass
-
-    def trainer_part(self, trainer_index: int, newest: bool = False) -> Any:
-        held = self.newest if newest else self.resumed
-        return None if held is None else held["parts"][trainer_index]
-
-    def stage(self, step, model, updater, reason, since, consistency=None, ledger=None):  # type: ignore[no-untyped-def]
-        _current.check(step == self.node.server.store.version, f"a checkpoint of {step} is staged at another version")
-        state = {
-            "step": step,
-            "monitor": self.monitor.state_dict(),
-            "consistency": consistency,
-            "ledger": ledger,
-            "applied": self.node.history,
-        }
-        return StagedCheckpoint(step, {"state": pickle.dumps(state)}, False, reason, since)
-
-    def commit(self, staged: StagedCheckpoint, parts: Mapping[int, Any], pause_s: float) -> None:
-        state = pickle.loads(staged.objects["state"])
-        state["parts"] = {
-            i: pickle.loads(b"".join(part)) if isinstance(part, ChunkedFile) else part for i, part in parts.items()
-        }
-        _current.check_manifest(state)
-        written = pickle.dumps(state)
-        self.writing.append(written)
-        _current.after(_current.rng.uniform(0.0, 0.3), self._write)
-
-    def _write(self) -> None:
-        if not self.node.alive or not self.writing:
-            return
-        manifest = self.writing.pop(0)
-        self.newest = pickle.loads(manifest)
-        _current.note("written", self.newest["step"])
-        _current.manifest = manifest
-
-    def finish_writing(self) -> None:
-        while self.writing:
-            self._write()
-
-
-class Node:
-    """A session of rank 0: a server and what it has applied."""
-
-    def __init__(self, world: World, view: int) -> None:
-        self.view = view
-        self.alive = True
-        self.paused_until = 0.0
-        self.watched: list[tuple[str, Callable[[str | None], None]]] = []
-        self.checkpoints = Checkpoints(self, world.scenario.config, world.manifest)
-        world.starting = self
-        manifest = self.checkpoints.resumed
-        self.history: list[tuple[PushKey, tuple[int, ...]]] = [] if manifest is None else manifest["applied"]
-        self.keys = {key for key, _ in self.history}
-        self.last_sequence: dict[tuple[int, int, int], int] = {}
-        self.times: Counter[tuple[int, int]] = Counter()
-        for (_, trainer, _, _), positions in self.history:
-            self.times.update((trainer, position) for position in positions)
-        self.stop = StopRequest()
-        self.stop.event = threading.Event()
-        self.started = world.now
-        self.server = ParameterServer(
-            None,  # type: ignore[arg-type]
-            world.scenario.config,
-            len(world.scenario.samples),
-            self.checkpoints,
-            self.stop,
-        )
-
-    def record(self, record: dict[str, Any]) -> None:
-        _current.note(record["kind"], record.get("trainer"), record.get("text", ""))
-        if record["kind"] == "lost":
-            _current.lost(record["trainer"])
-
-
-# Trainers.
-
-
-@dataclass
-class Call:
-    """A call of a handler of the server. A push has the same key each time it is sent."""
-
-    method: str
-    args: tuple[Any, ...]
-
-    @property
-    def is_repeatable(self) -> bool:
-        return self.method in _REPEATABLE
-
-
-Steps = Generator[Any, Any, Any]
-
-
 class Data:
     """The samples of a trainer as trainers/data.py serves them: a source in order, and a small buffer."""
 
@@ -419,297 +212,66 @@ class Data:
         return Announcement(Readiness.READY, min(self.accumulate, -(-left // self.batch)))
 
 
-class Task:
-    """A thread of a trainer: it waits for a reply, sleeps, or waits for another task."""
-
-    def __init__(self, session: Session, steps: Steps) -> None:
-        self.session, self.steps = session, steps
-        self.request: int | None = None
-        self.done = False
-        self.waiter: Task | None = None
-
-
-class Session:
-    """One time that a process joins the run and trains, as ``Session`` in runtime/rank.py and ``RpcTrainer`` do."""
-
-    def __init__(self, world: World, process: Process, node: Node) -> None:
-        self.world, self.process, self.index = world, process, process.index
-        self.node = node
-        self.config = world.scenario.config
-        self.ended = False
-        self.lost: PeerLost | None = None
-        self.last_delivery = 0.0
-        self.silent_since: float | None = None
-        self.worker_id = world.draw()
-        self.member = Member(
-            self.index, f"trainer{self.index}_{self.worker_id}", self.worker_id, f"pid {process.pid}", view=node.view
-        )
-        self.view = self.incarnation = self.sequence = self.announced = self.step = 0
-        self.validated: int | None = None
-        self.saved: int | None = None
-        self.sender: Task | None = None
-        self.data = Data(world, self.index)
-        self.main = Task(self, self.run())
-
-    # The model of the training loop; see trainers/base.py and trainers/rpc.py.
-
-    def run(self) -> Steps:
-        world, index = self.world, self.index
-        epoch_samples = sum(world.scenario.samples) * self.data.times
-        reply: JoinReply = yield Call("join", (self.member, epoch_samples))
-        world.joined(self, reply)
-        self.id = TrainerId(index, reply.view, reply.incarnation)
-        self.view, self.incarnation, self.step = reply.view, reply.incarnation, reply.step
-        yield Call("view_version", (self.id, None))
-        if reply.data_position is None:
-            if reply.stored_part is not None:
-                self.data.load(reply.stored_part)  # type: ignore[arg-type]
-                self.saved = self.step
-            yield Call("report_source", (self.id, DataPosition({}, self.data.applied())))
-        else:
-            self.data.load_after_loss(reply.data_position.applied)
-        decision = yield from self.fit(reply.lockstep)
-        if not decision.interrupted and (yield from self.validate(decision)):
-            self.saved = None
-        yield from self.save("end")
-        yield Call("leave", (self.id, TrainerTotals(index), decision))
-
-    def fit(self, lockstep: bool) -> Generator[Any, Any, Decision]:
-        index, next_grant = self.index, None
-        while True:
-            grant: StepGrant | None
-            grant, next_grant = next_grant, None
-            if grant is None:
-                announcement = self.data.announcement()
-                if announcement.readiness is Readiness.READY and self.world.chance(self.world.scenario.waits):
-                    yield 0.5
-                    announcement = Announcement(Readiness.WAITING)
-                self.announced += 1
-                grant = yield Call("announce", (self.id, announcement, self.announced))
-            decision = grant.decision
-            assert decision is not None
-            self.world.decided(self, decision)
-            if decision.verdict is Verdict.WAIT:
-                continue
-            if decision.verdict is Verdict.END:
-                self.step = decision.step
-                return decision
-            if decision.verdict is Verdict.VALIDATE:
-                self.step = decision.step
-                yield from self.validate(decision)
-                continue
-            if decision.verdict is Verdict.BARRIER:
-                self.step = decision.step
-                yield from self.validate_and_save(decision)
-                continue
-            if index in decision.active:
-                next_grant = yield from self.train(decision, lockstep)
-            else:
-                self.step = yield Call("wait_version", (self.id, decision.step + 1))
-                if self.step == decision.step:
-                    continue
-            if lockstep and self.is_due(self.step):
-                yield from self.validate_and_save(decision)
-
-    def train(self, decision: Decision, lockstep: bool) -> Steps:
-        pulled = yield Call("pull", (self.id,))
-        self.world.check(pulled == decision.step, f"trainer {self.index} was granted {decision.step}, pulled {pulled}")
-        positions = self.data.take(decision.batches)
-        yield self.process.compute_s * self.world.rng.uniform(0.5, 1.5)
-        self.sequence += 1
-        report = StepReport(
-            self.index,
-            decision.step,
-            len(positions),
-            0.5,
-            0.0,
-            positions=positions,
-            view=self.view,
-            incarnation=self.incarnation,
-            sequence=self.sequence,
-        )
-        announcement = None
-        if not (lockstep and self.is_due(decision.step + 1)) and not self.world.chance(self.world.scenario.waits):
-            announcement = self.data.announcement()
-        grant: StepGrant = yield Call("push", (_key(report), report, (), announcement))
-        result = grant.result
-        assert result is not None
-        self.world.acknowledged(self, _key(report), result)
-        self.step = result.step
-        return grant if grant.decision is not None and grant.decision.verdict is not Verdict.WAIT else None
-
-    def is_due(self, step: int) -> bool:
-        return _due(step, self.config.training.validate_every) or _due(step, self.save_every)
-
-    @property
-    def save_every(self) -> int:
-        every = self.config.checkpoint.every
-        return self.config.training.validate_every if every is None else every
-
-    def validate_and_save(self, decision: Decision) -> Steps:
-        improved = False
-        if _due(self.step, self.config.training.validate_every):
-            improved = yield from self.validate(decision)
-        if improved or _due(self.step, self.save_every):
-            yield from self.save("best" if improved else "periodic")
-
-    def validate(self, decision: Decision) -> Generator[Any, Any, bool]:
-        if self.validated == self.step:
-            return False
-        self.validated = self.step
-        yield Call("view_version", (self.id, self.step))
-        yield 0.05
-        sums = WeightedSums()
-        sums.add({"loss": float(zlib.crc32(b"%d" % self.step) % 5)}, 1)
-        if decision.verdict is Verdict.VALIDATE:
-            yield Call("report_validation_share", (self.id, self.step, sums))
-            return False
-        _, improved = yield Call("report_validation", (self.id, self.step, sums))
-        return bool(improved)
-
-    def save(self, reason: str) -> Steps:
-        if self.saved != self.step:
-            self.saved = self.step
-            yield from self.wait_saved()
-            part, step = self.data.part(), self.step
-            if not (yield Call("stage_checkpoint", (self.id, reason))):
-                return
-            self.sender = Task(self, self.send_part(step, part))
-            self.world.resume(self.sender)
-        if reason == "end":
-            yield from self.wait_saved()
-
-    def wait_saved(self) -> Steps:
-        if self.sender is not None and not self.sender.done:
-            yield self.sender
-
-    def send_part(self, step: int, part: dict[str, Any]) -> Steps:
-        content = torch.from_numpy(np.frombuffer(bytearray(pickle.dumps(part)), np.uint8))
-        yield Call("receive_part_chunk", (self.id, step, content[:40]))
-        yield Call("receive_part_chunk", (self.id, step, content[40:]))
-        yield Call("finish_part", (self.id, step, 0.001))
-
-    # The connection.
-
-    def start(self) -> None:
-        self.world.after(HEARTBEAT_S, self.beat)
-        self.world.resume(self.main)
-
-    def beat(self) -> None:
-        """Send a heartbeat; it takes no time where nothing is in its way."""
-        world, process = self.world, self.process
-        if self.ended or not process.alive or self.lost is not None:
-            return
-        if process.frozen_until > world.now:
-            world.at(process.frozen_until + world.rng.uniform(0.0, HEARTBEAT_S), self.beat)
-            return
-        world.after(HEARTBEAT_S, self.beat)
-        if not self.node.alive:
-            self.mark_lost(PeerLost("the server is lost: its connection was closed"))
-        elif process.cut_until > world.now or self.node.paused_until > world.now:
-            self.silent_since = world.now if self.silent_since is None else self.silent_since
-            if world.now - self.silent_since > LOST_AFTER_S:
-                self.mark_lost(PeerLost("the server is lost: it did not answer"))
-        else:
-            self.silent_since = None
-            try:
-                self.node.server.heartbeat(self.index, self.worker_id)
-            except PeerLost as error:
-                self.mark_lost(error)
-
-    def mark_lost(self, error: PeerLost) -> None:
-        """End every wait of this session."""
-        if self.ended or self.lost is not None:
-            return
-        self.lost = error
-        for task in (self.main, self.sender):
-            if task is not None and task.request is not None and not self.ended:
-                task.request = None
-                self.world.resume(task, error=error)
-
-
-class Process:
-    """A process of a trainer; its sessions follow each other."""
+class FaultyProcess(Process):
+    """A process that computes as fast as the seed decides."""
 
     def __init__(self, world: World, index: int) -> None:
-        self.index, self.pid = index, world.draw()
-        self.alive = True
-        self.left = False
-        self.frozen_until = self.cut_until = 0.0
+        super().__init__(world, index)
         self.compute_s = world.rng.choice((0.05, 0.1, 0.1, 0.4))
-        self.session: Session | None = None
-        self.min_view = 1
 
 
-# The world.
-
-
-class World:
-    """Clock, events, network, disk, supervisor, faults and invariants of one run."""
+class World(engine.World):
+    """Network, disk, faults and invariants of one run."""
 
     def __init__(self, seed: int, tracing: bool = False) -> None:
-        self.seed, self.rng = seed, random.Random(seed)
-        self.tracing = tracing
-        self.trace: list[str] = []
-        self.now, self.events, self.drawn = 0.0, 0, 0
-        self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        super().__init__(random.Random(seed), tracing)
+        self.seed = seed
         self.scenario = Scenario.draw(self.rng)
-        self.violation: str | None = None
-        self.manifest: bytes | None = None
-        self.node: Node | None = None
-        self.starting: Any = None
-        self.view = 0
-        self.processes: list[Process] = []
-        self.complete = False
-        self.given_up: int | None = None  # the trainer that is not started again
         self.redone: set[PushKey] = set()
         self.acks: set[PushKey] = set()
         self.versions: dict[tuple[int, int], int] = {}
-        self.views_seen: Counter[int] = Counter()
         self.incarnations = 0
         self.late: set[int] = set()  # requests that were held back in the network
+        # Of the server that lives.
+        self.keys: set[PushKey] = set()
+        self.last_sequence: dict[tuple[int, int, int], int] = {}
+        self.times: Counter[tuple[int, int]] = Counter()
 
     @property
-    def server(self) -> ParameterServer:
-        assert self.node is not None
-        return self.node.server
+    def config(self) -> Config:
+        return self.scenario.config
 
-    # Events.
+    @property
+    def num_trainers(self) -> int:
+        return len(self.scenario.samples)
 
-    def draw(self) -> int:
-        self.drawn += 1
-        return self.drawn
+    @property
+    def epoch_samples(self) -> int:
+        return sum(self.scenario.samples) * self.config.buffer.pseudo_epochs
 
-    def at(self, time: float, action: Callable[..., None], *args: Any) -> None:
-        heapq.heappush(self.queue, (time, self.draw(), action, args))
-
-    def after(self, seconds: float, action: Callable[..., None], *args: Any) -> None:
-        self.at(self.now + seconds, action, *args)
-
-    def note(self, *words: Any) -> None:
-        if self.tracing:
-            self.trace.append(f"{self.now:8.3f} {' '.join(str(word) for word in words)}")
-
-    def chance(self, probability: float) -> bool:
-        return probability > 0 and self.rng.random() < probability
+    @property
+    def waits(self) -> float:  # type: ignore[override]
+        return self.scenario.waits
 
     @property
     def is_faulty(self) -> bool:
         return self.now < FAULTY_S and self.events < FAULTY_EVENTS
 
-    def check(self, holds: bool, text: str) -> None:
-        if not holds:
-            self.violation = self.violation or text
-            raise Violation(text)
+    def make_process(self, index: int) -> Process:
+        return FaultyProcess(self, index)
+
+    def make_data(self, trainer_index: int) -> Data:
+        return Data(self, trainer_index)
+
+    def compute_s(self, session: Session) -> float:
+        assert isinstance(session.process, FaultyProcess)
+        return float(session.process.compute_s * self.rng.uniform(0.5, 1.5))
 
     def run(self) -> SimulatedRun:
         self.note("scenario", self.scenario)
-        self.start_server()
-        for index in range(len(self.scenario.samples)):
-            self.processes.append(Process(self, index))
-            self.after(self.rng.uniform(0.0, 0.5), self.join, self.processes[index])
         try:
-            self._loop()
+            self.start()
+            self.run_events()
             if self.violation is None:
                 self._check_end()
         except Violation as violation:
@@ -727,129 +289,25 @@ class World:
             self.trace,
         )
 
-    def _loop(self) -> None:
-        faults = self.scenario.faults
-        while self.queue and self.violation is None and not self.complete:
-            self.now, _, action, args = heapq.heappop(self.queue)
-            self.events += 1
-            if self.now > FAULTY_S + GRACE_S:
-                raise Violation(f"the run has not ended {GRACE_S:g} s after the last fault")
-            if self.events in faults:
-                self.inject(faults[self.events])
-            action(*args)
-            self._look_at_server()
-        if self.violation is None and not self.complete:
-            raise Violation("nothing happens any more, and the run has not ended")
+    def before_event(self) -> None:
+        if self.now > FAULTY_S + GRACE_S:
+            raise Violation(f"the run has not ended {GRACE_S:g} s after the last fault")
+        if self.events in self.scenario.faults:
+            self.inject(self.scenario.faults[self.events])
 
-    # Rank 0.
+    def node_starts(self, node: Node) -> None:
+        kept = {key for key, _ in node.history}
+        self.redone |= self.keys - kept
+        self.keys, self.last_sequence, self.times = kept, {}, Counter()
+        for (_, trainer, _, _), positions in node.history:
+            self.times.update((trainer, position) for position in positions)
 
-    def start_server(self) -> None:
-        self.view += 1
-        manifest = None if self.manifest is None else pickle.loads(self.manifest)
-        kept = set() if manifest is None else {key for key, _ in manifest["applied"]}
-        if self.node is not None:
-            self.check(not self.node.alive, "two servers live at once")
-            self.redone |= self.node.keys - kept
-        self.node = node = Node(self, self.view)
-        self.views_seen[node.server.view] += 1
-        self.check(self.views_seen[node.server.view] == 1, f"two servers have had view {node.server.view}")
-        self.note("server starts, view", self.view, "step", node.checkpoints.first_step)
-        self.after(HEARTBEAT_S, self.tick, node)
-        for process in self.processes:  # those that had left are needed again
-            if process.left:
-                self._start_again(process)
-
-    def _start_again(self, process: Process) -> None:
-        """A trainer that left in good order is needed again: the servers returned to a checkpoint."""
-        process.left = False
-        self.after(self.rng.uniform(0.1, 1.0), self.join, process)
-
-    def tick(self, node: Node) -> None:
-        """As ``_wait_until_finished`` in runtime/rank.py."""
-        if not node.alive:
-            return
-        if node.paused_until > self.now:
-            self.at(node.paused_until, self.tick, node)
-            return
-        node.server.check_heartbeats()
-        if node.server.started:
-            node.server.check_absences()
-        else:
-            missing = node.server.missing()
-            if missing and self.now >= node.started + TIMEOUT_S:
-                self.check(f"trainer {self.given_up}" in missing, f"{missing} did not join in time")
-                self.complete = True  # the run fails, and names the trainer
-                return
-        self.after(HEARTBEAT_S, self.tick, node)
-
-    def _look_at_server(self) -> None:
-        """End or restart the server's session once it has finished."""
-        node = self.node
-        if node is None or not node.alive or not node.server.finished.is_set():
-            return
-        error = node.server.error
-        if error is not None and not isinstance(error, ViewChanged):
-            raise Violation(f"the run failed: {error}")
-        node.checkpoints.finish_writing()
-        node.alive = False
-        if error is None:
-            self.complete = True
-            return
-        self.note("view changes:", error)
-        self.after(_REJOIN_S, self.start_server)
-
-    # Processes, and who starts them again.
-
-    def join(self, process: Process) -> None:
-        """Begin a session as soon as there is a server of a view that the process accepts."""
-        node = self.node
-        if not process.alive or self.complete or self.processes[process.index] is not process:
-            return
-        if process.frozen_until > self.now:
-            self.at(process.frozen_until, self.join, process)
-        elif node is None or not node.alive or node.view < process.min_view or process.cut_until > self.now:
-            self.after(0.25, self.join, process)
-        else:
-            process.session = Session(self, process, node)
-            process.session.start()
-
-    def session_ended(self, session: Session, error: ParamserverError | None) -> None:
-        """As ``Session.after`` in runtime/rank.py."""
-        process = session.process
-        session.ended = True
-        process.session = None
-        self.note("session of trainer", session.index, "ends:", repr(error))
-        self.disconnect(session, None)
-        if error is None:
-            process.left = True
-            if self.view > session.node.view:
-                self._start_again(process)
-            return
-        if isinstance(error, PeerFailed) or not isinstance(error, PeerLost):
-            raise Violation(f"trainer {session.index} fails: {error}")
-        if isinstance(error, ViewChanged):
-            process.min_view = session.node.view + 1
-        elif isinstance(error, RunEnded):
-            process.left = True
-            return
-        else:
-            process.min_view = session.node.view
-        self.after(_REJOIN_S, self.join, process)
+    # Processes that end, and faults.
 
     def disconnect(self, session: Session, reason: str | None) -> None:
         """Let the server know that the connection of a session was closed."""
         delay = self.rng.uniform(0.01, 0.3)
         self.at(max(self.now, session.process.cut_until) + delay, self._gone, session.node, session.member.name, reason)
-
-    def _gone(self, node: Node, name: str, reason: str | None) -> None:
-        if node.alive:
-            for watched, on_gone in node.watched:
-                if watched == name:
-                    on_gone(reason)
-
-    def watch(self, name: str, on_gone: Callable[[str | None], None]) -> None:
-        assert self.node is not None
-        self.node.watched.append((name, on_gone))
 
     def kill(self, process: Process) -> None:
         """End a process; another one takes its place."""
@@ -862,11 +320,6 @@ class World:
         if self.scenario.gives_up and self.given_up is None and self.processes[process.index] is process:
             self.given_up = process.index
         self.after(self.rng.uniform(0.1, 1.5), self._replace, process)
-
-    def _replace(self, process: Process) -> None:
-        if self.processes[process.index] is process and self.given_up != process.index:
-            successor = self.processes[process.index] = Process(self, process.index)
-            self.join(successor)
 
     def lost(self, trainer_index: int) -> None:
         """The server has lost a trainer: the supervisor kills its process, which may be frozen."""
@@ -906,43 +359,6 @@ class World:
                     if task.request is not None:
                         self.after(rng.uniform(0.01, 0.3), self._closed, task.session)
                 self.after(rng.uniform(0.3, 1.5), self.start_server)
-
-    def _closed(self, session: Session) -> None:
-        session.mark_lost(PeerLost("the server is lost: its connection was closed"))
-
-    # Tasks of trainers.
-
-    def resume(self, task: Task, value: Any = None, error: ParamserverError | None = None) -> None:
-        """Run a task until it waits again."""
-        session = task.session
-        process = session.process
-        if session.ended or not process.alive:
-            return
-        if process.frozen_until > self.now:
-            self.at(process.frozen_until, partial(self.resume, task, value, error))
-            return
-        try:
-            item = task.steps.send(value) if error is None else task.steps.throw(error)
-        except StopIteration:
-            task.done = True
-            if task is session.main:
-                self.session_ended(session, None)
-            elif task.waiter is not None:
-                self.resume(task.waiter)
-            return
-        except ParamserverError as raised:
-            self.session_ended(session, raised)
-            return
-        if isinstance(item, Call):
-            task.request = self.draw()
-            self.send(task, item, task.request)
-            if session.lost is not None:
-                task.request = None
-                self.resume(task, error=session.lost)
-        elif isinstance(item, Task):
-            item.waiter = task
-        else:
-            self.after(item, self.resume, task)
 
     # The network.
 
@@ -1006,14 +422,6 @@ class World:
             latency = self.rng.uniform(0.005, 0.05) + (self.rng.random() < 0.03) * self.rng.uniform(0.0, 0.5)
             self.at(max(self.now, task.session.process.cut_until) + latency, self.receive, node, task, request, value)
 
-    def receive(self, node: Node, task: Task, request: int, value: Any) -> None:
-        session = task.session
-        if task.request != request or session.ended or not session.process.alive:
-            return
-        self.note(session.index, f"pid {session.process.pid}", "gets", value if isinstance(value, RemoteError) else "")
-        task.request = None
-        self.resume(task, value, value.error() if isinstance(value, RemoteError) else None)
-
     # Invariants.
 
     def joined(self, session: Session, reply: JoinReply) -> None:
@@ -1043,27 +451,27 @@ class World:
         limit = config.training.max_steps
         self.check(limit is None or version <= limit, f"version {version} exceeds max_steps ({limit})")
         for push in pushes:
-            key, gradient = _key(push.report), push.gradients
+            key, gradient = push_key(push.report), push.gradients
             view, trainer, _, sequence = key
             self.note("  applies", key, "in version", version, "positions", push.report.positions)
             self.check(gradient == key, f"the gradient of push {gradient} is applied as that of {key}")
-            self.check(key not in node.keys, f"push {key} is applied twice")
+            self.check(key not in self.keys, f"push {key} is applied twice")
             self.check(view == node.view, f"push {key} of view {view} is applied in view {node.view}")
-            last = node.last_sequence.get(key[:3], 0)
+            last = self.last_sequence.get(key[:3], 0)
             if config.server.backup_trainers:
                 self.check(sequence > last, f"push {key} is applied after {last}")
             else:
                 self.check(sequence == last + 1, f"push {key} is applied after {last}: one is missing")
-            node.last_sequence[key[:3]] = sequence
+            self.last_sequence[key[:3]] = sequence
             positions = tuple(push.report.positions)
             for position in positions:
-                node.times[trainer, position] += 1
-                times = node.times[trainer, position]
+                self.times[trainer, position] += 1
+                times = self.times[trainer, position]
                 self.check(
                     times <= config.buffer.pseudo_epochs,
                     f"sample {position} of trainer {trainer} is applied {times} times",
                 )
-            node.keys.add(key)
+            self.keys.add(key)
             node.history.append((key, positions))
 
     def check_manifest(self, state: Mapping[str, Any]) -> None:
@@ -1097,8 +505,8 @@ class World:
             return
         self.note("end:", decision)
         self.check(rules.step == node.server.store.version == decision.step, "the last decision is of another version")
-        self.check(rules.samples == sum(node.times.values()), "the number of samples is not that of those applied")
-        missing = self.acks - node.keys - self.redone
+        self.check(rules.samples == sum(self.times.values()), "the number of samples is not that of those applied")
+        missing = self.acks - self.keys - self.redone
         self.check(not missing, f"acknowledged pushes are neither applied nor redone: {sorted(missing)}")
         self.check(self.manifest is not None, "the run ended without a checkpoint")
         assert self.manifest is not None
@@ -1108,7 +516,7 @@ class World:
         for index, once in enumerate(self.scenario.samples):
             due = once * (config.training.max_epochs or 1) * config.buffer.pseudo_epochs
             counted = ledger[index].positions.count
-            applied = sum(times for (trainer, _), times in node.times.items() if trainer == index)
+            applied = sum(times for (trainer, _), times in self.times.items() if trainer == index)
             left = due - counted
             dropped += counted - applied
             self.check(
@@ -1125,44 +533,6 @@ class World:
             self.check(decision.reason == "all data was served", f"the run ended: {decision.reason}")
 
 
-def _key(report: StepReport) -> PushKey:
-    return report.view, report.trainer_index, report.incarnation, report.sequence
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-# The world that the stand-ins below belong to.
-_current: World
-
-
-@contextmanager
-def environment() -> Iterator[None]:
-    """Replace what ``ParameterServer`` takes from its environment: tensors, RPC, and the clock of its members."""
-    stand_ins = {
-        "ParameterStore": Store,
-        "RpcServerTransport": Transport,
-        "WireVersion": lambda *args: None,
-        "make_codec": lambda config, device: None,
-        "plan_buckets": lambda *args: ((), ""),
-        "Members": lambda: Members(lambda: _current.now),
-        "time": SimpleNamespace(monotonic=lambda: _current.now),
-        "watch_peer": lambda name, on_gone: _current.watch(name, on_gone),
-        "current_context_id": lambda: 0,
-        "release_context": lambda context_id: None,
-        "dist_autograd": SimpleNamespace(get_gradients=lambda key: key),
-        "untrained_state_dict": lambda model: {},
-        "stage_copy": lambda state: state,
-    }
-    with ExitStack() as stack:
-        for name, stand_in in stand_ins.items():
-            stack.enter_context(mock.patch.object(parameter_server, name, stand_in))
-        yield
-
-
 def simulate(seed: int, tracing: bool = False) -> SimulatedRun:
     """Run the world of a seed, inside ``environment``."""
-    global _current
-    _current = World(seed, tracing)
-    return _current.run()
+    return World(seed, tracing).run()

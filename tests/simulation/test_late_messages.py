@@ -13,7 +13,7 @@ from paramserver.errors import Evicted, PeerLost, RunEnded, ViewChanged
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
 from paramserver.transport.messages import DataPosition
 from tests.simulation import simulation
-from tests.simulation.simulation import Process, Scenario, World
+from tests.simulation.simulation import Scenario, World
 
 READY = Announcement(Readiness.READY)
 AT_START = DataPosition({}, AppliedPositions().state_dict())
@@ -23,7 +23,8 @@ class Two:
     """A server for two trainers, and the calls of one trainer in a row."""
 
     def __init__(self, on_loss="continue", max_steps=1, consistency="sync"):
-        self.world = simulation._current = World(0)
+        self.world = World(0)
+        self.world.activate()
         config = self.world.scenario.config
         config = replace(
             config,
@@ -36,7 +37,7 @@ class Two:
             buffer=replace(config.buffer, pseudo_epochs=1),
         )
         self.world.scenario = Scenario(config, (4, 4), {}, 0.0, 0.0, 0.0, supervised=False, gives_up=False)
-        self.world.processes = [Process(self.world, index) for index in range(2)]
+        self.world.processes = [self.world.make_process(index) for index in range(2)]
         self.world.start_server()
         self.server = self.world.server
         self.workers = 0
@@ -67,7 +68,7 @@ class Two:
             sender.incarnation,
             sequence,
         )
-        return self.server.push(simulation._key(report), report, (), announcement)
+        return self.server.push(simulation.push_key(report), report, (), announcement)
 
     def lose(self, member):
         self.server._on_disconnect(member, "its connection was closed")

@@ -1,0 +1,110 @@
+"""From measured runs to a deployment that can be simulated: its compute, its size, and the costs that explain it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import yaml
+
+from paramserver.bench.cost_model import LinkSpeed
+from paramserver.bench.slowdown import SlowdownSpec
+from paramserver.config import Config, config_from_mapping
+from paramserver.errors import UnsupportedConfiguration
+from paramserver.report.results import CaseResult
+from paramserver.simulator.network import Costs, Deployment, simulate
+
+_COMPUTES = ("data", "forward")
+# How often a parameter is tried at this multiple of its value, and at its reciprocal.
+_FACTORS = (3.0, 1.4, 1.1)
+# A cost that is 4 times its default counts like an error of 4 % in each run: what runs do not show keeps its default.
+_PRIOR = (0.04 / math.log(4.0)) ** 2
+_STEPS, _WARM_STEPS = 8, 3
+
+
+def deployment_of(
+    result: CaseResult, link: LinkSpeed, cores: int, one_machine: bool, costs: Costs | None = None
+) -> Deployment:
+    """Return what a measured run is for the simulator.
+
+    Args:
+        result: a completed one, of a mode with servers.
+        link: of an interface of the hosts.
+        cores: of each host, or of all together.
+        one_machine: the hosts share these cores.
+        costs: those that were fitted; None for the defaults.
+
+    Raises:
+        UnsupportedConfiguration: the result lacks what the simulator needs, or is of a run that it has no model of.
+    """
+    where = f"the result {result.case}, repeat {result.repeat},"
+    config = _config_of(result, where)
+    if result.mode != "rpc" or config.server.compute == "server":
+        raise UnsupportedConfiguration(
+            f"{where} must be of mode rpc with server.compute: trainer, which the simulator models; measure that"
+        )
+    phases, size = result.phases_ms, result.model_bytes
+    if not result.is_completed or not size or not result.samples or not result.steps or not phases.get("forward"):
+        raise UnsupportedConfiguration(
+            f"{where} must be complete, with model_bytes, steps, samples and phases_ms; benchmark again"
+        )
+    on_wire = 1.0 if config.server.wire_dtype == "float32" else 0.5
+    return Deployment(
+        config=config,
+        message_bytes=size * on_wire,
+        forward_s=sum(phases.get(name) or 0.0 for name in _COMPUTES) / 1e3,
+        backward_s=(phases.get("backward") or 0.0) / 1e3,
+        link=link,
+        samples=config.training.batch_size * config.training.accumulate_batches,
+        costs=costs or Costs(),
+        cores=cores,
+        one_machine=one_machine,
+        slow=SlowdownSpec(**result.scenario["slow"]) if result.scenario.get("slow") else None,
+        seed=result.repeat,
+    )
+
+
+def _config_of(result: CaseResult, where: str) -> Config:
+    text = result.environment.get("config")
+    if not isinstance(text, str):
+        raise UnsupportedConfiguration(f"{where} must have the config of its run; benchmark again")
+    return config_from_mapping(yaml.safe_load(text))
+
+
+def error_of(deployment: Deployment, samples_per_second: float, steps: int = _STEPS, warm: int = _WARM_STEPS) -> float:
+    """Return the simulated throughput over the measured one, less 1."""
+    return simulate(deployment, steps, warm).samples_per_second / samples_per_second - 1
+
+
+def fit(measured: Sequence[tuple[Deployment, float]]) -> Costs:
+    """Return the costs with which the simulator explains measured runs best, starting from those of the first.
+
+    The sum of the squared errors is minimized parameter by parameter; a parameter on which no run depends keeps its
+    value.
+
+    Args:
+        measured: what ran, and its samples per second.
+    """
+    first = measured[0][0].costs
+    default = asdict(first)
+
+    def loss(values: dict[str, float]) -> float:
+        costs = Costs(**values)
+        errors = [error_of(replace(deployment, costs=costs), rate) for deployment, rate in measured]
+        far = sum(math.log(values[name] / default[name]) ** 2 for name in default)
+        return sum(math.log1p(error) ** 2 for error in errors) + _PRIOR * far
+
+    best, values = loss(default), dict(default)
+    for factor in _FACTORS:
+        improved = True
+        while improved:
+            improved = False
+            for name in default:
+                for tried in (values[name] * factor, values[name] / factor):
+                    if name == "link_share" and tried > 1.0:
+                        continue
+                    candidate = {**values, name: tried}
+                    if (found := loss(candidate)) < best * 0.99:
+                        best, values, improved = found, candidate, True
+    return Costs(**values)

@@ -1,0 +1,833 @@
+"""A run on a virtual clock: the server's own classes, and trainers and a network that a subclass of ``World`` defines.
+
+``ParameterServer`` with its aggregator, consistency, ledger, members and part collector is the code of the package. The
+trainers are a model of trainers/rpc.py and server/client.py: generators that yield calls. A ``World`` has the clock,
+the events, and who starts processes again; a subclass decides how long a message and a batch take and what fails. The
+tests of the protocol under random faults have one (tests/simulation), the prediction of throughput another
+(simulator/network.py). One ``random.Random`` draws everything, so a run replays exactly.
+"""
+
+from __future__ import annotations
+
+import heapq
+import pickle
+import random
+import threading
+import zlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+from unittest import mock
+
+import numpy as np
+import torch
+
+from paramserver.checkpoint.save import ChunkedFile
+from paramserver.config import Config
+from paramserver.consistency import Announcement, Decision, Readiness, TrainerId, Verdict
+from paramserver.context import StopRequest
+from paramserver.devices import CPU
+from paramserver.distributed.membership import Member, Members
+from paramserver.distributed.rpc_calls import RemoteError
+from paramserver.errors import ParamserverError, PeerFailed, PeerLost, RunEnded, ViewChanged
+from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
+from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
+from paramserver.runs.monitor import RunMonitor
+from paramserver.server import client, parameter_server
+from paramserver.server.parameter_server import ParameterServer
+from paramserver.transport.base import ServerTransport
+from paramserver.transport.messages import DataPosition, JoinReply, StepGrant
+
+_REJOIN_S = 0.2
+
+# What a trainer sends again if it or its reply was lost; a pull in another autograd context.
+_REPEATABLE = {handler.__name__ for handler in client._REPEATABLE} | {"pull"}
+
+PushKey = tuple[int, int, int, int]
+"""View, trainer, incarnation and sequence of a push."""
+
+
+class Violation(Exception):  # noqa: N818 - not an error of the program
+    """An invariant does not hold."""
+
+
+# Rank 0: what ParameterServer stands on.
+
+
+class Store:
+    """In the place of ``ParameterStore``: the parameters are the list of pushes that were applied."""
+
+    def __init__(self, task: Any, config: Config, allocate: Any = None) -> None:
+        self.node = _current.starting
+        self.version = self.node.checkpoints.first_step
+        self.model, self.device = None, CPU.device
+        layout = SimpleNamespace(total_bytes=0)
+        self.parameters = SimpleNamespace(layout=layout, flats=[], tensors={})
+        self.buffers = self.shard = self.parameters
+        self.leaves: list[Any] = []
+        self.pipeline = None
+        self.updater = SimpleNamespace(
+            lr=(0.1,), on_epoch_end=lambda: None, on_validation_end=lambda version, means: None, state_dict=dict
+        )
+        self.held: set[int] = set()
+
+    def apply(self, version: int, update: Any, pushes: Sequence[Any]) -> None:
+        self.version += 1
+        _current.applied(self.node, self.version, version, pushes)
+
+    def snapshot_of_buffers(self) -> list[Any]:
+        return []
+
+    def shard_snapshot(self) -> list[Any]:
+        return []
+
+    def retain(self, version: int) -> None:
+        self.held.add(version)
+
+    def retained(self, version: int) -> tuple[list[Any], list[Any]]:
+        if version not in self.held:
+            raise KeyError(version)
+        return [], []
+
+    @property
+    def retained_versions(self) -> frozenset[int]:
+        return frozenset(self.held)
+
+    def drop(self, version: int) -> None:
+        self.held.discard(version)
+
+
+class Transport(ServerTransport):
+    """A version is its number, and a gradient the key of its push."""
+
+    def __init__(self, leaves: Any, wire: Any, shard: Any) -> None:
+        self.store: Any = _current.server.store
+        self.pinned: int | None = None
+
+    def pin_version(self) -> int:
+        self.pinned = self.store.version
+        return 0
+
+    def pull(self) -> Any:
+        return self.pinned
+
+    def view_version(self) -> tuple[None, Sequence[Any]]:
+        return None, ()
+
+    def collect_gradients(self, held: Any) -> Any:
+        return held
+
+    def unpin(self) -> None:
+        self.pinned = None
+
+
+class Checkpoints(CheckpointManager):
+    """Checkpoints of a simulated disk: what rank 0 stages is pickled, and is in ``World.manifest`` some time later."""
+
+    def __init__(self, node: Node, config: Config, manifest: bytes | None) -> None:
+        self.node = node
+        self.config = config
+        self.view = node.view
+        self.simulations = None
+        sink: Any = SimpleNamespace(write=node.record)
+        self.monitor = RunMonitor(config, sink, Path())
+        self.writer: Any = SimpleNamespace(raise_error=lambda: None)
+        self.resumed: dict[str, Any] | None = None if manifest is None else pickle.loads(manifest)
+        self.newest = self._resume = self.resumed
+        self.writing: list[bytes] = []
+        self.first_step = 0
+        self.consistency_state: Mapping[str, Any] = {}
+        self.ledger_state: Mapping[str, Any] = {"rows": {}}
+        if self.resumed is not None:
+            self.first_step = self.resumed["step"]
+            self.monitor.load_state_dict(self.resumed["monitor"])
+            self.consistency_state, self.ledger_state = self.resumed["consistency"], self.resumed["ledger"]
+
+    def restore_model(self, model: Any) -> None:
+        pass
+
+    def restore_optimizer(self, updater: Any) -> None:
+        pass
+
+    def trainer_part(self, trainer_index: int, newest: bool = False) -> Any:
+        held = self.newest if newest else self.resumed
+        return None if held is None else held["parts"][trainer_index]
+
+    def stage(
+        self,
+        step: int,
+        model: Any,
+        updater: Any,
+        reason: str,
+        since: float,
+        consistency: Mapping[str, Any] | None = None,
+        ledger: Mapping[str, Any] | None = None,
+    ) -> StagedCheckpoint:
+        store: Any = self.node.server.store
+        _current.check(step == store.version, f"a checkpoint of {step} is staged at another version")
+        state = {
+            "step": step,
+            "monitor": self.monitor.state_dict(),
+            "consistency": consistency,
+            "ledger": ledger,
+            "applied": self.node.history,
+        }
+        return StagedCheckpoint(step, {"state": pickle.dumps(state)}, False, reason, since)
+
+    def commit(self, staged: StagedCheckpoint, parts: Mapping[int, Any], pause_s: float) -> None:
+        state = pickle.loads(staged.objects["state"])
+        state["parts"] = {
+            i: pickle.loads(b"".join(part)) if isinstance(part, ChunkedFile) else part for i, part in parts.items()
+        }
+        _current.check_manifest(state)
+        written = pickle.dumps(state)
+        self.writing.append(written)
+        _current.after(_current.rng.uniform(0.0, 0.3), self._write)
+
+    def _write(self) -> None:
+        if not self.node.alive or not self.writing:
+            return
+        manifest = self.writing.pop(0)
+        self.newest = pickle.loads(manifest)
+        _current.note("written", self.newest["step"])
+        _current.manifest = manifest
+
+    def finish_writing(self) -> None:
+        while self.writing:
+            self._write()
+
+
+class Node:
+    """A session of rank 0: a server and what it has applied."""
+
+    def __init__(self, world: World, view: int) -> None:
+        self.view = view
+        self.alive = True
+        self.paused_until = 0.0
+        self.watched: list[tuple[str, Callable[[str | None], None]]] = []
+        self.checkpoints = Checkpoints(self, world.config, world.manifest)
+        world.starting = self
+        manifest = self.checkpoints.resumed
+        self.history: list[tuple[PushKey, tuple[int, ...]]] = [] if manifest is None else manifest["applied"]
+        """Each applied push and its positions, where a world records them (``World.applied``)."""
+        world.node_starts(self)
+        self.stop = StopRequest()
+        self.stop.event = threading.Event()
+        self.started = world.now
+        self.server = ParameterServer(
+            None,  # type: ignore[arg-type]
+            world.config,
+            world.num_trainers,
+            self.checkpoints,
+            self.stop,
+        )
+
+    def record(self, record: dict[str, Any]) -> None:
+        _current.note(record["kind"], record.get("trainer"), record.get("text", ""))
+        if record["kind"] == "lost":
+            _current.lost(record["trainer"])
+
+
+# Trainers.
+
+
+@dataclass
+class Call:
+    """A call of a handler of the server. A push has the same key each time it is sent."""
+
+    method: str
+    args: tuple[Any, ...]
+
+    @property
+    def is_repeatable(self) -> bool:
+        return self.method in _REPEATABLE
+
+
+Steps = Generator[Any, Any, Any]
+
+
+class TrainerData(Protocol):
+    """The samples of a trainer, as trainers/data.py serves them."""
+
+    def load(self, part: Mapping[str, Any]) -> None: ...
+
+    def load_after_loss(self, applied: Mapping[str, Any]) -> None: ...
+
+    def part(self) -> dict[str, Any]: ...
+
+    def applied(self) -> dict[str, Any]: ...
+
+    def take(self, batches: int) -> list[int]: ...
+
+    def announcement(self) -> Announcement: ...
+
+
+class Task:
+    """A thread of a trainer: it waits for a reply, sleeps, or waits for another task."""
+
+    def __init__(self, session: Session, steps: Steps) -> None:
+        self.session, self.steps = session, steps
+        self.request: int | None = None
+        self.done = False
+        self.waiter: Task | None = None
+
+
+class Session:
+    """One time that a process joins the run and trains, as ``Session`` in runtime/rank.py and ``RpcTrainer`` do."""
+
+    def __init__(self, world: World, process: Process, node: Node) -> None:
+        self.world, self.process, self.index = world, process, process.index
+        self.node = node
+        self.config = world.config
+        self.ended = False
+        self.lost: PeerLost | None = None
+        self.last_delivery = 0.0
+        self.silent_since: float | None = None
+        self.worker_id = world.draw()
+        self.member = Member(
+            self.index, f"trainer{self.index}_{self.worker_id}", self.worker_id, f"pid {process.pid}", view=node.view
+        )
+        self.view = self.incarnation = self.sequence = self.announced = self.step = 0
+        self.validated: int | None = None
+        self.saved: int | None = None
+        self.sender: Task | None = None
+        self.data = world.make_data(self.index)
+        self.main = Task(self, self.run())
+
+    # The model of the training loop; see trainers/base.py and trainers/rpc.py.
+
+    def run(self) -> Steps:
+        world, index = self.world, self.index
+        reply: JoinReply = yield Call("join", (self.member, world.epoch_samples))
+        world.joined(self, reply)
+        self.id = TrainerId(index, reply.view, reply.incarnation)
+        self.view, self.incarnation, self.step = reply.view, reply.incarnation, reply.step
+        yield Call("view_version", (self.id, None))
+        if reply.data_position is None:
+            if reply.stored_part is not None:
+                self.data.load(reply.stored_part)  # type: ignore[arg-type]
+                self.saved = self.step
+            yield Call("report_source", (self.id, DataPosition({}, self.data.applied())))
+        else:
+            self.data.load_after_loss(reply.data_position.applied)
+        decision = yield from self.fit(reply.lockstep)
+        if not decision.interrupted and (yield from self.validate(decision)):
+            self.saved = None
+        yield from self.save("end")
+        yield Call("leave", (self.id, TrainerTotals(index), decision))
+
+    def fit(self, lockstep: bool) -> Generator[Any, Any, Decision]:
+        index, next_grant = self.index, None
+        while True:
+            grant: StepGrant | None
+            grant, next_grant = next_grant, None
+            if grant is None:
+                announcement = self.data.announcement()
+                if announcement.readiness is Readiness.READY and self.world.chance(self.world.waits):
+                    yield 0.5
+                    announcement = Announcement(Readiness.WAITING)
+                self.announced += 1
+                grant = yield Call("announce", (self.id, announcement, self.announced))
+            decision = grant.decision
+            assert decision is not None
+            self.world.decided(self, decision)
+            if decision.verdict is Verdict.WAIT:
+                continue
+            if decision.verdict is Verdict.END:
+                self.step = decision.step
+                return decision
+            if decision.verdict is Verdict.VALIDATE:
+                self.step = decision.step
+                yield from self.validate(decision)
+                continue
+            if decision.verdict is Verdict.BARRIER:
+                self.step = decision.step
+                yield from self.validate_and_save(decision)
+                continue
+            if index in decision.active:
+                next_grant = yield from self.train(decision, lockstep)
+            else:
+                self.step = yield Call("wait_version", (self.id, decision.step + 1))
+                if self.step == decision.step:
+                    continue
+            if lockstep and self.is_due(self.step):
+                yield from self.validate_and_save(decision)
+
+    def train(self, decision: Decision, lockstep: bool) -> Steps:
+        pulled = yield Call("pull", (self.id,))
+        self.world.check(pulled == decision.step, f"trainer {self.index} was granted {decision.step}, pulled {pulled}")
+        positions = self.data.take(decision.batches)
+        yield self.world.compute_s(self)
+        self.sequence += 1
+        report = StepReport(
+            self.index,
+            decision.step,
+            self.world.samples_of(positions),
+            0.5,
+            0.0,
+            positions=positions,
+            view=self.view,
+            incarnation=self.incarnation,
+            sequence=self.sequence,
+        )
+        announcement = None
+        if not (lockstep and self.is_due(decision.step + 1)) and not self.world.chance(self.world.waits):
+            announcement = self.data.announcement()
+        grant: StepGrant = yield Call("push", (push_key(report), report, (), announcement))
+        result = grant.result
+        assert result is not None
+        self.world.acknowledged(self, push_key(report), result)
+        self.step = result.step
+        return grant if grant.decision is not None and grant.decision.verdict is not Verdict.WAIT else None
+
+    def is_due(self, step: int) -> bool:
+        return _due(step, self.config.training.validate_every) or _due(step, self.save_every)
+
+    @property
+    def save_every(self) -> int:
+        every = self.config.checkpoint.every
+        return self.config.training.validate_every if every is None else every
+
+    def validate_and_save(self, decision: Decision) -> Steps:
+        improved = False
+        if _due(self.step, self.config.training.validate_every):
+            improved = yield from self.validate(decision)
+        if improved or _due(self.step, self.save_every):
+            yield from self.save("best" if improved else "periodic")
+
+    def validate(self, decision: Decision) -> Generator[Any, Any, bool]:
+        if self.validated == self.step:
+            return False
+        self.validated = self.step
+        yield Call("view_version", (self.id, self.step))
+        yield 0.05
+        sums = WeightedSums()
+        sums.add({"loss": float(zlib.crc32(b"%d" % self.step) % 5)}, 1)
+        if decision.verdict is Verdict.VALIDATE:
+            yield Call("report_validation_share", (self.id, self.step, sums))
+            return False
+        _, improved = yield Call("report_validation", (self.id, self.step, sums))
+        return bool(improved)
+
+    def save(self, reason: str) -> Steps:
+        if self.saved != self.step:
+            self.saved = self.step
+            yield from self.wait_saved()
+            part, step = self.data.part(), self.step
+            if not (yield Call("stage_checkpoint", (self.id, reason))):
+                return
+            self.sender = Task(self, self.send_part(step, part))
+            self.world.resume(self.sender)
+        if reason == "end":
+            yield from self.wait_saved()
+
+    def wait_saved(self) -> Steps:
+        if self.sender is not None and not self.sender.done:
+            yield self.sender
+
+    def send_part(self, step: int, part: dict[str, Any]) -> Steps:
+        content = torch.from_numpy(np.frombuffer(bytearray(pickle.dumps(part)), np.uint8))
+        yield Call("receive_part_chunk", (self.id, step, content[:40]))
+        yield Call("receive_part_chunk", (self.id, step, content[40:]))
+        yield Call("finish_part", (self.id, step, 0.001))
+
+    # The connection.
+
+    def start(self) -> None:
+        self.world.after(self.config.server.heartbeat_s, self.beat)
+        self.world.resume(self.main)
+
+    def beat(self) -> None:
+        """Send a heartbeat; it takes no time where nothing is in its way."""
+        world, process = self.world, self.process
+        if self.ended or not process.alive or self.lost is not None:
+            return
+        if process.frozen_until > world.now:
+            world.at(process.frozen_until + world.rng.uniform(0.0, self.config.server.heartbeat_s), self.beat)
+            return
+        world.after(self.config.server.heartbeat_s, self.beat)
+        if not self.node.alive:
+            self.mark_lost(PeerLost("the server is lost: its connection was closed"))
+        elif process.cut_until > world.now or self.node.paused_until > world.now:
+            self.silent_since = world.now if self.silent_since is None else self.silent_since
+            if world.now - self.silent_since > self.config.server.lost_after_s:
+                self.mark_lost(PeerLost("the server is lost: it did not answer"))
+        else:
+            self.silent_since = None
+            try:
+                self.node.server.heartbeat(self.index, self.worker_id)
+            except PeerLost as error:
+                self.mark_lost(error)
+
+    def mark_lost(self, error: PeerLost) -> None:
+        """End every wait of this session."""
+        if self.ended or self.lost is not None:
+            return
+        self.lost = error
+        for task in (self.main, self.sender):
+            if task is not None and task.request is not None and not self.ended:
+                task.request = None
+                self.world.resume(task, error=error)
+
+
+class Process:
+    """A process of a trainer; its sessions follow each other."""
+
+    def __init__(self, world: World, index: int) -> None:
+        self.index, self.pid = index, world.draw()
+        self.alive = True
+        self.left = False
+        self.frozen_until = self.cut_until = 0.0
+        self.session: Session | None = None
+        self.min_view = 1
+
+
+# The world.
+
+
+class World(ABC):
+    """Clock, events, supervisor and disk of one run. ``run`` runs it, inside of ``environment``.
+
+    Args:
+        rng: draws everything that is random.
+        tracing: keep the events as text in ``trace``.
+    """
+
+    waits = 0.0
+    """Probability that a trainer has no samples when it announces."""
+
+    def __init__(self, rng: random.Random, tracing: bool = False) -> None:
+        self.rng = rng
+        self.tracing = tracing
+        self.trace: list[str] = []
+        self.now, self.events, self.drawn = 0.0, 0, 0
+        self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.violation: str | None = None
+        self.manifest: bytes | None = None
+        self.node: Node | None = None
+        self.starting: Any = None
+        self.view = 0
+        self.processes: list[Process] = []
+        self.complete = False
+        self.given_up: int | None = None  # the trainer that is not started again
+        self.views_seen: Counter[int] = Counter()
+
+    # What a subclass defines.
+
+    @property
+    @abstractmethod
+    def config(self) -> Config:
+        """The configuration of the run."""
+
+    @property
+    @abstractmethod
+    def num_trainers(self) -> int:
+        """Number of trainers."""
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of all trainers in one pass; 0 without epochs."""
+        return 0
+
+    @abstractmethod
+    def make_data(self, trainer_index: int) -> TrainerData:
+        """Return the data of a trainer, at its beginning."""
+
+    @abstractmethod
+    def compute_s(self, session: Session) -> float:
+        """Return how long the forward and the backward of the next step take."""
+
+    @abstractmethod
+    def send(self, task: Task, call: Call, request: int) -> None:
+        """Send a call to the server; ``deliver`` runs it there, and ``receive`` ends its wait with the reply."""
+
+    @abstractmethod
+    def disconnect(self, session: Session, reason: str | None) -> None:
+        """Let the server know, by ``_gone``, that the connection of a session was closed."""
+
+    @abstractmethod
+    def kill(self, process: Process) -> None:
+        """End a process; another one takes its place."""
+
+    def samples_of(self, positions: Sequence[int]) -> int:
+        """Return the number of samples of a push."""
+        return len(positions)
+
+    # What a subclass may check or count.
+
+    def before_event(self) -> None:
+        """Called before each event."""
+
+    def node_starts(self, node: Node) -> None:
+        """Called when a session of rank 0 begins."""
+
+    def joined(self, session: Session, reply: JoinReply) -> None:
+        """Called when a trainer has joined."""
+
+    def decided(self, session: Session, decision: Decision) -> None:
+        """Called when a trainer has received a decision."""
+
+    def acknowledged(self, session: Session, key: PushKey, result: Any) -> None:
+        """Called when a trainer has received the result of a push."""
+
+    def applied(self, node: Node, version: int, counted: int, pushes: Sequence[Any]) -> None:
+        """Called when an update has made ``version``."""
+
+    def check_manifest(self, state: Mapping[str, Any]) -> None:
+        """Called with a checkpoint that is complete."""
+
+    def lost(self, trainer_index: int) -> None:
+        """Called when the server has lost a trainer."""
+
+    @property
+    def server(self) -> ParameterServer:
+        assert self.node is not None
+        return self.node.server
+
+    # Events.
+
+    def draw(self) -> int:
+        self.drawn += 1
+        return self.drawn
+
+    def at(self, time: float, action: Callable[..., None], *args: Any) -> None:
+        heapq.heappush(self.queue, (time, self.draw(), action, args))
+
+    def after(self, seconds: float, action: Callable[..., None], *args: Any) -> None:
+        self.at(self.now + seconds, action, *args)
+
+    def note(self, *words: Any) -> None:
+        if self.tracing:
+            self.trace.append(f"{self.now:8.3f} {' '.join(str(word) for word in words)}")
+
+    def chance(self, probability: float) -> bool:
+        return probability > 0 and self.rng.random() < probability
+
+    def check(self, holds: bool, text: str) -> None:
+        if not holds:
+            self.violation = self.violation or text
+            raise Violation(text)
+
+    def activate(self) -> None:
+        """Let the stand-ins of ``environment`` belong to this world."""
+        global _current
+        _current = self
+
+    def start(self) -> None:
+        """Start the server and all trainers."""
+        self.activate()
+        self.start_server()
+        for index in range(self.num_trainers):
+            self.processes.append(self.make_process(index))
+            self.after(self.rng.uniform(0.0, 0.5), self.join, self.processes[index])
+
+    def make_process(self, index: int) -> Process:
+        """Return a process of a trainer."""
+        return Process(self, index)
+
+    def run_events(self) -> None:
+        """Run until the run has ended.
+
+        Raises:
+            Violation: it cannot end, or it fails.
+        """
+        while self.queue and self.violation is None and not self.complete:
+            self.now, _, action, args = heapq.heappop(self.queue)
+            self.events += 1
+            self.before_event()
+            action(*args)
+            self._look_at_server()
+        if self.violation is None and not self.complete:
+            raise Violation("nothing happens any more, and the run has not ended")
+
+    # Rank 0.
+
+    def start_server(self) -> None:
+        self.view += 1
+        if self.node is not None:
+            self.check(not self.node.alive, "two servers live at once")
+        self.node = node = Node(self, self.view)
+        self.views_seen[node.server.view] += 1
+        self.check(self.views_seen[node.server.view] == 1, f"two servers have had view {node.server.view}")
+        self.note("server starts, view", self.view, "step", node.checkpoints.first_step)
+        self.after(self.config.server.heartbeat_s, self.tick, node)
+        for process in self.processes:  # those that had left are needed again
+            if process.left:
+                self._start_again(process)
+
+    def _start_again(self, process: Process) -> None:
+        """A trainer that left in good order is needed again: the servers returned to a checkpoint."""
+        process.left = False
+        self.after(self.rng.uniform(0.1, 1.0), self.join, process)
+
+    def tick(self, node: Node) -> None:
+        """As ``_wait_until_finished`` in runtime/rank.py."""
+        if not node.alive:
+            return
+        if node.paused_until > self.now:
+            self.at(node.paused_until, self.tick, node)
+            return
+        node.server.check_heartbeats()
+        if node.server.started:
+            node.server.check_absences()
+        else:
+            missing = node.server.missing()
+            if missing and self.now >= node.started + self.config.cluster.timeout_s:
+                self.check(f"trainer {self.given_up}" in missing, f"{missing} did not join in time")
+                self.complete = True  # the run fails, and names the trainer
+                return
+        self.after(self.config.server.heartbeat_s, self.tick, node)
+
+    def _look_at_server(self) -> None:
+        """End or restart the server's session once it has finished."""
+        node = self.node
+        if node is None or not node.alive or not node.server.finished.is_set():
+            return
+        error = node.server.error
+        if error is not None and not isinstance(error, ViewChanged):
+            raise Violation(f"the run failed: {error}")
+        node.checkpoints.finish_writing()
+        node.alive = False
+        if error is None:
+            self.complete = True
+            return
+        self.note("view changes:", error)
+        self.after(_REJOIN_S, self.start_server)
+
+    # Processes, and who starts them again.
+
+    def join(self, process: Process) -> None:
+        """Begin a session as soon as there is a server of a view that the process accepts."""
+        node = self.node
+        if not process.alive or self.complete or self.processes[process.index] is not process:
+            return
+        if process.frozen_until > self.now:
+            self.at(process.frozen_until, self.join, process)
+        elif node is None or not node.alive or node.view < process.min_view or process.cut_until > self.now:
+            self.after(0.25, self.join, process)
+        else:
+            process.session = Session(self, process, node)
+            process.session.start()
+
+    def session_ended(self, session: Session, error: ParamserverError | None) -> None:
+        """As ``Session.after`` in runtime/rank.py."""
+        process = session.process
+        session.ended = True
+        process.session = None
+        self.note("session of trainer", session.index, "ends:", repr(error))
+        self.disconnect(session, None)
+        if error is None:
+            process.left = True
+            if self.view > session.node.view:
+                self._start_again(process)
+            return
+        if isinstance(error, PeerFailed) or not isinstance(error, PeerLost):
+            raise Violation(f"trainer {session.index} fails: {error}")
+        if isinstance(error, ViewChanged):
+            process.min_view = session.node.view + 1
+        elif isinstance(error, RunEnded):
+            process.left = True
+            return
+        else:
+            process.min_view = session.node.view
+        self.after(_REJOIN_S, self.join, process)
+
+    def _gone(self, node: Node, name: str, reason: str | None) -> None:
+        if node.alive:
+            for watched, on_gone in node.watched:
+                if watched == name:
+                    on_gone(reason)
+
+    def watch(self, name: str, on_gone: Callable[[str | None], None]) -> None:
+        assert self.node is not None
+        self.node.watched.append((name, on_gone))
+
+    def _replace(self, process: Process) -> None:
+        if self.processes[process.index] is process and self.given_up != process.index:
+            successor = self.processes[process.index] = self.make_process(process.index)
+            self.join(successor)
+
+    def _closed(self, session: Session) -> None:
+        session.mark_lost(PeerLost("the server is lost: its connection was closed"))
+
+    # Tasks of trainers.
+
+    def resume(self, task: Task, value: Any = None, error: ParamserverError | None = None) -> None:
+        """Run a task until it waits again."""
+        session = task.session
+        process = session.process
+        if session.ended or not process.alive:
+            return
+        if process.frozen_until > self.now:
+            self.at(process.frozen_until, partial(self.resume, task, value, error))
+            return
+        try:
+            item = task.steps.send(value) if error is None else task.steps.throw(error)
+        except StopIteration:
+            task.done = True
+            if task is session.main:
+                self.session_ended(session, None)
+            elif task.waiter is not None:
+                self.resume(task.waiter)
+            return
+        except ParamserverError as raised:
+            self.session_ended(session, raised)
+            return
+        if isinstance(item, Call):
+            task.request = self.draw()
+            self.send(task, item, task.request)
+            if session.lost is not None:
+                task.request = None
+                self.resume(task, error=session.lost)
+        elif isinstance(item, Task):
+            item.waiter = task
+        else:
+            self.after(item, self.resume, task)
+
+    def receive(self, node: Node, task: Task, request: int, value: Any) -> None:
+        session = task.session
+        if task.request != request or session.ended or not session.process.alive:
+            return
+        self.note(session.index, f"pid {session.process.pid}", "gets", value if isinstance(value, RemoteError) else "")
+        task.request = None
+        self.resume(task, value, value.error() if isinstance(value, RemoteError) else None)
+
+
+def push_key(report: StepReport) -> PushKey:
+    return report.view, report.trainer_index, report.incarnation, report.sequence
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+# The world that the stand-ins below belong to.
+_current: World
+
+
+@contextmanager
+def environment() -> Iterator[None]:
+    """Replace what ``ParameterServer`` takes from its environment: tensors, RPC, and the clock of its members."""
+    stand_ins: dict[str, Any] = {
+        "ParameterStore": Store,
+        "RpcServerTransport": Transport,
+        "WireVersion": lambda *args: None,
+        "make_codec": lambda config, device: None,
+        "plan_buckets": lambda *args: ((), ""),
+        "Members": lambda: Members(lambda: _current.now),
+        "time": SimpleNamespace(monotonic=lambda: _current.now),
+        "watch_peer": lambda name, on_gone: _current.watch(name, on_gone),
+        "current_context_id": lambda: 0,
+        "release_context": lambda context_id: None,
+        "dist_autograd": SimpleNamespace(get_gradients=lambda key: key),
+        "untrained_state_dict": lambda model: {},
+        "stage_copy": lambda state: state,
+    }
+    with mock.patch.multiple(parameter_server, **stand_ins):
+        yield

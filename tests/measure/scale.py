@@ -1,0 +1,191 @@
+"""The simulator against runs: throughput with 3 to 8 trainers, predicted from runs with 2.
+
+    python -m tests.measure.scale --results FILE [--seconds 6] [--for_s 110] [--only TEXT]
+
+Needs root: each rank runs in its own network namespace, with an interface of a limited bandwidth. A batch is a sleep of
+``COMPUTE_S``, so that two cores carry 12 processes. The cases of ``FITTED`` have two trainers; the simulator's costs
+are fitted on them. Those of ``JUDGED`` have 3 to 8 trainers, 1 to 4 servers, stragglers and each consistency; the error
+of each prediction is printed, and the median and the largest of all.
+
+Every run is a line of FILE. Cases that are in it are not run again, and none is begun ``--for_s`` seconds after the
+start, so the measurement can be made in several parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from paramserver import Task
+from paramserver.bench.cases import Case
+from paramserver.bench.cost_model import LinkSpeed
+from paramserver.bench.measure import measure
+from paramserver.bench.network import NetworkHosts, parse_bandwidth
+from paramserver.bench.slowdown import SlowdownSpec
+from paramserver.config import config_from_mapping, num_commands_of
+from paramserver.report.results import CaseResult, append_result, read_results
+from paramserver.simulator.calibration import deployment_of, error_of, fit
+from tests.measure.common import origin, verdict
+from tests.measure.outside_clock import method_of
+
+COMPUTE_S = 0.2
+BATCH = 4
+SAMPLES = 4096
+WIDTH, LAYERS = 256, 2
+LATENCY_S = 1e-4
+MEDIAN, WORST = 0.10, 0.25
+
+
+class Sleeps(Task):
+    """A model of 512 KiB whose step takes ``COMPUTE_S`` without a core."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def train_source(self, partition: Any) -> TensorDataset:
+        return TensorDataset(torch.zeros(SAMPLES, 1))
+
+    def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor:
+        time.sleep(COMPUTE_S)
+        return sum((parameter.square().mean() for parameter in model.parameters()), torch.zeros(()))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A case: numbers of trainers and servers, what differs from ``sync``, the straggler, and the bandwidth."""
+
+    trainers: int
+    servers: int
+    server: dict[str, Any] = field(default_factory=dict)
+    slow: SlowdownSpec | None = None
+    bandwidth: str = "50mbit"
+
+    @property
+    def name(self) -> str:
+        about = ", ".join(f"{name}={value}" for name, value in self.server.items()) or "consistency=sync"
+        slow = "" if self.slow is None else f", {self.slow}"
+        return f"{self.trainers} trainers, {self.servers} servers, {self.bandwidth}, {about}{slow}"
+
+    def case(self) -> Case:
+        config = {
+            "mode": "rpc",
+            "task": f"{Path(__file__).resolve()}:Sleeps",
+            "cluster": {"num_trainers": self.trainers, "num_servers": self.servers},
+            "server": {"transport": "rpc", **self.server},
+            "training": {"batch_size": BATCH, "validate_every": 0, "max_epochs": 1_000_000},
+        }
+        return Case(self.name, config_from_mapping(config), self.trainers, slow=self.slow)
+
+
+ASYNC, BOUNDED, BACKUP = (
+    {"consistency": "async"},
+    {"consistency": "bounded", "staleness_bound": 2},
+    {"backup_trainers": 1},
+)
+FITTED = [
+    Planned(2, 1),
+    Planned(2, 2),
+    Planned(2, 1, ASYNC),
+    Planned(2, 2, ASYNC),
+    Planned(2, 1, bandwidth="200mbit"),
+]
+JUDGED = [
+    Planned(3, 1),
+    Planned(4, 2),
+    Planned(8, 1),
+    Planned(8, 2),
+    Planned(8, 4),
+    Planned(4, 1, bandwidth="200mbit"),
+    Planned(4, 1, ASYNC),
+    Planned(6, 4, ASYNC),
+    Planned(8, 2, ASYNC),
+    Planned(3, 1, BOUNDED),
+    Planned(6, 2, BOUNDED),
+    Planned(4, 1, BACKUP),
+    Planned(8, 2, BACKUP),
+    Planned(4, 2, slow=SlowdownSpec(1, 3.0)),
+    Planned(4, 2, ASYNC, SlowdownSpec(1, 5.0)),
+    Planned(4, 2, BOUNDED, SlowdownSpec(1, 3.0)),
+    Planned(4, 1, BACKUP, SlowdownSpec(1, 5.0)),
+    Planned(6, 3, slow=SlowdownSpec(2, 4.0, 0.3)),
+]
+
+
+def run_missing(planned: list[Planned], known: set[str], arguments: argparse.Namespace) -> None:
+    began = time.monotonic()
+    for one in planned:
+        if one.name in known or time.monotonic() - began > arguments.for_s:
+            continue
+        case, rate = one.case(), parse_bandwidth(one.bandwidth)
+        with tempfile.TemporaryDirectory() as folder, NetworkHosts(num_commands_of(case.config), rate) as hosts:
+            method = replace(method_of(Path(folder), arguments.seconds, 1.0), hosts=hosts)
+            result = measure(case, 0, method)
+            if not result.is_completed:
+                raise RuntimeError(result.error)
+        append_result(arguments.results, result)
+        print(f"{one.name}: {result.samples_per_second:.1f} samples/s, {result.wall_s:.0f} s", file=sys.stderr)
+
+
+def judge(results: dict[str, CaseResult]) -> None:
+    def deployed(one: Planned) -> tuple[Any, float]:
+        result = results[one.name]
+        link = LinkSpeed(parse_bandwidth(one.bandwidth), LATENCY_S)
+        assert result.samples_per_second is not None
+        return deployment_of(result, link, len(os.sched_getaffinity(0)), one_machine=True), result.samples_per_second
+
+    fitted = [deployed(one) for one in FITTED]
+    costs = fit(fitted)
+    print(f"fitted: {costs}")
+    forward_s = statistics.mean(deployment.forward_s for deployment, _ in fitted)
+    backward_s = statistics.mean(deployment.backward_s for deployment, _ in fitted)
+    errors = []
+    for kind, cases in (("fitted", FITTED), ("judged", [one for one in JUDGED if one.name in results])):
+        print(f"{kind}: samples/s measured, predicted, error")
+        for one in cases:
+            deployment, rate = deployed(one)
+            deployment = replace(deployment, costs=costs, forward_s=forward_s, backward_s=backward_s)
+            error = error_of(deployment, rate, 30, 10)
+            print(f"  {one.name}: {rate:.1f} {rate * (1 + error):.1f} {error:+.1%}")
+            if kind == "judged":
+                errors.append(abs(error))
+    median, worst = statistics.median(errors), max(errors)
+    print(
+        f"{len(errors)} of {len(JUDGED)} cases judged, none of which was fitted: error {median:.1%} in the median, ",
+        end="",
+    )
+    print(f"{worst:.1%} at most; at most {MEDIAN:.0%} and {WORST:.0%}: {verdict(median <= MEDIAN and worst <= WORST)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of training that are measured")
+    parser.add_argument("--for_s", type=float, default=1e9, help="no case is begun later than this")
+    parser.add_argument("--only", default="", help="measure only cases whose name contains this")
+    parser.add_argument("--judge", action="store_true", help="measure nothing")
+    arguments = parser.parse_args()
+    print(origin())
+    known = {one.case: one for one in read_results(arguments.results).results} if arguments.results.exists() else {}
+    if not arguments.judge:
+        run_missing([one for one in FITTED + JUDGED if arguments.only in one.name], set(known), arguments)
+        known = {one.case: one for one in read_results(arguments.results).results}
+    if all(one.name in known for one in FITTED) and any(one.name in known for one in JUDGED):
+        judge(known)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The network model in cases that have a formula."""
+
+from dataclasses import replace
+
+import pytest
+
+from paramserver.bench.cost_model import LinkSpeed, communication_s
+from paramserver.bench.slowdown import SlowdownSpec
+from paramserver.config import MODES, ClusterConfig, Config, ServerConfig, TrainingConfig
+from paramserver.simulator.network import Costs, Deployment, simulate
+
+FREE = Costs(link_share=1.0, message_s=0.0, byte_s=0.0, update_byte_s=0.0, step_s=0.0)
+MODEL = 20e6
+BANDWIDTH = 1e9
+COMPUTE_S = 0.1
+
+
+def deployment(trainers=1, servers=1, latency=0.0, **changes):
+    names = ServerConfig.__dataclass_fields__
+    server = {"bucket_mb": 0.25, **{name: changes.pop(name) for name in list(changes) if name in names}}
+    clip = changes.pop("clip_grad_norm", None)
+    colocate = changes.pop("colocate", False)
+    config = Config(
+        cluster=ClusterConfig(num_trainers=trainers, num_servers=servers, colocate=colocate),
+        server=ServerConfig(**server),
+        training=TrainingConfig(clip_grad_norm=clip),
+    )
+    values = {"link": LinkSpeed(BANDWIDTH, latency), "forward_s": COMPUTE_S, "costs": FREE, **changes}
+    return Deployment(config, MODEL, **values)
+
+
+def formula(trainers, servers, overlap, latency=0.0, colocated=False):
+    return communication_s(MODES["rpc"], MODEL, trainers, servers, BANDWIDTH, latency, overlap, colocated)
+
+
+COUNTS = [(1, 1), (3, 1), (4, 2), (8, 4), (2, 4)]
+
+
+@pytest.mark.parametrize(("trainers", "servers"), COUNTS)
+def test_bucket_by_bucket_a_step_lasts_as_the_larger_of_both_ends(trainers, servers):
+    found = simulate(deployment(trainers, servers), updates=3, warm=2)
+    expected = COMPUTE_S + formula(trainers, servers, overlap=True)
+    assert found.step_s == pytest.approx(expected, rel=0.03)
+    assert found.samples_per_second == pytest.approx(trainers / found.step_s)
+    assert found.updates_per_second == pytest.approx(1 / found.step_s)
+
+
+@pytest.mark.parametrize(("trainers", "servers"), COUNTS[:-1])
+def test_without_buckets_push_and_pull_follow_each_other(trainers, servers):
+    found = simulate(deployment(trainers, servers, clip_grad_norm=1.0), updates=3, warm=2)
+    assert found.step_s == pytest.approx(COMPUTE_S + formula(trainers, servers, overlap=False), rel=0.03)
+
+
+def test_the_share_of_a_colocated_server_does_not_pass_an_interface():
+    found = simulate(deployment(4, 4, colocate=True), updates=3, warm=2)
+    assert found.step_s == pytest.approx(COMPUTE_S + formula(4, 4, overlap=True, colocated=True), rel=0.03)
+
+
+def test_a_free_network_costs_nothing():
+    free = deployment(5, 2, link=LinkSpeed(float("inf"), 0.0))
+    assert simulate(free, updates=3, warm=2).step_s == pytest.approx(COMPUTE_S)
+    assert simulate(replace(free, forward_s=0.04, backward_s=0.06), 3, 2).step_s == pytest.approx(COMPUTE_S)
+
+
+def test_each_round_trip_adds_two_latencies():
+    fast = LinkSpeed(float("inf"), 0.001)
+    # Bucket by bucket: the pull of the first bucket, and the push. Otherwise: pull, gradients, report.
+    assert simulate(deployment(2, 1, link=fast), 3, 2).step_s == pytest.approx(COMPUTE_S + 0.004)
+    assert simulate(deployment(2, 1, link=fast, clip_grad_norm=1.0), 3, 2).step_s == pytest.approx(COMPUTE_S + 0.006)
+
+
+def test_backward_hides_the_buckets_that_leave_during_it():
+    at_once = simulate(deployment(1, 1, forward_s=0.1), 3, 2).step_s
+    during = simulate(deployment(1, 1, forward_s=0.0, backward_s=0.1), 3, 2).step_s
+    # All but the last bucket have left when the backward ends.
+    assert during == pytest.approx(0.1, rel=0.05)
+    assert at_once == pytest.approx(0.1 + MODEL / BANDWIDTH, rel=0.05)
+
+
+SLOW = SlowdownSpec(1, 5.0)
+INFINITE = LinkSpeed(float("inf"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("server", "rate"),
+    [
+        ({}, 4 / 5),  # all in the time of the slow one
+        ({"consistency": "async"}, 3 + 1 / 5),
+        ({"consistency": "bounded", "staleness_bound": 3}, 4 / 5),  # at the bound, to the beat of the slow one
+        ({"backup_trainers": 1}, 3.0),  # without it
+    ],
+)
+def test_a_straggler_slows_each_consistency_as_its_rule_says(server, rate):
+    found = simulate(deployment(4, 1, slow=SLOW, link=INFINITE, **server), updates=50, warm=30)
+    assert found.samples_per_second * COMPUTE_S == pytest.approx(rate, rel=0.03)
+
+
+def test_the_slow_batches_are_those_of_the_benchmark():
+    slow, seed = SlowdownSpec(1, 5.0, 0.3), 7
+    batches = range(2, 32)  # after the warm-up
+    expected = sum(COMPUTE_S * (5 if slow.slows(seed, 1, batch) else 1) for batch in batches) / len(batches)
+    found = simulate(deployment(3, 1, slow=slow, seed=seed, link=INFINITE), updates=30, warm=1)
+    assert found.step_s == pytest.approx(expected, rel=0.01)
+
+
+def test_updates_of_async_are_bound_by_the_server():
+    costs = replace(FREE, update_byte_s=2e-9)
+    apply_s = MODEL * 2 * 2e-9  # one gradient and the parameters
+    found = simulate(deployment(8, 1, consistency="async", link=INFINITE, costs=costs), updates=20, warm=5)
+    assert found.updates_per_second == pytest.approx(1 / apply_s, rel=0.01)
+    alone = simulate(deployment(1, 1, consistency="async", link=INFINITE, costs=costs), updates=20, warm=5)
+    assert alone.step_s == pytest.approx(COMPUTE_S + apply_s)
+
+
+def test_the_bandwidth_of_a_server_bounds_async():
+    found = simulate(deployment(16, 1, consistency="async", forward_s=0.01), updates=20, warm=5)
+    assert found.updates_per_second == pytest.approx(BANDWIDTH / MODEL, rel=0.03)
+
+
+def test_hosts_on_one_machine_share_its_cores():
+    costs = replace(FREE, step_s=0.05)
+    alone = deployment(6, 1, forward_s=0.0, link=INFINITE, costs=costs, cores=2)
+    assert simulate(alone, 3, 2).step_s == pytest.approx(0.05)
+    assert simulate(replace(alone, one_machine=True), 3, 2).step_s == pytest.approx(6 * 0.05 / 2)
+
+
+def test_a_run_replays_exactly():
+    noisy = deployment(4, 2, jitter=0.3, seed=3, consistency="async")
+    assert simulate(noisy) == simulate(noisy)
+    assert simulate(noisy) != simulate(replace(noisy, seed=4))
+
+
+def test_jitter_keeps_the_mean_and_costs_sync_the_slowest():
+    alone = simulate(deployment(1, 1, jitter=0.3, link=INFINITE), updates=400, warm=1)
+    assert alone.step_s == pytest.approx(COMPUTE_S, rel=0.05)
+    several = simulate(deployment(8, 1, jitter=0.3, link=INFINITE), updates=100, warm=1)
+    assert several.step_s > 1.3 * COMPUTE_S
+
+
+@pytest.mark.parametrize("server", [{}, {"consistency": "async"}, {"consistency": "bounded"}, {"backup_trainers": 1}])
+def test_failures_cost_the_time_of_the_missing_trainers(server):
+    calm = deployment(4, 2, bucket_mb=4, link=INFINITE, forward_s=1.0, **server)
+    failing = replace(calm, failure_every_s=400.0, restart_s=20.0)
+    without = simulate(calm).samples_per_second
+    found = simulate(failing, seconds=2000.0)
+    assert found.failures > 10
+    # A trainer is missing for 20 of every 420 s, and its last step is lost; bounded and backup may lose more.
+    kept = found.samples_per_second / without
+    assert 0.85 < kept < 1.0
