@@ -221,7 +221,9 @@ def check_config(document, command, arguments):
 # A word in a command that stands for a value of the reader's.
 PLACEHOLDER = re.compile(r"[A-Z_]{1,12}|.*\$.*")
 # Programs of others that a document may call; files that they are given must exist.
-PROGRAMS = set("apt-get bash docker kubectl make mypy podman ruff sbatch torchrun torchx wait".split())
+PROGRAMS = {
+    *["apt-get", "bash", "docker", "kubectl", "make", "mypy", "podman", "ruff", "sbatch", "torchrun", "torchx", "wait"]
+}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
