@@ -298,13 +298,13 @@ def key_tables():
     tables = {"top level": ["Keys outside of any section.\n"]}
     tables |= {name: [f"{section.help[:1].upper()}{section.help[1:]}.\n"] for name, section in SECTIONS.items()}
     for lines in tables.values():
-        lines += ["| key | default | accepts | what it is for |", "| --- | --- | --- | --- |"]
+        lines += ["| key and default | what it is for | accepts |", "| --- | --- | --- |"]
     for line in describe_keys():
         name, _, rest = line.partition(" = ")
         default, _, rest = rest.partition("  # ")
         accepts, _, purpose = rest.partition(": ")
         section = name.rpartition(".")[0] or "top level"
-        tables[section].append(f"| `{name}` | `{default}` | {accepts} | {purpose} |")
+        tables[section].append(f"| `{name}`<br>`{default}` | {purpose} | {accepts} |")
     return "\n".join("\n".join([f"## {name}\n", *lines, ""]) for name, lines in tables.items())
 
 
@@ -343,9 +343,11 @@ def test_yaml_in_the_contract_is_a_config():
 def example_table():
     """What each example shows and how long it takes, from the first lines of its README."""
     rows = ["| example | shows | takes |", "| --- | --- | --- |"]
-    for folder in sorted(folder for folder in (ROOT / "examples").iterdir() if (folder / "README.md").is_file()):
+    folders = [folder for folder in (ROOT / "examples").iterdir() if (folder / "README.md").is_file()]
+    for folder in sorted(folders, key=lambda folder: (folder.name != "quickstart", folder.name)):
         title, facts = facts_of(folder)
-        rows.append(f"| [{title}](../examples/{folder.name}/README.md) | {facts['Shows']} | {facts['Takes']} |")
+        shows, takes = facts["Shows"].rstrip("."), facts["Takes"].rstrip(".")
+        rows.append(f"| [{title}](../examples/{folder.name}/README.md) | {shows} | {takes} |")
     return "\n".join(rows) + "\n"
 
 
