@@ -9,6 +9,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,15 @@ def test_a_checkpoint_loads_into_plain_pytorch(trained):
     loss, steps = run_python(["-W", "error", "-c", lines + probe + counts], trained).stdout.split()
     assert float(loss) < 0.1
     assert int(steps) == 960
+
+
+@pytest.mark.processes
+def test_the_readme_continues_that_run(trained, tmp_path):
+    (resume,) = [words for words in launches(README) if "--resume" in words]
+    shutil.copytree(trained, tmp_path / "copy")
+    run_python(["-m", "paramserver.launch", *resume], tmp_path / "copy")
+    summary = yaml.safe_load((tmp_path / "copy" / "runs" / "sine" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("completed", 60 * 1024 // 32)
 
 
 @pytest.mark.processes
