@@ -43,6 +43,8 @@ nitpick_ignore_regex = [
 ]
 
 html_theme = "furo"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_title = "paramserver"
 html_copy_source = False
 html_show_sourcelink = False
