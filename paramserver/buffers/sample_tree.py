@@ -102,7 +102,7 @@ def decode(tree: list[Any]) -> Any:
     if kind == "array":
         return body.numpy()
     if kind in ("bytes", "scalar"):
-        array = _from_bytes(body, tree[2], tree[3])
+        array = np.frombuffer(body, np.dtype(tree[2])).reshape(tree[3]).copy()
         return array[()] if kind == "scalar" else array
     if kind == "dict":
         return {decode(name): decode(value) for name, value in body}
@@ -128,11 +128,6 @@ def _encode_numpy(value: npt.NDArray[Any] | np.generic) -> list[Any]:
     except (TypeError, ValueError):
         # torch lacks this dtype or byte order.
         return ["bytes", value.tobytes(), dtype.str, list(value.shape)]
-
-
-def _from_bytes(data: bytes, dtype: str, shape: list[int]) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
-    return array
 
 
 def _find_namedtuple(module: str, name: str, *fields: str) -> Any:

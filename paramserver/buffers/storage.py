@@ -156,7 +156,9 @@ class SampleStore:
             ValueError: a tensor requires gradients, or ``max_bytes`` cannot hold ``at_least`` samples like the first.
         """
         if self.storage is None:
-            storage = _storage_for(sample, self.capacity, self.max_bytes)
+            layout = sample_spec_of(sample)
+            rows = 0 if layout is None else _num_rows(layout, self.capacity, self.max_bytes)
+            storage: Storage = ObjectStorage() if layout is None else ColumnStorage(layout, rows)
             prepared = storage.prepare(sample)
             assert prepared is not None, "a storage accepts the sample that it was made for"
             self._check_max_bytes(prepared[1], at_least)
@@ -613,12 +615,6 @@ def join_states(states: Sequence[dict[str, Any] | None], places: Sequence[tuple[
     rows = torch.tensor([int(starts[which]) + i for which, i in places])
     columns = zip(*(state["columns"] for state in held), strict=True)
     return {"template": template, "columns": [torch.cat(column).index_select(0, rows) for column in columns]}
-
-
-def _storage_for(sample: Any, capacity: int, max_bytes: int | None) -> Storage:
-    """Make the storage that suits a first sample."""
-    layout = sample_spec_of(sample)
-    return ObjectStorage() if layout is None else ColumnStorage(layout, _num_rows(layout, capacity, max_bytes))
 
 
 def _storage_from_state(state: dict[str, Any], capacity: int, max_bytes: int | None) -> Storage:

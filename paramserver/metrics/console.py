@@ -45,7 +45,9 @@ class Console(Sink):
             self._print(record["text"])
         elif kind == "phase" and not self._started:
             self._started = True
-            self._print(_startup_text(record))
+            phases = record["phases"]
+            parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
+            self._print(f"first step after {sum(phases.values()):.1f} s ({parts})")
         if self._progress is not None:
             self._progress.write(record)
         if kind == "end":
@@ -120,13 +122,11 @@ class Progress(Sink):
         self._validation = ""
         self._display: _Display | None = None
         if style != "off":
-            self._display = self._make_display(stream, style, clock)
-
-    def _make_display(self, stream: TextIO, style: str, clock: Callable[[], float]) -> _Display:
-        tqdm = _tqdm() if style == "on" or _is_terminal(stream) else None
-        if tqdm is None:
-            return _PlainLines(stream, self._unit, self._total, clock)
-        return _LiveLine(tqdm, stream, self._unit, self._total)
+            tqdm = _tqdm() if style == "on" or _is_terminal(stream) else None
+            if tqdm is None:
+                self._display = _PlainLines(stream, self._unit, self._total, clock)
+            else:
+                self._display = _LiveLine(tqdm, stream, self._unit, self._total)
 
     def write(self, record: Record) -> None:
         if record["kind"] == "train":
@@ -278,9 +278,3 @@ class _LiveLine:
     def abandon(self) -> None:
         if self._bar is not None:
             self._bar.disable = True  # otherwise its finalizer writes to the closed stream
-
-
-def _startup_text(record: Record) -> str:
-    phases = record["phases"]
-    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
-    return f"first step after {sum(phases.values()):.1f} s ({parts})"

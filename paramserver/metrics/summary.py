@@ -211,10 +211,6 @@ def _validation(summary: Summary) -> str:
     return ", ".join(f"{name} {_number(value)}" for name, value in values.items())
 
 
-def _step_ms(summary: Summary) -> str:
-    return _statistics(summary.get("step_ms"), ("mean", "p50", "p95", "max"), " ms")
-
-
 def _staleness(summary: Summary) -> str:
     staleness = summary.get("staleness") or {}
     dropped = f", {_number(staleness['dropped'])} dropped" if staleness.get("dropped") else ""
@@ -295,7 +291,7 @@ _LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("speed", _speed),
     ("loss", lambda summary: _number(summary.get("train_loss"))),
     ("validation", _validation),
-    ("step", _step_ms),
+    ("step", lambda summary: _statistics(summary.get("step_ms"), ("mean", "p50", "p95", "max"), " ms")),
     ("phases", _phases(_OWN_PATH)),
     ("overlapped", _phases(_OVERLAPPED)),
     ("staleness", _staleness),

@@ -59,10 +59,6 @@ def _logged(record: Record) -> Iterator[Scalar]:
         yield record["name"] + ("" if reduction is None else f"/trainer-{record['trainer']}"), record["value"]
 
 
-def _reduced(record: Record) -> Iterator[Scalar]:
-    yield record["name"], record["value"]
-
-
 def _staleness(record: Record) -> Iterator[Scalar]:
     yield from _tagged(record, _STALENESS)
     for one in record.get("trainers", ()):
@@ -82,7 +78,7 @@ _KINDS: dict[str, Callable[[Record], Iterator[Scalar]]] = {
     "buffer": _buffer,
     "checkpoint": _checkpoint,
     "log": _logged,
-    "reduced": _reduced,
+    "reduced": lambda record: iter([(record["name"], record["value"])]),
     "staleness": _staleness,
 }
 

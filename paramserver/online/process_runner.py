@@ -76,7 +76,8 @@ class ProcessRunner:
         # Registered before the first process starts: if a later one fails to start, kill_all() finds the others.
         self._running[start.simulation] = running = _Running(start, [])
         with log_file(self._logs, start.simulation).open("ab", buffering=0) as log:
-            log.write(_headline(start, arguments))
+            title = f"--- simulation {start.simulation}, attempt {start.attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
+            log.write(f"{title}: {shlex.join(arguments)}\n".encode())
             if self._command.by_srun:
                 running.guards.append(self._spawn(arguments, environment, log.fileno()))
                 return
@@ -132,11 +133,6 @@ class ProcessRunner:
     def running(self) -> list[int]:
         """Simulations of which at least one process has not ended."""
         return list(self._running)
-
-
-def _headline(start: StartProcess, arguments: Sequence[str]) -> bytes:
-    when = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"--- simulation {start.simulation}, attempt {start.attempt}, {when}: {shlex.join(arguments)}\n".encode()
 
 
 @dataclass

@@ -280,7 +280,8 @@ class _ReceiverLoop:
                 self.queue.finish()
         if not self.sends_over:
             return
-        self._send_over()
+        for session in self.validator.sessions():
+            self._send(session.peer, session.header.reply(MessageKind.OVER), NO_MORE_SAMPLES)
         # send() on a DEALER without a connection blocks, so ask first.
         if self._coordinator.poll(0, zmq.POLLOUT):
             self._coordinator.send_multipart([self._header(MessageKind.OVER)])
@@ -429,10 +430,6 @@ class _ReceiverLoop:
                     ack.append(pack_integers(session.released))
                 self._clients.send_multipart(ack)
         self._to_ack.clear()
-
-    def _send_over(self) -> None:
-        for session in self.validator.sessions():
-            self._send(session.peer, session.header.reply(MessageKind.OVER), NO_MORE_SAMPLES)
 
     def _send(self, peer: bytes, header: Header, *text: str) -> None:
         # A ROUTER never blocks: it drops what it cannot deliver. A client that gets no ACK gives up by its timeout.

@@ -498,11 +498,16 @@ class ExternalSimulations(SimulationTracker):
             if self._is_complete(simulation):
                 del self._open[simulation.id]
                 actions.append(self._complete(simulation, now))
-            elif not simulation.reported_silent and self._is_silent(simulation, now):
+            elif (
+                not simulation.reported_silent
+                and now - simulation.silent_since(self.config.group_size) > self.config.timeout_s
+            ):
                 actions.append(self._report_silent(simulation))
         enough = self.config.count is not None and self.num_complete >= self.config.count
         self.done = enough or (self._finish_received and not self._open)
-        timeout_s, key = self._timeout()
+        timeout_s, key = self.config.timeout_s, "simulations.timeout_s"
+        if not self._hello_received and self._first_s > timeout_s:
+            timeout_s, key = self._first_s, "cluster.timeout_s"
         if not self.done and now - self._last_sign_s > timeout_s:
             self.failure = self._describe_missing(timeout_s, key)
         return actions
@@ -516,9 +521,6 @@ class ExternalSimulations(SimulationTracker):
     def _get_or_add(self, number: int) -> Simulation:
         return self.simulations.setdefault(number, Simulation(number))
 
-    def _is_silent(self, simulation: Simulation, now: float) -> bool:
-        return now - simulation.silent_since(self.config.group_size) > self.config.timeout_s
-
     def _report_silent(self, simulation: Simulation) -> TrackerEvent:
         simulation.reported_silent = True
         got, of = self.num_received(simulation.id), self.config.steps or "an unknown number of"
@@ -528,12 +530,6 @@ class ExternalSimulations(SimulationTracker):
             f"simulation {simulation.id} has been silent for {self.config.timeout_s:g} s, after {got} of {of} samples; "
             "it is waited for",
         )
-
-    def _timeout(self) -> tuple[float, str]:
-        """The silence of all simulations after which the run fails, in seconds, and its config key."""
-        if self._hello_received or self._first_s <= self.config.timeout_s:
-            return self.config.timeout_s, "simulations.timeout_s"
-        return self._first_s, "cluster.timeout_s"
 
     def _describe_missing(self, timeout_s: float, key: str) -> str:
         """Which simulations are missing, as one message with the cure."""

@@ -44,10 +44,6 @@ def _inside(field: str, name: str) -> Getter:
     return get
 
 
-def _last_loss(result: CaseResult) -> float | None:
-    return result.loss[-1][2] if result.loss else None
-
-
 def _cpu_of_samples(result: CaseResult) -> float | None:
     used = [value for value in result.cpu_s.values() if value is not None]
     return sum(used) / result.samples * 1000 if used and result.samples else None
@@ -66,7 +62,7 @@ CPU_OF_SAMPLES = Figure("CPU time of 1000 samples", "s", _cpu_of_samples, -1)
 STALENESS = tuple(
     Figure(f"staleness {name}", "versions", _inside("staleness", name), -1) for name in ("mean", "p95", "max")
 )
-LOSS = Figure("last loss", "", _last_loss, -1)
+LOSS = Figure("last loss", "", lambda r: r.loss[-1][2] if r.loss else None, -1)
 TIME_TO_TARGET = Figure("time to the target", "s", lambda r: r.time_to_target_s, -1)
 SAMPLES_TO_TARGET = Figure("samples to the target", "", lambda r: r.samples_to_target, -1)
 FIGURES = (

@@ -139,7 +139,9 @@ class Feeder:
     def _read_groups(self) -> Generator[_Group, None, None]:
         position, total = self.buffer.info().puts, self.source.total
         for group in self._read(position):
-            served = self._served_before(position, len(group))
+            served = None  # how often each of them was applied before
+            if position < self._first_not_applied:
+                served = [self._applied.times(n) for n in range(position, position + len(group))]
             position += len(group)
             keys, samples = (group.keys, group.samples) if isinstance(group, KeyedSamples) else zip(*group, strict=True)
             # ``last`` finishes the buffer with the last sample, so that a drain starts at the same get in each run.
@@ -156,12 +158,6 @@ class Feeder:
         # Recorded before the buffer is closed: the trainer wakes up with BufferClosed and asks for the error.
         self._error = error
         self.buffer.close()
-
-    def _served_before(self, position: int, count: int) -> list[int | None] | None:
-        """Return for each of ``count`` samples from ``position`` on how often it was applied; None if none was."""
-        if position >= self._first_not_applied:
-            return None
-        return [self._applied.times(n) for n in range(position, position + count)]
 
     def _read(self, position: int) -> Iterator[Sequence[tuple[Any, Any]]]:
         """Read the source from ``position`` on; its errors become a SourceError that names the sample."""

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from paramserver.config import KEYS
 
 pytestmark = pytest.mark.processes
 
-PAGES = Path(__file__).parents[2] / "docs" / "coming-from"
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "coming-from"
+WITH_PROGRAMS = [page for page in sorted(PAGES.glob("*.md")) if "# before.py" in page.read_text()]
 _FILE = re.compile(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^\$ (.*)$", re.MULTILINE)
 
@@ -51,6 +54,41 @@ def test_the_programs_of_a_page_end_with_equal_parameters(tmp_path, page):
     model = {name.removeprefix("model."): tensor for name, tensor in before.items()}
     assert differing_tensors(model, after.load("model")) == []
     assert after.summary["status"] == "completed"
+
+
+def test_the_program_of_the_page_on_a_script_learns(tmp_path):
+    before, after = run_page("script", tmp_path)
+    assert before.keys() == after.load("model").keys()
+    assert after.summary["steps"] == 47  # 750 images of each trainer, four times
+    assert after.summary["validation"]["accuracy"] > 0.75
+
+
+def code_lines(text):
+    """The lines of a program without indentation, blank lines and comments, with how often each occurs."""
+    lines = map(str.strip, text.splitlines())
+    return Counter(line for line in lines if line and not line.startswith("#"))
+
+
+def changed_lines(name, before, after, config):
+    """The sentence of a page on how much of a program is kept."""
+    kept = before & after
+    words = f"Of the {before.total()} lines of `{name}`, {kept.total()} stay, {(before - kept).total()} go, and "
+    words += f"{(after - kept + config).total()} are new, {config.total()} of them in `config.yaml`"
+    return f"{words} (without indentation, blank lines and comments)."
+
+
+@pytest.mark.parametrize("page", WITH_PROGRAMS, ids=lambda path: path.stem)
+def test_a_page_states_how_many_lines_change(page):
+    files = {name: code_lines(text) for name, text in _FILE.findall(page.read_text())}
+    stated = changed_lines("before.py", files["before.py"], files["task.py"], files["config.yaml"])
+    assert stated in " ".join(page.read_text().split())
+
+
+def test_the_page_on_lightning_states_how_many_lines_change():
+    files = [code_lines((ROOT / "examples" / "lightning" / name).read_text()) for name in ("digits.py", "task.py")]
+    config = code_lines((ROOT / "examples" / "lightning" / "config.yaml").read_text())
+    stated = changed_lines("digits.py", files[0], files[0] + files[1], config)
+    assert stated in " ".join((ROOT / "docs" / "lightning.md").read_text().split())
 
 
 @pytest.mark.skipif(
