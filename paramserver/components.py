@@ -51,8 +51,9 @@ def train(
         if count < 1:
             continue
         # TorchX replaces macros; $$ stands for a $ that is none.
-        command = shlex.join(["python", "-m", "paramserver.launch", "--config", config, *flags]).replace("$", "$$")
-        command += f" --role {kind} --index {macros.replica_id} --num_trainers {trainers}"
+        words = shlex.join(["python", "-m", "paramserver.launch", "--config", config, *flags]).replace("$", "$$")
+        # The shell is replaced, so that signals reach the rank.
+        command = f"exec {words} --role {kind} --index {macros.replica_id} --num_trainers {trainers}"
         command += f" --num_servers {servers}" if servers else ""
         # The scheduler sets a variable with the host of the first process of the first role, which is rank 0.
         command += f' --master_addr "$${{{macros.rank0_env}:=localhost}}" --master_port {port}'

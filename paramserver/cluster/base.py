@@ -32,6 +32,7 @@ class ProcessIdentity:
         launch: a prefix that all attempts of a launcher share which starts all ranks again after a loss and keeps its
             store meanwhile; empty without one.
         token: the job token; None = the store is open to all that reach it.
+        restarts_all: the launcher starts all ranks again after the loss of one, so none continues without it.
 
     Example::
 
@@ -52,6 +53,7 @@ class ProcessIdentity:
     source: str
     launch: str = ""
     token: JobToken | None = None
+    restarts_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,11 @@ class ClusterEnvironment(ABC):
         """A prefix that all attempts share on a store that outlives them; empty where none does."""
         return ""
 
+    @property
+    def restarts_all(self) -> bool:
+        """Whether it starts all ranks again after the loss of one."""
+        return False
+
     def identity(self) -> ProcessIdentity:
         """Read all properties.
 
@@ -207,6 +214,7 @@ class ClusterEnvironment(ABC):
             job=self.job,
             source=self.source,
             launch=self.launch,
+            restarts_all=self.restarts_all,
         )
 
 

@@ -21,16 +21,23 @@ class Job:
 
     Args:
         id: no other job has it, such as ``slurm/4711``.
-        may_continue: it was started before, or may have been.
+        restarts: how often it was started again, as far as its launcher counts.
+        is_named: by hand, so that each start may be another one of the same job.
 
     Example::
 
-        >>> Job("slurm/4711", may_continue=False).id
-        'slurm/4711'
+        >>> Job("slurm/4711", restarts=1).may_continue
+        True
     """
 
     id: str
-    may_continue: bool
+    restarts: int = 0
+    is_named: bool = False
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether an earlier start of the job may have begun its run."""
+        return self.is_named or self.restarts > 0
 
 
 def find_job(environ: Environ) -> Job | None:
@@ -41,20 +48,19 @@ def find_job(environ: Environ) -> Job | None:
 
     Example::
 
-        >>> find_job({"SLURM_JOB_ID": "4711"})
-        Job(id='slurm/4711', may_continue=False)
-        >>> find_job({"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": "1"}).may_continue
-        True
+        >>> find_job({"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": "1"})
+        Job(id='slurm/4711', restarts=1, is_named=False)
         >>> find_job({"PARAMSERVER_JOB_ID": "digits-7"})
-        Job(id='digits-7', may_continue=True)
+        Job(id='digits-7', restarts=0, is_named=True)
         >>> find_job({})
     """
-    if named := environ.get(JOB_VARIABLE, "").strip():
-        return Job(named, may_continue=True)
     restarts = num_restarts(environ)
     if SLURM["job"] in environ:
         name = SLURM["restart_count"]
         restarts += read_number({name: "0", **environ}, name, "SLURM")
-        return Job(f"slurm/{environ[SLURM['job']]}", restarts > 0)
+    if named := environ.get(JOB_VARIABLE, "").strip():
+        return Job(named, restarts, is_named=True)
+    if SLURM["job"] in environ:
+        return Job(f"slurm/{environ[SLURM['job']]}", restarts)
     run_id = environ.get(TORCHRUN["run_id"], _NO_RUN_ID)
-    return None if run_id == _NO_RUN_ID else Job(f"torchrun/{run_id}", restarts > 0)
+    return None if run_id == _NO_RUN_ID else Job(f"torchrun/{run_id}", restarts)

@@ -31,6 +31,7 @@ VARIABLES = {
     "restart_count": "TORCHELASTIC_RESTART_COUNT",
     "store_is_hosted": "TORCHELASTIC_USE_AGENT_STORE",
     "error_file": "TORCHELASTIC_ERROR_FILE",
+    "max_restarts": "TORCHELASTIC_MAX_RESTARTS",
 }
 
 
@@ -80,6 +81,11 @@ class TorchrunEnvironment(VariableEnvironment):
     @property
     def launch(self) -> str:
         return read_variable(self.environ, self.variables["run_id"], "torchrun") if self.store_is_hosted else ""
+
+    @property
+    def restarts_all(self) -> bool:
+        name = self.variables["max_restarts"]
+        return read_number({name: "0", **self.environ}, name, "torchrun") > 0
 
 
 class EnvVarEnvironment(TorchrunEnvironment):

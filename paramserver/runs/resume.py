@@ -166,14 +166,14 @@ def earlier_attempt(config: Config, run: RunDir | None, identity: ProcessIdentit
         UnsupportedConfiguration: a variable of the launcher is wrong.
     """
     job = find_job(process_environ())
-    job = job if job is not None and job.may_continue else None
     if run is None:
-        return None if job is None else _run_of_job(config, job)
+        return None if job is None or not job.may_continue else _run_of_job(config, job)
     # A start that makes no step restores the file that it found.
     stored = read_mapping(run.environment_file, json.loads)
     launch = None if identity is None else launch_name(identity)
     same_launch = launch is not None and stored.get("launch") == launch
-    return RunDir(run.path) if same_launch or (job is not None and stored.get("job") == job.id) else None
+    same_job = job is not None and job.restarts > 0 and stored.get("job") == job.id
+    return RunDir(run.path) if same_launch or same_job else None
 
 
 def launch_name(identity: ProcessIdentity) -> str | None:
@@ -182,7 +182,7 @@ def launch_name(identity: ProcessIdentity) -> str | None:
 
 
 def lost_processes(run: RunDir) -> bool:
-    """Return whether the last attempt in this folder did not end by itself; then what it made last is made again."""
+    """Return whether the last attempt in this folder ended by a loss, so that what it made last is made again."""
     status = read_mapping(run.summary_file, json.loads).get("status")
     return not (status in _ENDED_WELL and run.has_checkpoint())
 

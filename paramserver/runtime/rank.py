@@ -158,6 +158,8 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         task = make_task(config, plan.folders, plan.create_task)
         plan.on_task(role, task)
         log.info("task %s, defined in %s", type(task).__name__, source_file(type(task)))
+        if identity.restarts_all:
+            config = _ended_by_a_loss(config)
         process = ProcessContext(config, identity, role, trainers, _place(identity, ranks, config), stop, timer)
         if role.kind == "trainer":
             task.devices, task.config = process.placement.devices, config
@@ -176,6 +178,12 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
                 session = session.after(loss)
             # The frames of the session, which its error holds, have to go before the next one connects.
             gc.collect()
+
+
+def _ended_by_a_loss(config: Config) -> Config:
+    """Return the config of a run whose launcher starts all ranks again: ranks that live must not wait for others."""
+    cluster, server = replace(config.cluster, max_restarts=0), replace(config.server, on_loss="fail")
+    return replace(config, cluster=cluster, server=server)
 
 
 @dataclass(frozen=True)
@@ -417,7 +425,7 @@ class Session:
     def after(self, loss: PeerLost) -> Session:
         """Return the session that follows a loss; raise ``loss`` if the run cannot continue here."""
         plan, process = self.plan, self.process
-        config = plan.config
+        config = process.config
         # A trainer that leaves joins again, to ask again.
         leaves = config.cluster.elastic and process.role.kind == "trainer"
         if process.stop.event.is_set() and not leaves:
@@ -541,7 +549,9 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: Session) -> Iter
         remove_leftovers(run.checkpoints_dir)
         run.remove_half_written()
         run.summary_file.unlink(missing_ok=True)
-        write_text(run.config_file, dump_yaml(config))
+        # As the user gave it; see ``_ended_by_a_loss``.
+        cluster = replace(config.cluster, max_restarts=plan.config.cluster.max_restarts)
+        write_text(run.config_file, dump_yaml(replace(config, cluster=cluster, server=plan.config.server)))
         about = environment_record(list(plan.command))
         if not mode_of(config).single_process:
             identity = process.identity

@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+import yaml
 from launching import FinishedRun, assert_equal_runs, environment, free_port, launch, write_config
 
 from paramserver.distributed.timeouts import poll_until
@@ -53,11 +54,14 @@ def outputs(folder):
 
 
 def test_two_nodes_continue_from_the_last_checkpoint_after_a_loss(tmp_path):
-    """Two servers on the first node, two trainers on the second, of which one is killed."""
+    """Two servers on the first node, two trainers on the second, of which one is killed.
+
+    The first agent starts its ranks again only because they end too, whatever ``server.on_loss`` is.
+    """
     options = {
         "mode": "rpc",
         "cluster": {"num_servers": 2, "num_trainers": 2, "timeout_s": 60},
-        "server": {"on_loss": "fail", "lost_after_s": 30},  # otherwise a trainer may make a step alone meanwhile
+        "server": {"lost_after_s": 30},
         "training": {"max_steps": 20, "validate_every": 10},
         "checkpoint": {"every": 5, "background": False},
         "logging": {"name": "run"},
@@ -75,6 +79,7 @@ def test_two_nodes_continue_from_the_last_checkpoint_after_a_loss(tmp_path):
     finished = FinishedRun(0, outputs(folder), folder / "runs" / "run")
     assert finished.of_kind("start")[-1]["step"] == 10
     assert finished.summary["updates_redone"] == 3
+    assert yaml.safe_load((finished.run_dir / "config.yaml").read_text())["server"]["on_loss"] == "continue"
     assert_equal_runs(whole, finished, trainers=2)
 
 

@@ -36,7 +36,7 @@ def commands(folder, **options):
             applied = values.apply(role)
             shell, (flag, command) = applied.entrypoint, applied.args
             assert (shell, flag, applied.env["PARAMSERVER_JOB_ID"]) == ("bash", "-c", "app-1")
-            printed = command.replace("python -m paramserver.launch", "printf '%s\\n'", 1)
+            printed = command.replace("exec python -m paramserver.launch", "printf '%s\\n'", 1)
             done = subprocess.run(
                 ["bash", "-c", printed], env={"HOST_OF_RANK_0": "node0"}, capture_output=True, check=True
             )

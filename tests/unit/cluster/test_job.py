@@ -17,14 +17,14 @@ from paramserver.runs.rundir import RunDir
     ("environ", "job"),
     [
         ({}, None),
-        ({"SLURM_JOB_ID": "7"}, Job("slurm/7", False)),
-        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}, Job("slurm/7", False)),
-        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, Job("slurm/7", True)),
-        ({"TORCHELASTIC_RUN_ID": "seven", "TORCHELASTIC_RESTART_COUNT": "0"}, Job("torchrun/seven", False)),
-        ({"TORCHELASTIC_RUN_ID": "seven", "TORCHELASTIC_RESTART_COUNT": "1"}, Job("torchrun/seven", True)),
+        ({"SLURM_JOB_ID": "7"}, Job("slurm/7", 0)),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}, Job("slurm/7", 0)),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, Job("slurm/7", 2)),
+        ({"TORCHELASTIC_RUN_ID": "seven", "TORCHELASTIC_RESTART_COUNT": "0"}, Job("torchrun/seven", 0)),
+        ({"TORCHELASTIC_RUN_ID": "seven", "TORCHELASTIC_RESTART_COUNT": "1"}, Job("torchrun/seven", 1)),
         ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, None),  # of any torchrun without --rdzv-id
-        ({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, Job("slurm/7", True)),
-        ({"PARAMSERVER_JOB_ID": "mine", "SLURM_JOB_ID": "7"}, Job("mine", True)),
+        ({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, Job("slurm/7", 1)),
+        ({"PARAMSERVER_JOB_ID": "mine", "SLURM_JOB_ID": "7"}, Job("mine", 0, is_named=True)),
         ({"PARAMSERVER_JOB_ID": " "}, None),
     ],
 )
@@ -92,6 +92,8 @@ def test_a_checkpoint_that_the_user_chose_is_left_behind_by_later_attempts(confi
     assert found(config, monkeypatch, chosen) == "run"
     assert found(config, monkeypatch, chosen, SLURM_JOB_ID="8") is None
     assert found(config, monkeypatch, chosen, SLURM_RESTART_COUNT="0") is None
+    named = make_run(config, "named", "mine")  # whether this is another start of the job is not known
+    assert found(config, monkeypatch, named, PARAMSERVER_JOB_ID="mine", SLURM_RESTART_COUNT="0") is None
 
 
 @pytest.mark.parametrize(

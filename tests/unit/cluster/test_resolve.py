@@ -197,6 +197,12 @@ def test_attempts_on_one_store_of_torchrun_do_not_share_a_job():
     assert resolve_identity(NO_FLAGS, torchrun(TORCHELASTIC_RESTART_COUNT=None), config()).job == "job7-0"
 
 
+@pytest.mark.parametrize(("value", "restarts_all"), [("3", True), ("0", False), (None, False)])
+def test_torchrun_may_start_all_ranks_again(value, restarts_all):
+    environ = torchrun(TORCHELASTIC_MAX_RESTARTS=value)
+    assert resolve_identity(NO_FLAGS, environ, config()).restarts_all is restarts_all
+
+
 def test_agents_that_joined_later_share_the_job_where_each_attempt_has_a_new_store():
     """An agent counts its own restarts only."""
     alone = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
@@ -232,7 +238,7 @@ def test_a_supervisor_counts_all_ranks():
     assert "--rank (2) must be below the world size (2) of the config" in refused(RankFlags(2), {}, of)
 
 
-@pytest.mark.parametrize("name", [*VARIABLES.values()][:-3])
+@pytest.mark.parametrize("name", [*VARIABLES.values()][:-4])
 def test_a_missing_variable_of_torchrun_is_refused(name):
     environ = torchrun()
     del environ[name]
