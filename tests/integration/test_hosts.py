@@ -273,6 +273,21 @@ def test_a_trainer_whose_link_returns_late_joins_again():
         assert [record["incarnation"] for record in run.of_kind("joined") if record["trainer"] == 1][-1] == 2
 
 
+def test_a_link_of_a_server_that_returns_late_returns_all_to_the_last_checkpoint(tmp_path):
+    """Bit for bit: also where another server notices the loss first, and connects again before server 0 notices it."""
+    training = {"training": {"max_steps": 40, "batch_size": 8, "validate_every": 0}}
+    config = {"cluster": {**CLUSTER, "num_servers": 2}, "checkpoint": {"every": 5}, **training}
+    whole = train(tmp_path, "rpc", 2, **config)
+    server = {"lost_after_s": 1.5, "heartbeat_s": 0.5}
+    with Hosts(3) as hosts, start_ranks(hosts, [0, 1, 0, 2], mode="rpc", server=server, **PACED, **config) as ranks:
+        with cut_link(ranks, 0, at_step=12):
+            ranks.wait_for(lambda: "this process joins again" in ranks.output(1), 20)
+        run = ranks.finish()
+        assert run.summary["faults"] != []
+        assert differing_tensors(whole.load("model"), run.load("model")) == []
+        assert differing_tensors(whole.load("optimizer"), run.load("optimizer")) == []
+
+
 ALONE = {
     "ddp": ["rank 1 is lost: it gave no sign of life", "rank 0 is lost: it gave no sign of life"],
     "rpc": ["all trainers are lost, and none joined again", "rank 1 found no rank 0 at 10.99.0.1:29500"],
