@@ -171,13 +171,26 @@ def test_what_needs_one_host_or_files_is_refused(tmp_path):
             assert ranks.output(1).endswith("where only the host of rank 0 has it, give --config FILE in addition\n")
 
 
-def test_a_folder_that_cannot_be_written_ends_its_rank_before_others_wait_for_it():
-    config = {"mode": "ddp", "cluster": {**CLUSTER, "timeout_s": 2}, "start": False}
+@pytest.mark.parametrize(
+    ("run_dir", "codes", "sentence"),
+    [
+        (
+            "config.yaml",
+            [1, 2],
+            "logging.run_dir (config.yaml) must be a folder that this user can write to (Not a dir",
+        ),
+        # Rank 0 waits for this one no more.
+        ("/proc/none", [2, 2], "run folder /proc/none/run must be a folder that this user can write to (No such file"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_one_sentence(run_dir, codes, sentence):
+    config = {"mode": "ddp", "cluster": {**CLUSTER, "timeout_s": 3}, "start": False}
     with Hosts(2) as hosts, start_ranks(hosts, [0, 1], **config) as ranks:
         ranks.start(0)
-        ranks.start(1, "--set", "logging.run_dir=/proc/none")
-        assert ranks.wait() == [1, 2]
-        assert ends_with(ranks, 1, "logging.run_dir (/proc/none) must be a folder that this user can write to (No such")
+        ranks.start(1, "--set", f"logging.run_dir={run_dir}")
+        assert ranks.wait() == codes
+        assert ends_with(ranks, 1, sentence)
+        assert codes[0] == 1 or ends_with(ranks, 0, f"rank 1 failed: UnsupportedConfiguration: {sentence}")
 
 
 def test_a_trainer_joins_from_a_further_host():
