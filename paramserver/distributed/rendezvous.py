@@ -413,7 +413,7 @@ def _wait_for_view(
         return view
     if interrupted.is_set():
         raise Interrupted("interrupted while waiting for rank 0")
-    raise DeadlineExceeded(f"rank 0 did not start again within cluster.timeout_s ({timeout_s:g} s)")
+    raise MissingRanks(f"rank 0 did not start again within cluster.timeout_s ({timeout_s:g} s)")
 
 
 def _open_store(

@@ -209,17 +209,15 @@ def not_writable(what: str, error: OSError) -> UnsupportedConfiguration:
 
 
 def check_log_folder(base: Path) -> None:
-    """Make ``logging.run_dir`` on a host where a rank writes its log, before other ranks wait for it.
+    """Check ``logging.run_dir`` on a host where a rank writes its log, before other ranks wait for it. Makes nothing.
 
     Raises:
         UnsupportedConfiguration: this user cannot write there.
     """
-    try:
-        base.mkdir(parents=True, exist_ok=True)
-        if not os.access(base, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise not_writable(f"logging.run_dir ({base})", error) from error
+    existing = next(path for path in (base.absolute(), *base.absolute().parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        code = errno.EACCES if existing.is_dir() else errno.ENOTDIR
+        raise not_writable(f"logging.run_dir ({base})", OSError(code, os.strerror(code)))
 
 
 def newest_run(base: Path, name: str | None = None, task: str | None = None) -> Path:

@@ -41,7 +41,6 @@ from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.distributed.session import rpc_server
 from paramserver.errors import (
     CheckpointError,
-    DeadlineExceeded,
     Evicted,
     Interrupted,
     MissingRanks,
@@ -461,7 +460,7 @@ class Session:
         if self.joined or give_up_at is None:
             give_up_at = now + config.cluster.timeout_s
         if now > give_up_at:
-            raise DeadlineExceeded(
+            raise MissingRanks(
                 f"{loss}; it did not return within cluster.timeout_s ({config.cluster.timeout_s:g} s)"
             ) from loss
         log.warning("%s; this process joins again", loss)

@@ -14,7 +14,7 @@ from paramserver.consistency import Decision, Update
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member, Members, watch_peer
 from paramserver.distributed.rpc_calls import RemoteError, send, send_deferred
-from paramserver.errors import ParamserverError, PeerLost
+from paramserver.errors import ParamserverError, PeerLost, ViewChanged
 from paramserver.optim.named_optimizers import joined_states, with_states
 from paramserver.optim.parallel_step import is_elementwise
 from paramserver.optim.updater import Updater
@@ -111,9 +111,16 @@ class ShardCoordinator:
     # Handlers that a shard server calls.
 
     def join(self, member: Member) -> ShardAssignment:
-        """Add a server, and return the shard that it owns."""
+        """Add a server, and return the shard that it owns.
+
+        Raises:
+            ViewChanged: it joined this view before; it has lost server 0 since.
+        """
         index = member.index
         with self._lock:
+            if index not in self._states:
+                # The end of its first connection is, or will be, noticed as its loss, and another view begins.
+                raise ViewChanged(f"{member} joins again; the run returns to its last checkpoint")
             self._members.join(member)
             layout, shard = self._store.parameters.layout, self.shards[index]
             weights = shard.copy_flats(self._store.parameters.flats)

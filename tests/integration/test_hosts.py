@@ -171,13 +171,26 @@ def test_what_needs_one_host_or_files_is_refused(tmp_path):
             assert ranks.output(1).endswith("where only the host of rank 0 has it, give --config FILE in addition\n")
 
 
-def test_a_folder_that_cannot_be_written_ends_its_rank_before_others_wait_for_it():
-    config = {"mode": "ddp", "cluster": {**CLUSTER, "timeout_s": 2}, "start": False}
+@pytest.mark.parametrize(
+    ("run_dir", "codes", "sentence"),
+    [
+        (
+            "config.yaml",
+            [1, 2],
+            "logging.run_dir (config.yaml) must be a folder that this user can write to (Not a dir",
+        ),
+        # Rank 0 waits for this one no more.
+        ("/proc/none", [2, 2], "run folder /proc/none/run must be a folder that this user can write to (No such file"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_one_sentence(run_dir, codes, sentence):
+    config = {"mode": "ddp", "cluster": {**CLUSTER, "timeout_s": 3}, "start": False}
     with Hosts(2) as hosts, start_ranks(hosts, [0, 1], **config) as ranks:
         ranks.start(0)
-        ranks.start(1, "--set", "logging.run_dir=/proc/none")
-        assert ranks.wait() == [1, 2]
-        assert ends_with(ranks, 1, "logging.run_dir (/proc/none) must be a folder that this user can write to (No such")
+        ranks.start(1, "--set", f"logging.run_dir={run_dir}")
+        assert ranks.wait() == codes
+        assert ends_with(ranks, 1, sentence)
+        assert codes[0] == 1 or ends_with(ranks, 0, f"rank 1 failed: UnsupportedConfiguration: {sentence}")
 
 
 def test_a_trainer_joins_from_a_further_host():
@@ -271,6 +284,21 @@ def test_a_trainer_whose_link_returns_late_joins_again():
         assert run.summary["restarts"] == 1
         assert run.summary["samples"] == 6 * 256
         assert [record["incarnation"] for record in run.of_kind("joined") if record["trainer"] == 1][-1] == 2
+
+
+def test_a_link_of_a_server_that_returns_late_returns_all_to_the_last_checkpoint(tmp_path):
+    """Bit for bit: also where another server notices the loss first, and connects again before server 0 notices it."""
+    training = {"training": {"max_steps": 40, "batch_size": 8, "validate_every": 0}}
+    config = {"cluster": {**CLUSTER, "num_servers": 2}, "checkpoint": {"every": 5}, **training}
+    whole = train(tmp_path, "rpc", 2, **config)
+    server = {"lost_after_s": 1.5, "heartbeat_s": 0.5}
+    with Hosts(3) as hosts, start_ranks(hosts, [0, 1, 0, 2], mode="rpc", server=server, **PACED, **config) as ranks:
+        with cut_link(ranks, 0, at_step=12):
+            ranks.wait_for(lambda: "this process joins again" in ranks.output(1), 20)
+        run = ranks.finish()
+        assert run.summary["faults"] != []
+        assert differing_tensors(whole.load("model"), run.load("model")) == []
+        assert differing_tensors(whole.load("optimizer"), run.load("optimizer")) == []
 
 
 ALONE = {
