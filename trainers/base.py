@@ -644,7 +644,7 @@ class Trainer(ABC):
             ...         self.trainer.optimize("d", self.loss_of_discriminator(model, batch, fake.detach()))
             ...         self.trainer.optimize("g", self.loss_of_generator(model, fake))
         """
-        parameters = self._parameters_of(name)
+        parameters = self._parameters_to_step(name)
         value = check_loss(loss, self.trainer_index, self.progress.batch_idx)
         self.clock.lap("forward")
         with torch.autocast(self._device.type, enabled=False):
@@ -681,7 +681,7 @@ class Trainer(ABC):
         self._updates += 1
         self._end_step()
 
-    def _parameters_of(self, name: str) -> list[nn.Parameter]:
+    def _parameters_to_step(self, name: str) -> list[nn.Parameter]:
         if not self.parameters_of:
             raise TaskError(
                 f"trainer.optimize({name!r}) must have several optimizers, and build_optimizer returned one; return a "

@@ -214,6 +214,12 @@ class Consistency(ABC):
     lockstep: bool
     """All trainers take every step together, so each of them knows without a message when to validate and save."""
 
+    several_updates = False
+    """With several optimizers: the trainers of a step may push again after its update, and after each further one.
+
+    The step of a trainer ends when it announces the next one.
+    """
+
     trainers: set[int]
     """Indices of the live trainers: those that take part now."""
 

@@ -90,10 +90,6 @@ class Sync(Consistency):
     DistributedDataParallel computes the same mean (Li et al., "PyTorch Distributed", VLDB 2020). If a trainer leaves
     during a step, the mean is over those that push.
 
-    Attributes:
-        several_updates: the trainers of a step may push again after its update, and then after each further one: with
-            several optimizers. The step of a trainer ends when it announces the next one.
-
     Example::
 
         >>> sync = Sync(RunTerms(num_trainers=2, limits=Limits()))
@@ -111,7 +107,6 @@ class Sync(Consistency):
 
     def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
-        self.several_updates = False
         self._active: tuple[int, ...] = ()
         self._pushed: dict[int, int] = {}
         self._left: set[int] = set()  # trainers whose last push is part of the next update

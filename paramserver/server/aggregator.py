@@ -252,7 +252,7 @@ class Aggregator:
                 self._resize = decision.reason if decision.resizes else ""
             self._grant(trainer_index, decision)
         going = next((decision for decision in decisions.values() if decision.verdict is Verdict.GO), None)
-        if going is not None and self.store.updater.parameters_of:
+        if going is not None and self.rules.several_updates:
             self.batch_began = going.step
         # After the grants, which may have begun an epoch with another learning rate. Where some gradients are in shared
         # memory, no bucket is complete before a push.
@@ -458,7 +458,7 @@ class Aggregator:
 
     def _continue_batch(self, trainer_index: int) -> None:
         """Grant the new version to a trainer that may push again in its batch, as there are several optimizers."""
-        if self.rules.rejection_reason(trainer_index, self.rules.step) is None:
+        if self.rules.several_updates and self.rules.rejection_reason(trainer_index, self.rules.step) is None:
             self._granted[trainer_index] = self.rules.step
             self.transports[trainer_index].pin_version()
 

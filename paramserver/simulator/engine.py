@@ -16,7 +16,7 @@ import threading
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +73,11 @@ class Store:
         self.leaves: list[Any] = []
         self.pipeline = None
         self.updater = SimpleNamespace(
-            lr=(0.1,), on_epoch_end=lambda: None, on_validation_end=lambda version, means: None, state_dict=dict
+            lr=(0.1,),
+            on_epoch_end=lambda: None,
+            on_validation_end=lambda version, means, since: None,
+            state_dict=dict,
+            parameters_of={},
         )
         self.held: set[int] = set()
 
@@ -114,7 +118,7 @@ class Transport(ServerTransport):
         self.pinned = self.store.version
         return 0
 
-    def pull(self) -> Any:
+    def pull(self, held: Collection[int] = ()) -> Any:
         return self.pinned
 
     def view_version(self) -> tuple[None, Sequence[Any]]:

@@ -252,3 +252,11 @@ def test_a_trainer_that_is_lost_is_replaced_and_each_sample_applied_once(tmp_pat
     code, output = fork_server().run(arguments, tmp_path, 150, environment(), program="chaos")
     assert code == 0, output
     assert "960 applied, 960 due" in output
+
+
+def test_the_example_of_the_documentation(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "several-optimizers.md").read_text()
+    (tmp_path / "task.py").write_text(text.split("```python\n")[1].split("```")[0])
+    run = run_in_process(tmp_path, task=f"{tmp_path / 'task.py'}:Gan", training={"max_steps": 8})
+    assert run.code == 0, run.output
+    assert [list(record["losses"]) for record in run.of_kind("train")] == [["d"], ["g"]] * 4

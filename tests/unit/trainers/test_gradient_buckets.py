@@ -215,7 +215,7 @@ def test_a_hook_is_seen_wherever_it_is_written():
 def test_bytes_that_go_again_are_counted_again():
     trainer, sent = object.__new__(RpcTrainer), SimpleNamespace(wait=lambda: None)
     trainer.wire_bytes, trainer._sent_buckets = 0, {}
-    trainer._grant = SimpleNamespace(decision=SimpleNamespace(step=3))
+    trainer._version = 3
     trainer.server = SimpleNamespace(send_bucket=lambda *_: sent)
     buckets = defaultdict(list)
     trainer._parameters, trainer.transport = (
