@@ -51,6 +51,31 @@ def _num_gpus() -> int:
     return int(torch.get_device_module(GPU).device_count())
 
 
+def require_visible_gpus(config: Config, allocated: int, visible: int | None = None) -> None:
+    """Check that torch sees a GPU where the allocation has some, unless the config asks for the CPU.
+
+    Args:
+        config: effective.
+        allocated: GPUs of this host that the scheduler gives to the job.
+        visible: GPUs that torch sees; None = ask torch.
+
+    Raises:
+        UnsupportedConfiguration: torch sees none of them.
+
+    Example::
+
+        >>> from paramserver.config import DeviceConfig
+        >>> require_visible_gpus(Config(device=DeviceConfig(kind="cpu")), allocated=4, visible=0)
+    """
+    if not allocated or (config.device.kind == "cpu" and config.device.server != "cuda"):
+        return
+    if not (_num_gpus() if visible is None else visible):
+        raise UnsupportedConfiguration(
+            f"this allocation has {allocated} GPU(s) on this host (SLURM_GPUS_ON_NODE), and torch sees 0 of them; "
+            "install a build of torch for GPUs, check CUDA_VISIBLE_DEVICES and nvidia-smi, or set device.kind: cpu"
+        )
+
+
 def place_parameters(config: Config, gpus_here: int | None = None) -> Placement:
     """Return the device of a server's parameters and optimizer: the CPU, or with ``device.server: cuda`` a GPU.
 

@@ -95,26 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Precedence: flag, --set, environment, config file, default. Exit codes: 0 done, 1 the run failed, "
         "2 the input is wrong, 3 interrupted after a checkpoint was written.",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the YAML file that describes the run")
-    parser.add_argument("--mode", choices=list(MODES), help="in place of the config's mode")
-    parser.add_argument(
-        "--rank",
-        type=int,
-        metavar="N",
-        help="be this rank, or with cluster.colocate this host; without it all ranks are started here",
-    )
-    parser.add_argument(
-        "--world_size",
-        type=int,
-        metavar="W",
-        help="how many ranks the run has, servers included; with cluster.colocate, how many hosts",
-    )
-    parser.add_argument("--master_addr", metavar="HOST", help="the host of rank 0 (default: cluster.master_addr)")
-    parser.add_argument(
-        "--master_port", type=int, metavar="PORT", help="the port of rank 0 (default: a free one, or 29500 with --rank)"
-    )
-    parser.add_argument("--num_gpus", type=int, metavar="G", help="GPUs that one process may spread its model over")
-    add_overrides(parser)
+    add_run_flags(parser)
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -140,6 +121,30 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--colocated", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, action="append", default=[], help=argparse.SUPPRESS)
     return parser
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what runs, and where: those of every command that is started like a run."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the YAML file that describes the run")
+    parser.add_argument("--mode", choices=list(MODES), help="in place of the config's mode")
+    parser.add_argument(
+        "--rank",
+        type=int,
+        metavar="N",
+        help="be this rank, or with cluster.colocate this host; without it all ranks are started here",
+    )
+    parser.add_argument(
+        "--world_size",
+        type=int,
+        metavar="W",
+        help="how many ranks the run has, servers included; with cluster.colocate, how many hosts",
+    )
+    parser.add_argument("--master_addr", metavar="HOST", help="the host of rank 0 (default: cluster.master_addr)")
+    parser.add_argument(
+        "--master_port", type=int, metavar="PORT", help="the port of rank 0 (default: a free one, or 29500 with --rank)"
+    )
+    parser.add_argument("--num_gpus", type=int, metavar="G", help="GPUs that one process may spread its model over")
+    add_overrides(parser)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -223,14 +228,7 @@ def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -
         die_with_parent(number=signal.SIGKILL)
     environ = dict(process_environ())  # with the job token
     config, run, folders = resolve_run(arguments)
-    identity = _identity(arguments, config)
-    if identity is not None:
-        world_size = identity.world_size
-    elif arguments.world_size is not None:
-        world_size = num_ranks_started(config, arguments.world_size)
-    else:
-        world_size = world_size_of(config)
-    config = with_world_size(config, world_size)
+    config, identity = resolve_world(arguments, config)
     command = [sys.executable, "-m", "paramserver.launch", *words]
     if arguments.dry_run:
         # Before any folder is made or reserved.
@@ -290,6 +288,21 @@ def _run_to_resume(arguments: argparse.Namespace) -> Path:
     return newest_run(
         Path(config.logging.run_dir), name=config.logging.name, task=None if config.logging.name else config.task
     )
+
+
+def resolve_world(arguments: argparse.Namespace, config: Config) -> tuple[Config, ProcessIdentity | None]:
+    """Return the config for the world that the command line or the environment gives, and the identity of this process.
+
+    The identity is None if this process starts all ranks on this machine.
+    """
+    identity = _identity(arguments, config)
+    if identity is not None:
+        world_size = identity.world_size
+    elif arguments.world_size is not None:
+        world_size = num_ranks_started(config, arguments.world_size)
+    else:
+        world_size = world_size_of(config)
+    return with_world_size(config, world_size), identity
 
 
 def _identity(arguments: argparse.Namespace, config: Config) -> ProcessIdentity | None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         bind_interface as bind_interface,
         bind_listener as bind_listener,
         child_environment as child_environment,
+        choose_interface as choose_interface,
         fault_address as fault_address,
         interface_to as interface_to,
         is_loopback as is_loopback,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     )
     from paramserver.cluster.slurm import (
         SlurmEnvironment as SlurmEnvironment,
+        allocated_gpus as allocated_gpus,
         unused_tasks as unused_tasks,
     )
     from paramserver.cluster.torchrun import (

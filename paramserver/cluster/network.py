@@ -213,6 +213,21 @@ def interface_to(host: str) -> str | None:
         return next((name for name in names if _address_of(probe, name) == own), None)
 
 
+def choose_interface(configured: str | None, host: str) -> str | None:
+    """Return the interface on which a rank listens; None if torch chooses it.
+
+    Args:
+        configured: ``cluster.interface``, which takes precedence.
+        host: that of rank 0.
+
+    Example::
+
+        >>> choose_interface(None, "127.0.0.1"), choose_interface("eth0", "10.0.0.1")
+        ('lo', 'eth0')
+    """
+    return configured or interface_to(host)
+
+
 def own_address(host: str, interface: str | None = None) -> str:
     """Return the address at which other machines that reach ``host`` reach this one.
 

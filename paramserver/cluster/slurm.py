@@ -23,6 +23,8 @@ VARIABLES = {
     "step": "SLURM_STEP_ID",
     # Of the job, in a batch script.
     "num_tasks": "SLURM_NTASKS",
+    # Optional: of this host.
+    "num_gpus": "SLURM_GPUS_ON_NODE",
 }
 
 # Below the ports that Linux gives to outgoing connections.
@@ -89,6 +91,18 @@ def unused_tasks(environ: Environ) -> int:
         return 0
     tasks = environ.get(VARIABLES["num_tasks"], "")
     return int(tasks) if tasks.isdecimal() and int(tasks) > 1 else 0
+
+
+def allocated_gpus(environ: Environ) -> int:
+    """Return how many GPUs of this host SLURM gives to the job or step; 0 without any, and outside of SLURM.
+
+    Example::
+
+        >>> allocated_gpus({"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"})
+        4
+    """
+    gpus = environ.get(VARIABLES["num_gpus"], "")
+    return int(gpus) if VARIABLES["job"] in environ and gpus.isdecimal() else 0
 
 
 def expand_hosts(text: str) -> list[str]:

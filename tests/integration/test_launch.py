@@ -303,6 +303,17 @@ def test_the_console_script(words, code, expected):
     assert expected in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("flags", [[], ["--dry_run"]])
+def test_an_allocation_whose_gpus_are_not_visible_is_refused_at_the_start(flags, tmp_path):
+    gpus = {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": ""}
+    refused = launch(tmp_path, *flags, env=gpus, fresh=True)
+    assert refused.code == 2
+    assert "has 2 GPU(s) on this host (SLURM_GPUS_ON_NODE), and torch sees 0 of them" in refused.output
+    assert "Traceback" not in refused.output
+    if not flags:
+        assert launch(tmp_path, "--set", "device.kind=cpu", env=gpus, fresh=True).code == 0
+
+
 def test_a_script_that_runs_at_its_top_level_does_not_start_runs_in_its_ranks(tmp_path):
     """Each rank imports the script to find its task; without a guard it would start another run, and so on."""
     script = tmp_path / "script.py"
