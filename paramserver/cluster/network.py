@@ -9,7 +9,9 @@ import socket
 import struct
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from paramserver.cluster.control_groups import read_text
 from paramserver.cluster.job_token import TOKEN_VARIABLE
 from paramserver.errors import UnsupportedConfiguration
 
@@ -260,6 +262,39 @@ def own_address(host: str, interface: str | None = None) -> str:
         ) from error
 
 
+class Interface(NamedTuple):
+    """A network interface of this machine."""
+
+    name: str
+    addresses: tuple[str, ...]
+    mtu: int
+    is_up: bool
+
+
+def list_interfaces() -> list[Interface]:
+    """Return the network interfaces of this machine, each with its IPv4 address and its IPv6 addresses.
+
+    Example::
+
+        >>> next(one.addresses[0] for one in list_interfaces() if one.name == "lo")
+        '127.0.0.1'
+    """
+    ipv6: dict[str, list[str]] = {}
+    for line in read_text(Path("/proc/net/if_inet6")).splitlines():
+        digits, *_, name = line.split()
+        ipv6.setdefault(name, []).append(str(ipaddress.IPv6Address(int(digits, 16))))
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            ipv4 = _address_of(any_socket, name)
+            folder = Path("/sys/class/net") / name
+            flags, mtu = (int(read_text(folder / file).strip() or "0", 0) for file in ("flags", "mtu"))
+            addresses = (*([] if ipv4 is None else [ipv4]), *ipv6.get(name, ()))
+            found.append(Interface(name, addresses, mtu, bool(flags & _IFF_UP)))
+    return found
+
+
+_IFF_UP = 1
 _SIOCGIFADDR = 0x8915
 
 

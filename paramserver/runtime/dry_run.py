@@ -39,7 +39,7 @@ def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = No
     make_callbacks(task)
     lines += _simulations_lines(config, folders)
     lines += [f"limits: {_limits_text(config)}"]
-    lines += _loss_lines(config, launcher)
+    lines += loss_lines(config, launcher)
     return "\n".join(lines)
 
 
@@ -89,7 +89,7 @@ def _limits_text(config: Config) -> str:
     return ", ".join(found) or "the end of the data"
 
 
-def _loss_lines(config: Config, launcher: str | None) -> list[str]:
+def loss_lines(config: Config, launcher: str | None) -> list[str]:
     """Describe what follows from the loss of a process, and the limits of the waits for one."""
     mode, server, cluster = mode_of(config), config.server, config.cluster
     if mode.single_process:

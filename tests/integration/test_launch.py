@@ -291,7 +291,7 @@ def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path):
     [
         (["--help"], 0, "launch"),
         ([], 2, "usage"),
-        (["doctor"], 2, "not in this version"),
+        (["doctor", "--set", "mode=none"], 2, "mode"),
         (["lunch"], 2, "there is no such command"),
         (["launch", "--dry-run"], 2, "--config FILE is missing"),
     ],

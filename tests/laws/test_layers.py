@@ -33,7 +33,7 @@ LAYERS = [
     "server",
     "runtime trainers",
     "integrations launch",
-    "api benchmark chaos elastic evaluate reporting",
+    "api benchmark chaos doctor elastic evaluate reporting",
     "cli",
 ]
 MAY_USE_RPC = [f"paramserver.{folder}" for folder in ("distributed", "optim", "server", "transport")]
