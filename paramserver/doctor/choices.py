@@ -107,7 +107,7 @@ def _address(found: Diagnosis, section: Section, config: Config, identity: Proce
             bind_listener(host, port).close()
         except UnsupportedConfiguration as error:
             found.refusal(error)
-    if config.cluster.token_file is None and (identity is None or identity.token is None) and not is_loopback(host):
+    if (identity is None or (identity.global_rank == 0 and identity.token is None)) and not is_loopback(host):
         found.note(
             f"rank 0 at {host} answers every process that reaches it, as there is no job token",
             "set cluster.token_file, or PARAMSERVER_TOKEN",

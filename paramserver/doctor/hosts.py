@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from paramserver.cluster import ProcessIdentity, bind_listener, choose_interface, own_address
+from paramserver.cluster import ProcessIdentity, bind_listener, choose_interface, num_usable_cores, own_address
 from paramserver.cluster.network import list_interfaces
 from paramserver.config import Config, dump_yaml, is_colocated, mode_of, num_servers_of, world_size_of
+from paramserver.devices import num_gpus
 from paramserver.distributed.abort_sockets import OpenedSockets
 from paramserver.distributed.rendezvous import (
     claim_rank,
@@ -53,6 +54,7 @@ class Participant:
         host: ``host_identity()``.
         address, port: where it listens.
         interface, mtu: over which it listens.
+        cores, gpus: how many it can use.
         versions: of torch, paramserver and Python.
         findings: on its host.
     """
@@ -65,6 +67,8 @@ class Participant:
     port: int
     interface: str
     mtu: int
+    cores: int
+    gpus: int
     versions: dict[str, str]
     findings: list[dict[str, Any]]
 
@@ -222,6 +226,8 @@ def _introduce(
         port=port,
         interface=interface,
         mtu=next((one.mtu for one in list_interfaces() if one.name == interface), 0),
+        cores=num_usable_cores(),
+        gpus=num_gpus(),
         versions={"torch": str(torch.__version__), "paramserver": __version__, "Python": platform.python_version()},
         findings=mappings_of(found.findings),
     )
@@ -288,11 +294,12 @@ def conclude(
         ]
     _compare_versions(found, participants, titles)
     section = Section("hosts")
-    found.sections.append(section)
+    found.sections.insert(0, section)
     servers = set(range(num_servers_of(config)))
     for host in hosts:
         where = f"{host.leader.address} on {host.leader.interface or '?'}, MTU {host.leader.mtu}"
         ranks = ", ".join(str(rank) for rank in host.ranks)
+        has = f"{host.leader.cores} cores, {host.leader.gpus} GPUs"
         how = ""
         if servers and set(host.ranks) - servers:
             together = config.server.shares_memory and servers <= set(host.ranks)
@@ -303,7 +310,7 @@ def conclude(
                     f"{host.title} are not on that of the servers",
                     "use auto or rpc",
                 )
-        section.add(host.title, f"rank {ranks}; {where}{how}", {**asdict(host.leader), "ranks": host.ranks})
+        section.add(host.title, f"rank {ranks}; {where}; {has}{how}", {**asdict(host.leader), "ranks": host.ranks})
     if len({host.leader.mtu for host in hosts}) > 1:
         found.note(
             "the interfaces of the hosts have different MTUs: " + ", ".join(f"{h.title} {h.leader.mtu}" for h in hosts),
@@ -328,7 +335,7 @@ def _compare_versions(found: Diagnosis, participants: Sequence[Participant], tit
 
 def _describe_links(found: Diagnosis, hosts: Sequence[Host], links: Sequence[Link]) -> None:
     section = Section("links")
-    found.sections.append(section)
+    found.sections.insert(1, section)
     reached = {(link.source, link.target) for link in links if link.connected}
     for link in sorted(links, key=lambda one: (one.source, one.target)):
         source, target = hosts[link.source], hosts[link.target]
