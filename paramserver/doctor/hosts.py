@@ -115,6 +115,11 @@ def check_hosts(found: Diagnosis, config: Config, identity: ProcessIdentity) -> 
                 compare_config(store, config, identity, timeout_s, same_world=True)
             except UnsupportedConfiguration as error:
                 found.refusal(error)
+            except DeadlineExceeded as late:  # the first message that does not fit into one packet
+                raise DeadlineExceeded(
+                    f"{late}, although rank 0 answered: large messages do not reach this host, as if the path had a "
+                    "smaller MTU than the interfaces"
+                ) from late
         interface = choose_interface(config.cluster.interface, identity.master_addr)
         address = own_address(identity.master_addr, interface)
         listener = stack.enter_context(closing(bind_listener(address, 0)))
@@ -340,7 +345,8 @@ def _describe_links(found: Diagnosis, hosts: Sequence[Host], links: Sequence[Lin
     for link in sorted(links, key=lambda one: (one.source, one.target)):
         source, target = hosts[link.source], hosts[link.target]
         name = f"{source.title} -> {target.title}"
-        where = f"{target.title} at {target.leader.address}"
+        where = target.title
+        where += "" if target.leader.address in where else f" at {target.leader.address}"
         if link.connected and link.error:
             found.problem(
                 f"from {source.title} to {where}: {link.error}",
@@ -352,8 +358,8 @@ def _describe_links(found: Diagnosis, hosts: Sequence[Host], links: Sequence[Lin
             found.problem(
                 f"{source.title} cannot connect to {where}: {link.error}"
                 + (f", while {target.title} reaches {source.title}" if back else ""),
-                f"{'a firewall lets connections pass in one direction; ' if back else ''}let TCP pass between them on all "
-                "ports above 1023, or set cluster.interface to the network that connects them",
+                f"{'a firewall lets connections pass in one direction; ' if back else ''}let TCP pass between them on "
+                "all ports above 1023, or set cluster.interface to the network that connects them",
             )
         if link.bytes_per_s is not None and link.round_trip_s is not None:
             speed = f"{link.bytes_per_s / 1e6:.0f} MB/s, round trip {link.round_trip_s * 1e3:.2f} ms"

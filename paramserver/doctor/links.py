@@ -115,7 +115,7 @@ def serve_link(listener: socket.socket, token: bytes) -> bool:
     while (left_s := accept_until - time.monotonic()) > 0 and select.select([listener], [], [], left_s)[0]:
         connection, _ = listener.accept()
         with closing(connection):
-            connection.settimeout(CONNECT_S)
+            connection.settimeout(_ACCEPT_S)  # longer than the other host waits, which reports what failed
             try:
                 if _receive(connection, TOKEN_BYTES) != token:
                     continue

@@ -100,8 +100,8 @@ def loss_lines(config: Config, launcher: str | None) -> list[str]:
         f"losses: a dead process is noticed at once, {silent}",
         f"  heartbeats every {server.heartbeat_s:g} s; calls, and the return of a server, may take cluster.timeout_s "
         f"({limit_s:g} s)",
-        f"  the log of a process has its stacks after {deadlines.stacks_s:g} s without Python, or {limit_s:g} s without "
-        "a step",
+        f"  the log of a process has its stacks after {deadlines.stacks_s:g} s without Python, or {limit_s:g} s "
+        "without a step",
     ]
     restarts = f"up to {cluster.max_restarts} times (cluster.max_restarts)"
     if launcher is None:
