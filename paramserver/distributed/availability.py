@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from paramserver.cluster import ProcessIdentity
 from paramserver.distributed.rendezvous import Rendezvous

@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paramserver.cluster import ProcessIdentity, bind_listener, choose_interface, num_usable_cores, own_address
 from paramserver.cluster.network import list_interfaces
@@ -105,7 +105,7 @@ def check_hosts(found: Diagnosis, config: Config, identity: ProcessIdentity) -> 
         if identity.global_rank == 0:
             print(f"waiting up to {timeout_s:g} s for all {identity.world_size} ranks", file=sys.stderr, flush=True)
         base = open_store(identity, timeout_s, time.monotonic() + timeout_s, interrupted, None, OpenedSockets(), stack)
-        store = PrefixStore("doctor", job_store(base, identity))
+        store = job_store(base, replace(identity, job=f"{identity.job}/doctor"))
         meeting = _Meeting(store, timeout_s)
         claim_rank(store, identity, replaces=False)
         if identity.global_rank == 0:
@@ -158,7 +158,7 @@ def check_hosts(found: Diagnosis, config: Config, identity: ProcessIdentity) -> 
 class _Meeting:
     """Waits for keys of a store that all processes share."""
 
-    def __init__(self, store: PrefixStore, timeout_s: float) -> None:
+    def __init__(self, store: Store, timeout_s: float) -> None:
         self.store, self.timeout_s = store, timeout_s
 
     def has(self, key: str, limit_s: float) -> bool:

@@ -85,8 +85,8 @@ def test_the_transport_of_each_host_is_the_one_of_the_run():
     assert shown["node2"].endswith("trainers use RPC")
     found = concluded(hosts, config=replace(RPC, server=ServerConfig(transport="shared_memory")))
     assert texts(found) == [
-        "server.transport (shared_memory) must have all ranks on one host, and the trainers of node2 are not on that of "
-        "the servers"
+        "server.transport (shared_memory) must have all ranks on one host, and the trainers of node2 are not on that "
+        "of the servers"
     ]
 
 
