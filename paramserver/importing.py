@@ -30,10 +30,14 @@ def torch_import_without_gc() -> Iterator[None]:
 
     The import creates hundreds of thousands of objects that live as long as the process, so they are frozen as well:
     later collections skip them. This saves a tenth of the CPU time until a rank trains.
+
+    Raises:
+        UnsupportedConfiguration: it is no release that this version was tested with.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
+    check_torch_version()
     gc.disable()
     try:
         yield
@@ -64,10 +68,11 @@ def check_torch_version(version: str | None = None) -> None:
         try:
             version = metadata.version("torch")
         except metadata.PackageNotFoundError as error:
+            if importlib.util.find_spec("torch") is not None:
+                return  # a build that is not a package
             raise UnsupportedConfiguration(f"torch must be installed; {cure}") from error
     # Of a release candidate or a nightly build, the release that it leads to counts.
-    release = tuple(int(number) for number in re.findall(r"^(\d+)\.(\d+)", version)[0])
-    first, end = (tuple(map(int, text.split("."))) for text in (TORCH_FROM, TORCH_BELOW))
+    release, first, end = (tuple(map(int, re.findall(r"\d+", text)[:2])) for text in (version, TORCH_FROM, TORCH_BELOW))
     if not first <= release < end:
         raise UnsupportedConfiguration(
             f"torch ({version}) must be at least {TORCH_FROM} and below {TORCH_BELOW}, the releases that paramserver "

@@ -43,7 +43,7 @@ from paramserver.config import (
     world_size_of,
 )
 from paramserver.errors import ParamserverError, PeerLost, UnsupportedConfiguration
-from paramserver.importing import code_folders, torch_import_without_gc
+from paramserver.importing import check_torch_version, code_folders, torch_import_without_gc
 from paramserver.metrics import FanOut, Sink
 from paramserver.process_utils import die_with_parent, exit_process, print_output
 from paramserver.runs.attempt import recover, reserve_run, resume_transaction, start_transaction
@@ -346,6 +346,7 @@ def launch_local(
     """
     from paramserver.metrics.console import Console
 
+    check_torch_version()
     began = time.time() if began is None else began
     resume = run is not None
     console: Sink = Console(config, sys.stderr, () if run is None else describe_resume(run, config))

@@ -11,7 +11,6 @@ from paramserver.cluster import process_environ, quiet_torch_log
 from paramserver.config import load_config, mode_of
 from paramserver.doctor.diagnosis import Diagnosis
 from paramserver.errors import DeadlineExceeded, PeerLost, UnsupportedConfiguration
-from paramserver.importing import torch_import_without_gc
 from paramserver.launch import add_run_flags, normalize_flags, report_error, resolve_run, resolve_world
 from paramserver.process_utils import print_output
 
@@ -54,10 +53,10 @@ def _diagnose(arguments: argparse.Namespace) -> int:
     else:
         config, _, _ = resolve_run(arguments)
     config, identity = resolve_world(arguments, config)
-    with torch_import_without_gc():
-        from paramserver.doctor.choices import describe_choices, describe_deadlines
-        from paramserver.doctor.hosts import check_hosts
-        from paramserver.doctor.machine import check_rpc_agent, describe_machine
+    # Imports torch, of any release.
+    from paramserver.doctor.choices import describe_choices, describe_deadlines
+    from paramserver.doctor.hosts import check_hosts
+    from paramserver.doctor.machine import check_rpc_agent, describe_machine
 
     environ = dict(process_environ())
     found = Diagnosis()
