@@ -18,6 +18,7 @@ from packaging.utils import canonicalize_name
 
 from paramserver import benchmark, chaos, cli, elastic, evaluate, reporting
 from paramserver.config import KEYS, SECTIONS, config_from_mapping, describe_keys, load_config
+from paramserver.doctor.command import make_parser as make_doctor_parser
 from paramserver.launch import make_parser
 from paramserver.online.spec import IngestSpec
 
@@ -31,7 +32,10 @@ DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "examples" / "clients" / "README.md",
 ]
-DOCUMENTS += [ROOT / "docs" / f"{name}.md" for name in ("callbacks", "lightning", "protocol", "sinks", "torch-notes")]
+DOCUMENTS += [
+    ROOT / "docs" / f"{name}.md"
+    for name in ("callbacks", "doctor", "lightning", "protocol", "release", "sinks", "torch-notes")
+]
 DOCUMENTS += sorted((ROOT / "docs" / "coming-from").glob("*.md"))
 QUICKSTART = ("examples/quickstart/task.py", "examples/quickstart/config.yaml")
 KEYS_BEGIN, KEYS_END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
@@ -135,7 +139,7 @@ def all_help():
         cli.make_keys_parser,
         cli.make_ping_parser,
     ]
-    parsers += [elastic.make_join_parser, elastic.make_leave_parser]
+    parsers += [make_doctor_parser, elastic.make_join_parser, elastic.make_leave_parser]
     parsers += [reporting.make_parser, chaos.make_parser, benchmark.make_parser, benchmark.make_compare_parser]
     return "".join(make().format_help() for make in parsers)
 
@@ -252,7 +256,7 @@ def pins(python):
     return found
 
 
-@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
 def test_every_requirement_of_an_extra_is_pinned_once(python):
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
