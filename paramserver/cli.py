@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paramserver import benchmark, chaos, elastic, evaluate, launch, predict, reporting
+from paramserver.doctor.command import main as doctor_main
 from paramserver.errors import ClientError, UnsupportedConfiguration
 from paramserver.launch import normalize_flags, report_error
 from paramserver.process_utils import exit_process, print_output
@@ -83,6 +84,7 @@ def _ping(arguments: argparse.Namespace) -> str:
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "benchmark": benchmark.main,
     "chaos": chaos.main,
+    "doctor": doctor_main,
     "evaluate": evaluate.main,
     "join": elastic.join_main,
     "keys": keys_main,
@@ -92,10 +94,8 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "predict": predict.main,
     "report": reporting.main,
 }
-# Commands of a later version, named in docs/interface.md: their message differs from that of an unknown command.
-_LATER = ("doctor",)
 
-_USAGE = f"""usage: paramserver COMMAND [arguments]
+_USAGE = """usage: paramserver COMMAND [arguments]
 
 commands:
   launch     train a task (paramserver launch --help)
@@ -104,12 +104,11 @@ commands:
   benchmark  measure and compare ways to train a task (paramserver benchmark --help)
   join       be one more trainer of a running job (paramserver join --help)
   leave      let a trainer leave a running job (paramserver leave --help)
+  doctor     check this machine, and the links between hosts (paramserver doctor --help)
   chaos      inject faults into a run and check it (paramserver chaos --help)
   report     compare existing runs, as a page with plots (paramserver report --help)
   keys       make keys for the clients of an online run (paramserver keys --help)
-  ping       ask whether an online run is alive (paramserver ping --help)
-
-not in this version: {", ".join(_LATER)}"""
+  ping       ask whether an online run is alive (paramserver ping --help)"""
 
 
 def main() -> None:
@@ -123,8 +122,7 @@ def main() -> None:
         sys.exit(0)
     command = _COMMANDS.get(words[0])
     if command is None:
-        reason = "not in this version" if words[0] in _LATER else "there is no such command"
-        print(f"error: paramserver {words[0]}: {reason}; see paramserver --help", file=sys.stderr)
+        print(f"error: paramserver {words[0]}: there is no such command; see paramserver --help", file=sys.stderr)
         sys.exit(2)
     exit_process(command(words[1:]))
 

@@ -47,8 +47,34 @@ GPU = "cuda"
 """The type of device that the keys of the section ``device`` call cuda."""
 
 
-def _num_gpus() -> int:
+def num_gpus() -> int:
+    """Return the number of GPUs that torch sees."""
     return int(torch.get_device_module(GPU).device_count())
+
+
+def require_visible_gpus(config: Config, allocated: int, visible: int | None = None) -> None:
+    """Check that torch sees a GPU where the allocation has some, unless the config asks for the CPU.
+
+    Args:
+        config: effective.
+        allocated: GPUs of this host that the scheduler gives to the job.
+        visible: GPUs that torch sees; None = ask torch.
+
+    Raises:
+        UnsupportedConfiguration: torch sees none of them.
+
+    Example::
+
+        >>> from paramserver.config import DeviceConfig
+        >>> require_visible_gpus(Config(device=DeviceConfig(kind="cpu")), allocated=4, visible=0)
+    """
+    if not allocated or (config.device.kind == "cpu" and config.device.server != "cuda"):
+        return
+    if not (num_gpus() if visible is None else visible):
+        raise UnsupportedConfiguration(
+            f"this allocation has {allocated} GPU(s) on this host (SLURM_GPUS_ON_NODE), and torch sees 0 of them; "
+            "install a build of torch for GPUs, check CUDA_VISIBLE_DEVICES and nvidia-smi, or set device.kind: cpu"
+        )
 
 
 def place_parameters(config: Config, gpus_here: int | None = None) -> Placement:
@@ -67,7 +93,7 @@ def place_parameters(config: Config, gpus_here: int | None = None) -> Placement:
     """
     if config.device.server != "cuda":
         return CPU
-    available = _num_gpus() if gpus_here is None else gpus_here
+    available = num_gpus() if gpus_here is None else gpus_here
     if not available:
         raise UnsupportedConfiguration(
             "device.server (cuda) needs a GPU on the host of the server, which has none; use device.server: auto"
@@ -88,7 +114,7 @@ def place_server(config: Config, gpus_here: int | None = None) -> Placement:
     """
     if not server_computes(config):
         return place_parameters(config, gpus_here)
-    available = _num_gpus() if gpus_here is None else gpus_here
+    available = num_gpus() if gpus_here is None else gpus_here
     wanted = (config.device.num_gpus or 0) if config.device.server == "auto" else 0
     if not 0 < wanted <= available:
         return CPU
@@ -118,7 +144,7 @@ def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_her
     """
     if server_computes(config):
         return CPU
-    available = _num_gpus() if gpus_here is None else gpus_here
+    available = num_gpus() if gpus_here is None else gpus_here
     each = 1 if config.device.num_gpus is None else config.device.num_gpus
     needed = each * trainers_here
     shares = config.device.share_gpus and needed > available >= each

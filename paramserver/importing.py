@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
+from paramserver.version import TORCH_BELOW, TORCH_FROM, __version__
 
 # The keys whose values are references to user code.
 _REFERENCES = frozenset({"task", "trainer", "logging.sinks", "simulations.function", "simulations.sampler"})
@@ -27,16 +30,54 @@ def torch_import_without_gc() -> Iterator[None]:
 
     The import creates hundreds of thousands of objects that live as long as the process, so they are frozen as well:
     later collections skip them. This saves a tenth of the CPU time until a rank trains.
+
+    Raises:
+        UnsupportedConfiguration: it is no release that this version was tested with.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
+    check_torch_version()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
         gc.enable()
+
+
+def check_torch_version(version: str | None = None) -> None:
+    """Check that the release of torch is one that this version was tested with. Does not import torch.
+
+    Args:
+        version: None = that of the installed package.
+
+    Raises:
+        UnsupportedConfiguration: it is not, or torch is not installed.
+
+    Example::
+
+        >>> check_torch_version()
+        >>> check_torch_version("1.13.1+cu117")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        paramserver.errors.UnsupportedConfiguration: torch (1.13.1+cu117) must be at least ...
+    """
+    cure = f"run: python -m pip install 'torch>={TORCH_FROM},<{TORCH_BELOW}'"
+    if version is None:
+        try:
+            version = metadata.version("torch")
+        except metadata.PackageNotFoundError as error:
+            if importlib.util.find_spec("torch") is not None:
+                return  # a build that is not a package
+            raise UnsupportedConfiguration(f"torch must be installed; {cure}") from error
+    # Of a release candidate or a nightly build, the release that it leads to counts.
+    release, first, end = (tuple(map(int, re.findall(r"\d+", text)[:2])) for text in (version, TORCH_FROM, TORCH_BELOW))
+    if not first <= release < end:
+        raise UnsupportedConfiguration(
+            f"torch ({version}) must be at least {TORCH_FROM} and below {TORCH_BELOW}, the releases that paramserver "
+            f"{__version__} was tested with; {cure}"
+        )
 
 
 def code_folders(

@@ -47,7 +47,7 @@ from paramserver.config import (
 )
 from paramserver.errors import CheckpointError, ParamserverError, PeerLost, UnsupportedConfiguration
 from paramserver.faults.receiver import receive_faults
-from paramserver.importing import code_folders, torch_import_without_gc
+from paramserver.importing import check_torch_version, code_folders, torch_import_without_gc
 from paramserver.metrics import FanOut, Sink
 from paramserver.process_utils import die_with_parent, exit_process, print_output
 from paramserver.runs.attempt import continue_attempt, recover, reserve_run, resume_transaction, start_transaction
@@ -98,6 +98,36 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Precedence: flag, --set, environment, config file, default. Exit codes: 0 done, 1 the run failed, "
         "2 the input is wrong, 3 interrupted after a checkpoint was written.",
     )
+    add_run_flags(parser)
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN_DIR",
+        help="continue from a run's newest checkpoint, or from the one given (RUN_DIR/checkpoints/step-<N>); "
+        "without RUN_DIR the newest run of this name or task",
+    )
+    parser.add_argument("--dry_run", action="store_true", help="show what would be done, start nothing")
+    # Set by a supervisor for its ranks.
+    for name, kind in (
+        ("supervised", int),
+        ("listener", int),
+        ("spare", int),
+        ("fork_server", int),
+        ("began", float),
+        ("run_folder", Path),
+        ("shown_command", str),
+    ):
+        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
+    parser.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
+    # Set by the server of a host for the trainer that it starts there.
+    parser.add_argument("--colocated", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, action="append", default=[], help=argparse.SUPPRESS)
+    return parser
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what runs, and where: those of every command that is started like a run."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="the YAML file that describes the run")
     parser.add_argument("--mode", choices=list(MODES), help="in place of the config's mode")
     parser.add_argument(
@@ -126,31 +156,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--num_gpus", type=int, metavar="G", help="GPUs that one process may spread its model over")
     add_overrides(parser)
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="",
-        metavar="RUN_DIR",
-        help="continue from a run's newest checkpoint, or from the one given (RUN_DIR/checkpoints/step-<N>); "
-        "without RUN_DIR the newest run of this name or task",
-    )
-    parser.add_argument("--dry_run", action="store_true", help="show what would be done, start nothing")
-    # Set by a supervisor for its ranks.
-    for name, kind in (
-        ("supervised", int),
-        ("listener", int),
-        ("spare", int),
-        ("fork_server", int),
-        ("began", float),
-        ("run_folder", Path),
-        ("shown_command", str),
-    ):
-        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
-    parser.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
-    # Set by the server of a host for the trainer that it starts there.
-    parser.add_argument("--colocated", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, action="append", default=[], help=argparse.SUPPRESS)
-    return parser
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -249,14 +254,7 @@ def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -
         die_with_parent(number=signal.SIGKILL)
     environ = dict(process_environ())  # with the job token
     config, run, folders = resolve_run(arguments)
-    identity = _identity(arguments, config)
-    if identity is not None:
-        world_size = identity.world_size
-    elif arguments.world_size is not None:
-        world_size = num_ranks_started(config, arguments.world_size)
-    else:
-        world_size = world_size_of(config)
-    config = with_world_size(config, world_size)
+    config, identity = resolve_world(arguments, config)
     command = [sys.executable, "-m", "paramserver.launch", *words]
     # Rank 0 alone owns the folder: it finds, locks, changes and rolls it back.
     owns_folder = identity is None or identity.global_rank == 0
@@ -368,6 +366,21 @@ def _run_to_resume(arguments: argparse.Namespace) -> Path:
     )
 
 
+def resolve_world(arguments: argparse.Namespace, config: Config) -> tuple[Config, ProcessIdentity | None]:
+    """Return the config for the world that the command line or the environment gives, and the identity of this process.
+
+    The identity is None if this process starts all ranks on this machine.
+    """
+    identity = _identity(arguments, config)
+    if identity is not None:
+        world_size = identity.world_size
+    elif arguments.world_size is not None:
+        world_size = num_ranks_started(config, arguments.world_size)
+    else:
+        world_size = world_size_of(config)
+    return with_world_size(config, world_size), identity
+
+
 def rank_flags(arguments: argparse.Namespace) -> RankFlags:
     """Return what the command line states about this process."""
     return RankFlags(
@@ -418,6 +431,7 @@ def launch_local(
     """
     from paramserver.metrics.console import Console
 
+    check_torch_version()
     began = time.time() if began is None else began
     resume = run is not None and (run.has_checkpoint() or not continues)
     restarted = run is not None and continues and lost_processes(run)

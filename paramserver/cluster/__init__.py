@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from paramserver.cluster.slurm import (
         SlurmEnvironment as SlurmEnvironment,
+        allocated_gpus as allocated_gpus,
         unused_tasks as unused_tasks,
     )
     from paramserver.cluster.torchrun import (

@@ -12,8 +12,9 @@ import struct
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from paramserver.cluster.control_groups import read_text
 from paramserver.cluster.job_token import TOKEN_VARIABLE
 from paramserver.errors import UnsupportedConfiguration
 
@@ -304,6 +305,36 @@ def _resolve(host: str, port: int) -> list[tuple[Any, ...]]:
     """Return family and socket address of all addresses of ``host``; those of IPv4 first."""
     found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     return [(one[0], one[4]) for one in sorted(found, key=lambda one: one[0] != socket.AF_INET)]
+
+
+class Interface(NamedTuple):
+    """A network interface of this machine."""
+
+    name: str
+    addresses: tuple[str, ...]
+    mtu: int
+    is_up: bool
+
+
+_IFF_UP = 1
+
+
+def list_interfaces() -> list[Interface]:
+    """Return the network interfaces of this machine, each with its addresses, those of a link only left out.
+
+    Example::
+
+        >>> next(one.addresses[0] for one in list_interfaces() if one.name == "lo")
+        '127.0.0.1'
+    """
+    addresses = _interface_addresses()
+    found = []
+    for _, name in socket.if_nameindex():
+        folder = Path("/sys/class/net") / name
+        flags, mtu = (int(read_text(folder / file).strip() or "0", 0) for file in ("flags", "mtu"))
+        own = tuple(address for interface, address in addresses if interface == name)
+        found.append(Interface(name, own, mtu, bool(flags & _IFF_UP)))
+    return found
 
 
 def _route_to(host: str) -> str:

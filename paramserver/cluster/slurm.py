@@ -26,6 +26,8 @@ VARIABLES = {
     "num_nodes": "SLURM_JOB_NUM_NODES",
     # Only in a job that was started again.
     "restart_count": "SLURM_RESTART_COUNT",
+    # Optional: of this host.
+    "num_gpus": "SLURM_GPUS_ON_NODE",
 }
 
 # Below the ports that Linux gives to outgoing connections.
@@ -95,6 +97,18 @@ def unused_tasks(environ: Environ) -> str:
         if number.isdecimal() and int(number) > 1:
             return f"{number} {what} ({VARIABLES[key]})"
     return ""
+
+
+def allocated_gpus(environ: Environ) -> int:
+    """Return how many GPUs of this host SLURM gives to the job or step; 0 without any, and outside of SLURM.
+
+    Example::
+
+        >>> allocated_gpus({"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"})
+        4
+    """
+    gpus = environ.get(VARIABLES["num_gpus"], "")
+    return int(gpus) if VARIABLES["job"] in environ and gpus.isdecimal() else 0
 
 
 def expand_hosts(text: str) -> list[str]:

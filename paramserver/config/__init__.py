@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from paramserver.config.checks import (
         value_of as value_of,
     )
+    from paramserver.config.deadlines import (
+        Deadlines as Deadlines,
+    )
     from paramserver.config.io import (
         config_from_mapping as config_from_mapping,
         describe_keys as describe_keys,

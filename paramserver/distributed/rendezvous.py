@@ -27,6 +27,7 @@ from paramserver.cluster import (
     process_environ,
 )
 from paramserver.config import Config, config_from_mapping, differences, dump_yaml, num_servers_of
+from paramserver.config.deadlines import FROZEN_S
 from paramserver.distributed.abort_sockets import OpenedSockets
 from paramserver.distributed.resize import ResizeRequest, has_left, refusal, send_request
 from paramserver.distributed.rpc_calls import RemoteError, host_identity
@@ -43,9 +44,6 @@ from paramserver.errors import (
 )
 
 log = logging.getLogger("paramserver")
-
-# TCPStore ends its own waits, except where its host is frozen. They are abandoned this much later.
-_FROZEN_S = 2.0
 
 # How often rank 0 looks for the others.
 _POLL_S = 0.02
@@ -140,7 +138,7 @@ class Rendezvous:
             PeerLost: rank 0 is gone.
         """
         with detect_lost_store():
-            limit_s = self.timeout_s + _FROZEN_S
+            limit_s = self.timeout_s + FROZEN_S
             what = f"the store's answer for {key}"
             held: bytes = call_with_timeout(limit_s, what, lambda: self.store.compare_set(key, "", value))
         return held.decode()
@@ -258,7 +256,7 @@ def join_rendezvous(
     sockets = OpenedSockets()
     # Rank 0 keeps its store as long as its process lives. The others connect anew: it may be another process.
     base = store if identity.global_rank == 0 and store is not None else None
-    base = base or _open_store(identity, timeout_s, deadline, interrupted, listener, sockets, resources)
+    base = base or open_store(identity, timeout_s, deadline, interrupted, listener, sockets, resources)
     with detect_lost_store():
         if identity.global_rank == 0:
             view, ranks = _begin_view(base, view, config, identity, interrupted, trainer_ranks, newcomers)
@@ -295,7 +293,7 @@ def _begin_view(
         store = _in_view(base, identity, view)
         store.set("trainers", json.dumps(ranks))
         store.set("config", dump_yaml(config))
-        _claim_rank(store, identity, replaces=False)
+        claim_rank(store, identity, replaces=False)
         job_store(base, identity).set("view", str(view))
         deadline, newcomers_until = (time.monotonic() + limit for limit in (timeout_s, config.server.lost_after_s))
         missing = [*range(1, servers), *ranks]
@@ -338,10 +336,10 @@ def _join_view(
             raise
         store = _in_view(base, identity, view)
         # Compare before claiming: a rank that is refused can be started again with the right configuration.
-        _compare_config(store, config, identity, timeout_s, same_world=view == 1 and not joins)
+        compare_config(store, config, identity, timeout_s, same_world=view == 1 and not joins)
         ranks = tuple(json.loads(_get(store, "trainers", timeout_s, "the list of trainers")))
         if rank < servers or rank in ranks:
-            _claim_rank(store, identity, replaces)
+            claim_rank(store, identity, replaces)
             everyone = [*range(servers), *ranks]
             if _wait_for_world(store, root, view, everyone, identity, timeout_s, interrupted):
                 return view, ranks
@@ -392,7 +390,7 @@ def _connect_to_view(identity: ProcessIdentity, limit_s: float) -> Iterator[tupl
     """Connect to rank 0; yield its store, and that of the present view."""
     deadline = time.monotonic() + limit_s
     with ExitStack() as resources, detect_lost_store():
-        base = _open_store(identity, limit_s, deadline, threading.Event(), None, OpenedSockets(), resources)
+        base = open_store(identity, limit_s, deadline, threading.Event(), None, OpenedSockets(), resources)
         view = int(_get(job_store(base, identity), "view", limit_s, "the start of rank 0"))
         yield base, _in_view(base, identity, view)
 
@@ -416,7 +414,7 @@ def _wait_for_view(
     raise MissingRanks(f"rank 0 did not start again within cluster.timeout_s ({timeout_s:g} s)")
 
 
-def _open_store(
+def open_store(
     identity: ProcessIdentity,
     timeout_s: float,
     deadline: float,
@@ -425,6 +423,21 @@ def _open_store(
     sockets: OpenedSockets,
     resources: ExitStack | None,
 ) -> Store:
+    """Connect to the store of rank 0, which rank 0 itself opens first.
+
+    Args:
+        identity: of this process, with the address of rank 0 and the job token.
+        timeout_s: of later calls of the store.
+        deadline: ``time.monotonic()`` until which rank 0 must answer.
+        interrupted: ends the wait.
+        listener: on rank 0, the socket for the store if it is bound already.
+        sockets: records the connection.
+        resources: receives what has to be closed after the last use of the store. Required with a token.
+
+    Raises:
+        DeadlineExceeded: rank 0 cannot be reached.
+        UnsupportedConfiguration: the port is taken, or rank 0 has another job token.
+    """
     host, port, token = identity.master_addr, identity.master_port, identity.token
     where = host_and_port(host, port)
     limit = timedelta(seconds=timeout_s)
@@ -508,15 +521,18 @@ def detect_lost_store() -> Iterator[None]:
 
 def _get(store: Store, key: str, timeout_s: float, what: str) -> str:
     try:
-        value: bytes = call_with_timeout(timeout_s + _FROZEN_S, what, lambda: store.get(key))
+        value: bytes = call_with_timeout(timeout_s + FROZEN_S, what, lambda: store.get(key))
     except DistStoreError as error:
         raise DeadlineExceeded(f"{what} did not come within cluster.timeout_s ({timeout_s:g} s)") from error
     return value.decode()
 
 
-def _compare_config(
-    store: Store, config: Config, identity: ProcessIdentity, timeout_s: float, same_world: bool
-) -> None:
+def compare_config(store: Store, config: Config, identity: ProcessIdentity, timeout_s: float, same_world: bool) -> None:
+    """Compare with the configuration that rank 0 has put into the store.
+
+    Raises:
+        UnsupportedConfiguration: keys differ that may not differ between hosts.
+    """
     config_of_zero = config_from_mapping(yaml.safe_load(_get(store, "config", timeout_s, "rank 0's configuration")))
     # The trainers of a later view are those that rank 0 names.
     own_keys = _OWN_KEYS if same_world else (*_OWN_KEYS, "cluster.num_trainers")
@@ -528,7 +544,12 @@ def _compare_config(
         )
 
 
-def _claim_rank(store: Store, identity: ProcessIdentity, replaces: bool) -> None:
+def claim_rank(store: Store, identity: ProcessIdentity, replaces: bool) -> None:
+    """Enter this process as the holder of its rank.
+
+    Raises:
+        UnsupportedConfiguration: another process has the rank.
+    """
     if replaces:
         store.set(f"rank/{identity.global_rank}", _host_and_pid())
         return
@@ -566,7 +587,7 @@ def _wait_for_world(
         return None if missing() else True
 
     # Rank 0, which may continue without some, waits for ``timeout_s``.
-    all_joined = poll_until(time.monotonic() + timeout_s + _FROZEN_S, joined, interrupted)
+    all_joined = poll_until(time.monotonic() + timeout_s + FROZEN_S, joined, interrupted)
     if all_joined is not None:
         return all_joined
     if interrupted.is_set():

@@ -27,6 +27,7 @@ from paramserver.checkpoint import (
 )
 from paramserver.checkpoint.save import restore_best_pointer
 from paramserver.config import Config, num_trainers_of, world_size_of
+from paramserver.config.deadlines import LAST_WRITE_S
 from paramserver.errors import StorageError, TrainingError
 from paramserver.metrics.records import TrainerTotals, make_record
 from paramserver.optim.averaging import averaged_state_dict
@@ -35,7 +36,7 @@ from paramserver.parameters.model import detached_state_dict, load_weights
 from paramserver.parameters.numerics import check_parameters_finite
 from paramserver.runs.monitor import RunMonitor
 from paramserver.runs.reshard import reshard_parts
-from paramserver.runs.rundir import LAST_WRITE_S, RunDir
+from paramserver.runs.rundir import RunDir
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,8 +30,6 @@ from paramserver.version import __version__
 _GIT_TIMEOUT_S = 5.0
 # A process that has just locked a folder has written its id after this time, or has released the lock.
 _HOLDER_WRITTEN_S = 0.5
-# Of rank 0, for the checkpoint that is being written when the run ends.
-LAST_WRITE_S = 600.0
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from paramserver.config import Config
+from paramserver.config import Config, Deadlines
 from paramserver.runtime.restarts import RestartPolicy
 
 log = logging.getLogger("paramserver")
 
 _POLL_S = 0.2
-# In addition to the time in which a rank detects a lost peer: to write the last files, and join its threads.
-_END_S = 10.0
 
 
 class ColocatedTrainer:
@@ -34,7 +32,7 @@ class ColocatedTrainer:
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], config: Config) -> None:
         self._command, self._environ = list(command), dict(environ)
         self._restarts = RestartPolicy(0 if config.server.on_loss == "fail" else config.cluster.max_restarts)
-        self._limit_s = config.server.lost_after_s + _END_S
+        self._limit_s = Deadlines.of(config).ended_s
         self._ends = threading.Event()
         self._has_failed = False
         # The kernel takes this thread for the parent, so it lives as long as the trainer.

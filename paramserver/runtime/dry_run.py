@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paramserver.buffers import make_buffer
-from paramserver.cluster import process_environ
-from paramserver.config import Config, Role, dump_yaml, mode_of, roles, world_size_of
-from paramserver.devices import place_server, place_trainer
+from paramserver.cluster import allocated_gpus, process_environ
+from paramserver.config import Config, Deadlines, Role, dump_yaml, mode_of, roles, world_size_of
+from paramserver.devices import place_server, place_trainer, require_visible_gpus
 from paramserver.importing import source_file
 from paramserver.metrics import make_sinks
 from paramserver.online.process_runner import LaunchCommand
 from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
-from paramserver.runtime.watchdog import SILENT_SHARE, START_GRACE_S
 from paramserver.sources import Partition, make_source
 from paramserver.sources.data_loader import resolve_reading
 from paramserver.sources.factory import check_watermark
@@ -33,13 +32,14 @@ def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = No
     make_sinks(config.logging.sinks, folders)
     ranks = roles(config, world_size_of(config))
     trainers = sum(role.kind == "trainer" for role in ranks)
+    require_visible_gpus(config, allocated_gpus(process_environ()))
     lines = [dump_yaml(config).rstrip(), "", f"task {type(task).__name__}, defined in {source_file(type(task))}"]
     lines += [f"{len(ranks)} rank(s), mode {config.mode}:"]
     lines += [f"  rank {role.global_rank}: {_rank_text(role, config, task, trainers)}" for role in ranks]
     make_callbacks(task)
     lines += _simulations_lines(config, folders)
     lines += [f"limits: {_limits_text(config)}"]
-    lines += _loss_lines(config, launcher)
+    lines += loss_lines(config, launcher)
     return "\n".join(lines)
 
 
@@ -89,24 +89,23 @@ def _limits_text(config: Config) -> str:
     return ", ".join(found) or "the end of the data"
 
 
-def _loss_lines(config: Config, launcher: str | None) -> list[str]:
+def loss_lines(config: Config, launcher: str | None) -> list[str]:
     """Describe what follows from the loss of a process, and the limits of the waits for one."""
     mode, server, cluster = mode_of(config), config.server, config.cluster
     if mode.single_process:
         return []
     silent = f"a silent one after server.lost_after_s ({server.lost_after_s:g} s)"
-    limit_s, hung_s = cluster.timeout_s, server.lost_after_s * SILENT_SHARE
+    deadlines, limit_s = Deadlines.of(config), cluster.timeout_s
     lines = [
         f"losses: a dead process is noticed at once, {silent}",
         f"  heartbeats every {server.heartbeat_s:g} s; calls, and the return of a server, may take cluster.timeout_s "
         f"({limit_s:g} s)",
-        f"  the log of a process has its stacks after {hung_s:g} s without Python, or {limit_s:g} s without a step",
+        f"  the log of a process has its stacks after {deadlines.stacks_s:g} s without Python, or {limit_s:g} s "
+        "without a step",
     ]
     restarts = f"up to {cluster.max_restarts} times (cluster.max_restarts)"
     if launcher is None:
-        lines.append(
-            f"  a process that does nothing while it starts is ended after {server.lost_after_s + START_GRACE_S:g} s"
-        )
+        lines.append(f"  a process that does nothing while it starts is ended after {deadlines.starting_s:g} s")
     if launcher == "torchrun":
         return [
             *lines,

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.checkpoint import load_chosen, remove_leftovers
 from paramserver.checkpoint.format import LATEST
-from paramserver.cluster import ProcessIdentity, choose_interface, num_usable_cores, process_environ
+from paramserver.cluster import (
+    ProcessIdentity,
+    allocated_gpus,
+    choose_interface,
+    num_usable_cores,
+    process_environ,
+)
 from paramserver.config import (
     Config,
     Role,
@@ -34,7 +40,7 @@ from paramserver.config import (
 )
 from paramserver.consistency import Decision
 from paramserver.context import ProcessContext, StartupTimer, StopRequest, set_trainer_index
-from paramserver.devices import Placement, place_server, place_trainer
+from paramserver.devices import Placement, place_server, place_trainer, require_visible_gpus
 from paramserver.distributed.rendezvous import LeftRun, Rendezvous, job_store, join_rendezvous
 from paramserver.distributed.resize import ResizeRequest, mark_carried_out, pending_requests, refuse, resized
 from paramserver.distributed.rpc_calls import RemoteError
@@ -159,7 +165,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         log.info("task %s, defined in %s", type(task).__name__, source_file(type(task)))
         if identity.restarts_all:
             config = _ended_by_a_loss(config)
-        process = ProcessContext(config, identity, role, trainers, _place(identity, ranks, config), stop, timer)
+        process = ProcessContext(config, identity, role, trainers, place_rank(identity, ranks, config), stop, timer)
         if role.kind == "trainer":
             task.devices, task.config = process.placement.devices, config
             process.kept.callbacks = make_callbacks(task)
@@ -492,7 +498,13 @@ def _in_view(process: ProcessContext, rendezvous: Rendezvous) -> ProcessContext:
     return replace(process, config=config, identity=identity, role=role, trainers=len(ranks))
 
 
-def _place(identity: ProcessIdentity, ranks: Sequence[Role], config: Config) -> Placement:
+def place_rank(identity: ProcessIdentity, ranks: Sequence[Role], config: Config) -> Placement:
+    """Return the devices of a rank.
+
+    Raises:
+        UnsupportedConfiguration: they are not there.
+    """
+    require_visible_gpus(config, allocated_gpus(process_environ()))
     if ranks[identity.global_rank].kind == "server":
         return place_server(config)
     first_here = identity.global_rank - identity.local_rank

@@ -27,23 +27,20 @@ from typing import Any, NoReturn
 
 from paramserver import errors
 from paramserver.cluster import bind_listener, child_environment, mark_supervised, process_environ
-from paramserver.config import Config, Role, dump_yaml, mode_of, num_trainers_of, roles, world_size_of
+from paramserver.config import Config, Deadlines, Role, dump_yaml, mode_of, num_trainers_of, roles, world_size_of
+from paramserver.config.deadlines import GRACE_S
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
 from paramserver.process_utils import OWN_GROUP, cpu_ticks, is_stopped, kill_group
-from paramserver.runs.rundir import LAST_WRITE_S, RunDir, write_json
+from paramserver.runs.rundir import RunDir, write_json
 from paramserver.runtime.fork_server import ForkedProcess, ForkServer
 from paramserver.runtime.preloaded import role_arguments
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
 from paramserver.runtime.spares import Spares
-from paramserver.runtime.watchdog import SILENT_SHARE, STACKS_SIGNAL, START_GRACE_S
+from paramserver.runtime.watchdog import STACKS_SIGNAL
 
-# In addition to the time in which ranks detect a lost peer themselves.
-_GRACE_S = 5.0
-# In addition, after the summary is stored: rank 0 ends its simulations, every rank joins its threads.
-_END_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Signals that end a process before it can report anything.
 _SUDDEN = (signal.SIGKILL, *_SIGNALS)
@@ -178,6 +175,7 @@ class Supervisor:
         self._starts_due: list[tuple[float, Role]] = []
         self._restarting_all = False
         self._looked_at = time.monotonic()
+        self._deadlines = Deadlines.of(self.config)
 
     def supervise(self) -> dict[str, Any]:
         """Start all ranks, and wait for the end of the run.
@@ -195,7 +193,7 @@ class Supervisor:
             for number, handler in self._install_handlers().items():
                 stack.callback(signal.signal, number, handler)
             self._selector = stack.enter_context(selectors.DefaultSelector())
-            self._guard = stack.enter_context(closing(RankGuard(self.config.server.lost_after_s + _GRACE_S)))
+            self._guard = stack.enter_context(closing(RankGuard(self._deadlines.failed_s)))
             stack.callback(self._kill_remaining)
             self._start_ranks(stack)
             while self._starts_due or any(rank.exit_code is None for rank in self._ranks):
@@ -384,11 +382,11 @@ class Supervisor:
             self._note(f"{rank.title} is lost and not started again: {rank.failure['message']}")
             return
         if rank.global_rank == 0 and exit_code == Interrupted.exit_code and self._summary is None:
-            self._limit(_GRACE_S)  # between two views: the others would wait for it
+            self._limit(GRACE_S)  # between two views: the others would wait for it
         if rank.failure is not None and exit_code != Interrupted.exit_code and not self._is_failing:
             self._is_failing = True
             # The other ranks detect the loss, and end with their own errors. This ends the ones that cannot.
-            self._limit(self.config.server.lost_after_s + _GRACE_S)
+            self._limit(self._deadlines.failed_s)
             self._signal_ranks(signal.SIGTERM)
 
     # Starting ranks again.
@@ -442,7 +440,7 @@ class Supervisor:
         # The others end, as their collectives cannot be completed; then all start again from the last checkpoint.
         self._restarting_all = True
         self._starts_due = [(time.monotonic() + delay_s, r.role) for r in self._ranks]
-        self._limit(self.config.server.lost_after_s + _GRACE_S)
+        self._limit(self._deadlines.failed_s)
         self._restart_all()
 
     def _start_finished_again(self) -> None:
@@ -489,7 +487,7 @@ class Supervisor:
 
     def _kill_silent(self) -> None:
         """Kill each rank that has given no sign of life for ``server.lost_after_s``, or longer at its start."""
-        now, lost_after_s = time.monotonic(), self.config.server.lost_after_s
+        now, deadlines = time.monotonic(), self._deadlines
         # This process may have been stopped itself, perhaps together with all ranks.
         paused_s, self._looked_at = now - self._looked_at - _POLL_S, now
         for rank in self._ranks:
@@ -499,17 +497,17 @@ class Supervisor:
             if not rank.reports:
                 rank.note_cpu_time()
             silent_s = now - rank.alive_at
-            if silent_s < lost_after_s * SILENT_SHARE:
+            if silent_s < deadlines.stacks_s:
                 rank.sent.discard(STACKS_SIGNAL)
             # Before it reports signs of life the signal would kill it.
             elif rank.reports and STACKS_SIGNAL not in rank.sent and not is_stopped(rank.process.pid):
                 rank.send_signal(STACKS_SIGNAL)
             if signal.SIGKILL in rank.sent:
                 continue
-            if rank.reports and silent_s > lost_after_s:
-                silence = f"gave no sign of life for server.lost_after_s ({lost_after_s:g} s)"
-            elif not rank.reports and silent_s > lost_after_s + START_GRACE_S:
-                silence = f"did nothing for {lost_after_s + START_GRACE_S:g} s while it started"
+            if rank.reports and silent_s > deadlines.silent_s:
+                silence = f"gave no sign of life for server.lost_after_s ({deadlines.silent_s:g} s)"
+            elif not rank.reports and silent_s > deadlines.starting_s:
+                silence = f"did nothing for {deadlines.starting_s:g} s while it started"
             else:
                 continue
             self._note(f"{rank.title} {silence}; it is ended", lost_rank=rank.global_rank)
@@ -520,9 +518,8 @@ class Supervisor:
 
     def _limit_end(self) -> None:
         """Limit the time of ranks that remain when the run has ended. Until then the ranks watch each other."""
-        lost_after_s = self.config.server.lost_after_s
         if self._summary is not None or (self._has_started and self.run.summary_file.exists()):
-            self._limit(lost_after_s + _END_S)
+            self._limit(self._deadlines.ended_s)
             for rank in self._ranks:
                 if self._is_late(rank) and signal.SIGKILL not in rank.sent:
                     rank.send_signal(signal.SIGKILL)
@@ -530,7 +527,7 @@ class Supervisor:
         trainers = [r for r in self._ranks[1:] if r.role.kind == "trainer" and not r.left]
         if trainers and all(r.exit_code is not None and r.failure is None and r.done for r in trainers):
             # No trainer remains that could notice the loss of rank 0, which may still write the last checkpoint.
-            self._limit(LAST_WRITE_S + lost_after_s + _END_S)
+            self._limit(self._deadlines.last_write_s)
 
     def _limit(self, limit_s: float) -> None:
         """Kill the ranks that have not ended after ``limit_s``, unless an earlier limit applies."""

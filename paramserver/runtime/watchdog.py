@@ -13,15 +13,6 @@ from pathlib import Path
 STACKS_SIGNAL = signal.SIGUSR2
 """Makes a supervised rank write the stacks of its threads."""
 
-SILENT_SHARE = 0.7
-"""A supervisor sends ``STACKS_SIGNAL`` after this share of ``server.lost_after_s`` without a sign of life."""
-
-START_GRACE_S = 5.0
-"""Until a rank reports signs of life, the CPU time that it takes is one; for so much longer it may take none.
-
-It imports torch then, which may hold the interpreter's lock for seconds and may come from a slow disk.
-"""
-
 _POLLS = 10
 
 

@@ -16,7 +16,7 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import Tensor
 
-from paramserver.config import Config, num_servers_of
+from paramserver.config import Config, Deadlines, num_servers_of
 from paramserver.consistency import Announcement, Decision, TrainerId
 from paramserver.distributed.abort_sockets import abort_connections
 from paramserver.distributed.local_calls import LocalConnection
@@ -446,8 +446,7 @@ class ServerClient(ServerConnection):
         """Join the run; returns once all trainers and servers have joined."""
         call = partial(send_deferred, SERVER_NAME, ParameterServer.join, member, epoch_samples)
         # Longer than server 0 waits before it continues without a trainer that does not join.
-        server = self.config.server
-        reply = InFlightCall(self, call, "join", self.timeout_s + server.lost_after_s + server.heartbeat_s).wait()
+        reply = InFlightCall(self, call, "join", Deadlines.of(self.config).join_s).wait()
         self._id, self._sequence = TrainerId(self.index, reply.view, reply.incarnation), 0
         return reply
 

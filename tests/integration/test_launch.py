@@ -291,7 +291,7 @@ def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path):
     [
         (["--help"], 0, "launch"),
         ([], 2, "usage"),
-        (["doctor"], 2, "not in this version"),
+        (["doctor", "--set", "mode=none"], 2, "mode"),
         (["lunch"], 2, "there is no such command"),
         (["launch", "--dry-run"], 2, "--config FILE is missing"),
     ],
@@ -301,6 +301,17 @@ def test_the_console_script(words, code, expected):
     done = subprocess.run(program, capture_output=True, text=True, timeout=30, env=environment(), check=False)
     assert done.returncode == code
     assert expected in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry_run"]])
+def test_an_allocation_whose_gpus_are_not_visible_is_refused_at_the_start(flags, tmp_path):
+    gpus = {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": ""}
+    refused = launch(tmp_path, *flags, env=gpus, fresh=True)
+    assert refused.code == 2
+    assert "has 2 GPU(s) on this host (SLURM_GPUS_ON_NODE), and torch sees 0 of them" in refused.output
+    assert "Traceback" not in refused.output
+    if not flags:
+        assert launch(tmp_path, "--set", "device.kind=cpu", env=gpus, fresh=True).code == 0
 
 
 def test_a_script_that_runs_at_its_top_level_does_not_start_runs_in_its_ranks(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 from launching import FinishedRun, launch, run_concurrently, write_config
 from supervised_tasks import ranks_of
 
-from paramserver.runtime.watchdog import START_GRACE_S
+from paramserver.config.deadlines import START_GRACE_S
 
 pytestmark = pytest.mark.processes
 

@@ -22,6 +22,7 @@ from packaging.utils import canonicalize_name
 
 from paramserver import benchmark, chaos, cli, elastic, evaluate, predict, reporting
 from paramserver.config import KEYS, SECTIONS, config_from_mapping, describe_keys, load_config
+from paramserver.doctor.command import make_parser as make_doctor_parser
 from paramserver.launch import make_parser
 from paramserver.online.spec import IngestSpec
 
@@ -173,7 +174,7 @@ def all_help():
         cli.make_keys_parser,
         cli.make_ping_parser,
     ]
-    parsers += [elastic.make_join_parser, elastic.make_leave_parser]
+    parsers += [make_doctor_parser, elastic.make_join_parser, elastic.make_leave_parser]
     parsers += [reporting.make_parser, chaos.make_parser, benchmark.make_parser, benchmark.make_compare_parser]
     return "".join(make().format_help() for make in parsers)
 
@@ -448,7 +449,7 @@ def pins(python):
     return found
 
 
-@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
 def test_every_requirement_of_an_extra_is_pinned_once(python):
     setup = setup_cfg()
     lists = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]

@@ -34,7 +34,7 @@ LAYERS = [
     "runtime trainers",
     "integrations launch",
     "simulator",
-    "api benchmark chaos components elastic evaluate predict reporting",
+    "api benchmark chaos components doctor elastic evaluate predict reporting",
     "cli",
 ]
 MAY_USE_RPC = [f"paramserver.{folder}" for folder in ("distributed", "optim", "server", "transport")]

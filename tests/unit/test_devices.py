@@ -1,13 +1,14 @@
 """Placement of trainers and servers, from tables; no GPU is needed."""
 
 from collections import OrderedDict, namedtuple
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
 from paramserver.config import ClusterConfig, Config, DeviceConfig, config_from_mapping
-from paramserver.devices import CPU, Placement, move_to_device, place_server, place_trainer
+from paramserver.devices import CPU, Placement, move_to_device, place_server, place_trainer, require_visible_gpus
 from paramserver.errors import UnsupportedConfiguration
 
 
@@ -177,3 +178,14 @@ def test_tensors_on_the_device_are_not_copied():
     one = torch.ones(2)
     assert move_to_device([one], torch.device("cpu"))[0] is one
     assert list(move_to_device(OrderedDict(b=one, a=one), torch.device("cpu"))) == ["b", "a"]
+
+
+def test_an_allocation_whose_gpus_are_not_visible_is_refused_with_both_counts():
+    config = Config()
+    with pytest.raises(UnsupportedConfiguration, match=r"has 4 GPU\(s\) .* torch sees 0 of them; .* device\.kind: cpu"):
+        require_visible_gpus(config, allocated=4, visible=0)
+    require_visible_gpus(config, allocated=4, visible=1)  # a task that sees its own GPU only
+    require_visible_gpus(config, allocated=0, visible=0)
+    server = replace(config, device=DeviceConfig(kind="cpu", server="cuda"))
+    with pytest.raises(UnsupportedConfiguration, match="torch sees 0"):
+        require_visible_gpus(server, allocated=1, visible=0)

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from paramserver import importing, launch
 from paramserver.errors import TaskError, UnsupportedConfiguration
-from paramserver.importing import class_reference, code_folders, load_object, torch_import_without_gc
+from paramserver.importing import (
+    check_torch_version,
+    class_reference,
+    code_folders,
+    load_object,
+    torch_import_without_gc,
+)
 
 CLASS = "class Digits:\n    where = {where!r}\n"
 
@@ -215,3 +222,37 @@ def test_garbage_collection_is_unchanged_if_torch_is_imported_or_it_is_disabled(
         assert gc.get_freeze_count() == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.1+cu130", "2.13.0a0+git1f2e3d4", "2.13.0.dev20260101"])
+def test_a_release_of_torch_in_the_range_is_accepted(version, monkeypatch):
+    monkeypatch.setattr(importing, "TORCH_FROM", "2.9")
+    monkeypatch.setattr(importing, "TORCH_BELOW", "2.14")
+    check_torch_version(version)
+    for refused in ("2.8.1", "1.99", "2.14.0.dev20260101", "3.0.0"):
+        with pytest.raises(
+            UnsupportedConfiguration, match=r"must be at least 2\.9 and below 2\.14, .*pip install 'torch>"
+        ):
+            check_torch_version(refused)
+
+
+def test_a_run_with_another_release_of_torch_is_refused_in_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(importing, "TORCH_BELOW", "1.0")
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # which main sets
+    config = tmp_path / "config.yaml"
+    config.write_text("task: task.py:Task\nmode: local\n")
+    assert launch.main(["--config", str(config)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: torch (")
+    assert list(tmp_path.iterdir()) == [config]
+
+
+def test_torch_without_metadata_is_of_an_unknown_release(monkeypatch):
+    def missing(package):
+        raise importing.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importing.metadata, "version", missing)
+    check_torch_version()
+    monkeypatch.setattr(importing.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedConfiguration, match="torch must be installed; run: "):
+        check_torch_version()

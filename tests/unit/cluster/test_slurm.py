@@ -3,7 +3,7 @@
 import pytest
 
 from paramserver.cluster import RankFlags, SlurmEnvironment, resolve_identity
-from paramserver.cluster.slurm import expand_counts, expand_hosts, unused_tasks
+from paramserver.cluster.slurm import allocated_gpus, expand_counts, expand_hosts, unused_tasks
 from paramserver.config import ClusterConfig, Config
 from paramserver.errors import UnsupportedConfiguration
 
@@ -126,3 +126,10 @@ def test_wrong_variables_are_named():
     assert "SLURM_STEP_TASKS_PER_NODE (x) must be counts" in refused(task(SLURM_STEP_TASKS_PER_NODE="x"))
     assert "must be the 4 that srun started" in refused(task(), RankFlags(world_size=3))
     assert "must be 1 in mode local" in refused(task(), config=Config(mode="local"))
+
+
+def test_the_gpus_of_an_allocation_are_counted():
+    assert allocated_gpus(task(SLURM_GPUS_ON_NODE="4")) == 4
+    assert allocated_gpus(task()) == 0
+    assert allocated_gpus({"SLURM_GPUS_ON_NODE": "4"}) == 0  # of an earlier allocation
+    assert allocated_gpus(task(SLURM_GPUS_ON_NODE="a100:2")) == 0

@@ -1,0 +1,1 @@
+"""What `paramserver doctor` finds out: this machine, the choices for a config, and the links between hosts."""

@@ -1,0 +1,171 @@
+"""What ``paramserver doctor`` found: problems with their cures, and facts in sections; as text and as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from paramserver.errors import UnsupportedConfiguration
+
+WIDTH = 80
+_NAMES = 18  # columns of the names of facts
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to mend, or with ``is_problem`` False something to know.
+
+    Attributes:
+        text: what is wrong, without a period at the end.
+        cure: what to do.
+        host: where, if there are several hosts.
+        is_problem: a run would fail, or not do what was asked for.
+    """
+
+    text: str
+    cure: str
+    host: str = ""
+    is_problem: bool = True
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of a section.
+
+    Attributes:
+        name: of what is stated.
+        text: for people.
+        value: for programs; None = the text.
+        why: the reason of a choice.
+        key: of the value in JSON; empty = the name.
+    """
+
+    name: str
+    text: str
+    value: Any = None
+    why: str = ""
+    key: str = ""
+
+
+@dataclass
+class Section:
+    """Facts of one subject."""
+
+    title: str
+    facts: list[Fact] = field(default_factory=list)
+
+    def add(self, name: str, text: str, value: Any = None, why: str = "", key: str = "") -> None:
+        self.facts.append(Fact(name, text, value, why, key))
+
+
+@dataclass
+class Diagnosis:
+    """Findings and sections.
+
+    Example::
+
+        >>> machine = Section("machine", [Fact("cores", "2")])
+        >>> found = Diagnosis([Finding("the disk is full", "remove old runs")], [machine])
+        >>> found.exit_code
+        1
+        >>> print(found.to_text())
+        paramserver doctor: 1 problem
+        <BLANKLINE>
+          problem: the disk is full
+             cure: remove old runs
+        <BLANKLINE>
+        machine
+          cores             2
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
+
+    def problem(self, text: str, cure: str) -> None:
+        """Add something that has to be mended."""
+        self.findings.append(Finding(text, cure))
+
+    def refusal(self, error: UnsupportedConfiguration) -> None:
+        """Add what a run would be refused for: a message of the form "name (value) must rule; cure"."""
+        text, separator, cure = str(error).rpartition("; ")
+        self.problem(text if separator else cure, cure if separator else "correct it")
+
+    def note(self, text: str, cure: str) -> None:
+        """Add something that works and could be better."""
+        self.findings.append(Finding(text, cure, is_problem=False))
+
+    @property
+    def problems(self) -> list[Finding]:
+        return [one for one in self.findings if one.is_problem]
+
+    @property
+    def exit_code(self) -> int:
+        return int(bool(self.problems))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a mapping for ``--json``."""
+
+        def listed(findings: Iterable[Finding]) -> list[dict[str, str]]:
+            return [{"text": one.text, "cure": one.cure, "host": one.host} for one in findings]
+
+        return {
+            "problems": listed(self.problems),
+            "notes": listed(one for one in self.findings if not one.is_problem),
+            **{
+                section.title: {fact.key or fact.name: _plain(fact) for fact in section.facts}
+                for section in self.sections
+            },
+            "exit_code": self.exit_code,
+        }
+
+    def to_text(self) -> str:
+        """Return the text for a terminal of 80 columns."""
+        problems, notes = self.problems, [one for one in self.findings if not one.is_problem]
+        counts = [f"{len(found)} {word}{'s' * (len(found) != 1)}" for found, word in _counted(problems, notes)]
+        lines = [f"paramserver doctor: {', '.join(counts) or 'no problems'}"]
+        for one in (*problems, *notes):
+            kind, place = "problem" if one.is_problem else "note", f"{one.host}: " if one.host else ""
+            lines += ["", *_wrap(f"{kind:>9}: ", place + one.text), *_wrap(f"{'cure':>9}: ", one.cure)]
+        for section in self.sections:
+            lines += ["", section.title, *(line for fact in section.facts for line in _fact_lines(fact))]
+        return "\n".join(lines)
+
+
+def findings_from(mappings: Sequence[dict[str, Any]], host: str) -> list[Finding]:
+    """Return the findings that another host sent as mappings."""
+    return [Finding(**{**one, "host": host}) for one in mappings]
+
+
+def mappings_of(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Return findings as mappings, to be sent to another host."""
+    return [asdict(one) for one in findings]
+
+
+def _counted(problems: list[Finding], notes: list[Finding]) -> Iterator[tuple[list[Finding], str]]:
+    yield from ((found, word) for found, word in ((problems, "problem"), (notes, "note")) if found)
+
+
+def _plain(fact: Fact) -> Any:
+    value = fact.text if fact.value is None else fact.value
+    return {"value": value, "why": fact.why} if fact.why else value
+
+
+def _fact_lines(fact: Fact) -> list[str]:
+    text = f"{fact.text} ({fact.why})" if fact.why else fact.text
+    if len(fact.name) < _NAMES:
+        return _wrap(f"  {fact.name:<{_NAMES}}", text)
+    return [f"  {fact.name}", *_wrap(" " * (_NAMES + 2), text)]
+
+
+def _wrap(first: str, text: str) -> list[str]:
+    """Break a text behind ``first`` into lines. Long words, such as paths, are not broken: they are copied."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

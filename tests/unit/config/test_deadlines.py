@@ -1,0 +1,17 @@
+"""The limits of waits, derived from the config."""
+
+from paramserver.config import ClusterConfig, Config, Deadlines, ServerConfig
+
+
+def test_deadlines_follow_from_three_keys():
+    config = Config(cluster=ClusterConfig(timeout_s=100.0), server=ServerConfig(lost_after_s=20.0, heartbeat_s=2.0))
+    deadlines = Deadlines.of(config)
+    assert (deadlines.heartbeat_s, deadlines.silent_s, deadlines.wait_s) == (2.0, 20.0, 100.0)
+    assert (deadlines.stacks_s, deadlines.starting_s, deadlines.failed_s, deadlines.ended_s) == (14.0, 25.0, 25.0, 30.0)
+    assert (deadlines.store_s, deadlines.join_s, deadlines.last_write_s) == (102.0, 122.0, 630.0)
+
+
+def test_each_deadline_has_a_text():
+    texts = Deadlines.of(Config()).texts()
+    assert texts["silent_s"] == (5.0, "without a heartbeat, a process counts as lost (server.lost_after_s)")
+    assert all(text for _, text in texts.values())
