@@ -53,7 +53,7 @@ html_show_sphinx = False
 # The pages in the order of the side bar. Those of docs/ that no group names are in the last one.
 GROUPS = {
     "First steps": ["start", "task", "modes", "buffers", "online", "checkpoints", "runs", "examples"],
-    "On a cluster": ["ranks", "clusters", "several-hosts", "devices", "losses", "benchmark", "doctor", "scale"],
+    "On a cluster": ["clusters", "several-hosts", "devices", "losses", "benchmark", "doctor", "scale"],
     "Your code": ["callbacks", "sinks", "several-optimizers", "own-trainers", "lightning", "coming-from/*"],
     "Reference": ["configuration", "api", "interface", "protocol", "measured", "faults"],
     "The project": ["architecture", "torch-notes", "release", "../CONTRIBUTING", "../CHANGELOG"],

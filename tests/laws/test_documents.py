@@ -193,7 +193,7 @@ def test_flags_exist(document):
     helped = all_help()
     assert flags <= set(re.findall(r"--\w+", helped)) | OTHER_FLAGS | flags_of_component()
     assert document != README or {"--config", "--mode", "--set", "--resume"} <= flags
-    assert document != DOCS / "ranks.md" or {"--config", "--rank", "--world_size"} <= flags
+    assert document != DOCS / "clusters.md" or {"--config", "--rank", "--world_size"} <= flags
 
 
 def test_every_flag_is_in_the_contract():
