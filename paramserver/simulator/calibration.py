@@ -15,12 +15,15 @@ from paramserver.errors import UnsupportedConfiguration
 from paramserver.report.results import CaseResult
 from paramserver.simulator.network import Costs, Deployment, simulate
 
+JITTER = 0.05
+"""By what the compute of a step varies where nothing else is known; without it trainers would stay in step for ever."""
+
 _COMPUTES = ("data", "forward")
 # How often a parameter is tried at this multiple of its value, and at its reciprocal.
 _FACTORS = (3.0, 1.4, 1.1)
 # A cost that is 4 times its default counts like an error of 4 % in each run: what runs do not show keeps its default.
 _PRIOR = (0.04 / math.log(4.0)) ** 2
-_STEPS, _WARM_STEPS = 8, 3
+_STEPS, _WARM_STEPS = 12, 3
 
 
 def deployment_of(
@@ -61,6 +64,7 @@ def deployment_of(
         cores=cores,
         one_machine=one_machine,
         slow=SlowdownSpec(**result.scenario["slow"]) if result.scenario.get("slow") else None,
+        jitter=JITTER,
         seed=result.repeat,
     )
 

@@ -21,7 +21,7 @@ from paramserver.process_utils import print_output
 from paramserver.report.page import table, write_report
 from paramserver.report.results import COMPLETED, RESULTS_FILE, CaseResult, Results, append_result, read_results
 from paramserver.report.tables import Table
-from paramserver.simulator.calibration import deployment_of, error_of, fit
+from paramserver.simulator.calibration import JITTER, deployment_of, error_of, fit
 from paramserver.simulator.network import Costs, Deployment, Throughput, simulate
 
 SIMULATED = "Simulated, not measured"
@@ -52,7 +52,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--bandwidth", metavar="RATE", help="of each host, as 10gbit (default: as measured)")
     parser.add_argument("--latency_us", metavar="U", help="of a message (default: as measured)")
     parser.add_argument("--cores", metavar="N", help="of each host (default: those of the measured machine)")
-    parser.add_argument("--jitter", metavar="SHARE", default="0", help="standard deviation of the compute of a step")
+    parser.add_argument(
+        "--jitter", metavar="SHARE", default=str(JITTER), help="standard deviation of a step's compute (default: 0.05)"
+    )
     parser.add_argument(
         "--failures", metavar="every=S[,restart=S]", help="a trainer fails every S seconds on average (restart: 10)"
     )

