@@ -280,6 +280,8 @@ class ModelledRun(World):
         self._config = _simulated_config(deployment)
         costs, link = deployment.costs, deployment.link
         self._latency_s, self._bandwidth = link.latency, link.bandwidth * costs.link_share
+        # Where many share an interface, a whole message is small enough a turn.
+        self._most_chunks = max(1, min(_MOST_CHUNKS, 256 // deployment.trainers))
         machine = Resource(deployment.cores)
         shared = is_colocated(deployment.config)
         hosts = [
@@ -454,7 +456,7 @@ class ModelledRun(World):
     def _offer(self, connection: Connection, size: float, received: Callable[[], None]) -> None:
         """Offer a message to the interface that it leaves, in chunks; the messages of a connection keep their order."""
         sender = connection[0]
-        chunks = min(_MOST_CHUNKS, math.ceil(size / _LEAST_CHUNK_BYTES))
+        chunks = min(self._most_chunks, math.ceil(size / _LEAST_CHUNK_BYTES))
         seconds = size / chunks / self._bandwidth
         for number in range(chunks):
             then = received if number == chunks - 1 else _nothing
