@@ -10,7 +10,7 @@ import yaml
 
 from paramserver.bench.cost_model import LinkSpeed
 from paramserver.bench.slowdown import SlowdownSpec
-from paramserver.config import Config, config_from_mapping
+from paramserver.config import Config, config_from_mapping, mode_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.report.results import CaseResult
 from paramserver.simulator.network import Costs, Deployment, simulate
@@ -43,7 +43,7 @@ def deployment_of(
     """
     where = f"the result {result.case}, repeat {result.repeat},"
     config = _config_of(result, where)
-    if result.mode != "rpc" or config.server.compute == "server":
+    if not mode_of(config).has_servers or server_computes(config):
         raise UnsupportedConfiguration(
             f"{where} must be of mode rpc with server.compute: trainer, which the simulator models; measure that"
         )

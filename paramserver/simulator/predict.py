@@ -14,7 +14,7 @@ from paramserver.bench.cases import Case, RequestedCases, make_cases, parse_posi
 from paramserver.bench.cost_model import LinkSpeed, communication_s
 from paramserver.bench.network import parse_bandwidth
 from paramserver.bench.slowdown import parse_slowdown
-from paramserver.config import Mode, dump_yaml
+from paramserver.config import MODES, Mode, dump_yaml
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import add_overrides
 from paramserver.process_utils import print_output
@@ -126,7 +126,8 @@ def usable(results: Results) -> list[MeasuredRun]:
     Raises:
         UnsupportedConfiguration: there is none, or one lacks what the simulator needs.
     """
-    used = [one for one in results.results if one.mode == "rpc" and one.baseline is None and one.is_completed]
+    with_servers = [name for name, mode in MODES.items() if mode.has_servers]
+    used = [one for one in results.results if one.mode in with_servers and one.baseline is None and one.is_completed]
     if not used:
         raise UnsupportedConfiguration(
             f"{results.source} must hold a completed case of mode rpc, and holds none; benchmark again with --modes rpc"

@@ -46,7 +46,8 @@ COUNTS = [(1, 1), (3, 1), (4, 2), (8, 4), (2, 4)]
 def test_bucket_by_bucket_a_step_lasts_as_the_larger_of_both_ends(trainers, servers):
     found = simulate(deployment(trainers, servers), updates=2, warm=1)
     expected = COMPUTE_S + formula(trainers, servers, overlap=True)
-    assert found.step_s == pytest.approx(expected, rel=0.03)
+    # A bucket waits for the last trainer's, which with several servers may be any.
+    assert expected < found.step_s < 1.1 * expected
     assert found.samples_per_second == pytest.approx(trainers / found.step_s)
     assert found.updates_per_second == pytest.approx(1 / found.step_s)
 
@@ -138,7 +139,7 @@ def test_hosts_on_one_machine_share_its_cores():
 
 
 def test_a_run_replays_exactly():
-    noisy = deployment(4, 2, jitter=0.3, seed=3, consistency="async")
+    noisy = deployment(4, 2, jitter=0.3, seed=3, consistency="async", message_bytes=1e5)
     assert simulate(noisy) == simulate(noisy)
     assert simulate(noisy) != simulate(replace(noisy, seed=4))
 
@@ -153,10 +154,10 @@ def test_jitter_keeps_the_mean_and_costs_sync_the_slowest():
 @pytest.mark.parametrize("server", [{}, {"consistency": "async"}, {"consistency": "bounded"}, {"backup_trainers": 1}])
 def test_failures_cost_the_time_of_the_missing_trainers(server):
     calm = deployment(4, 2, forward_s=1.0, **SMALL, **server)
-    failing = replace(calm, failure_every_s=400.0, restart_s=20.0)
+    failing = replace(calm, failure_every_s=100.0, restart_s=5.0)
     without = simulate(calm).samples_per_second
-    found = simulate(failing, seconds=2000.0)
+    found = simulate(failing, seconds=500.0)
     assert found.failures > 10
-    # A trainer is missing for 20 of every 420 s, and its last step is lost; bounded and backup may lose more.
+    # A trainer is missing for 5 of every 105 s, and its last step is lost; bounded and backup may lose more.
     kept = found.samples_per_second / without
     assert 0.85 < kept < 1.0
