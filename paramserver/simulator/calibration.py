@@ -10,17 +10,20 @@ import yaml
 
 from paramserver.bench.cost_model import LinkSpeed
 from paramserver.bench.slowdown import SlowdownSpec
-from paramserver.config import Config, config_from_mapping
+from paramserver.config import Config, config_from_mapping, mode_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.report.results import CaseResult
 from paramserver.simulator.network import Costs, Deployment, simulate
+
+JITTER = 0.05
+"""By what the compute of a step varies where nothing else is known; without it trainers would stay in step for ever."""
 
 _COMPUTES = ("data", "forward")
 # How often a parameter is tried at this multiple of its value, and at its reciprocal.
 _FACTORS = (3.0, 1.4, 1.1)
 # A cost that is 4 times its default counts like an error of 4 % in each run: what runs do not show keeps its default.
 _PRIOR = (0.04 / math.log(4.0)) ** 2
-_STEPS, _WARM_STEPS = 8, 3
+_STEPS, _WARM_STEPS = 12, 3
 
 
 def deployment_of(
@@ -40,7 +43,7 @@ def deployment_of(
     """
     where = f"the result {result.case}, repeat {result.repeat},"
     config = _config_of(result, where)
-    if result.mode != "rpc" or config.server.compute == "server":
+    if not mode_of(config).has_servers or server_computes(config):
         raise UnsupportedConfiguration(
             f"{where} must be of mode rpc with server.compute: trainer, which the simulator models; measure that"
         )
@@ -61,6 +64,7 @@ def deployment_of(
         cores=cores,
         one_machine=one_machine,
         slow=SlowdownSpec(**result.scenario["slow"]) if result.scenario.get("slow") else None,
+        jitter=JITTER,
         seed=result.repeat,
     )
 

@@ -52,12 +52,13 @@ from paramserver.simulator.engine import Call, Node, Process, Session, Task, Wor
 # Of a report, a request or a reply without tensors.
 _SMALL_BYTES = 1000
 # Chunks of messages take turns on an interface, as the packets of connections do.
+_QUEUE_S = 0.1
 _LEAST_CHUNK_BYTES, _MOST_CHUNKS = 2**16, 16
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The parameters of the model that are fitted; all in seconds but ``link_share``.
+    """The parameters of the model that are fitted; all in seconds but ``link_share`` and ``two_way``.
 
     Attributes:
         link_share: share of an interface's bandwidth that carries tensors: without headers and gaps.
@@ -65,6 +66,8 @@ class Costs:
         byte_s: CPU of a byte of a message at each of its ends.
         update_byte_s: CPU of a byte of a gradient, or of the parameters, in an update.
         step_s: CPU of a trainer's step in addition to what its phases measure.
+        two_way: how much longer a transfer takes, as a share, for each connection that transfers in the other direction
+            of the same interface; both directions take turns at worst.
     """
 
     link_share: float = 0.94
@@ -72,6 +75,7 @@ class Costs:
     byte_s: float = 1e-9
     update_byte_s: float = 3e-10
     step_s: float = 2e-3
+    two_way: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -172,28 +176,47 @@ class Interface:
 
     Args:
         world: of the clock.
+        two_way: see ``Costs``.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._waiting: dict[Connection, deque[Callable[[], float]]] = {}
-        self._busy = False
+    opposite: Interface
 
-    def offer(self, connection: Connection, serve: Callable[[], float]) -> None:
-        """Let ``serve`` be called when it is this chunk's turn; it returns how long that takes."""
-        self._waiting.setdefault(connection, deque()).append(serve)
-        if not self._busy:
+    def __init__(self, world: World, two_way: float) -> None:
+        self._world, self._two_way = world, two_way
+        self._waiting: dict[Connection, deque[tuple[float, Callable[[float], None]]]] = {}
+        self._backlog_s = 0.0
+        self.busy = False
+        self._serves_last = False  # the chunk that is served is the last of its connection
+
+    @property
+    def connections(self) -> int:
+        """The number of connections that transfer."""
+        return len(self._waiting) + self._serves_last
+
+    def offer(self, connection: Connection, seconds: float, serve: Callable[[float], None]) -> None:
+        """Let ``serve`` be called with its duration when it is the turn of a chunk, which takes ``seconds`` alone."""
+        _, _, has_tensors = connection
+        if not has_tensors:
+            # Packets are queued in the order in which they come: a small message waits for what is queued already.
+            self._world.after(min(self._backlog_s, _QUEUE_S), serve, seconds)
+            return
+        self._backlog_s += seconds
+        self._waiting.setdefault(connection, deque()).append((seconds, serve))
+        if not self.busy:
             self._next()
 
     def _next(self) -> None:
-        self._busy = bool(self._waiting)
-        if self._busy:
+        self.busy, self._serves_last = bool(self._waiting), False
+        if self.busy:
             connections = list(self._waiting)
-            connection = (
-                connections[int(self._world.rng.random() * len(connections))] if connections[1:] else connections[0]
-            )
+            connection = connections[int(self._world.rng.random() * len(connections))]
             chunks = self._waiting[connection]
-            seconds = chunks.popleft()()
+            seconds, serve = chunks.popleft()
+            self._backlog_s -= seconds
+            # Acknowledgements wait behind a chunk of each connection of the other direction; at worst both take turns.
+            seconds *= min(1 + self._two_way * self.opposite.connections, 2.0)
+            serve(seconds)
+            self._serves_last = not chunks
             if not chunks:
                 del self._waiting[connection]
             self._world.after(seconds, self._next)
@@ -202,8 +225,9 @@ class Interface:
 class Host:
     """Cores and both directions of an interface."""
 
-    def __init__(self, world: World, cores: Resource) -> None:
-        self.cores, self.sends, self.receives = cores, Interface(world), Interface(world)
+    def __init__(self, world: World, cores: Resource, two_way: float) -> None:
+        self.cores, self.sends, self.receives = cores, Interface(world, two_way), Interface(world, two_way)
+        self.sends.opposite, self.receives.opposite = self.receives, self.sends
 
 
 class Endpoint:
@@ -256,14 +280,16 @@ class ModelledRun(World):
         self._config = _simulated_config(deployment)
         costs, link = deployment.costs, deployment.link
         self._latency_s, self._bandwidth = link.latency, link.bandwidth * costs.link_share
+        # Where many share an interface, a whole message is small enough a turn.
+        self._most_chunks = max(1, min(_MOST_CHUNKS, 256 // deployment.trainers))
         machine = Resource(deployment.cores)
         shared = is_colocated(deployment.config)
         hosts = [
-            Host(self, machine if deployment.one_machine else Resource(deployment.cores))
+            Host(self, machine if deployment.one_machine else Resource(deployment.cores), costs.two_way)
             for _ in range(max(deployment.trainers, deployment.servers))
         ]
         others = [
-            Host(self, machine if deployment.one_machine else Resource(deployment.cores))
+            Host(self, machine if deployment.one_machine else Resource(deployment.cores), costs.two_way)
             for _ in range(deployment.servers)
         ]
         self.trainers = [Endpoint(host) for host in hosts[: deployment.trainers]]
@@ -430,21 +456,19 @@ class ModelledRun(World):
     def _offer(self, connection: Connection, size: float, received: Callable[[], None]) -> None:
         """Offer a message to the interface that it leaves, in chunks; the messages of a connection keep their order."""
         sender = connection[0]
-        chunks = min(_MOST_CHUNKS, math.ceil(size / _LEAST_CHUNK_BYTES))
+        chunks = min(self._most_chunks, math.ceil(size / _LEAST_CHUNK_BYTES))
         seconds = size / chunks / self._bandwidth
         for number in range(chunks):
             then = received if number == chunks - 1 else _nothing
-            sender.host.sends.offer(connection, partial(self._leave, connection, seconds, then))
+            sender.host.sends.offer(connection, seconds, partial(self._leave, connection, then, seconds))
 
-    def _leave(self, connection: Connection, seconds: float, then: Callable[[], None]) -> float:
+    def _leave(self, connection: Connection, then: Callable[[], None], alone_s: float, seconds: float) -> None:
         """A chunk begins to leave; ``latency`` later it begins to arrive."""
-        arrival = partial(self._arrive, seconds, self.now + seconds + self._latency_s, then)
-        self.after(self._latency_s, connection[1].host.receives.offer, connection, arrival)
-        return seconds
+        arrival = partial(self._arrive, self.now + seconds + self._latency_s, then)
+        self.after(self._latency_s, connection[1].host.receives.offer, connection, alone_s, arrival)
 
-    def _arrive(self, seconds: float, last_byte: float, then: Callable[[], None]) -> float:
+    def _arrive(self, last_byte: float, then: Callable[[], None], seconds: float) -> None:
         self.at(max(self.now + seconds, last_byte), then)
-        return seconds
 
     def _handle(self, receiver: Endpoint, size: float, then: Callable[[], None]) -> None:
         costs = self.deployment.costs

@@ -14,14 +14,14 @@ from paramserver.bench.cases import Case, RequestedCases, make_cases, parse_posi
 from paramserver.bench.cost_model import LinkSpeed, communication_s
 from paramserver.bench.network import parse_bandwidth
 from paramserver.bench.slowdown import parse_slowdown
-from paramserver.config import Mode, dump_yaml
+from paramserver.config import MODES, Mode, dump_yaml
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import add_overrides
 from paramserver.process_utils import print_output
 from paramserver.report.page import table, write_report
 from paramserver.report.results import COMPLETED, RESULTS_FILE, CaseResult, Results, append_result, read_results
 from paramserver.report.tables import Table
-from paramserver.simulator.calibration import deployment_of, error_of, fit
+from paramserver.simulator.calibration import JITTER, deployment_of, error_of, fit
 from paramserver.simulator.network import Costs, Deployment, Throughput, simulate
 
 SIMULATED = "Simulated, not measured"
@@ -52,7 +52,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--bandwidth", metavar="RATE", help="of each host, as 10gbit (default: as measured)")
     parser.add_argument("--latency_us", metavar="U", help="of a message (default: as measured)")
     parser.add_argument("--cores", metavar="N", help="of each host (default: those of the measured machine)")
-    parser.add_argument("--jitter", metavar="SHARE", default="0", help="standard deviation of the compute of a step")
+    parser.add_argument(
+        "--jitter", metavar="SHARE", default=str(JITTER), help="standard deviation of a step's compute (default: 0.05)"
+    )
     parser.add_argument(
         "--failures", metavar="every=S[,restart=S]", help="a trainer fails every S seconds on average (restart: 10)"
     )
@@ -124,7 +126,8 @@ def usable(results: Results) -> list[MeasuredRun]:
     Raises:
         UnsupportedConfiguration: there is none, or one lacks what the simulator needs.
     """
-    used = [one for one in results.results if one.mode == "rpc" and one.baseline is None and one.is_completed]
+    with_servers = [name for name, mode in MODES.items() if mode.has_servers]
+    used = [one for one in results.results if one.mode in with_servers and one.baseline is None and one.is_completed]
     if not used:
         raise UnsupportedConfiguration(
             f"{results.source} must hold a completed case of mode rpc, and holds none; benchmark again with --modes rpc"

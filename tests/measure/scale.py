@@ -1,6 +1,7 @@
 """The simulator against runs: throughput with 3 to 8 trainers, predicted from runs with 2.
 
-    python -m tests.measure.scale --results FILE [--seconds 6] [--for_s 110] [--only TEXT]
+    python -m tests.measure.scale --results FILE [--seconds 6] [--for_s 110] [--only TEXT] [--judge]
+    python -m tests.measure.scale --curves
 
 Needs root: each rank runs in its own network namespace, with an interface of a limited bandwidth. A batch is a sleep of
 ``COMPUTE_S``, so that two cores carry 12 processes. The cases of ``FITTED`` have two trainers; the simulator's costs
@@ -33,9 +34,11 @@ from paramserver.bench.cost_model import LinkSpeed
 from paramserver.bench.measure import measure
 from paramserver.bench.network import NetworkHosts, parse_bandwidth
 from paramserver.bench.slowdown import SlowdownSpec
-from paramserver.config import config_from_mapping, num_commands_of
+from paramserver.config import MODES, ClusterConfig, Config, ServerConfig, config_from_mapping, num_commands_of
 from paramserver.report.results import CaseResult, append_result, read_results
-from paramserver.simulator.calibration import deployment_of, error_of, fit
+from paramserver.simulator.calibration import JITTER, deployment_of, error_of, fit
+from paramserver.simulator.network import Deployment, simulate
+from paramserver.simulator.predict import all_reduce, break_even_servers
 from tests.measure.common import origin, verdict
 from tests.measure.outside_clock import method_of
 
@@ -170,15 +173,56 @@ def judge(results: dict[str, CaseResult]) -> None:
     print(f"{worst:.1%} at most; at most {MEDIAN:.0%} and {WORST:.0%}: {verdict(median <= MEDIAN and worst <= WORST)}")
 
 
+# What cannot be measured here.
+
+
+def simulated(trainers: int, servers: int, consistency: str = "sync", **changes: Any) -> Deployment:
+    """A model of 25 MB on hosts with 8 cores and 10 Gbit/s; a step computes for 100 ms, give or take 5 %."""
+    config = Config(
+        cluster=ClusterConfig(num_trainers=trainers, num_servers=servers),
+        server=ServerConfig(consistency=consistency, bucket_mb=4),
+    )
+    return Deployment(config, 25e6, 0.1, LinkSpeed(1.25e9, 5e-5), jitter=JITTER, **changes)
+
+
+def print_curves() -> None:
+    print("SIMULATED, not measured: a model of 25 MB, 100 ms of compute, hosts with 8 cores and 10 Gbit/s")
+    print("ms a step of a trainer, and steps of all per second")
+    for trainers in (8, 64, 256, 1000):
+        for servers in (1, 8) if trainers == 1000 else (1, 8, 32):
+            for consistency in ("sync", "async"):
+                found = simulate(simulated(trainers, servers, consistency), 3, 2)
+                rate = found.samples_per_second
+                print(f"  {trainers} trainers, {servers} servers, {consistency}: {found.step_s * 1e3:.0f} {rate:.0f}")
+    print("servers with which a step of sync lasts no longer than one of all-reduce")
+    for trainers in (4, 8, 16):
+        limit_s = all_reduce(MODES["ddp"], simulated(trainers, 1)).step_s
+        print(f"  {trainers} trainers: {break_even_servers(simulated(trainers, 1), limit_s)}, {limit_s * 1e3:.0f} ms")
+    print("throughput kept by 64 trainers and 8 servers, of which each trainer fails every F seconds for 10 s")
+    for consistency in ("sync", "async"):
+        calm = simulate(simulated(64, 8, consistency), 30, 5).samples_per_second
+        for every_s in (1_000.0, 4_000.0, 16_000.0):
+            failing = simulated(64, 8, consistency, failure_every_s=every_s, restart_s=10.0)
+            found = simulate(failing, warm=5, seconds=every_s / 16)
+            kept = found.samples_per_second / calm
+            print(f"  {consistency}, F = {every_s:.0f}: {kept:.3f}, {found.failures} failures")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--results", type=Path, metavar="FILE")
     parser.add_argument("--seconds", type=float, default=6.0, help="of training that are measured")
     parser.add_argument("--for_s", type=float, default=1e9, help="no case is begun later than this")
     parser.add_argument("--only", default="", help="measure only cases whose name contains this")
     parser.add_argument("--judge", action="store_true", help="measure nothing")
+    parser.add_argument("--curves", action="store_true", help="only simulate what is larger than this machine")
     arguments = parser.parse_args()
     print(origin())
+    if arguments.curves:
+        print_curves()
+        return
+    if arguments.results is None:
+        parser.error("--results FILE is missing")
     known = {one.case: one for one in read_results(arguments.results).results} if arguments.results.exists() else {}
     if not arguments.judge:
         run_missing([one for one in FITTED + JUDGED if arguments.only in one.name], set(known), arguments)

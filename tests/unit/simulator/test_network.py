@@ -9,7 +9,7 @@ from paramserver.bench.slowdown import SlowdownSpec
 from paramserver.config import MODES, ClusterConfig, Config, ServerConfig, TrainingConfig
 from paramserver.simulator.network import Costs, Deployment, simulate
 
-FREE = Costs(link_share=1.0, message_s=0.0, byte_s=0.0, update_byte_s=0.0, step_s=0.0)
+FREE = Costs(link_share=1.0, message_s=0.0, byte_s=0.0, update_byte_s=0.0, step_s=0.0, two_way=0.0)
 MODEL = 20e6
 BANDWIDTH = 1e9
 COMPUTE_S = 0.1
@@ -25,8 +25,14 @@ def deployment(trainers=1, servers=1, latency=0.0, **changes):
         server=ServerConfig(**server),
         training=TrainingConfig(clip_grad_norm=clip),
     )
-    values = {"link": LinkSpeed(BANDWIDTH, latency), "forward_s": COMPUTE_S, "costs": FREE, **changes}
-    return Deployment(config, MODEL, **values)
+    values = {
+        "message_bytes": MODEL,
+        "link": LinkSpeed(BANDWIDTH, latency),
+        "forward_s": COMPUTE_S,
+        "costs": FREE,
+        **changes,
+    }
+    return Deployment(config, **values)
 
 
 def formula(trainers, servers, overlap, latency=0.0, colocated=False):
@@ -38,17 +44,24 @@ COUNTS = [(1, 1), (3, 1), (4, 2), (8, 4), (2, 4)]
 
 @pytest.mark.parametrize(("trainers", "servers"), COUNTS)
 def test_bucket_by_bucket_a_step_lasts_as_the_larger_of_both_ends(trainers, servers):
-    found = simulate(deployment(trainers, servers), updates=3, warm=2)
+    found = simulate(deployment(trainers, servers), updates=2, warm=1)
     expected = COMPUTE_S + formula(trainers, servers, overlap=True)
-    assert found.step_s == pytest.approx(expected, rel=0.03)
+    # A bucket waits for the last trainer's, which with several servers may be any.
+    assert expected < found.step_s < 1.1 * expected
     assert found.samples_per_second == pytest.approx(trainers / found.step_s)
     assert found.updates_per_second == pytest.approx(1 / found.step_s)
 
 
-@pytest.mark.parametrize(("trainers", "servers"), COUNTS[:-1])
-def test_without_buckets_push_and_pull_follow_each_other(trainers, servers):
-    found = simulate(deployment(trainers, servers, clip_grad_norm=1.0), updates=3, warm=2)
-    assert found.step_s == pytest.approx(COMPUTE_S + formula(trainers, servers, overlap=False), rel=0.03)
+def test_without_buckets_one_trainer_pushes_and_pulls_one_after_the_other():
+    found = simulate(deployment(1, 1, clip_grad_norm=1.0), updates=2, warm=1)
+    assert found.step_s == pytest.approx(COMPUTE_S + formula(1, 1, overlap=False), rel=0.01)
+
+
+@pytest.mark.parametrize(("trainers", "servers"), COUNTS[1:3])
+def test_without_buckets_several_overlap_as_far_as_they_take_turns(trainers, servers):
+    found = simulate(deployment(trainers, servers, clip_grad_norm=1.0), updates=4, warm=2)
+    longest, shortest = (COMPUTE_S + formula(trainers, servers, overlap) for overlap in (False, True))
+    assert shortest < found.step_s < longest * 1.01
 
 
 def test_the_share_of_a_colocated_server_does_not_pass_an_interface():
@@ -79,6 +92,7 @@ def test_backward_hides_the_buckets_that_leave_during_it():
 
 SLOW = SlowdownSpec(1, 5.0)
 INFINITE = LinkSpeed(float("inf"), 0.0)
+SMALL = {"link": INFINITE, "message_bytes": 1e4}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +105,7 @@ INFINITE = LinkSpeed(float("inf"), 0.0)
     ],
 )
 def test_a_straggler_slows_each_consistency_as_its_rule_says(server, rate):
-    found = simulate(deployment(4, 1, slow=SLOW, link=INFINITE, **server), updates=50, warm=30)
+    found = simulate(deployment(4, 1, slow=SLOW, **SMALL, **server), updates=50, warm=30)
     assert found.samples_per_second * COMPUTE_S == pytest.approx(rate, rel=0.03)
 
 
@@ -99,7 +113,7 @@ def test_the_slow_batches_are_those_of_the_benchmark():
     slow, seed = SlowdownSpec(1, 5.0, 0.3), 7
     batches = range(2, 32)  # after the warm-up
     expected = sum(COMPUTE_S * (5 if slow.slows(seed, 1, batch) else 1) for batch in batches) / len(batches)
-    found = simulate(deployment(3, 1, slow=slow, seed=seed, link=INFINITE), updates=30, warm=1)
+    found = simulate(deployment(3, 1, slow=slow, seed=seed, **SMALL), updates=30, warm=1)
     assert found.step_s == pytest.approx(expected, rel=0.01)
 
 
@@ -113,37 +127,37 @@ def test_updates_of_async_are_bound_by_the_server():
 
 
 def test_the_bandwidth_of_a_server_bounds_async():
-    found = simulate(deployment(16, 1, consistency="async", forward_s=0.01), updates=20, warm=5)
-    assert found.updates_per_second == pytest.approx(BANDWIDTH / MODEL, rel=0.03)
+    found = simulate(deployment(16, 1, consistency="async", forward_s=0.01, bucket_mb=4), updates=8, warm=3)
+    assert 0.7 * BANDWIDTH / MODEL < found.updates_per_second <= 1.01 * BANDWIDTH / MODEL
 
 
 def test_hosts_on_one_machine_share_its_cores():
     costs = replace(FREE, step_s=0.05)
-    alone = deployment(6, 1, forward_s=0.0, link=INFINITE, costs=costs, cores=2)
+    alone = deployment(6, 1, forward_s=0.0, costs=costs, cores=2, **SMALL)
     assert simulate(alone, 3, 2).step_s == pytest.approx(0.05)
     assert simulate(replace(alone, one_machine=True), 3, 2).step_s == pytest.approx(6 * 0.05 / 2)
 
 
 def test_a_run_replays_exactly():
-    noisy = deployment(4, 2, jitter=0.3, seed=3, consistency="async")
+    noisy = deployment(4, 2, jitter=0.3, seed=3, consistency="async", message_bytes=1e5)
     assert simulate(noisy) == simulate(noisy)
     assert simulate(noisy) != simulate(replace(noisy, seed=4))
 
 
 def test_jitter_keeps_the_mean_and_costs_sync_the_slowest():
-    alone = simulate(deployment(1, 1, jitter=0.3, link=INFINITE), updates=400, warm=1)
+    alone = simulate(deployment(1, 1, jitter=0.3, **SMALL), updates=100, warm=1)
     assert alone.step_s == pytest.approx(COMPUTE_S, rel=0.05)
-    several = simulate(deployment(8, 1, jitter=0.3, link=INFINITE), updates=100, warm=1)
+    several = simulate(deployment(8, 1, jitter=0.3, **SMALL), updates=30, warm=1)
     assert several.step_s > 1.3 * COMPUTE_S
 
 
 @pytest.mark.parametrize("server", [{}, {"consistency": "async"}, {"consistency": "bounded"}, {"backup_trainers": 1}])
 def test_failures_cost_the_time_of_the_missing_trainers(server):
-    calm = deployment(4, 2, bucket_mb=4, link=INFINITE, forward_s=1.0, **server)
-    failing = replace(calm, failure_every_s=400.0, restart_s=20.0)
+    calm = deployment(4, 2, forward_s=1.0, **SMALL, **server)
+    failing = replace(calm, failure_every_s=100.0, restart_s=5.0)
     without = simulate(calm).samples_per_second
-    found = simulate(failing, seconds=2000.0)
+    found = simulate(failing, seconds=500.0)
     assert found.failures > 10
-    # A trainer is missing for 20 of every 420 s, and its last step is lost; bounded and backup may lose more.
+    # A trainer is missing for 5 of every 105 s, and its last step is lost; bounded and backup may lose more.
     kept = found.samples_per_second / without
     assert 0.85 < kept < 1.0

@@ -64,7 +64,7 @@ def test_what_two_trainers_show_predicts_eight(results):
         speed = simulate(truth).samples_per_second
         found = simulate(replace(base, config=truth.config)).samples_per_second
         without_fit = simulate(replace(truth, costs=replace(Costs(), link_share=1.0))).samples_per_second
-        assert abs(found / speed - 1) < 0.1
+        assert abs(found / speed - 1) < 0.15
         assert abs(found / speed - 1) < abs(without_fit / speed - 1)
     assert "fitted on 3 runs" in notes[0]
 
@@ -83,23 +83,23 @@ def test_the_command_prints_a_row_for_each_case(results, capsys, tmp_path):
         "--trainers",
         "2,16",
         "--sweep",
-        "cluster.num_servers=1,4",
+        "cluster.num_servers=1,3",
         "--bandwidth",
         "1gbit",
     ]
     assert benchmark.main([*words, "--cores", "8", "--break_even", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    rows = [line for line in printed.splitlines() if line.startswith("| `")]
-    assert [row.split("`")[1] for row in rows] == [
-        *("ddp 2 trainers", "ddp 8 trainers"),
-        *(f"rpc {t} trainers, num_servers={s}" for s in (1, 4) for t in (2, 8)),
+    rows = [line for line in printed.splitlines() if line.startswith(("| ddp", "| rpc"))]
+    assert [row.split("|")[1].strip() for row in rows] == [
+        *("ddp 2 trainers", "ddp 4 trainers"),
+        *(f"rpc {t} trainers, num_servers={s}" for s in (1, 3) for t in (2, 4)),
     ]
     assert "Simulated, not measured: each host with 8 cores and 125 MB/s" in printed
-    assert "servers with which sync is as fast as ddp, 8 trainers: " in printed
+    assert "servers with which sync is as fast as ddp, 4 trainers: " in printed
     written = read_results(out).results
     assert len(written) == len(rows)
     speeds = {one.case: one.samples_per_second for one in written}
-    assert speeds["rpc 8 trainers, num_servers=4"] > 2 * speeds["rpc 8 trainers, num_servers=1"]
+    assert speeds["rpc 4 trainers, num_servers=3"] > 1.5 * speeds["rpc 4 trainers, num_servers=1"]
     assert "Simulated, not measured" in (out / "report.md").read_text()
 
 
@@ -107,7 +107,7 @@ def test_the_command_prints_a_row_for_each_case(results, capsys, tmp_path):
 def test_failures_and_stragglers_are_simulated(results, capsys):
     words = ["predict", str(results), "--modes", "rpc", "--trainers", "4", "--slow", "trainer=1,factor=3"]
     assert benchmark.main([*words, "--failures", "every=10,restart=1"]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| `")]
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| rpc")]
     assert len(rows) == 2
     kept = [float(row.split("|")[-2].strip(" %")) / 100 for row in rows]
     assert all(0.7 < share < 1.0 for share in kept)
@@ -121,10 +121,10 @@ def test_all_reduce_is_the_formula():
 
 def test_the_servers_to_break_even_are_those_of_the_formula():
     """Without costs but bandwidth: n^2 / 2(n - 1), up to the first bucket, which nothing overlaps."""
-    free = Costs(1.0, 0.0, 0.0, 0.0, 0.0)
-    big = replace(deployed(8, 1), costs=free, message_bytes=16e6, link=LinkSpeed(1e9, 0.0))
+    free = Costs(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    big = replace(deployed(4, 1), costs=free, message_bytes=8e6, link=LinkSpeed(1e9, 0.0))
     limit_s = all_reduce(MODES["ddp"], big).step_s
-    assert break_even_servers(big, limit_s) in (5, 6)
+    assert break_even_servers(big, limit_s) in (3, 4)
     assert break_even_servers(big, COMPUTE_S / 2) is None
 
 
