@@ -304,6 +304,7 @@ class ModelledRun(World):
         self._outbox: list[Callable[[], None]] | None = None
         self._updated: int | None = None  # gradients of the update that a call has made
         self._lasts: tuple[int, int, float | None] = 0, 0, None  # updates before and until the end, or seconds
+        self._lost_at: dict[int, int] = {}  # by trainer: updates until it was lost
         self.failures = 0
         self.updates: list[tuple[float, int]] = []
         """When each update was applied, and the number of its gradients."""
@@ -363,6 +364,7 @@ class ModelledRun(World):
         self.after(self._latency_s, self._gone, session.node, session.member.name, reason)
 
     def lost(self, trainer_index: int) -> None:
+        self._lost_at[trainer_index] = len(self.updates)
         if self.buckets is not None:
             self.buckets.leave(trainer_index)
 
@@ -370,6 +372,9 @@ class ModelledRun(World):
         known = self.buckets and (self.buckets.step, self.buckets.decided)
         if decision.active and self.deployment.updates_by_bucket and known != (decision.step, decision.active):
             self.buckets = _Buckets(self, decision)
+            for index, updates in self._lost_at.items():
+                if updates == len(self.updates):  # after this decision was made
+                    self.buckets.leave(index)
 
     def applied(self, node: Node, version: int, counted: int, pushes: Sequence[Any]) -> None:
         self._updated = len(pushes)
