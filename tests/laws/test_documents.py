@@ -25,6 +25,7 @@ from paramserver.config import KEYS, SECTIONS, config_from_mapping, describe_key
 from paramserver.doctor.command import make_parser as make_doctor_parser
 from paramserver.launch import make_parser
 from paramserver.online.spec import IngestSpec
+from paramserver.simulator.predict import make_parser as make_simulation_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -174,7 +175,7 @@ def all_help():
         cli.make_keys_parser,
         cli.make_ping_parser,
     ]
-    parsers += [make_doctor_parser, elastic.make_join_parser, elastic.make_leave_parser]
+    parsers += [make_simulation_parser, make_doctor_parser, elastic.make_join_parser, elastic.make_leave_parser]
     parsers += [reporting.make_parser, chaos.make_parser, benchmark.make_parser, benchmark.make_compare_parser]
     return "".join(make().format_help() for make in parsers)
 
@@ -222,7 +223,7 @@ def check_config(document, command, arguments):
     """Load the config that a command names; --resume alone resumes the run of the quickstart."""
     file = ROOT / (getattr(arguments, "config", None) or QUICKSTART[1])
     overrides = [text for text in getattr(arguments, "overrides", None) or () if not text.endswith("...")]
-    if file.name in ("config.yaml", "FILE") and not file.is_file():
+    if file.name in ("config.yaml", "task.yaml", "FILE") and not file.is_file():
         return  # the reader's, or one that the page shows
     # `evaluate` and `predict` change the stored config of a run, of which only the command's own keys are known here.
     if command in ("launch", "benchmark", "chaos"):
@@ -233,7 +234,18 @@ def check_config(document, command, arguments):
 PLACEHOLDER = re.compile(r"[A-Z_]{1,12}|.*\$.*")
 # Programs of others that a document may call; files that they are given must exist.
 PROGRAMS = {
-    *["apt-get", "bash", "docker", "kubectl", "make", "mypy", "podman", "ruff", "sbatch", "torchrun", "torchx", "wait"]
+    "apt-get",
+    "docker",
+    "kubectl",
+    "make",
+    "mypy",
+    "podman",
+    "ruff",
+    "sbatch",
+    "srun",
+    "torchrun",
+    "torchx",
+    "wait",
 }
 
 
