@@ -74,7 +74,7 @@ def test_the_pods_of_a_job_are_the_ranks_of_one_run(name, pods_of, monkeypatch):
         mounts = {mount["mountPath"] for mount in container.get("volumeMounts", ())}
         if identity.global_rank == 0:  # which owns the run folder, and finds it again
             assert names == {"PARAMSERVER_JOB_ID"}
-            assert mounts == {"/work/runs"}
+            assert mounts == {"/training/runs"}
         else:
             assert not names | mounts
     assert sorted(ranks) == [0, 1, 2]
