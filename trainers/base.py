@@ -645,7 +645,7 @@ class Trainer(ABC):
             ...         self.trainer.optimize("g", self.loss_of_generator(model, fake))
         """
         parameters = self._parameters_to_step(name)
-        value = check_loss(loss, self.trainer_index, self.progress.batch_idx)
+        value = check_loss(loss, self.trainer_index, self.progress.batch_idx, name)
         self.clock.lap("forward")
         with torch.autocast(self._device.type, enabled=False):
             self.on_before_backward(loss)
