@@ -74,7 +74,9 @@ def _diagnose(arguments: argparse.Namespace) -> int:
         except UnsupportedConfiguration as error:
             found.refusal(error)
         except (DeadlineExceeded, PeerLost) as error:
-            found.problem(str(error), "start this command on every host, as the run, rank 0 first or within its wait")
+            text, _, cure = str(error).partition("; ")
+            here = "start this command on every host, as the run, rank 0 first or within its wait"
+            found.problem(text, f"{cure}; {here}" if cure else here)
     if prints:
         print_output(json.dumps(found.to_json(), indent=2) if arguments.json else found.to_text())
     return found.exit_code
