@@ -299,15 +299,7 @@ def resolve_run(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, l
 
     If an earlier start ended before it made a step, its changes to the run to resume are rolled back first.
     """
-    flags = {
-        "mode": arguments.mode,
-        "device.num_gpus": arguments.num_gpus,
-        "cluster.master_addr": arguments.master_addr,
-        "cluster.num_servers": arguments.num_servers,
-        "cluster.num_trainers": arguments.num_trainers,
-        # The supervisor passes its ranks a port that was free at the start; the stored config keeps the user's.
-        "cluster.master_port": arguments.master_port if arguments.supervised is None else None,
-    }
+    flags = config_flags(arguments)
     folders = arguments.folder or code_folders(arguments.config, arguments.overrides)
     if arguments.resume is None or arguments.supervised is not None:
         if arguments.config is None:
@@ -321,6 +313,19 @@ def resolve_run(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, l
     recover(opened)
     config = load_config(find_config_file(opened, arguments.config), overrides=arguments.overrides, flags=flags)
     return config, opened, code_folders(arguments.config, arguments.overrides, opened.task_folders())
+
+
+def config_flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the keys of the config that have flags of their own, with the values of the command line."""
+    return {
+        "mode": arguments.mode,
+        "device.num_gpus": arguments.num_gpus,
+        "cluster.master_addr": arguments.master_addr,
+        "cluster.num_servers": arguments.num_servers,
+        "cluster.num_trainers": arguments.num_trainers,
+        # The supervisor passes its ranks a port that was free at the start; the stored config keeps the user's.
+        "cluster.master_port": arguments.master_port if arguments.supervised is None else None,
+    }
 
 
 def _open_run(arguments: argparse.Namespace) -> RunDir | CheckpointError:

@@ -135,6 +135,7 @@ class Trainer(ABC):
         self._samples_before = 0  # served before this process trained
         self._batch_samples = 1  # of the batch whose step is computed
         self._step_offset = 0  # 1 while step ``step + 1`` is being made
+        self._in_batches = False  # while those trainers call hooks that have data
         self._memory = StagingPool()
         self._validated_step: int | None = None
         self._saved_step: int | None = None
@@ -426,11 +427,10 @@ class Trainer(ABC):
                 f"trainer.all_gather was given what cannot be sent to another process ({error}); give tensors, "
                 "numbers, strings, and lists or dictionaries of them"
             ) from error
-        in_step = self._step_offset == 1 or self._updates >= 0
-        place = self._decision.step, int(self._decision.verdict is Verdict.GO), int(in_step)
+        place = self._decision.step, int(self._decision.verdict is Verdict.GO), int(self._in_batches)
         count = self._gathers[1] + 1 if self._gathers[0] == place else 0
         self._gathers = place, count
-        return self.gather_from_all(value, (*place, count), self._decision.active if in_step else None)
+        return self.gather_from_all(value, (*place, count), self._decision.active if self._in_batches else None)
 
     def gather_from_all(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
         """Return the values of all trainers, or of ``active``; ``call`` is the same for the same call of each."""
@@ -481,7 +481,9 @@ class Trainer(ABC):
                     self.batch_began = self.step = decision.step
                 if self.trainer_index in decision.active:
                     train = self._train_by_calls if self.parameters_of else self._train
+                    self._in_batches = True
                     self.step = train(decision)
+                    self._in_batches = False
                 else:
                     self.step = self._follow_calls() if self.parameters_of else self.idle(decision)
                     if self.step == decision.step:
@@ -645,7 +647,7 @@ class Trainer(ABC):
             ...         self.trainer.optimize("g", self.loss_of_generator(model, fake))
         """
         parameters = self._parameters_to_step(name)
-        value = check_loss(loss, self.trainer_index, self.progress.batch_idx)
+        value = check_loss(loss, self.trainer_index, self.progress.batch_idx, name)
         self.clock.lap("forward")
         with torch.autocast(self._device.type, enabled=False):
             self.on_before_backward(loss)

@@ -34,7 +34,7 @@ from paramserver.runtime.dry_run import loss_lines
 from paramserver.runtime.rank import place_rank
 
 _SOURCES = {
-    "flags": "--rank is given",
+    "flags": "--rank or --role is given",
     "torchrun": "TORCHELASTIC_RUN_ID is set",
     "environment": "RANK and WORLD_SIZE are set",
     "srun": "SLURM_STEP_ID is set, for several tasks",
@@ -60,7 +60,7 @@ def describe_choices(found: Diagnosis, config: Config, identity: ProcessIdentity
     section.add("mode", f"{config.mode}: {counts}", config.mode, mode.summary)
     if identity is None:
         section.add(
-            "started by", "one command, on this host", "supervisor", "neither --rank nor a launcher gives a rank"
+            "started by", "one command, on this host", "supervisor", "neither a flag nor a launcher gives a rank"
         )
     else:
         where = (

@@ -11,7 +11,14 @@ from paramserver.cluster import process_environ, quiet_torch_log
 from paramserver.config import load_config, mode_of
 from paramserver.doctor.diagnosis import Diagnosis
 from paramserver.errors import DeadlineExceeded, PeerLost, UnsupportedConfiguration
-from paramserver.launch import add_run_flags, normalize_flags, report_error, resolve_run, resolve_world
+from paramserver.launch import (
+    add_run_flags,
+    config_flags,
+    normalize_flags,
+    resolve_run,
+    resolve_world,
+    run_command,
+)
 from paramserver.process_utils import print_output
 
 
@@ -37,19 +44,14 @@ def main(argv: Sequence[str]) -> int:
     arguments = make_parser().parse_args(normalize_flags(argv))
     logging.basicConfig(level=logging.ERROR, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     quiet_torch_log(process_environ())
-    try:
-        return _diagnose(arguments)
-    except KeyboardInterrupt:
-        return 1
-    except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
-        return report_error(error)
+    return run_command(lambda: _diagnose(arguments))
 
 
 def _diagnose(arguments: argparse.Namespace) -> int:
     if arguments.config is None:
         # The task is the only key without a default, and nothing here needs it.
-        flags = {"mode": arguments.mode, "cluster.master_addr": arguments.master_addr}
-        config = load_config(None, overrides=["task=module:Task", *arguments.overrides], flags=flags)
+        overrides = ["task=module:Task", *arguments.overrides]
+        config = load_config(None, overrides=overrides, flags=config_flags(arguments))
     else:
         config, _, _ = resolve_run(arguments)
     config, identity = resolve_world(arguments, config)
@@ -72,7 +74,9 @@ def _diagnose(arguments: argparse.Namespace) -> int:
         except UnsupportedConfiguration as error:
             found.refusal(error)
         except (DeadlineExceeded, PeerLost) as error:
-            found.problem(str(error), "start this command on every host, as the run, rank 0 first or within its wait")
+            text, _, cure = str(error).partition("; ")
+            here = "start this command on every host, as the run, rank 0 first or within its wait"
+            found.problem(text, f"{cure}; {here}" if cure else here)
     if prints:
         print_output(json.dumps(found.to_json(), indent=2) if arguments.json else found.to_text())
     return found.exit_code

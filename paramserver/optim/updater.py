@@ -230,7 +230,7 @@ def _check_names(by_name: Mapping[str, torch.optim.Optimizer], task_name: str) -
     if wrong or not by_name:
         raise TaskError(
             f"{task_name}.build_optimizer returned a dict with the keys {list(by_name)}; they must be the names of the "
-            "optimizers, at least one"
+            "optimizers, as text that is not empty, at least one"
         )
     for first, second in shared_parameters(by_name):
         raise TaskError(

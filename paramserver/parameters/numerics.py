@@ -94,17 +94,18 @@ def check_parameters_finite(parameters: Mapping[str, Tensor], step: int, resume_
     )
 
 
-def check_loss(loss: object, trainer_index: int, batch_idx: int) -> float:
+def check_loss(loss: object, trainer_index: int, batch_idx: int, optimizer: str = "") -> float:
     """Return the loss of a batch as a number, before its backward.
 
     Args:
-        loss: what ``training_step`` returned.
+        loss: what ``training_step`` returned, or passed to ``trainer.optimize``.
         trainer_index: with ``batch_idx``, for messages.
         batch_idx: index of the batch.
+        optimizer: the name that ``trainer.optimize`` was called with; empty if it was not.
 
     Raises:
         TaskError: it is not a scalar tensor with a gradient.
-        NotFinite: it is NaN or infinite; nothing of this batch is applied.
+        NotFinite: it is NaN or infinite; nothing of this batch, or call, is applied.
 
     Example::
 
@@ -112,11 +113,12 @@ def check_loss(loss: object, trainer_index: int, batch_idx: int) -> float:
         0.5
     """
     where = f"training_step, trainer {trainer_index}, batch {batch_idx}"
+    origin, unit = (f"gave optimize({optimizer!r}, loss)", "call") if optimizer else ("returned", "batch")
     if not isinstance(loss, torch.Tensor):
-        raise TaskError(f"{where}: returned {type(loss).__name__}; it must return the loss as a scalar tensor")
+        raise TaskError(f"{where}: {origin} {type(loss).__name__}; the loss must be a scalar tensor")
     if loss.numel() != 1:
         raise TaskError(
-            f"{where}: returned a tensor of shape {tuple(loss.shape)}; the loss must be one number: take .mean()"
+            f"{where}: {origin} a tensor of shape {tuple(loss.shape)}; the loss must be one number: take .mean()"
         )
     if not loss.requires_grad:
         raise TaskError(
@@ -125,7 +127,7 @@ def check_loss(loss: object, trainer_index: int, batch_idx: int) -> float:
     value = float(loss.detach())
     if value != value or value in (float("inf"), float("-inf")):
         raise NotFinite(
-            f"{where}: the loss is {value}; nothing of this batch was applied. "
+            f"{where}: the loss is {value}; nothing of this {unit} was applied. "
             "Lower the learning rate, set training.clip_grad_norm, or look at the batch"
         )
     return value

@@ -331,6 +331,8 @@ class Supervisor:
             rank.left = True
             self._note(f"{rank.title} has left the run, which continues without it")
             return
+        if record["kind"] == "lost" and not rank.trains:
+            rank.view = 0  # it waits for rank 0 to return, which it does not once the run is completed
         if record["kind"] == "start":
             self._has_started = True
         if record["kind"] == "end":
@@ -404,7 +406,7 @@ class Supervisor:
         return self._restarts.allows(rank.global_rank)
 
     def _is_late(self, rank: _RankProcess) -> bool:
-        """Whether the run was completed before a rank joined that started in the place of a lost one."""
+        """Whether the run was completed before a rank took part that started in the place of a lost one."""
         return self._summary is not None and self._summary["status"] == "completed" and not rank.view
 
     @property

@@ -72,6 +72,21 @@ class Adversarial(Task):
         return {"loss": model.judge(model.make(batch[0]) * model.weight).square().mean()}
 
 
+class Gathers(Adversarial):
+    """Gathers at the beginning and end of batches; the last one of a pass is one trainer's alone."""
+
+    def gather(self):
+        steps = self.trainer.all_gather(self.trainer.step)
+        assert len(set(steps)) == 1
+        self.log("gathered", float(len(steps)))
+
+    def on_batch_start(self, batch_idx):
+        self.gather()
+
+    def on_batch_end(self, batch_idx):
+        self.gather()
+
+
 class Differs(Adversarial):
     """Trainer 1 makes a call less, or another one, in batch 2."""
 

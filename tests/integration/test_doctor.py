@@ -40,6 +40,17 @@ def test_one_machine_without_a_config(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_flags_count_without_a_config_too(tmp_path):
+    flags = ["--num_servers", "2", "--num_trainers", "3", "--master_port", str(port := free_port()), "--json"]
+    code, output, _ = ended(start([*DOCTOR, *flags], tmp_path))
+    started = json.loads(output)["choices"]
+    assert (code, len(started["devices"]["value"])) == (0, 5)
+    assert started["rank 0"]["value"] == {"host": "127.0.0.1", "port": port}
+    code, _, errors = ended(start([*DOCTOR, "--role", "server", "--index", "2", *flags], tmp_path))
+    assert code == 2
+    assert errors.startswith("error: --index (2) must be below the number of servers (2)")
+
+
 def test_a_problem_sets_the_exit_code_and_comes_first(tmp_path):
     config = write_config(tmp_path, mode="rpc", cluster={"interface": "eth99"})
     code, output, _ = ended(start([*DOCTOR, "--config", str(config), "--json"], tmp_path))

@@ -19,8 +19,8 @@ CLASSES = {"UnsupportedConfiguration", "TaskError", "CheckpointError", "ModelIsE
 HEADER = """# What is refused
 
 Every sentence with which wrong input ends a command (exit code 2), a task or a client's program: name, value, rule and
-cure. `…` stands for what is filled in. The rules of single keys are in the [table of keys](interface.md). Written by
-`python tests/laws/test_refused.py` from the code.
+cure. `…` stands for what is filled in. The rules of single keys are in the [table of keys](configuration.md). Written
+by `python tests/laws/test_refused.py` from the code.
 """
 SUBJECTS = {
     "Config": "config",

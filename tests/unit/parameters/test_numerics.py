@@ -19,7 +19,7 @@ def test_a_loss_is_a_number(loss):
 @pytest.mark.parametrize(
     ("loss", "error", "message"),
     [
-        (0.5, TaskError, "returned float; it must return the loss as a scalar tensor"),
+        (0.5, TaskError, "returned float; the loss must be a scalar tensor"),
         (None, TaskError, "returned NoneType"),
         ({"loss": loss_of(0.5)}, TaskError, "returned dict"),
         (loss_of(0.5).expand(3), TaskError, r"a tensor of shape \(3,\); the loss must be one number: take \.mean\(\)"),
@@ -33,6 +33,13 @@ def test_a_loss_that_is_none_says_where_it_came_from(loss, error, message):
     with pytest.raises(error, match=f"^training_step, trainer 3, batch 17: .*{message}") as caught:
         check_loss(loss, 3, 17)
     assert type(caught.value) is error
+
+
+def test_a_loss_of_one_of_several_optimizers_names_the_call():
+    with pytest.raises(TaskError, match=r"batch 17: gave optimize\('d', loss\) float; the loss must be a scalar"):
+        check_loss(0.5, 3, 17, "d")
+    with pytest.raises(NotFinite, match="nothing of this call was applied"):
+        check_loss(loss_of(float("nan")), 3, 17, "d")
 
 
 def test_both_parts_of_complex_numbers_must_be_finite():

@@ -35,6 +35,7 @@ class Run:
             done=False,
             left=False,
             view=1,
+            trains=False,
             started_at=0.0,
             sent=set(),
             send_signal=lambda number: self.signals.append((role.global_rank, number)),
@@ -58,6 +59,20 @@ def test_a_replacement_that_comes_too_late_is_no_failure(tmp_path):
     run.end(1, 1, "TaskError")  # an error of its own is one
     assert run.supervisor._is_failing
     assert run.supervisor._first_failure().global_rank == 1
+
+
+def test_a_replacement_that_joins_while_the_run_ends_does_not_wait_for_rank_0(tmp_path):
+    run = Run(tmp_path)
+    run.supervisor._summary = {"status": "completed"}
+    run.supervisor._ranks[2].trains = True
+    for rank in run.supervisor._ranks[1:]:
+        run.supervisor._on_record(rank, {"kind": "lost", "rank": rank.global_rank, "text": "the server is lost"})
+    run.supervisor._limit_end()
+    assert run.signals == [(1, signal.SIGKILL)]
+    run.end(1, -signal.SIGKILL)
+    assert run.supervisor._failed == []
+    run.end(2, -signal.SIGKILL)  # one that took part is named
+    assert [rank.global_rank for rank in run.supervisor._failed] == [2]
 
 
 @pytest.mark.parametrize("kind", ["RunEnded", "ViewChanged", "PeerLost"])
