@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
-from unittest import mock
 
 import numpy as np
 import torch
@@ -817,7 +816,10 @@ _current: World
 
 @contextmanager
 def environment() -> Iterator[None]:
-    """Replace what ``ParameterServer`` takes from its environment: tensors, RPC, and the clock of its members."""
+    """Replace what ``ParameterServer`` takes from its environment: tensors, RPC, and the clock of its members.
+
+    These are names of its module, so no other server may run in this process meanwhile.
+    """
     stand_ins: dict[str, Any] = {
         "ParameterStore": Store,
         "RpcServerTransport": Transport,
@@ -833,5 +835,10 @@ def environment() -> Iterator[None]:
         "untrained_state_dict": lambda model: {},
         "stage_copy": lambda state: state,
     }
-    with mock.patch.multiple(parameter_server, **stand_ins):
+    names = vars(parameter_server)
+    replaced = {name: names[name] for name in stand_ins}
+    names.update(stand_ins)
+    try:
         yield
+    finally:
+        names.update(replaced)

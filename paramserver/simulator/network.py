@@ -94,7 +94,8 @@ class Deployment:
         slow: a straggler.
         jitter: standard deviation of a trainer's compute, as a share of it; independent draws of a log-normal.
         seed: of ``slow``, ``jitter`` and failures.
-        failure_every_s: mean time between two failures of one trainer; None without failures.
+        failure_every_s: mean time from the start of a trainer to its failure; None without failures. None fails before
+            the first update.
         restart_s: from a failure to the join of the replacement.
     """
 
@@ -345,9 +346,14 @@ class ModelledRun(World):
 
     def make_process(self, index: int) -> Process:
         process = Process(self, index)
-        if self.deployment.failure_every_s is not None:
-            self.after(self.rng.expovariate(1 / self.deployment.failure_every_s), self.kill, process)
+        if self.updates:
+            self._let_fail(process)
         return process
+
+    def _let_fail(self, process: Process) -> None:
+        every_s = self.deployment.failure_every_s
+        if every_s is not None:
+            self.after(self.rng.expovariate(1 / every_s), self.kill, process)
 
     def kill(self, process: Process) -> None:
         if not process.alive:
@@ -378,6 +384,9 @@ class ModelledRun(World):
 
     def applied(self, node: Node, version: int, counted: int, pushes: Sequence[Any]) -> None:
         self._updated = len(pushes)
+        # A run starts once all trainers are there at once, which may never be where many of them fail often.
+        for process in () if self.updates else self.processes:
+            self._let_fail(process)
         self.updates.append((self.now, len(pushes)))
         first, last, seconds = self._lasts
         count = len(self.updates)

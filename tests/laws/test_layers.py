@@ -132,6 +132,10 @@ def test_rpc_is_used_where_it_may_be():
     } <= users  # the search finds something
 
 
+def test_the_package_needs_no_library_of_tests():
+    assert [m.name for m in MODULES if any(inside(name, ("unittest", "pytest")) for name in imported(m.tree))] == []
+
+
 def test_low_layers_know_of_no_other_process():
     distributed = ("torch.distributed", "torch._C._distributed_c10d", "torch._C._distributed_rpc")
     low = [m for m in FILES if LAYER_OF[unit_of(m.name)] < FIRST_DISTRIBUTED_LAYER and not inside(m.name, CONNECTS)]

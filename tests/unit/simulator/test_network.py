@@ -1,13 +1,16 @@
 """The network model in cases that have a formula."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from paramserver.bench.cost_model import LinkSpeed, communication_s
 from paramserver.bench.slowdown import SlowdownSpec
 from paramserver.config import MODES, ClusterConfig, Config, ServerConfig, TrainingConfig
-from paramserver.simulator.network import Costs, Deployment, simulate
+from paramserver.server.update_pipeline import FIRST_BUCKET_BYTES
+from paramserver.simulator.engine import environment
+from paramserver.simulator.network import Costs, Deployment, ModelledRun, simulate
 
 FREE = Costs(link_share=1.0, message_s=0.0, byte_s=0.0, update_byte_s=0.0, step_s=0.0, two_way=0.0)
 MODEL = 20e6
@@ -161,3 +164,45 @@ def test_failures_cost_the_time_of_the_missing_trainers(server):
     # A trainer is missing for 5 of every 105 s, and its last step is lost; bounded and backup may lose more.
     kept = found.samples_per_second / without
     assert 0.85 < kept < 1.0
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+@pytest.mark.parametrize("trainers", [16, 64])
+def test_with_many_trainers_failures_cost_the_time_of_those_that_are_missing(trainers, consistency):
+    every_s, restart_s, seconds = trainers * 2.5, 5.0, 100.0
+    calm = deployment(trainers, 2, forward_s=1.0, consistency=consistency, **SMALL)
+    found = simulate(replace(calm, failure_every_s=every_s, restart_s=restart_s), warm=3, seconds=seconds)
+    expected = trainers * seconds / (every_s + restart_s)
+    assert found.failures == pytest.approx(expected, abs=3 * expected**0.5)
+    # A trainer that failed is missing until the replacement has joined; the step that it was in is lost, and in sync
+    # the replacement waits for the next one.
+    lost_s = [found.failures * (restart_s + steps * calm.forward_s) for steps in (0, 2)]
+    least, most = (1 - lost / (trainers * seconds) for lost in reversed(lost_s))
+    kept = found.samples_per_second / (trainers / calm.forward_s)
+    assert least - 0.01 < kept < most + 0.01
+
+
+@pytest.mark.parametrize(("trainers", "servers"), [(4, 2), (64, 8)])
+def test_a_trainer_that_is_lost_before_any_knows_of_the_step_does_not_stall_it(trainers, servers):
+    """The next step is decided with an update, and known once all servers have made that."""
+    apply_s = 0.3
+    shard = 4 * FIRST_BUCKET_BYTES
+    costs = replace(FREE, update_byte_s=apply_s / (shard * (trainers + 1)))
+
+    class Run(ModelledRun):
+        def before_event(self):
+            assert self.now < 60, f"no update since {self.updates[-1][0]:.1f} s"
+
+        def applied(self, node, version, counted, pushes):
+            super().applied(node, version, counted, pushes)
+            if len(self.updates) == 3:
+                self.after(apply_s / 20, self.kill, self.processes[1])
+
+    many = deployment(trainers, servers, message_bytes=shard * servers, link=INFINITE, costs=costs, restart_s=1e6)
+    with environment():
+        run = Run(many)
+        run.measure(updates=4, warm=1)
+    assert run.failures == 1
+    times = [at for at, _ in run.updates]
+    assert [count for _, count in run.updates][3:] == [trainers - 1] * (len(times) - 3)
+    assert max(after - before for before, after in pairwise(times)) < 3 * (COMPUTE_S + apply_s)
