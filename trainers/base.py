@@ -93,7 +93,7 @@ class Trainer(ABC):
         hooks: the task, and its callbacks after it.
         parameters_of: the parameters of each optimizer, by its name; empty if there is one without a name.
         batch_began: the version that the last batch began with, where there are several optimizers.
-        calls: of ``optimize``, the present one on each trainer that has data.
+        optimizer_calls: of ``optimize``, the present one on each trainer that has data.
         validation: the values of the newest validation in this process, by name: the means over all trainers; of a
             version that trainers who run freely validate without waiting, those of this trainer's share.
 
@@ -155,7 +155,7 @@ class Trainer(ABC):
         # With several optimizers: the parameters of each.
         self.parameters_of: dict[str, list[nn.Parameter]] = {}
         self.batch_began: int | None = None  # the version that the last batch began with
-        self.calls: list[OptimizerCall] = []  # the last ones of ``optimize``, of all trainers that have data
+        self.optimizer_calls: list[OptimizerCall] = []  # the last ones of ``optimize``, of all trainers that have data
         self._updates = -1  # made in the present batch; -1 outside of ``training_step``
         task.trainer = self
         self._callbacks: Mapping[str, Callback] = process.kept.callbacks
@@ -727,10 +727,10 @@ class Trainer(ABC):
                     f"{self._updates + 1} of a batch is {made[0][1]} on trainer {made[0][0]}, and {call} on trainer "
                     f"{index}. Let self.trainer.step decide about it, which all trainers have alike, and not batch_idx"
                 )
-        self.calls = [call for _, call in made]
-        if own is None and self.calls and self.calls[0].name:
+        self.optimizer_calls = [call for _, call in made]
+        if own is None and self.optimizer_calls and self.optimizer_calls[0].name:
             self.follow_update()
-        return bool(self.calls and self.calls[0].name)
+        return bool(self.optimizer_calls and self.optimizer_calls[0].name)
 
     def _next_batch(self) -> tuple[Any, int]:
         batch, samples = self.data.next_batch()

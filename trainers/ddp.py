@@ -378,21 +378,21 @@ class DdpTrainer(Trainer):
 
         Ranks without data make the same update.
         """
-        name, count = self.calls[0].name, len(self.calls)
+        name, count = self.optimizer_calls[0].name, len(self.optimizer_calls)
         if self.process.trainers > 1:
             self._reduce_gradients(name, count)
         self.clock.lap("push")
         self.updater.apply(self.step + 1, name)
         self.updater.optimizer.zero_grad()
         self.clock.lap("apply")
-        self.samples += sum(call.samples for call in self.calls)
-        loss = sum(call.loss for call in self.calls) / count
+        self.samples += sum(call.samples for call in self.optimizer_calls)
+        loss = sum(call.loss for call in self.optimizer_calls) / count
         return StepResult(self.step + 1, self.samples, loss, self.updater.lr, self.seconds, optimizer=name)
 
     @torch.no_grad()
     def _reduce_gradients(self, name: str, count: int) -> None:
         parameters = [parameter for parameter in self.parameters_of[name] if parameter.requires_grad]
-        used = [any(column) for column in zip(*(call.used for call in self.calls), strict=True)]
+        used = [any(column) for column in zip(*(call.used for call in self.optimizer_calls), strict=True)]
         reduced = [parameter for parameter, is_used in zip(parameters, used, strict=True) if is_used]
         for dtype in sorted({parameter.dtype for parameter in reduced}, key=str):
             own = [parameter for parameter in reduced if parameter.dtype == dtype]

@@ -29,8 +29,7 @@ import paramserver
 from paramserver.config import Config
 from paramserver.errors import NoSuchMember, TaskError
 from paramserver.integrations.lightning import _NOT_CALLED, MEMBERS, LightningTask
-from paramserver.rng import seed_all
-from paramserver.task import _CONSTRUCTOR
+from paramserver.rng import CONSTRUCTOR, seed_all
 
 pytestmark = pytest.mark.processes
 
@@ -94,7 +93,7 @@ def fit(module, datamodule=None, **options):
 
 def module_of_run(**options):
     """The module as a run constructs it."""
-    seed_all(Config().seed, _CONSTRUCTOR)
+    seed_all(Config().seed, CONSTRUCTOR)
     return tasks.Regression(**options)
 
 

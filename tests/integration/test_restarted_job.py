@@ -74,6 +74,7 @@ def test_ranks_in_containers_that_start_again_continue_their_run(tmp_path, whole
         first = [pods.start(rank) for rank in range(2)]
         assert first[0].wait(90) == 1
         first[1].wait(90)
+        first[0].join()  # its port is that of the next start
         second = [pods.start(rank) for rank in range(2)]
         output = second[0].output
         assert [pod.wait(90) for pod in second] == [0, 0], output.read_text()
