@@ -53,9 +53,9 @@ html_show_sphinx = False
 # The pages in the order of the side bar. Those of docs/ that no group names are in the last one.
 GROUPS = {
     "First steps": ["start", "task", "modes", "buffers", "online", "checkpoints", "runs", "examples"],
-    "On a cluster": ["clusters", "several-hosts", "devices", "losses", "benchmark", "doctor", "scale"],
+    "On a cluster": ["clusters", "several-hosts", "doctor", "devices", "losses", "benchmark", "scale"],
     "Your code": ["callbacks", "sinks", "several-optimizers", "own-trainers", "lightning", "coming-from/*"],
-    "Reference": ["configuration", "api", "interface", "protocol", "measured", "faults"],
+    "Reference": ["configuration", "api", "interface", "refused", "protocol", "measured", "faults"],
     "The project": ["architecture", "torch-notes", "release", "../CONTRIBUTING", "../CHANGELOG"],
 }
 HIDDEN = "```{{toctree}}\n:hidden:\n:caption: {}\n\n{}\n```\n"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
@@ -144,7 +144,7 @@ def load_object(reference: str, key: str, folders: Sequence[Path] = ()) -> Any:
         sys.path.insert(0, folder)
     module = _load_file(place, key, folders) if place.endswith(".py") else _load_module(place, key)
     if not hasattr(module, name):
-        raise TaskError(f"{key} ({reference}): {place} has no {name}; it has {_classes_of(module) or 'no classes'}")
+        raise TaskError(f"{key} ({reference}): {place} has no {name}; it has {_names_in(module)}")
     return getattr(module, name)
 
 
@@ -207,9 +207,9 @@ def describe_user_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" + (f" ({own[-1].filename}:{own[-1].lineno})" if own else "")
 
 
-def _classes_of(module: ModuleType) -> str:
-    own = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
-    return ", ".join(sorted(own))
+def _names_in(module: ModuleType) -> str:
+    own = [n for n, v in vars(module).items() if isinstance(v, type | FunctionType) and v.__module__ == module.__name__]
+    return ", ".join(sorted(own)) or "no classes or functions"
 
 
 def class_reference(user_class: type) -> str:

@@ -30,6 +30,7 @@ from paramserver.config import (
 from paramserver.devices import Placement, place_server, place_trainer
 from paramserver.doctor.diagnosis import Diagnosis, Section
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.report.formatting import plural
 from paramserver.runtime.dry_run import loss_lines
 from paramserver.runtime.rank import place_rank
 
@@ -56,7 +57,8 @@ def describe_choices(found: Diagnosis, config: Config, identity: ProcessIdentity
     section = Section("choices")
     found.sections.append(section)
     mode, servers, trainers = mode_of(config), num_servers_of(config), num_trainers_of(config)
-    counts = f"{servers} server(s) and {trainers} trainer(s)" if servers else f"{trainers} trainer(s)"
+    counts = plural(trainers, "trainer")
+    counts = f"{plural(servers, 'server')} and {counts}" if servers else counts
     section.add("mode", f"{config.mode}: {counts}", config.mode, mode.summary)
     if identity is None:
         section.add(
@@ -179,7 +181,7 @@ def _threads(section: Section, config: Config, identity: ProcessIdentity | None,
             "threads", f"{threads} per rank", int(threads) if threads.isdecimal() else threads, "OMP_NUM_THREADS"
         )
     elif identity is None:
-        section.add("threads", f"{threads} per rank", int(threads), f"the cores divided by {here} trainer(s)")
+        section.add("threads", f"{threads} per rank", int(threads), f"the cores divided by {plural(here, 'trainer')}")
     else:
         section.add("threads", "torch's default", why=f"OMP_NUM_THREADS is not set; {threads} would divide the cores")
     if is_colocated(config):

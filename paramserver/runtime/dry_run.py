@@ -14,6 +14,7 @@ from paramserver.metrics import make_sinks
 from paramserver.online.process_runner import LaunchCommand
 from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
+from paramserver.report.formatting import plural
 from paramserver.sources import Partition, make_source
 from paramserver.sources.data_loader import resolve_reading
 from paramserver.sources.factory import check_watermark
@@ -34,7 +35,7 @@ def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = No
     trainers = sum(role.kind == "trainer" for role in ranks)
     require_visible_gpus(config, allocated_gpus(process_environ()))
     lines = [dump_yaml(config).rstrip(), "", f"task {type(task).__name__}, defined in {source_file(type(task))}"]
-    lines += [f"{len(ranks)} rank(s), mode {config.mode}:"]
+    lines += [f"{plural(len(ranks), 'rank')}, mode {config.mode}:"]
     lines += [f"  rank {role.global_rank}: {_rank_text(role, config, task, trainers)}" for role in ranks]
     make_callbacks(task)
     lines += _simulations_lines(config, folders)
@@ -103,7 +104,7 @@ def loss_lines(config: Config, launcher: str | None) -> list[str]:
         f"  the log of a process has its stacks after {deadlines.stacks_s:g} s without Python, or {limit_s:g} s "
         "without a step",
     ]
-    restarts = f"up to {cluster.max_restarts} times (cluster.max_restarts)"
+    restarts = f"up to cluster.max_restarts ({cluster.max_restarts}) times"
     if launcher is None:
         lines.append(f"  a process that does nothing while it starts is ended after {deadlines.starting_s:g} s")
     if launcher == "torchrun":

@@ -118,11 +118,12 @@ def test_a_missing_file_is_refused_with_the_folders_searched(tmp_path):
     )
 
 
-def test_a_missing_name_is_refused_with_the_classes_of_the_module(tmp_path):
-    file = write(tmp_path, "several.py", "from pathlib import Path\nclass B: pass\nclass A: pass\n")
-    with pytest.raises(TaskError, match=r"several\.py has no Digits; it has A, B$"):
+def test_a_missing_name_is_refused_with_the_classes_and_functions_of_the_module(tmp_path):
+    text = "from os.path import join\nfrom pathlib import Path\nclass B: pass\nclass A: pass\ndef inputs(): pass\n"
+    file = write(tmp_path, "several.py", text)
+    with pytest.raises(TaskError, match=r"several\.py has no Digits; it has A, B, inputs$"):
         load_object(f"{file}:Digits", "task")
-    with pytest.raises(TaskError, match="it has no classes"):
+    with pytest.raises(TaskError, match=r"it has no classes or functions$"):
         load_object(f"{write(tmp_path, 'bare.py', '')}:Digits", "task")
 
 

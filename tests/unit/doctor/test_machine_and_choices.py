@@ -117,7 +117,7 @@ def test_one_command_on_one_host(config):
     found, address = choices_of(config)
     shown = facts(found)
     assert (found.findings, address) == ([], "127.0.0.1")
-    assert shown["mode"].startswith("rpc: 1 server(s) and 2 trainer(s)")
+    assert shown["mode"].startswith("rpc: 1 server and 2 trainers")
     assert shown["rank 0"] == "127.0.0.1:<free> (cluster.master_port is 0: a free port)"
     assert shown["interface"] == "lo, address 127.0.0.1 (all ranks are on this host)"
     assert shown["exchange"].startswith("shared memory (server.transport is auto")
