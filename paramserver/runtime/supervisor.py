@@ -609,7 +609,7 @@ class Supervisor:
         for rank in self._failed:
             found[self._classify(rank)].append(rank)
         found["Interrupted"].sort(key=lambda rank: rank.global_rank)  # rank 0 reports what was saved, and how to resume
-        if self._signal is not None:
+        if self._signal is not None and (self._summary is None or self._summary["status"] != "failed"):
             found["PeerLost"].clear()
             found["reported"].clear()
         return next((rank for ranks in found.values() for rank in ranks), None)

@@ -132,11 +132,11 @@ def test_two_trainers_are_the_same_in_ddp_and_rpc_bit_for_bit(tmp_path, uneven_i
 
 @pytest.mark.processes
 def test_the_trainers_that_have_data_gather_in_the_hooks_of_a_batch(tmp_path):
-    training = {"max_epochs": 1, "max_steps": None, "batch_size": 10, "uneven_inputs": "join"}
+    training = {"max_epochs": 2, "max_steps": None, "batch_size": 10, "uneven_inputs": "join"}
     run = train(tmp_path, "rpc", 2, **task("Gathers", samples=61, schedule=False), training=training)
     counts = [(r["trainer"], r["value"]) for r in run.of_kind("log") if r["name"] == "gathered"]
     assert counts.count((0, 1.0)) == 2
-    assert counts.count((0, 2.0)) == counts.count((1, 2.0)) == 6
+    assert counts.count((0, 2.0)) == counts.count((1, 2.0)) == 12
 
 
 @pytest.mark.processes

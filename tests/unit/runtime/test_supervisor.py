@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from paramserver.config import ClusterConfig, Config, ServerConfig, roles
-from paramserver.errors import Interrupted
+from paramserver.errors import Interrupted, PeerLost
 from paramserver.runs.rundir import RunDir
 from paramserver.runtime.supervisor import Supervisor
 
@@ -81,6 +81,17 @@ def test_an_error_that_follows_from_another_rank_is_not_reported_for_it(tmp_path
     run.supervisor._on_error(run.supervisor._ranks[2], {"kind": kind, "message": "", "traceback": ""})
     run.supervisor._on_error(run.supervisor._ranks[0], {"kind": "TaskError", "message": "", "traceback": ""})
     assert run.supervisor._first_failure().global_rank == 0
+
+
+def test_a_loss_for_which_rank_0_ended_the_run_is_reported_after_a_signal_too(tmp_path):
+    run = Run(tmp_path, mode="ddp")
+    run.supervisor._signal = signal.SIGTERM
+    for rank in run.supervisor._ranks:
+        run.supervisor._on_error(rank, {"kind": "PeerLost", "message": "on purpose", "traceback": ""})
+    assert run.supervisor._first_failure() is None  # what follows from the signal
+    run.supervisor._summary = {"status": "failed", "error": "PeerLost: on purpose"}
+    with pytest.raises(PeerLost, match="on purpose"):
+        run.supervisor._raise_outcome()
 
 
 @pytest.mark.parametrize(("elastic", "continues"), [(True, True), (False, False)])
