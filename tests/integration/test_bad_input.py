@@ -148,7 +148,7 @@ WHILE = {
         invalid_task("FailsAtBatch"),
         {"what": "number"},
         2,
-        "batch 5: returned float; it must return the loss as a",
+        "batch 5: returned float; the loss must be a scalar tensor",
         5,
     ),
     "an exit": (
