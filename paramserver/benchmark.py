@@ -19,7 +19,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from paramserver.bench.cases import Case, RequestedCases, interleaved, make_cases, parse_positive, target_for
+from paramserver.bench.cases import (
+    Case,
+    RequestedCases,
+    add_case_flags,
+    interleaved,
+    make_cases,
+    parse_positive,
+    target_for,
+)
 from paramserver.bench.cost_model import LinkSpeed
 from paramserver.bench.link_probe import GLOO, RPC, measure_links
 from paramserver.bench.measure import MeasuringMethod, measure
@@ -119,22 +127,11 @@ def make_parser() -> argparse.ArgumentParser:
         "and why), 2 the input is wrong, 3 interrupted (the report holds what was finished).",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="as for paramserver launch")
-    parser.add_argument("--modes", metavar="M,...", help="default: ddp,rpc")
-    parser.add_argument("--trainers", metavar="T,...", help="numbers of trainers (default: cluster.num_trainers)")
+    add_case_flags(parser, "cluster.num_trainers")
     add_overrides(parser)
-    parser.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="KEY=V1,V2",
-        help="a case for each value",
-    )
     parser.add_argument("--repeats", default="3", metavar="N", help="runs of each case (default: 3)")
     parser.add_argument("--seconds", default="5", metavar="S", help="of training that are measured (default: 5)")
     parser.add_argument("--warm_up", default=f"{WARM_S:g}", metavar="S", help="of training before that (default: 1)")
-    parser.add_argument(
-        "--slow", metavar="trainer=I,factor=F[,probability=P]", help="batches of trainer I take F times as long"
-    )
     parser.add_argument("--target", metavar="NAME=VALUE", help="the time to a validation value, as accuracy=0.95")
     parser.add_argument(
         "--bandwidth", metavar="RATE", help="each rank on a network interface of its own, of 100mbit or the like (root)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,22 @@ _SET_BY_BENCHMARK = (
     *("task", "checkpoint.every", "checkpoint.best", "logging.run_dir", "logging.name", "logging.tensorboard"),
     *("training.max_epochs", "training.max_steps", "training.max_samples", "training.patience"),
 )
+
+
+def add_case_flags(parser: argparse.ArgumentParser, trainers: str) -> None:
+    """Add the flags that name cases; ``trainers`` says what their number is by default."""
+    parser.add_argument("--modes", metavar="M,...", help="default: ddp,rpc")
+    parser.add_argument("--trainers", metavar="T,...", help=f"numbers of trainers (default: {trainers})")
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2",
+        help="a case for each value, as cluster.num_servers=1,2,4",
+    )
+    parser.add_argument(
+        "--slow", metavar="trainer=I,factor=F[,probability=P]", help="batches of trainer I take F times as long"
+    )
 
 
 @dataclass(frozen=True)

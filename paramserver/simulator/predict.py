@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from paramserver.bench.cases import Case, RequestedCases, make_cases, parse_positive
+from paramserver.bench.cases import Case, RequestedCases, add_case_flags, make_cases, parse_positive
 from paramserver.bench.cost_model import LinkSpeed, communication_s
 from paramserver.bench.network import parse_bandwidth
 from paramserver.bench.slowdown import parse_slowdown
@@ -38,17 +38,8 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="docs/scale.md describes the model and its errors. Exit codes: 0 done, 2 the input is wrong.",
     )
     parser.add_argument("results", type=Path, metavar="RESULTS", help="a results.jsonl, or the folder that holds it")
-    parser.add_argument("--modes", metavar="M,...", help="default: ddp,rpc")
-    parser.add_argument("--trainers", metavar="T,...", help="numbers of trainers (default: as measured)")
+    add_case_flags(parser, "as measured")
     add_overrides(parser)
-    parser.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="KEY=V1,V2",
-        help="a case for each value, as cluster.num_servers=1,2,4",
-    )
-    parser.add_argument("--slow", metavar="trainer=I,factor=F[,probability=P]", help="as for paramserver benchmark")
     parser.add_argument("--bandwidth", metavar="RATE", help="of each host, as 10gbit (default: as measured)")
     parser.add_argument("--latency_us", metavar="U", help="of a message (default: as measured)")
     parser.add_argument("--cores", metavar="N", help="of each host (default: those of the measured machine)")
