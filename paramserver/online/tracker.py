@@ -218,6 +218,8 @@ class SimulationTracker(ABC):
         self._lost: list[Mapping[int, int]] = [{} for _ in range(num_trainers)]
         self._inherited: Mapping[int, int] = {}
         self._num_reports = [0] * num_trainers
+        # Whether samples that were acknowledged may be missing: with a trainer, or because of a return to a checkpoint.
+        self._some_lost = False
 
     # Events.
 
@@ -234,6 +236,7 @@ class SimulationTracker(ABC):
 
     def on_trainer_replaced(self, index: int, joined: TrainerJoined) -> None:
         """Another process has taken the place of a trainer, with what that had received at its last checkpoint."""
+        self._some_lost = True
         before, self._received[index] = self._received[index], dict(joined.received)
         lost, self._lost[index] = self._lost[index], {}
         for simulation in self.simulations.values():
@@ -265,6 +268,8 @@ class SimulationTracker(ABC):
         simulation.byes[header.member] = header.step
         if self.config.steps is None and simulation.has_all_byes(header.members):
             simulation.total = sum(simulation.byes.values()) // header.members
+        if simulation.has_all_byes(header.members):
+            self._expect_reports(simulation)
 
     def on_report(self, trainer_index: int, report: SimulationReport, now: float) -> None:
         """A trainer reports its progress."""
@@ -298,9 +303,14 @@ class SimulationTracker(ABC):
     def num_lost(self, number: int) -> int:
         """Samples of a simulation that were in the buffer of a trainer that died, after its last checkpoint."""
         known = self.simulations.get(number)
-        if known is not None and known.closed_with is not None:
-            return max(known.closed_with - self.num_received(number), 0)
-        return (known.lost if known is not None else 0) + sum(one.get(number, 0) for one in self._lost)
+        if known is None:
+            return sum(one.get(number, 0) for one in self._lost)
+        # Of one that is complete, a client that still waited for an ACK may report what ``lost`` counts already.
+        total = self._total(known) if known.state is SimulationState.COMPLETE else None
+        sent = total if total is not None and self._is_reported(known) else known.closed_with
+        if sent is not None:
+            return max(sent - self.num_received(number), 0)
+        return known.lost + sum(one.get(number, 0) for one in self._lost)
 
     def client_parameters(self, number: int) -> list[float] | None:
         """The parameters with which clients opened a simulation; None = it was not opened."""
@@ -343,11 +353,26 @@ class SimulationTracker(ABC):
         # One that was given up has been replaced, whatever still arrives of it.
         if simulation.state is SimulationState.GIVEN_UP:
             return False
-        total = self.config.steps or simulation.total
+        total = self._total(simulation)
         if total is not None and self.num_received(simulation.id) + self.num_lost(simulation.id) >= total:
             return True
         # BYE follows the last ACK, so all samples are stored, even if no report has counted them yet.
         return self.config.steps is None and bool(simulation.byes) and simulation.total is not None
+
+    def _total(self, simulation: Simulation) -> int | None:
+        return self.config.steps or simulation.total
+
+    def _expect_reports(self, simulation: Simulation) -> None:
+        # What is acknowledged is in the next report of each trainer, but not in one that was in flight.
+        simulation.settled_at = [reports + REPORTS_TO_SETTLE for reports in self._num_reports]
+
+    def _is_reported(self, simulation: Simulation) -> bool:
+        return all(map(ge, self._num_reports, simulation.settled_at))
+
+    def _close(self, simulation: Simulation) -> None:
+        """Count what its clients, all closed, had sent and no trainer has as lost; call it once that is reported."""
+        if self._some_lost and simulation.has_all_byes(self.config.group_size):
+            simulation.closed_with = sum(simulation.byes.values()) // self.config.group_size
 
     def _complete(self, simulation: Simulation, now: float) -> TrackerEvent:
         simulation.set_state(SimulationState.COMPLETE, now)
@@ -402,8 +427,6 @@ class ExternalSimulations(SimulationTracker):
         super().__init__(config, num_trainers)
         self._first_s = first_s
         self._open: dict[int, Simulation] = {}
-        # Whether samples that were acknowledged may be missing: with a trainer, or because of a return to a checkpoint.
-        self._some_lost = False
         self._finish_received = False
         self._hello_received = False
         self._last_sign_s = 0.0
@@ -447,14 +470,6 @@ class ExternalSimulations(SimulationTracker):
     def on_bye(self, header: Header, now: float) -> None:
         self._last_sign_s = now
         super().on_bye(header, now)
-        simulation = self.simulations.get(header.simulation)
-        if simulation is not None and simulation.has_all_byes(header.members):
-            # What is acknowledged is in the next report of each trainer, but not in one that was in flight.
-            simulation.settled_at = [reports + REPORTS_TO_SETTLE for reports in self._num_reports]
-
-    def on_trainer_replaced(self, index: int, joined: TrainerJoined) -> None:
-        self._some_lost = True
-        super().on_trainer_replaced(index, joined)
 
     def replay(self, received: Iterable[Header]) -> None:
         for header in received:
@@ -494,7 +509,8 @@ class ExternalSimulations(SimulationTracker):
             return []
         actions: list[Action] = []
         for simulation in list(self._open.values()):
-            self._settle(simulation)
+            if simulation.settled_at and self._is_reported(simulation):
+                self._close(simulation)
             if self._is_complete(simulation):
                 del self._open[simulation.id]
                 actions.append(self._complete(simulation, now))
@@ -511,12 +527,6 @@ class ExternalSimulations(SimulationTracker):
         if not self.done and now - self._last_sign_s > timeout_s:
             self.failure = self._describe_missing(timeout_s, key)
         return actions
-
-    def _settle(self, simulation: Simulation) -> None:
-        """Count what a simulation had sent before it was closed, and no trainer has, as lost."""
-        settled = simulation.settled_at and all(map(ge, self._num_reports, simulation.settled_at))
-        if self._some_lost and settled and simulation.byes:
-            simulation.closed_with = sum(simulation.byes.values()) // self.config.group_size
 
     def _get_or_add(self, number: int) -> Simulation:
         return self.simulations.setdefault(number, Simulation(number))

@@ -11,7 +11,6 @@ from typing import Any
 from paramserver.config import SimulationsConfig
 from paramserver.online.protocol import Header, SimulationReport, TrainerJoined
 from paramserver.online.tracker import (
-    REPORTS_TO_SETTLE,
     Action,
     KillProcess,
     Simulation,
@@ -112,7 +111,7 @@ class ManagedSimulations(SimulationTracker):
         simulation.exit_error = None if exit_code == 0 else describe_exit(exit_code)
         if not simulation.ended and (exit_code == 0 or self._may_have_sent_all(simulation)):
             simulation.set_state(SimulationState.SETTLING, now)
-            simulation.settled_at = [reports + REPORTS_TO_SETTLE for reports in self._num_reports]
+            self._expect_reports(simulation)
 
     def _may_have_sent_all(self, simulation: Simulation) -> bool:
         """Whether a process that failed may have failed after its last sample."""
@@ -150,8 +149,12 @@ class ManagedSimulations(SimulationTracker):
                 "complete"
             )
             return [TrackerEvent("exited", simulation.id, text)]
-        if simulation.state is SimulationState.SETTLING and not self._is_settled(simulation, now - simulation.since_s):
-            return []
+        if simulation.state is SimulationState.SETTLING:
+            if not self._is_settled(simulation, now - simulation.since_s):
+                return []
+            self._close(simulation)
+            if self._is_complete(simulation):
+                return [self._complete(simulation, now)]
         return self._fail_attempt(
             simulation, simulation.kill_reason or simulation.exit_error or self._too_few(simulation)
         )
@@ -175,8 +178,7 @@ class ManagedSimulations(SimulationTracker):
         return [KillProcess(simulation.id, simulation.kill_reason)]
 
     def _is_settled(self, simulation: Simulation, quiet_s: float) -> bool:
-        reported = all(self._num_reports[i] >= at for i, at in enumerate(simulation.settled_at))
-        return (reported and quiet_s >= _SETTLE_S) or quiet_s >= self.config.timeout_s
+        return (self._is_reported(simulation) and quiet_s >= _SETTLE_S) or quiet_s >= self.config.timeout_s
 
     def _too_few(self, simulation: Simulation) -> str:
         got = self.num_received(simulation.id)

@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -723,3 +724,94 @@ def test_whatever_happens_to_processes_all_that_was_wanted_is_complete_in_the_en
     assert len(complete) == len(set(complete)) == 12
     assert all((number, step) in world.seen for number in complete for step in range(9))
     assert restarts > 0 or seed % 3 == 0
+
+
+class ModelTrainer:
+    """What a trainer has of each simulation, and what it reports."""
+
+    def __init__(self, kept=()):
+        self.received = set(kept)
+        self.lost = set()
+
+    def receive(self, key):
+        self.received.add(key)
+        self.lost.discard(key)
+
+    def report(self, tracker, index):
+        received, lost = counted(self.received), counted(self.lost)
+        tracker.on_report(index, SimulationReport(received, [], lost=lost), 0.0)
+
+
+class ModelClient:
+    """A client of one simulation: sends, hears of ACKs later, and closes once it has heard of all."""
+
+    def __init__(self, number, steps):
+        self.number, self.unsent = number, list(range(steps))
+        self.unheard, self.acked = [], []
+        self.steps, self.closed = steps, False
+
+    def move(self, rng, tracker, trainers):
+        if self.unheard and rng.random() < 0.4:
+            self.acked.append(self.unheard.pop(0))
+        elif self.unsent:
+            step = self.unsent.pop(0)
+            trainers[step % len(trainers)].receive((self.number, step))
+            self.unheard.append(step)
+        elif not self.unheard and not self.closed:
+            self.closed = True
+            bye(tracker, self.number, self.steps)
+            if isinstance(tracker, ManagedSimulations):
+                tracker.on_exit(self.number, 0, 0, 0.0)
+
+    def meet(self, index, trainers):
+        """The replacement of a trainer hears what its predecessor had, and gets what that had not acknowledged."""
+        if self.closed:
+            return
+        mine = {step for step in self.acked if step % len(trainers) == index}
+        trainers[index].lost |= {(self.number, step) for step in mine} - trainers[index].received
+        for step in self.unheard:
+            if step % len(trainers) == index:
+                trainers[index].receive((self.number, step))
+
+
+def counted(keys):
+    return dict(Counter(number for number, _ in keys))
+
+
+@pytest.mark.parametrize("kind", [started, outside])
+@pytest.mark.parametrize("steps", [12, None])
+@pytest.mark.parametrize("seed", range(25))
+def test_received_and_lost_are_what_was_sent_whenever_trainers_die(kind, steps, seed):
+    rng = random.Random(f"{kind.__name__} {steps} {seed}")
+    tracker = kind(2, count=3, steps=steps, **({"at_once": 3} if kind is started else {"fields": {"u": [2]}}))
+    trainers = [ModelTrainer(), ModelTrainer()]
+    clients = [ModelClient(number, 12) for number in range(3)]
+    tracker.poll(0.0)
+    for client in clients:
+        hello(tracker, client.number)
+    deaths = 0
+    while deaths < 2 or not all(client.closed for client in clients):
+        move = rng.random()
+        if move < 0.85:
+            rng.choice(clients).move(rng, tracker, trainers)
+        elif move < 0.97:
+            index = rng.randrange(2)
+            trainers[index].report(tracker, index)
+            tracker.poll(0.0)
+        elif deaths < 4:
+            deaths += 1
+            index = rng.randrange(2)
+            kept = [key for key in sorted(trainers[index].received) if rng.random() < 0.8]  # that were applied
+            trainers[index] = ModelTrainer(kept)
+            tracker.on_trainer_replaced(index, TrainerJoined("tcp://127.0.0.1:2", counted(kept), {}))
+            for client in clients:
+                client.meet(index, trainers)
+    for _ in range(4):
+        for index, trainer in enumerate(trainers):
+            trainer.report(tracker, index)
+        tracker.poll(10.0)
+    assert tracker.done
+    assert tracker.restarts == 0
+    received = [tracker.num_received(number) for number in range(3)]
+    assert sum(received) == sum(len(trainer.received) for trainer in trainers)
+    assert [got + tracker.num_lost(number) for number, got in enumerate(received)] == [12, 12, 12]
