@@ -5,13 +5,8 @@ from typing import TYPE_CHECKING
 from paramserver._lazy import attach
 
 if TYPE_CHECKING:
-    from paramserver.checkpoint.best import (
-        BestMetric as BestMetric,
-    )
-    from paramserver.checkpoint.format import (
-        FORMAT_VERSION as FORMAT_VERSION,
-        Manifest as Manifest,
-    )
+    from paramserver.checkpoint.best import BestMetric as BestMetric
+    from paramserver.checkpoint.format import FORMAT_VERSION as FORMAT_VERSION, Manifest as Manifest
     from paramserver.checkpoint.load import (
         Checkpoint as Checkpoint,
         choose_checkpoint as choose_checkpoint,
@@ -34,10 +29,7 @@ if TYPE_CHECKING:
         without_values as without_values,
         write_chunks as write_chunks,
     )
-    from paramserver.checkpoint.staging import (
-        StagingPool as StagingPool,
-        stage_copy as stage_copy,
-    )
+    from paramserver.checkpoint.staging import StagingPool as StagingPool, stage_copy as stage_copy
     from paramserver.checkpoint.writer import (
         CheckpointWriter as CheckpointWriter,
         WrittenCheckpoint as WrittenCheckpoint,

@@ -5,12 +5,8 @@ from typing import TYPE_CHECKING
 from paramserver._lazy import attach
 
 if TYPE_CHECKING:
-    from paramserver.config.checks import (
-        value_of as value_of,
-    )
-    from paramserver.config.deadlines import (
-        Deadlines as Deadlines,
-    )
+    from paramserver.config.checks import value_of as value_of
+    from paramserver.config.deadlines import Deadlines as Deadlines
     from paramserver.config.io import (
         config_from_mapping as config_from_mapping,
         describe_keys as describe_keys,
@@ -18,19 +14,9 @@ if TYPE_CHECKING:
         dump_yaml as dump_yaml,
         load_config as load_config,
     )
-    from paramserver.config.layers import (
-        KEYS as KEYS,
-        SECTIONS as SECTIONS,
-        Key as Key,
-        Section as Section,
-    )
-    from paramserver.config.modes import (
-        MODES as MODES,
-        Mode as Mode,
-    )
-    from paramserver.config.parsing import (
-        is_plain as is_plain,
-    )
+    from paramserver.config.layers import KEYS as KEYS, SECTIONS as SECTIONS, Key as Key, Section as Section
+    from paramserver.config.modes import MODES as MODES, Mode as Mode
+    from paramserver.config.parsing import is_plain as is_plain
     from paramserver.config.schema import (
         BestConfig as BestConfig,
         BufferConfig as BufferConfig,

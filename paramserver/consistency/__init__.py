@@ -5,13 +5,8 @@ from typing import TYPE_CHECKING
 from paramserver._lazy import attach
 
 if TYPE_CHECKING:
-    from paramserver.consistency.asynchronous import (
-        Async as Async,
-        Bounded as Bounded,
-    )
-    from paramserver.consistency.backup import (
-        BackupSync as BackupSync,
-    )
+    from paramserver.consistency.asynchronous import Async as Async, Bounded as Bounded
+    from paramserver.consistency.backup import BackupSync as BackupSync
     from paramserver.consistency.base import (
         Announcement as Announcement,
         Consistency as Consistency,
@@ -22,9 +17,7 @@ if TYPE_CHECKING:
         Update as Update,
         Verdict as Verdict,
     )
-    from paramserver.consistency.factory import (
-        make_consistency as make_consistency,
-    )
+    from paramserver.consistency.factory import make_consistency as make_consistency
     from paramserver.consistency.ledger import (
         Ledger as Ledger,
         LedgerRow as LedgerRow,
@@ -37,8 +30,6 @@ if TYPE_CHECKING:
         decide as decide,
         module_buffer_owner as module_buffer_owner,
     )
-    from paramserver.consistency.staleness import (
-        StalenessHistogram as StalenessHistogram,
-    )
+    from paramserver.consistency.staleness import StalenessHistogram as StalenessHistogram
 else:
     __getattr__, __dir__, __all__ = attach(__name__, __file__)
