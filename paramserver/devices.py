@@ -62,11 +62,6 @@ def require_visible_gpus(config: Config, allocated: int, visible: int | None = N
 
     Raises:
         UnsupportedConfiguration: torch sees none of them.
-
-    Example::
-
-        >>> from paramserver.config import DeviceConfig
-        >>> require_visible_gpus(Config(device=DeviceConfig(kind="cpu")), allocated=4, visible=0)
     """
     if not allocated or (config.device.kind == "cpu" and config.device.server != "cuda"):
         return
@@ -106,11 +101,6 @@ def place_server(config: Config, gpus_here: int | None = None) -> Placement:
 
     With ``server.compute: server`` they are ``device.num_gpus`` GPUs if the host has as many, otherwise the CPU; the
     parameters are on the CPU in either case. Otherwise it computes where the parameters are.
-
-    Example::
-
-        >>> place_server(Config(), gpus_here=8) == CPU
-        True
     """
     if not server_computes(config):
         return place_parameters(config, gpus_here)
@@ -136,11 +126,6 @@ def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_her
     Raises:
         UnsupportedConfiguration: ``device.kind: cuda`` without enough GPUs, or a backend that the device does not
             support.
-
-    Example::
-
-        >>> place_trainer(Config(), local_index=1, trainers_here=2, gpus_here=2).devices
-        (device(type='cuda', index=1),)
     """
     if server_computes(config):
         return CPU
@@ -217,13 +202,7 @@ def to_cpu(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with its tensors on ``device``; nested tuples, lists and dicts keep their structure.
-
-    Example::
-
-        >>> move_to_device({"x": torch.zeros(2)}, torch.device("meta"))["x"].device
-        device(type='meta')
-    """
+    """Return ``batch`` with its tensors on ``device``; nested tuples, lists and dicts keep their structure."""
     if isinstance(batch, torch.Tensor):
         # Not to the CPU: such a copy would be read before it is complete.
         return batch.to(device, non_blocking=device.type != "cpu")

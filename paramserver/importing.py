@@ -54,14 +54,6 @@ def check_torch_version(version: str | None = None) -> None:
 
     Raises:
         UnsupportedConfiguration: it is not, or torch is not installed.
-
-    Example::
-
-        >>> check_torch_version()
-        >>> check_torch_version("1.13.1+cu117")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-            ...
-        paramserver.errors.UnsupportedConfiguration: torch (1.13.1+cu117) must be at least ...
     """
     cure = f"run: python -m pip install 'torch>={TORCH_FROM},<{TORCH_BELOW}'"
     if version is None:
@@ -129,11 +121,6 @@ def load_object(reference: str, key: str, folders: Sequence[Path] = ()) -> Any:
     Raises:
         UnsupportedConfiguration: the reference is malformed.
         TaskError: there is no such module or name, or the module raised while it was imported.
-
-    Example::
-
-        >>> load_object("collections:Counter", "task")
-        <class 'collections.Counter'>
     """
     place, _, name = reference.rpartition(":")
     if not place or not name.isidentifier():

@@ -46,11 +46,6 @@ def epoch_of(samples: int, epoch_samples: int | None) -> int:
     Args:
         samples: samples applied so far, by all trainers.
         epoch_samples: samples of one pass over the source, for all trainers; None if unknown (then there is one epoch).
-
-    Example::
-
-        >>> epoch_of(samples=2048, epoch_samples=1024)
-        2
     """
     return samples // epoch_samples if epoch_samples else 0
 

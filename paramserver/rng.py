@@ -48,14 +48,6 @@ def seed_all(*entropy: int) -> None:
 
     Args:
         entropy: for example the seed of the run and the index of the trainer.
-
-    Example::
-
-        >>> seed_all(0, 1)
-        >>> first = torch.rand(1)
-        >>> seed_all(0, 1)
-        >>> torch.equal(torch.rand(1), first)
-        True
     """
     words = np.random.SeedSequence(entropy).generate_state(4)
     torch.manual_seed((int(words[0]) << 32 | int(words[1])) & (2**63 - 1))
@@ -68,14 +60,6 @@ def random_states(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
 
     Args:
         devices: of this process; the generators of its GPUs are included.
-
-    Example::
-
-        >>> states = random_states()
-        >>> first = random.random()
-        >>> restore_random_states(states)
-        >>> random.random() == first
-        True
     """
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
@@ -117,14 +101,6 @@ def seed_read(seed: int, epoch: int, index: int) -> None:
         seed: of the run.
         epoch: the pass over the data set.
         index: of the sample in the data set.
-
-    Example::
-
-        >>> seed_read(0, 2, 7)
-        >>> first = torch.rand(1)
-        >>> seed_read(0, 2, 7)
-        >>> torch.equal(torch.rand(1), first)
-        True
     """
     _seed_default(seed, epoch, index, _READ)
 

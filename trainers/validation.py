@@ -82,17 +82,6 @@ def validation_batches(task: Task, partition: Partition, config: Config) -> Data
 
     Raises:
         TaskError: the source is neither a data set nor an iterable, or there is no ``validation_step``.
-
-    Example::
-
-        >>> from paramserver.config import TrainingConfig
-        >>> class Numbers(Task):
-        ...     def validation_source(self, partition):
-        ...         return [0.0, 1.0, 2.0, 3.0, 4.0]
-        ...     def validation_step(self, model, batch, valid_batch_idx, batch_idx):
-        ...         return {"mean": batch.mean()}
-        >>> list(validation_batches(Numbers(), Partition(1, 2), Config(training=TrainingConfig(batch_size=4))))
-        [(tensor([1., 3.], dtype=torch.float64), 2)]
     """
     data = task.validation_source(partition)
     if data is None:
@@ -242,17 +231,7 @@ def _number(value: Any, what: str) -> float:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in ``eval()`` without gradients; at the exit restore the mode of each module.
-
-    Example::
-
-        >>> model = nn.Dropout()
-        >>> with eval_mode(model):
-        ...     model.training, torch.is_grad_enabled()
-        (False, False)
-        >>> model.training
-        True
-    """
+    """Put the model in ``eval()`` without gradients; at the exit restore the mode of each module."""
     # Per module, not model.train(): the user may have frozen some of them in eval().
     flags = {module: module.training for module in model.modules()}
     model.eval()

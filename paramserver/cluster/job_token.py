@@ -47,12 +47,6 @@ def read_token(token_file: str | None, environ: Mapping[str, str]) -> JobToken |
 
     Raises:
         UnsupportedConfiguration: the token is too short or too long, or other users can read or replace its file.
-
-    Example::
-
-        >>> read_token(None, {})
-        >>> read_token(None, {"PARAMSERVER_TOKEN": "0123456789abcdef"})
-        JobToken(source='PARAMSERVER_TOKEN')
     """
     if TOKEN_VARIABLE in environ:
         source, secret = TOKEN_VARIABLE, os.fsencode(environ[TOKEN_VARIABLE]).strip()
@@ -66,15 +60,7 @@ def read_token(token_file: str | None, environ: Mapping[str, str]) -> JobToken |
 
 
 def hide_token(environ: MutableMapping[str, str]) -> None:
-    """Remove the token from the environment of a rank that has read it: processes that it starts do not need it.
-
-    Example::
-
-        >>> variables = {"PARAMSERVER_TOKEN": "0123456789abcdef", "HOME": "/root"}
-        >>> hide_token(variables)
-        >>> variables
-        {'HOME': '/root'}
-    """
+    """Remove the token from the environment of a rank that has read it: processes that it starts do not need it."""
     environ.pop(TOKEN_VARIABLE, None)
 
 

@@ -92,13 +92,7 @@ class SimulationEnvironment:
 
 
 def in_slurm_allocation(environ: Mapping[str, str]) -> bool:
-    """Return whether this process runs inside a SLURM allocation (sbatch, salloc), where srun starts further steps.
-
-    Example::
-
-        >>> in_slurm_allocation({"SLURM_JOB_ID": "7"})
-        True
-    """
+    """Return whether this process runs inside a SLURM allocation (sbatch, salloc), where srun starts further steps."""
     return bool(environ.get(_SLURM_JOB))
 
 

@@ -70,15 +70,7 @@ def abort_connections(addresses: Sequence[str]) -> None:
 
 
 def is_own_connection(accepted: socket.socket) -> bool:
-    """Return whether the other end of a TCP connection, which a listener of this process accepted, is here too.
-
-    Example::
-
-        >>> with socket.create_server(("127.0.0.1", 0)) as listener:
-        ...     with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
-        ...         is_own_connection(accepted)
-        True
-    """
+    """Return whether the other end of a TCP connection, which a listener of this process accepted, is here too."""
     ends = (accepted.getpeername()[:2], accepted.getsockname()[:2])
     for descriptor in _sockets().values():
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:  # an error: it is no such connection

@@ -64,18 +64,7 @@ def send_request(store: Store, request: ResizeRequest) -> str:
 
 
 def pending_requests(store: Store) -> dict[str, ResizeRequest]:
-    """Return the requests that rank 0 has not answered yet, by their keys, in their order.
-
-    Example::
-
-        >>> from torch._C._distributed_c10d import HashStore
-        >>> key = send_request(store := HashStore(), ResizeRequest("leave", 2))
-        >>> [str(request) for request in pending_requests(store).values()]
-        ['rank 2 leaves']
-        >>> mark_carried_out(store, pending_requests(store))
-        >>> pending_requests(store), refusal(store, key), has_left(store, 2)
-        ({}, '', True)
-    """
+    """Return the requests that rank 0 has not answered yet, by their keys, in their order."""
     keys = [f"request/{number}" for number in range(1, store.add(_COUNT, 0) + 1)]
     return {key: ResizeRequest(**json.loads(store.get(key))) for key in keys if store.check([key])}
 

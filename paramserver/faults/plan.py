@@ -153,13 +153,6 @@ def random_faults(number: int, seed: int, ranks: Sequence[Role], config: Config)
 
     They depend on the arguments only. Each begins when the run has had time to recover from the one before, and no rank
     is ended more often than ``cluster.max_restarts`` allows.
-
-    Example::
-
-        >>> from paramserver.config import Config, roles
-        >>> config = Config()
-        >>> [str(fault) for fault in random_faults(2, 0, roles(config, 3), config)]
-        ['slow trainer:0 x2.9 @2.8s for 1.1s', 'freeze trainer:1 @17s for 2.6s']
     """
     rng, lost_after_s = random.Random(f"chaos/{seed}"), config.server.lost_after_s
     kinds = [kind for kind in _KINDS if kind != "lose" and (kind != "partition" or mode_of(config).has_servers)]

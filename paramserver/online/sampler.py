@@ -131,11 +131,6 @@ def make_sampler(name: str, ranges: Ranges, seed: int, count: int, folders: Sequ
     Raises:
         UnsupportedConfiguration: the name is unknown, or scipy is missing.
         TaskError: a user's class cannot be loaded or created.
-
-    Example::
-
-        >>> type(make_sampler("uniform", [("t0", 100.0, 500.0)], seed=1, count=10)).__name__
-        'Uniform'
     """
     if name in _SAMPLERS:
         return _SAMPLERS[name](ranges, seed, count) if ranges else Uniform(ranges, seed, count)

@@ -44,11 +44,6 @@ def is_elementwise(optimizer: torch.optim.Optimizer, servers: int) -> bool:
 
     Raises:
         TaskError: the optimizer does not declare it.
-
-    Example::
-
-        >>> is_elementwise(torch.optim.SGD([torch.zeros(1)], lr=0.1), servers=2)
-        True
     """
     if isinstance(optimizer, NamedOptimizers):
         kinds = [is_elementwise(own, servers) for own in optimizer.by_name.values()]  # each is checked

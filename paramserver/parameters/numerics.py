@@ -29,13 +29,6 @@ def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
 
     The sum of such a tensor is not finite. The sum of a finite tensor may overflow; only then are its elements checked,
     which takes many times longer.
-
-    Example::
-
-        >>> first_nonfinite({"weight": torch.ones(3), "bias": torch.tensor([1.0, float("nan")])})
-        'bias'
-        >>> first_nonfinite({"weight": torch.full((2,), 3e38)}) is None
-        True
     """
     for name, tensor in tensors.items():
         values = _as_real(tensor)
@@ -56,13 +49,6 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
     Different tensors have equal sums only by chance, or if they differ in the order of their elements. (The plain sum
     would not do: what is added to a positive and a negative number cancels out.)
-
-    Example::
-
-        >>> checksums({"bias": torch.zeros(3), "scale": torch.zeros((), dtype=torch.float64)})
-        {'bias': 0, 'scale': 0}
-        >>> checksums({"a": torch.tensor([1.0, -1.0])}) == checksums({"a": torch.tensor([1.0000001, -0.9999999])})
-        False
     """
     sums = []
     for tensor in tensors.values():
@@ -106,11 +92,6 @@ def check_loss(loss: object, trainer_index: int, batch_idx: int, optimizer: str 
     Raises:
         TaskError: it is not a scalar tensor with a gradient.
         NotFinite: it is NaN or infinite; nothing of this batch, or call, is applied.
-
-    Example::
-
-        >>> check_loss(torch.tensor(0.5, requires_grad=True), trainer_index=0, batch_idx=0)
-        0.5
     """
     where = f"training_step, trainer {trainer_index}, batch {batch_idx}"
     origin, unit = (f"gave optimize({optimizer!r}, loss)", "call") if optimizer else ("returned", "batch")

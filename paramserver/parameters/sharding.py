@@ -342,18 +342,6 @@ def split_state(
         indices: of the parameter of each slot, see ``optimizer_indices``.
         layout: of all parameters.
         shard: of the server.
-
-    Example::
-
-        >>> layout = FlatLayout.of([("weight", torch.zeros(64, 1024))])
-        >>> shards = plan_shards(layout, servers=2, splittable=True)
-        >>> states = {0: {"step": 3, "momentum": torch.arange(65536.0).reshape(64, 1024)}}
-        >>> parts = [split_state(states, [0], layout, shard) for shard in shards]
-        >>> parts[1][0]["momentum"].shape
-        torch.Size([32768])
-        >>> merged = merge_state(list(zip(shards, parts)), [0], layout)
-        >>> torch.equal(merged[0]["momentum"], states[0]["momentum"])
-        True
     """
     parts: States = {}
     for piece in shard.slices:

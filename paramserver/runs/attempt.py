@@ -55,13 +55,6 @@ def reserve_folder(base: Path, name: str | None, default_name: str) -> Iterator[
     Raises:
         UnsupportedConfiguration: ``name`` exists already, or is not the name of a folder, or ``base`` cannot be
             written to.
-
-    Example::
-
-        >>> base = getfixture("tmp_path")
-        >>> with reserve_folder(base, "digits", "") as run:
-        ...     run.path.relative_to(base), run.checkpoints_dir.is_dir()
-        (PosixPath('digits'), True)
     """
     wanted = default_name if name is None else name
     if wanted in ("", ".", "..") or Path(wanted).name != wanted:

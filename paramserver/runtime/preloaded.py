@@ -82,11 +82,6 @@ def role_arguments(config: int, pipe: int, listener: int | None = None) -> list[
         config: a file with the config.
         pipe: the writing end of the event pipe.
         listener: the socket of rank 0's store.
-
-    Example::
-
-        >>> role_arguments(4, 5)
-        ['--config', '/dev/fd/4', '--supervised', '5']
     """
     arguments = ["--config", f"/dev/fd/{config}", "--supervised", str(pipe)]
     return arguments if listener is None else [*arguments, "--listener", str(listener)]
