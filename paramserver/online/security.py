@@ -206,16 +206,12 @@ class ServerSecurity:
         self._clients = Path(keys) / _CLIENTS
         # Read once: the sockets keep these keys. Those of clients are read at each handshake.
         self._public, self._secret = _read(Path(keys) / f"{SERVER}{_SECRET}", secret=True)
-        self._authenticator = self._start(context)
-
-    def _start(self, context: zmq.Context[Any]) -> ThreadAuthenticator:
         from zmq.auth.thread import ThreadAuthenticator
 
-        authenticator = ThreadAuthenticator(context)
-        authenticator.configure_curve_callback(_DOMAIN, self)
-        authenticator.start()
-        authenticator.thread.name = _THREAD
-        return authenticator
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.configure_curve_callback(_DOMAIN, self)
+        self._authenticator.start()
+        self._authenticator.thread.name = _THREAD
 
     def protect(self, socket: zmq.Socket[Any]) -> None:
         """Require encryption and a known key on a socket. Call it before the socket is bound."""

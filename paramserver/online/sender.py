@@ -313,25 +313,23 @@ class ClientConnection:
                 f"keys (None) must be given with the address {address}, which is beyond this machine; name the folder "
                 "of the run's keys"
             )
-        self.socket = context.socket(zmq.DEALER)
-        try:
+        with ExitStack() as opening:
+            self.socket = context.socket(zmq.DEALER)
+            opening.callback(self.socket.close, linger=0)
             # No high-water mark: the window bounds what waits to leave, so that a send never blocks. No linger: a
             # program that ends without close() must not hang.
             self.socket.sndhwm, self.socket.linger = 0, 0
             self.socket.ipv6 = "[" in address
             secure_client_socket(self.socket, keys)
-            self._connect()
-        except BaseException:
-            self.close()
-            raise
-
-    def _connect(self) -> None:
-        try:
-            self.socket.connect(self.address)
-        except zmq.ZMQError as error:
-            raise ClientError(
-                f"address ({self.address}) must be tcp://host:port ({error.strerror}); take the one that the run prints"
-            ) from error
+            self._monitor = ConnectionMonitor(self.socket)  # before connect(), so that no event is missed
+            opening.callback(self._monitor.close)
+            try:
+                self.socket.connect(address)
+            except zmq.ZMQError as error:
+                raise ClientError(
+                    f"address ({address}) must be tcp://host:port ({error.strerror}); take the one that the run prints"
+                ) from error
+            opening.pop_all()
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
@@ -380,6 +378,7 @@ class ClientConnection:
 
     def close(self) -> None:
         """Close the socket; what has not left is dropped."""
+        self._monitor.close()
         self.socket.close(linger=0)
 
 
@@ -433,7 +432,6 @@ class TrainerConnection(ClientConnection):
         self._num_released = 0  # on this connection
         self._kept: deque[tuple[int, list[zmq.Frame]]] = deque()
         self._to_resend: deque[tuple[int, list[zmq.Frame]]] = deque()
-        self._monitor: ConnectionMonitor | None = None
         super().__init__(context, name, address, keys)
         self.send(header.reply(MessageKind.OPEN), *opening)
         if lost is not None:
@@ -452,23 +450,16 @@ class TrainerConnection(ClientConnection):
         while self._to_resend and self._sent - self._acked < self._window:
             self._send_sample(*self._to_resend.popleft())
 
-    def _connect(self) -> None:
-        # Before connect(), so that no event is missed.
-        self._monitor = ConnectionMonitor(self.socket)
-        super()._connect()
-
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
-        return [self.socket, *(self._monitor.sockets if self._monitor is not None else ())]
+        return [self.socket, *self._monitor.sockets]
 
     def is_lost(self) -> bool:
         """Whether it cannot be connected, or the connection has ended, also if ZeroMQ has connected again since."""
-        assert self._monitor is not None
         return self._monitor.disconnected_s() > 0 or self._monitor.num_connections > 1
 
     def is_connected(self) -> bool:
         """Whether the trainer has answered, and the connection has not ended since."""
-        assert self._monitor is not None
         return self._monitor.disconnected_s() == 0 and self._monitor.num_connections == 1
 
     @property
@@ -532,11 +523,6 @@ class TrainerConnection(ClientConnection):
             self.send(self._header.reply(MessageKind.HEARTBEAT))
         return min(fails_at, self._heartbeat_at + self._heartbeat_interval_s)
 
-    def close(self) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
-        super().close()
-
 
 _PING_INTERVAL_S = 1.0
 # A coordinator that answers PING but not the request is waited for this many times longer than a silent one.
@@ -560,22 +546,11 @@ class CoordinatorConnection(ClientConnection):
         self, context: zmq.Context[Any], name: str, address: str, keys: str | Path | None, run_started: bool = False
     ) -> None:
         self._run_started = run_started
-        self._monitor: ConnectionMonitor | None = None
         super().__init__(context, name, address, keys)
-
-    def _connect(self) -> None:
-        self._monitor = ConnectionMonitor(self.socket)
-        super()._connect()
-
-    def close(self) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
-        super().close()
 
     @property
     def num_connections(self) -> int:
         """How often the connection was made, at least 1."""
-        assert self._monitor is not None
         self._monitor.disconnected_s()
         return max(1, self._monitor.num_connections)
 
@@ -591,7 +566,6 @@ class CoordinatorConnection(ClientConnection):
                 ``limit_s`` (ten times as long, if None), or is gone: for 5 s, or for ``limit_s`` if it is given.
             RunOver: the run needs no more samples.
         """
-        assert self._monitor is not None
         self.last_seen_s = pinged_at = began_at = time.monotonic()
         self.send(header, *frames)
         ping_unanswered, connections = expect is MessageKind.PONG, max(1, self._monitor.num_connections)
@@ -625,7 +599,6 @@ class CoordinatorConnection(ClientConnection):
     def _check_timeouts(
         self, waited_s: float, limit_s: float, silent_s: float, timeout_s: float, gone_s: float
     ) -> None:
-        assert self._monitor is not None
         disconnected_s = self._monitor.disconnected_s()
         # Its return, if there is one, would come too late.
         gone = disconnected_s >= gone_s or (disconnected_s > 0 and waited_s >= limit_s)
