@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from paramserver.config import Config
 from paramserver.errors import UnsupportedConfiguration
@@ -120,7 +120,7 @@ class Progress(Sink):
         self._done = 0
         self._train = ""
         self._validation = ""
-        self._display: _Display | None = None
+        self._display: _PlainLines | _LiveLine | None = None
         if style != "off":
             tqdm = _tqdm() if style == "on" or _is_terminal(stream) else None
             if tqdm is None:
@@ -153,7 +153,7 @@ class Progress(Sink):
         self._call_display(lambda display: display.close())
         self._display = None
 
-    def _call_display(self, call: Callable[[_Display], None]) -> None:
+    def _call_display(self, call: Callable[[_PlainLines | _LiveLine], None]) -> None:
         if self._display is None:
             return
         try:
@@ -197,20 +197,8 @@ def _tqdm() -> Any:
     return type("_Bar", (tqdm,), {"monitor_interval": 0})
 
 
-class _Display(Protocol):
-    """How progress is shown. ``abandon`` is called instead of ``close`` when the stream is closed."""
-
-    def set_total(self, unit: str, total: int) -> None: ...
-
-    def show(self, done: int, text: str, urgent: bool) -> None: ...
-
-    def close(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-
 class _PlainLines:
-    """Plain lines, for logs and pipes."""
+    """Plain lines, for logs and pipes. ``abandon`` is called instead of ``close`` when the stream is closed."""
 
     def __init__(self, stream: TextIO, unit: str, total: int | None, clock: Callable[[], float]) -> None:
         self._stream = stream
@@ -251,7 +239,7 @@ class _PlainLines:
 
 
 class _LiveLine:
-    """One line that is redrawn in place, by tqdm."""
+    """One line that is redrawn in place, by tqdm; otherwise as ``_PlainLines``."""
 
     def __init__(self, tqdm: Any, stream: TextIO, unit: str, total: int | None) -> None:
         # A terminal of unknown width reports 0 columns, for which tqdm draws nothing.

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from paramserver.errors import TaskError
@@ -20,13 +21,7 @@ PHASES = ("data", "wait", "pull", "forward", "backward", "push", "apply")
 
 
 def make_record(kind: str, step: int | None, **fields: Any) -> Record:
-    """Return a record, which becomes one line of metrics.jsonl.
-
-    Example::
-
-        >>> make_record("validation", 50, values={"loss": 0.25})["step"]
-        50
-    """
+    """Return a record, which becomes one line of metrics.jsonl."""
     return {"time": time.time(), "kind": kind, "step": step, **fields}
 
 
@@ -190,10 +185,7 @@ class DurationHistogram:
         if not self.count:
             return 0.0
         indices = sorted(self.bins)
-        cumulated, total = [], 0
-        for index in indices:
-            total += self.bins[index]
-            cumulated.append(total)
+        cumulated = list(accumulate(self.bins[index] for index in indices))
         place = bisect.bisect_left(cumulated, q * self.count)
         return min(self._SMALLEST_S * math.exp(indices[min(place, len(indices) - 1)] * self._GROWTH), self.max_s)
 
@@ -229,9 +221,8 @@ class PhaseClock:
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.hidden_s = 0.0
         self.steps = DurationHistogram()
-        self._step = dict.fromkeys(PHASES, 0.0)
-        self._step_hidden_s = 0.0
-        self._last = self._step_started = time.perf_counter()
+        self._last = time.perf_counter()
+        self._begin_step()
 
     def lap(self, phase: str) -> None:
         """Attribute the time since the last lap to ``phase``."""
@@ -254,26 +245,26 @@ class PhaseClock:
 
     def end_step(self) -> float:
         """End the step and return its duration in seconds. The time since the last lap counts as ``wait``."""
-        now = time.perf_counter()
-        self._step["wait"] += now - self._last
-        self._last = now
-        duration_s = now - self._step_started
+        self.lap("wait")
+        duration_s = self._last - self._step_started
         self.steps.add(duration_s)
         for phase, seconds in self._step.items():
             self.seconds[phase] += seconds
         self.hidden_s += self._step_hidden_s
         if self.on_step is not None:
-            self.on_step(now, duration_s, {**self._step, "hidden": self._step_hidden_s})
-        self._step = dict.fromkeys(PHASES, 0.0)
-        self._step_hidden_s = 0.0
-        self._step_started = now
+            self.on_step(self._last, duration_s, {**self._step, "hidden": self._step_hidden_s})
+        self._begin_step()
         return duration_s
 
     def skip(self) -> None:
         """Discard the time since the last step: a validation, a checkpoint, the start, a wait without a step."""
-        self._last = self._step_started = time.perf_counter()
+        self._last = time.perf_counter()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self._step = dict.fromkeys(PHASES, 0.0)
         self._step_hidden_s = 0.0
+        self._step_started = self._last
 
 
 @dataclass

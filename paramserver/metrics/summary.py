@@ -4,116 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from paramserver.config import Config, mode_of, num_servers_of, num_trainers_of
-from paramserver.metrics.records import PHASES, DurationHistogram, TrainerTotals, peak_rss_mb
-
-
-class StalenessCounts(Protocol):
-    """How stale the applied gradients were."""
-
-    def summary(self) -> dict[str, Any]: ...
-
-    def by_trainer(self) -> list[dict[str, Any]]: ...
+from paramserver.metrics.records import PHASES, DurationHistogram, TrainerTotals
 
 
-class RunFigures(Protocol):
-    """What rank 0 counted during the run."""
-
-    config: Config
-    step: int
-    samples: int
-    first_samples: int
-    seconds: float
-    loss: float | None
-    validation: dict[str, float]
-
-    @property
-    def staleness(self) -> StalenessCounts: ...
-
-    dropped_pushes: int
-
-    @property
-    def losses(self) -> Losses | None: ...
-
-
-class Losses(Protocol):
-    """What was lost during the run; see ``runs/losses.py``."""
-
-    faults: list[dict[str, Any]]
-    restarts: int
-    updates_redone: int
-
-
-def summarize(
-    account: RunFigures,
-    status: str,
-    totals: Sequence[TrainerTotals],
-    reason: str,
-    error: str | None,
-    checkpoint: str | None,
-    checkpoint_pauses_s: Sequence[float],
-) -> dict[str, Any]:
-    """Return the fields of summary.json (docs/interface.md, section 5). An unknown value is None."""
-    config, losses = account.config, account.losses
-    steps = DurationHistogram()
-    for one in totals:
+def totals_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
+    """Return the fields of summary.json that follow from the totals of the trainers. An unknown value is None."""
+    steps, left = DurationHistogram(), [t.samples_left for t in trainers]
+    for one in trainers:
         steps.merge(one.steps)
-    seconds = max((t.seconds for t in totals), default=account.seconds)
-    applied = account.samples - account.first_samples
-    has_servers = mode_of(config).has_servers
     return {
-        "status": status,
-        "reason": reason,
-        "mode": config.mode,
-        "consistency": config.server.consistency if has_servers else None,
-        "num_servers": num_servers_of(config),
-        "num_trainers": num_trainers_of(config),
-        "steps": account.step,
-        "samples": account.samples,
-        "samples_served": sum(t.samples for t in totals),
-        "samples_left": _sum_known([t.samples_left for t in totals]),
-        "seconds": seconds,
-        "samples_per_second": applied / seconds if seconds else None,
-        "train_loss": account.loss,
-        "validation": account.validation,
+        "samples_served": sum(t.samples for t in trainers),
+        "samples_left": None if not left or None in left else sum(n or 0 for n in left),
         "step_ms": steps.summary_ms(),
-        "phases_ms": _phases_ms(totals, steps.count),
-        "wire_bytes_per_step": sum(t.wire_bytes for t in totals) / steps.count if steps.count else 0,
-        "staleness": {
-            **account.staleness.summary(),
-            "dropped": account.dropped_pushes,
-            "trainers": account.staleness.by_trainer(),
-        }
-        if has_servers
-        else None,
-        "buffer": _buffer(totals),
-        "trainers": [_trainer(t) for t in totals],
-        "faults": [] if losses is None else losses.faults,
-        "restarts": 0 if losses is None else losses.restarts,
-        "updates_redone": 0 if losses is None else losses.updates_redone,
-        "peak_rss_mb": {
-            "server": round(peak_rss_mb(), 1) if has_servers else None,
-            "trainer": round(max((t.peak_rss_mb for t in totals), default=0.0), 1) or None,
+        # Mean per step and trainer of each phase; their sum is the step. ``hidden`` overlaps them.
+        "phases_ms": {
+            name: round(sum(t.phases_s.get(name, 0.0) for t in trainers) / steps.count * 1e3, 4)
+            for name in ((*PHASES, "hidden") if steps.count else ())
         },
-        "checkpoint": checkpoint,
-        "checkpoint_pause_ms": [round(pause_s * 1e3, 3) for pause_s in checkpoint_pauses_s],
-        "error": error,
-    }
-
-
-def _sum_known(numbers: Sequence[int | None]) -> int | None:
-    known = [n for n in numbers if n is not None]
-    return sum(known) if len(known) == len(numbers) and known else None
-
-
-def _phases_ms(totals: Sequence[TrainerTotals], steps: int) -> dict[str, float]:
-    """Mean milliseconds per step and trainer of each phase; their sum is the step. ``hidden`` overlaps them."""
-    if not steps:
-        return {}
-    return {
-        name: round(sum(t.phases_s.get(name, 0.0) for t in totals) / steps * 1e3, 4) for name in (*PHASES, "hidden")
+        "wire_bytes_per_step": sum(t.wire_bytes for t in trainers) / steps.count if steps.count else 0,
+        "buffer": {
+            name: round(sum(t.buffer.get(name, 0) for t in trainers), 4)
+            for name in ("puts", "gets", "put_wait_s", "get_wait_s")
+        },
+        "trainers": [_trainer(t) for t in trainers],
     }
 
 
@@ -128,11 +43,6 @@ def _trainer(t: TrainerTotals) -> dict[str, Any]:
         **({"stream": t.buffer["stream"]} if "stream" in t.buffer else {}),
         "peak_rss_mb": round(t.peak_rss_mb, 1),
     }
-
-
-def _buffer(totals: Sequence[TrainerTotals]) -> dict[str, float]:
-    names = ("puts", "gets", "put_wait_s", "get_wait_s")
-    return {name: round(sum(t.buffer.get(name, 0) for t in totals), 4) for name in names}
 
 
 Summary = Mapping[str, Any]
@@ -201,11 +111,6 @@ def _samples(summary: Summary) -> str:
     return text
 
 
-def _speed(summary: Summary) -> str:
-    rate = summary.get("samples_per_second")
-    return "" if rate is None else f"{rate:.0f} samples/s"
-
-
 def _validation(summary: Summary) -> str:
     values = summary.get("validation") or {}
     return ", ".join(f"{name} {_number(value)}" for name, value in values.items())
@@ -270,16 +175,6 @@ def _faults(summary: Summary) -> str:
     return f"{faults}, {restarts} restarts, {redone} updates made again" if faults or restarts else ""
 
 
-def _checkpoint(summary: Summary) -> str:
-    path = summary.get("checkpoint")
-    return "none was written" if path is None else str(path)
-
-
-def _time(summary: Summary) -> str:
-    seconds = summary.get("seconds")
-    return "-" if seconds is None else f"{seconds:.1f} s"
-
-
 _LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("status", lambda summary: str(summary.get("status") or "-")),
     ("error", lambda summary: str(summary.get("error") or "").split("\n")[0]),
@@ -287,8 +182,8 @@ _LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("mode", _mode),
     ("steps", lambda summary: _number(summary.get("steps"))),
     ("samples", _samples),
-    ("time", _time),
-    ("speed", _speed),
+    ("time", lambda summary: "-" if (s := summary.get("seconds")) is None else f"{s:.1f} s"),
+    ("speed", lambda summary: "" if (rate := summary.get("samples_per_second")) is None else f"{rate:.0f} samples/s"),
     ("loss", lambda summary: _number(summary.get("train_loss"))),
     ("validation", _validation),
     ("step", lambda summary: _statistics(summary.get("step_ms"), ("mean", "p50", "p95", "max"), " ms")),
@@ -299,5 +194,5 @@ _LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("received", _received),
     ("data", _starved),
     ("faults", _faults),
-    ("checkpoint", _checkpoint),
+    ("checkpoint", lambda summary: "none was written" if (path := summary.get("checkpoint")) is None else str(path)),
 )

@@ -106,21 +106,18 @@ def load_for_resume(config: Config, run: RunDir) -> ResumeState:
     return ResumeState(checkpoint, state, [pack(part) for part in parts])
 
 
-class Stateful(Protocol):
-    """What has a state."""
+class UpdaterState(Protocol):
+    """The state of optimizer and schedule."""
 
     def state_dict(self) -> dict[str, Any]: ...
-
-
-class UpdaterState(Stateful, Protocol):
-    """The state of optimizer and schedule."""
 
     def averages(self) -> dict[str, Tensor]: ...
 
 
-class SimulationsState(Stateful, Protocol):
+class SimulationsState(Protocol):
     """The producer of an online run's samples."""
 
+    def state_dict(self) -> dict[str, Any]: ...
     def summary(self) -> dict[str, Any]: ...
 
     def trainer_lost(self, trainer_index: int) -> None: ...

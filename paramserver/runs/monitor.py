@@ -10,14 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.checkpoint import BestMetric
-from paramserver.config import Config, num_trainers_of
+from paramserver.config import Config, mode_of, num_servers_of, num_trainers_of
 from paramserver.consistency import StalenessHistogram
 from paramserver.errors import StorageError, TaskError
 from paramserver.limits import Limits, is_due
 from paramserver.metrics import Sink
-from paramserver.metrics.records import Record, RecordWindow, StepResult, TrainerTotals, WeightedSums, make_record
+from paramserver.metrics.records import (
+    Record,
+    RecordWindow,
+    StepResult,
+    TrainerTotals,
+    WeightedSums,
+    make_record,
+    peak_rss_mb,
+)
 from paramserver.metrics.reduction import LogReducer
-from paramserver.metrics.summary import summarize
+from paramserver.metrics.summary import totals_of
 from paramserver.runs.losses import LossLog
 from paramserver.runs.rundir import write_json
 
@@ -295,9 +303,44 @@ class RunMonitor:
                 failures.append(failure)
 
         def summarized() -> dict[str, Any]:
+            config, losses = self.config, self.losses
             failed = (status, error) if status == "failed" or not failures else ("failed", str(failures[0]))
-            summary = summarize(self, failed[0], totals, reason, failed[1], checkpoint, checkpoint_pauses_s)
-            return summary | dict(simulations or {})
+            seconds = max((t.seconds for t in totals), default=self.seconds)
+            has_servers, staleness = mode_of(config).has_servers, self.staleness
+            # docs/interface.md, section 5. An unknown value is None.
+            return {
+                "status": failed[0],
+                "reason": reason,
+                "mode": config.mode,
+                "consistency": config.server.consistency if has_servers else None,
+                "num_servers": num_servers_of(config),
+                "num_trainers": num_trainers_of(config),
+                "steps": self.step,
+                "samples": self.samples,
+                "seconds": seconds,
+                "samples_per_second": (self.samples - self.first_samples) / seconds if seconds else None,
+                "train_loss": self.loss,
+                "validation": self.validation,
+                **totals_of(totals),
+                "staleness": {
+                    **staleness.summary(),
+                    "dropped": self.dropped_pushes,
+                    "trainers": staleness.by_trainer(),
+                }
+                if has_servers
+                else None,
+                "faults": [] if losses is None else losses.faults,
+                "restarts": 0 if losses is None else losses.restarts,
+                "updates_redone": 0 if losses is None else losses.updates_redone,
+                "peak_rss_mb": {
+                    "server": round(peak_rss_mb(), 1) if has_servers else None,
+                    "trainer": round(max((t.peak_rss_mb for t in totals), default=0.0), 1) or None,
+                },
+                "checkpoint": checkpoint,
+                "checkpoint_pause_ms": [round(pause_s * 1e3, 3) for pause_s in checkpoint_pauses_s],
+                "error": failed[1],
+                **(simulations or {}),
+            }
 
         if self._window.steps:
             attempt(self._close_window)

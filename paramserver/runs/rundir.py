@@ -163,7 +163,10 @@ def _locked(folder: Path, name: str, resuming: bool) -> Iterator[None]:
     except OSError as error:
         raise not_writable(f"run folder {folder}", error) from error
     try:
-        _write_holder(folder, holder_file)
+        try:
+            atomic_write_text(holder_file, json_text({"pid": os.getpid(), "host": socket.gethostname()}))
+        except OSError as error:
+            raise not_writable(f"run folder {folder}", error) from error
         try:
             yield
         finally:
@@ -181,13 +184,6 @@ def _acquire(file_lock: FileLock, holder_file: Path) -> None:
             raise
         # The holder has only just locked it, or is about to release it.
         file_lock.acquire(timeout=_HOLDER_WRITTEN_S)
-
-
-def _write_holder(folder: Path, holder_file: Path) -> None:
-    try:
-        atomic_write_text(holder_file, json_text({"pid": os.getpid(), "host": socket.gethostname()}))
-    except OSError as error:
-        raise not_writable(f"run folder {folder}", error) from error
 
 
 def _holder(holder_file: Path) -> str | None:
