@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from paramserver.cluster import is_supervised, process_environ
+from paramserver.cluster import SUPERVISED, process_environ
 from paramserver.config import Config, is_plain, load_config, mode_of
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import Result, launch_local
@@ -75,7 +75,7 @@ def run(
     from paramserver.importing import class_reference, code_folders
     from paramserver.task import Task, check_task_class
 
-    if is_supervised(process_environ()) or multiprocessing.current_process().name == LOADER_NAME:
+    if SUPERVISED in process_environ() or multiprocessing.current_process().name == LOADER_NAME:
         raise UnsupportedConfiguration(
             "paramserver.run was called while a process of a run imported this file to find its task or data set; "
             'put the call under if __name__ == "__main__":'

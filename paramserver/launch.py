@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from paramserver.cluster import (
+    FAULT_ADDRESS,
     RankFlags,
-    fault_address,
     process_environ,
     quiet_torch_log,
     resolve_identity,
@@ -208,13 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(role)
     if arguments.supervised is not None:
         return _run_supervised_rank(arguments)
-    try:
-        _launch(arguments, began, words)
-    except KeyboardInterrupt:
-        return 1
-    except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
-        return report_error(error)
-    return 0
+    return run_command(lambda: _launch(arguments, began, words))
 
 
 def run_command(command: Callable[[], int | None]) -> int:
@@ -249,7 +243,7 @@ def report_error(error: BaseException) -> int:
     return int(description["exit_code"])
 
 
-def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -> Result | None:
+def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -> None:
     if arguments.colocated:
         die_with_parent(number=signal.SIGKILL)
     environ = dict(process_environ())  # with the job token
@@ -267,19 +261,19 @@ def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -
         for line in _lines_of_start(config, run, earlier):
             print(line, file=sys.stderr)
         print_output(plan_text(config, folders, None if identity is None else identity.source))
-        return None
-    if identity is None:
+    elif identity is None:
         if unused := unused_tasks(process_environ()):
             print(
                 f"warning: this allocation has {unused}, and all ranks are started on this host; start the command "
                 "with srun to use them",
                 file=sys.stderr,
             )
-        return launch_local(config, run, folders, began=began, command=command, continues=earlier is not None)
-    with ExitStack() as stack:
-        if is_colocated(config) and identity.global_rank < num_servers_of(config):
-            stack.enter_context(ColocatedTrainer([*command, "--colocated"], environ, config))
-        return _run_rank_here(config, identity, run, folders, command, arguments.again, continues=earlier is not None)
+        launch_local(config, run, folders, began=began, command=command, continues=earlier is not None)
+    else:
+        with ExitStack() as stack:
+            if is_colocated(config) and identity.global_rank < num_servers_of(config):
+                stack.enter_context(ColocatedTrainer([*command, "--colocated"], environ, config))
+            _run_rank_here(config, identity, run, folders, command, arguments.again, continues=earlier is not None)
 
 
 def _lines_of_start(config: Config, run: RunDir | None, earlier: RunDir | None) -> list[str]:
@@ -511,7 +505,7 @@ def _run_rank_here(
     command: Sequence[str],
     replaces: bool,
     continues: bool,
-) -> Result | None:
+) -> None:
     """Run one rank in this process; the others are started elsewhere."""
     from paramserver.metrics.console import Console
 
@@ -539,8 +533,7 @@ def _run_rank_here(
     if run is not None and identity.global_rank == 0:
         opened = continue_attempt(run) if continues else resume_transaction(run)
     with opened:
-        summary = run_rank(plan)
-    return None if summary is None or plan.run is None else Result(plan.run.path, summary)
+        run_rank(plan)
 
 
 def _run_supervised_rank(arguments: argparse.Namespace) -> int:
@@ -559,7 +552,7 @@ def _run_supervised_rank(arguments: argparse.Namespace) -> int:
     try:
         # Before the seconds of importing torch: a supervisor that dies meanwhile must not leave this rank behind.
         die_with_parent()
-        on_task = receive_faults(fault_address(process_environ()), arguments.rank)
+        on_task = receive_faults(process_environ().get(FAULT_ADDRESS), arguments.rank)
         with torch_import_without_gc():
             from paramserver.runtime.rank import RankPlan, run_rank
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from paramserver.bench.cost_model import LinkSpeed
 from paramserver.bench.network import INTERFACE, NetworkHosts
 from paramserver.bench.processes import ProcessGroup
-from paramserver.cluster import bind_interface, loopback_interface, process_environ
+from paramserver.cluster import LOOPBACK, bind_interface, process_environ
 from paramserver.errors import TrainingError
 from paramserver.process_utils import exit_process
 
@@ -73,26 +73,22 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--number", type=int, choices=(0, 1), required=True)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--interface", default=loopback_interface())
+    parser.add_argument("--interface", default=LOOPBACK)
     parser.add_argument("--size", type=int, default=SIZE_BYTES)
     arguments = parser.parse_args()
+    import torch
+
     # Before both measurements: gloo and TensorPipe read the variables when they start to listen.
     bind_interface(process_environ(), arguments.interface)
     # One after the other: both links share the two processes and the network.
     speeds = {RPC: _over_rpc(arguments.folder, arguments.number, arguments.size)}
-    if not _uses_gpus(arguments.device):
+    if arguments.device == "cpu" or not torch.cuda.is_available():
         speeds[GLOO] = _over_gloo(arguments.folder, arguments.number, arguments.size)
     found = {name: vars(speed) for name, speed in speeds.items() if speed is not None}
     # Process 1 has both figures; over RPC, process 0 only serves.
     if arguments.number == 1:
         (arguments.folder / "speeds.json").write_text(json.dumps(found), encoding="utf-8")
     return 0
-
-
-def _uses_gpus(device: str) -> bool:
-    import torch
-
-    return device != "cpu" and torch.cuda.is_available()
 
 
 def _over_gloo(folder: Path, number: int, size_bytes: int) -> LinkSpeed:

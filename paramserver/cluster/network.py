@@ -23,11 +23,14 @@ _log = logging.getLogger("paramserver")
 DEFAULT_PORT = 29500
 """Port of rank 0 for ranks that were started separately; the default of torch's own launchers."""
 
-_SUPERVISED = "PARAMSERVER_SUPERVISED"
+SUPERVISED = "PARAMSERVER_SUPERVISED"
+"""Set by a supervisor for the ranks that it starts."""
 FAULT_ADDRESS = "PARAMSERVER_FAULTS"
 """Set by ``paramserver chaos`` for the processes of its run: the socket from which a rank receives faults."""
 _CHOSEN = "PARAMSERVER_CHOSEN"  # names of the variables that the launcher set for the ranks, not the user
 _INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+LOOPBACK = "lo"
+"""The loopback interface."""
 
 # torch's RPC agent logs a warning for every connection that a peer closes, which happens at the end of each run; this
 # package reports lost peers. torch's C++ log has one threshold and no filter per message.
@@ -56,17 +59,6 @@ def is_loopback(host: str) -> bool:
         return host.lower() in ("localhost", "localhost.localdomain", "ip6-localhost")
 
 
-def loopback_interface() -> str:
-    """Return the name of the loopback interface.
-
-    Example::
-
-        >>> loopback_interface()
-        'lo'
-    """
-    return "lo"
-
-
 def bind_interface(environ: MutableMapping[str, str], name: str) -> None:
     """Make TensorPipe and gloo listen on this interface only. Call it before either starts.
 
@@ -77,8 +69,7 @@ def bind_interface(environ: MutableMapping[str, str], name: str) -> None:
         >>> variables["GLOO_SOCKET_IFNAME"]
         'lo'
     """
-    for variable in _INTERFACE_VARIABLES:
-        environ[variable] = name
+    environ.update(dict.fromkeys(_INTERFACE_VARIABLES, name))
 
 
 def choose_interface(environ: MutableMapping[str, str], configured: str | None, master_addr: str) -> None:
@@ -108,7 +99,7 @@ def choose_interface(environ: MutableMapping[str, str], configured: str | None, 
         _check_interface("cluster.interface", configured)
         bind_interface(environ, configured)
     elif is_loopback(master_addr):
-        bind_interface(environ, loopback_interface())
+        bind_interface(environ, LOOPBACK)
     elif given:
         for variable, names in given.items():
             for name in names.split(","):  # gloo accepts several
@@ -116,7 +107,7 @@ def choose_interface(environ: MutableMapping[str, str], configured: str | None, 
         first = next(iter(given.values())).split(",")[0]
         environ.update({name: first for name in _INTERFACE_VARIABLES if name not in given})
     elif (interface := interface_to(master_addr)) is not None:
-        if interface == loopback_interface():
+        if interface == LOOPBACK:
             _log.warning(
                 "cluster.master_addr (%s) is a loopback address on this host, so ranks on other hosts do not reach "
                 "this one; correct /etc/hosts, or give cluster.interface",
@@ -202,44 +193,9 @@ def producer_environment(environ: Mapping[str, str], variables: Mapping[str, str
         environ: of a rank; variables that the launcher set for ranks are left out.
         variables: of the program itself.
     """
-    ours = {_SUPERVISED, _CHOSEN, TOKEN_VARIABLE, *environ.get(_CHOSEN, "").split(",")}
+    ours = {SUPERVISED, _CHOSEN, TOKEN_VARIABLE, *environ.get(_CHOSEN, "").split(",")}
     users = {name: value for name, value in environ.items() if name not in ours}
     return {"OMP_NUM_THREADS": "1", **users, "PYTHONUNBUFFERED": "1", **variables}
-
-
-def mark_supervised(environ: MutableMapping[str, str]) -> None:
-    """Mark the environment of a process that a supervisor starts.
-
-    Example::
-
-        >>> variables = {}
-        >>> mark_supervised(variables)
-        >>> is_supervised(variables)
-        True
-    """
-    environ[_SUPERVISED] = "1"
-
-
-def is_supervised(environ: Mapping[str, str]) -> bool:
-    """Return whether a supervisor started this process as one of its ranks.
-
-    Example::
-
-        >>> is_supervised({})
-        False
-    """
-    return _SUPERVISED in environ
-
-
-def fault_address(environ: Mapping[str, str]) -> str | None:
-    """Return where this process receives faults; None outside of ``paramserver chaos``.
-
-    Example::
-
-        >>> fault_address({}) is None
-        True
-    """
-    return environ.get(FAULT_ADDRESS)
 
 
 def quiet_torch_log(environ: MutableMapping[str, str]) -> None:
@@ -265,7 +221,7 @@ def interface_to(host: str) -> str | None:
         'lo'
     """
     if is_loopback(host):
-        return loopback_interface()
+        return LOOPBACK
     try:
         own = _route_to(host)
     except OSError:
@@ -408,7 +364,7 @@ def bind_listener(host: str, port: int, interface: str | None = None) -> socket.
     """
     try:
         family, address = _resolve(host, port)[0]
-        if not is_loopback(host) and is_loopback(address[0]) and interface not in (None, loopback_interface()):
+        if not is_loopback(host) and is_loopback(address[0]) and interface not in (None, LOOPBACK):
             address = ("", port)
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:

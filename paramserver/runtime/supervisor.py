@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from paramserver import errors
-from paramserver.cluster import bind_listener, child_environment, mark_supervised, process_environ
+from paramserver.cluster import SUPERVISED, bind_listener, child_environment, process_environ
 from paramserver.config import Config, Deadlines, Role, dump_yaml, mode_of, num_trainers_of, roles, world_size_of
 from paramserver.config.deadlines import GRACE_S
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
@@ -190,8 +190,8 @@ class Supervisor:
         """
         with ExitStack() as stack:
             stack.callback(self.sink.close)
-            for number, handler in self._install_handlers().items():
-                stack.callback(signal.signal, number, handler)
+            for number in _SIGNALS if threading.current_thread() is threading.main_thread() else ():
+                stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
             self._selector = stack.enter_context(selectors.DefaultSelector())
             self._guard = stack.enter_context(closing(RankGuard(self._deadlines.failed_s)))
             stack.callback(self._kill_remaining)
@@ -226,7 +226,7 @@ class Supervisor:
         environ = child_environment(
             process_environ(), num_trainers=num_trainers_of(self.config), folders=self.folders or None
         )
-        mark_supervised(environ)
+        environ[SUPERVISED] = "1"
         # Rank 0 inherits the listener of its store, so no other process can take the port meanwhile; nor when it starts
         # again.
         listener = stack.enter_context(bind_listener(self.config.cluster.master_addr, self.config.cluster.master_port))
@@ -551,11 +551,6 @@ class Supervisor:
         for rank in self._ranks:
             rank.send_signal(number)
 
-    def _install_handlers(self) -> dict[int, Any]:
-        if threading.current_thread() is not threading.main_thread():
-            return {}
-        return {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._signal is not None:
             self._interrupted_twice = True
@@ -583,8 +578,9 @@ class Supervisor:
     def _note_late_losses(self) -> None:
         for rank in self._failed:
             assert rank.failure is not None
-            text = f"warning: the run is completed, but {rank.title} failed after its end: {rank.failure['message']}"
-            self.sink.write(make_record("note", None, text=text))
+            self._note(
+                f"warning: the run is completed, but {rank.title} failed after its end: {rank.failure['message']}"
+            )
 
     def _raise_outcome(self) -> NoReturn:
         first = self._first_failure()

@@ -34,7 +34,7 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 
 from paramserver.bench.cases import interleaved
-from paramserver.cluster import bind_interface, loopback_interface
+from paramserver.cluster import LOOPBACK, bind_interface
 from paramserver.distributed.rpc_calls import agent_options
 from paramserver.distributed.rpc_latency import measure_call_s, measure_empty_call_s
 from tests.measure.common import measuring_environment, origin, run_fresh, spread
@@ -124,7 +124,7 @@ def run_child(arguments: argparse.Namespace) -> None:
 
 def measure_case(case: str, arguments: argparse.Namespace) -> Figures:
     environ = measuring_environment()
-    bind_interface(environ, loopback_interface())
+    bind_interface(environ, LOOPBACK)
     with tempfile.TemporaryDirectory() as folder:
         child = ["-W", "ignore", "-m", "tests.measure.rpc_transports", "--child", case, "--folder", folder]
         child += [f"--{name}={getattr(arguments, name)}" for name in ("idle", "calls", "mb")]

@@ -8,14 +8,14 @@ import pytest
 
 from paramserver.cluster import (
     DEFAULT_PORT,
+    LOOPBACK,
+    SUPERVISED,
     bind_interface,
     bind_listener,
     child_environment,
     choose_interface,
     chosen_interface,
     is_loopback,
-    loopback_interface,
-    mark_supervised,
     network,
     own_address,
     process_environ,
@@ -36,7 +36,7 @@ def test_not_loopback(host):
 
 
 def test_the_loopback_interface_is_one_of_this_machine():
-    assert (Path("/sys/class/net") / loopback_interface()).exists()
+    assert (Path("/sys/class/net") / LOOPBACK).exists()
     assert DEFAULT_PORT == 29500
 
 
@@ -172,7 +172,7 @@ def test_the_cores_are_divided_among_the_trainers(cores, trainers, threads):
 def test_a_program_that_is_no_rank_gets_the_variables_of_the_user_and_not_of_the_launcher():
     user = {"HOME": "/h", "MALLOC_ARENA_MAX": "4"}
     rank = child_environment(user, num_trainers=1, cores=8)
-    mark_supervised(rank)
+    rank[SUPERVISED] = "1"
     program = producer_environment(rank, {"PARAMSERVER_MEMBER": "1"})
     assert program == {
         **user,
