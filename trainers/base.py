@@ -20,6 +20,7 @@ from paramserver.checkpoint import StagingPool, check_storable, stage_copy, unpa
 from paramserver.consistency import Announcement, Decision, Readiness, Stop, Verdict
 from paramserver.context import ProcessContext
 from paramserver.devices import move_to_device, use_device
+from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.errors import TaskError
 from paramserver.limits import epoch_of, is_due
 from paramserver.metrics.records import (
@@ -83,6 +84,7 @@ class Trainer(ABC):
         process: identity, devices and config of this process.
         task: of the user; its ``trainer`` attribute is set to this object.
         checkpoints: of the run, if this process is rank 0; None otherwise.
+        rendezvous: where this process finds the others; None if there are none.
 
     Attributes:
         model: what ``Task.training_step`` receives.
@@ -114,12 +116,19 @@ class Trainer(ABC):
     model: nn.Module
     data: DataStream
 
-    def __init__(self, process: ProcessContext, task: Task, checkpoints: CheckpointManager | None) -> None:
+    def __init__(
+        self,
+        process: ProcessContext,
+        task: Task,
+        checkpoints: CheckpointManager | None,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
         self.process = process
         self.config = process.config
         self.task = task
         self.trainer_index = process.trainer_index
         self.checkpoints = checkpoints
+        self.rendezvous = rendezvous
         self.monitor: RunMonitor | None = None if checkpoints is None else checkpoints.monitor
         self.clock = PhaseClock()
         self.progress = TrainerProgress()
@@ -438,7 +447,7 @@ class Trainer(ABC):
 
     def set_first(self, key: str, value: str) -> str:
         """Return the value of the trainer that calls this first with ``key``; a trainer of several asks the store."""
-        return value
+        return value if self.rendezvous is None else self.rendezvous.set_first(key, value)
 
     def seed_or_restore(self, part: bytes | None) -> None:
         """Seed this trainer's random numbers, or restore its part of a checkpoint. Last in ``init_connection``."""
@@ -514,15 +523,10 @@ class Trainer(ABC):
 
         What it states holds until the next batch is taken.
         """
-        if self._overrides_data_available:
-            if not self.data.is_ready():
-                return None
-            announcement = self.data_available()
-        else:
-            announcement = self.data.available(timeout_s=0.0)
-            if announcement.readiness is Readiness.WAITING:
-                return None
-        return self.with_stop(announcement)
+        announcement = self.data.available(timeout_s=0.0)
+        if announcement.readiness is Readiness.WAITING:
+            return None
+        return self.with_stop(self.data_available() if self._overrides_data_available else announcement)
 
     def with_stop(self, announcement: Announcement) -> Announcement:
         """Return the announcement with this process's request to stop, if there is one."""

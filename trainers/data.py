@@ -210,10 +210,6 @@ class DataStream:
         """Whether simulations wait for room in the buffer."""
         return isinstance(self.source, Stream) and self.buffer.put_waits
 
-    def is_ready(self) -> bool:
-        """Return whether ``available`` would return at once; True holds until the next batch is taken."""
-        return self.available(0.0).readiness is not Readiness.WAITING
-
     def next_batch(self) -> tuple[Any, int]:
         """Return a batch as ``collate`` makes it, of the task or of its DataLoader, and its number of samples.
 

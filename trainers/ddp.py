@@ -65,15 +65,10 @@ class DdpTrainer(Trainer):
     """
 
     def __init__(
-        self,
-        process: ProcessContext,
-        task: Task,
-        checkpoints: CheckpointManager | None,
-        rendezvous: Rendezvous | None = None,
+        self, process: ProcessContext, task: Task, checkpoints: CheckpointManager | None, rendezvous: Rendezvous
     ) -> None:
-        super().__init__(process, task, checkpoints)
-        assert rendezvous is not None
-        self.rendezvous = rendezvous
+        super().__init__(process, task, checkpoints, rendezvous)
+        self.rendezvous: Rendezvous = rendezvous
         self.limits = Limits.of(self.config.training)
         self.samples = 0
         self._active: tuple[int, ...] = tuple(range(process.trainers))
@@ -188,9 +183,6 @@ class DdpTrainer(Trainer):
                 f"several optimizers ({', '.join(self.updater.parameters_of)}), as the model is not wrapped in "
                 "DistributedDataParallel; remove it"
             )
-
-    def set_first(self, key: str, value: str) -> str:
-        return self.rendezvous.set_first(key, value)
 
     def _broadcast_start(self) -> None:
         """Send step, extra state of modules, optimizer state and stored parts from rank 0 to every rank."""

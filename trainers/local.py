@@ -9,15 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from paramserver.consistency import Decision, decide
-from paramserver.context import ProcessContext
-from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.limits import Limits
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import build_model
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
 from paramserver.runs.monitor import RunMonitor
-from paramserver.task import Task
 from trainers.base import Trainer
 
 
@@ -35,18 +32,8 @@ class LocalTrainer(Trainer):
     checkpoints: CheckpointManager
     monitor: RunMonitor
 
-    def __init__(
-        self,
-        process: ProcessContext,
-        task: Task,
-        checkpoints: CheckpointManager | None,
-        rendezvous: Rendezvous | None = None,
-    ) -> None:
-        super().__init__(process, task, checkpoints)
-        self.limits = Limits.of(self.config.training)
-        self.samples = 0
-
     def init_connection(self) -> None:
+        self.limits = Limits.of(self.config.training)
         self.model = build_model(self.task, self.config.seed, self.process.placement)
         self.checkpoints.restore_model(self.model)
         self.updater = Updater(self.task, self.model, self.config.training)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -64,8 +64,7 @@ class RpcTrainer(Trainer):
     pull, which is hidden behind the forward, and one for the push. docs/architecture.md shows a step as a diagram.
 
     Args:
-        process, task, checkpoints: see ``Trainer``.
-        rendezvous: where this process finds the servers.
+        process, task, checkpoints, rendezvous: see ``Trainer``.
 
     Example::
 
@@ -79,15 +78,10 @@ class RpcTrainer(Trainer):
     reports_served = True
 
     def __init__(
-        self,
-        process: ProcessContext,
-        task: Task,
-        checkpoints: CheckpointManager | None,
-        rendezvous: Rendezvous | None = None,
+        self, process: ProcessContext, task: Task, checkpoints: CheckpointManager | None, rendezvous: Rendezvous
     ) -> None:
-        super().__init__(process, task, checkpoints)
-        assert rendezvous is not None
-        self.rendezvous = rendezvous
+        super().__init__(process, task, checkpoints, rendezvous)
+        self.rendezvous: Rendezvous = rendezvous
         self._context_id = 0
         self._context = ExitStack()
         self._grant = StepGrant()
@@ -115,9 +109,6 @@ class RpcTrainer(Trainer):
         self.prepare_data()
         self.connect()
         self.start_from(self.join())
-
-    def set_first(self, key: str, value: str) -> str:
-        return self.rendezvous.set_first(key, value)
 
     def connect(self) -> None:
         """Start the RPC agent and connect to the servers."""
@@ -230,19 +221,16 @@ class RpcTrainer(Trainer):
 
     # A step.
 
-    @contextmanager
-    def _autograd_context(self) -> Iterator[None]:
-        with self._context:
-            self._enter_autograd_context()
-            yield
-
     def _enter_autograd_context(self) -> None:
         """Enter a new context, in the place of the one that was entered before in this step."""
         self._context.close()
         self._context_id = self._context.enter_context(dist_autograd.context())
 
-    def step_scope(self) -> AbstractContextManager[Any]:
-        return self._autograd_context()
+    @contextmanager
+    def step_scope(self) -> Iterator[None]:
+        with self._context:
+            self._enter_autograd_context()
+            yield
 
     def agree(self) -> Decision:
         grant, self._next_grant = self._next_grant, None
@@ -329,21 +317,16 @@ class RpcTrainer(Trainer):
         if self._pull:
             self._finish_pull()
         result = self._push(report)
-        self._load_updated(report.optimizer, result.step)
-        return result
-
-    def _load_updated(self, optimizer: str, version: int) -> None:
-        """Load the parameters that an update with one of several optimizers changed.
-
-        Module buffers stay those of this trainer until the next batch, as a graph of this one may need them.
-        """
+        # Load the parameters that this optimizer changed. Module buffers stay those of this trainer until the next
+        # batch, as a graph of this one may need them.
         view = VersionView(0, (), ())
         if not self.transport.zero_copy:
-            view = self.server.view_version(version, self._left_out[optimizer])
+            view = self.server.view_version(result.step, self._left_out[report.optimizer])
             self.wire_bytes += sum(flat.nbytes for flat in (*view.parameters, *view.buffers) if flat.is_contiguous())
-        self.transport.load_updated(view, self._numbers_of[optimizer])
-        self._loaded = version
+        self.transport.load_updated(view, self._numbers_of[report.optimizer])
+        self._loaded = result.step
         self.clock.lap("pull")
+        return result
 
     def set_optimizers(self, names: Mapping[str, Sequence[str]]) -> None:
         super().set_optimizers(names)
@@ -469,17 +452,18 @@ class RpcTrainer(Trainer):
         if not takes_part:
             return
         pause_s = time.perf_counter() - since
-        self._sender.submit(lambda: self._send_part(step, part, pause_s))
+
+        def send() -> None:
+            # In the thread of the sender. Each chunk is acknowledged before the next, so that messages of a step pass.
+            write_chunks(dict(part), lambda chunk: self.server.send_part_chunk(step, torch.from_numpy(chunk)))
+            self.server.finish_part(step, pause_s)
+
+        self._sender.submit(send)
 
     def extra_state(self) -> dict[str, Any]:
         """Return what the modules' ``get_extra_state`` defines: no forward of the server's model changes it."""
         on_cpu: dict[str, Any] = stage_copy(extra_state_dict(self.model))
         return on_cpu
-
-    def _send_part(self, step: int, part: Mapping[str, Any], pause_s: float) -> None:
-        # In the thread of the sender. Each chunk is acknowledged before the next, so that messages of a step pass.
-        write_chunks(dict(part), lambda chunk: self.server.send_part_chunk(step, torch.from_numpy(chunk)))
-        self.server.finish_part(step, pause_s)
 
     def wait_saved(self) -> None:
         self._sender.wait()

@@ -103,30 +103,12 @@ class Case:
 # Parsing.
 
 
-def parse_modes(text: str) -> list[Mode]:
-    """Parse ``ddp,rpc``.
-
-    Raises:
-        UnsupportedConfiguration: a mode is unknown or empty.
-    """
-    return [_mode(word, text) for word in _words(text, "--modes", "ddp,rpc")]
-
-
 def _mode(word: str, text: str) -> Mode:
     if word not in MODES:
         near = closest_match(word, list(MODES))
         cure = f"did you mean {near}?" if near else "choose among them"
         raise UnsupportedConfiguration(f"--modes {text}: {word} must be one of {', '.join(MODES)}; {cure}")
     return MODES[word]
-
-
-def parse_counts(text: str, flag: str) -> list[int]:
-    """Parse ``1,2,4``.
-
-    Raises:
-        UnsupportedConfiguration: a word is no positive whole number.
-    """
-    return [parse_positive(word, flag, text) for word in _words(text, flag, "1,2,4")]
 
 
 def parse_positive(word: str, flag: str, text: str | None = None) -> int:
@@ -209,16 +191,17 @@ def make_cases(requested: RequestedCases) -> list[Case]:
     """
     for override in requested.overrides:
         _check_may_be_set(override.partition("=")[0].strip(), f"--set {override}")
-    modes = parse_modes(requested.modes or "ddp,rpc")
+    named = requested.modes or "ddp,rpc"
+    modes = [_mode(word, named) for word in _words(named, "--modes", "ddp,rpc")]
     swept = [parse_sweep(text) for text in requested.sweeps]
     keys = [key for key, _ in swept]
     if len(set(keys)) < len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
         raise UnsupportedConfiguration(f"--sweep {twice} is given twice; give all of its values at once")
     base = load_config(requested.file, overrides=requested.overrides)
-    counts = (
-        [base.cluster.num_trainers] if requested.trainers is None else parse_counts(requested.trainers, "--trainers")
-    )
+    counts = [base.cluster.num_trainers]
+    if (text := requested.trainers) is not None:
+        counts = [parse_positive(word, "--trainers", text) for word in _words(text, "--trainers", "1,2,4")]
     if requested.slow is not None and requested.slow.trainer >= min(counts):
         raise UnsupportedConfiguration(
             f"--slow: trainer ({requested.slow.trainer}) must be below the number of trainers of every case "

@@ -303,6 +303,10 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
     run ends with the time or the data.
     """
     config = case.config.given_mapping()
+    assert case.config.task is not None
+    reference, (place, _, name) = case.config.task, case.config.task.rpartition(":")
+    if place.endswith(".py"):  # with the absolute path, as the ranks do not know the folders
+        reference = f"{find_file(place, 'task', method.folders)}:{name}"
     observer = {
         "folder": str(folder),
         "slow": None if case.slow is None else asdict(case.slow),
@@ -311,7 +315,7 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
         "number": number if case.runs > 1 else None,
         "of": case.runs,
     }
-    task = {"task": task_reference(case.config, method.folders), "task_args": config["task_args"]}
+    task = {"task": reference, "task_args": config["task_args"]}
     limits = dict.fromkeys(("max_epochs", "max_steps", "max_samples", "patience"))
     validate_every = 0 if method.target is None else case.config.training.validate_every
     return config_from_mapping(
@@ -338,17 +342,6 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
             },
         }
     )
-
-
-def task_reference(config: Config, folders: Sequence[Path]) -> str:
-    """The reference of the task with the absolute path of its file, as its ranks do not know the folders.
-
-    Raises:
-        TaskError: there is no such file.
-    """
-    assert config.task is not None
-    place, _, name = config.task.rpartition(":")
-    return f"{find_file(place, 'task', folders)}:{name}" if place.endswith(".py") else config.task
 
 
 def _run(case: Case, repeat: int, method: MeasuringMethod, folder: Path) -> dict[str, Any]:
@@ -397,6 +390,9 @@ def _outcome(
     summaries = [_read_summary(place) for place in places]
     window = measured_window(stamps, method.warm_s)
     steps = sum(len(one.steps) for one in stamps)
+    servers = [pid for place in places for pid in server_pids(place, stamps)]
+    processes = {"servers": servers, "trainers": [one.pid for one in stamps]}
+    peaks = [summary["peak_rss_mb"] for summary in summaries]
     served = sum(summary["samples_served"] for summary in summaries)
     # Samples that were served but dropped (backup trainers) or lost with a trainer must not count as throughput.
     found = step_figures(
@@ -409,8 +405,8 @@ def _outcome(
     return {
         **found,
         **_curves(method, places[0], summaries[0]),
-        "cpu_s": _cpu_s(watch, places, stamps, window),
-        "peak_rss_mb": _peaks(summaries),
+        "cpu_s": {name: watch.all_used_s(pids, window.begin, window.end) for name, pids in processes.items()},
+        "peak_rss_mb": {k: max((p[k] for p in peaks if p[k] is not None), default=None) for k in ("server", "trainer")},
         "staleness": summaries[0]["staleness"],
         "model_bytes": stamps[0].model_bytes,
         "predicted": _predicted(case, method, stamps[0], found["wire_bytes_per_step"]),
@@ -451,21 +447,6 @@ def _curves(method: MeasuringMethod, place: Path, summary: Mapping[str, Any]) ->
         "samples_to_target": None if met is None else met[0],
         "time_to_target_s": None if met is None else met[1],
     }
-
-
-def _cpu_s(
-    watch: CpuSampler, places: Sequence[Path], stamps: Sequence[StepStamps], window: MeasuredWindow
-) -> dict[str, float | None]:
-    """CPU seconds of all servers and of all trainers during the window."""
-    servers = [pid for place in places for pid in server_pids(place, stamps)]
-    groups = {"servers": servers, "trainers": [one.pid for one in stamps]}
-    return {name: watch.all_used_s(pids, window.begin, window.end) for name, pids in groups.items()}
-
-
-def _peaks(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """The largest of all servers and of all trainers."""
-    peaks = [summary["peak_rss_mb"] for summary in summaries]
-    return {kind: max((p[kind] for p in peaks if p[kind] is not None), default=None) for kind in ("server", "trainer")}
 
 
 def _predicted(case: Case, method: MeasuringMethod, stamps: StepStamps, wire_bytes: float) -> dict[str, Any] | None:

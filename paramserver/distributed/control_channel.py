@@ -277,13 +277,13 @@ class ControlChannel:
                 except PeerLost:
                     self._active.remove(connection)
                     # The others close their connections to a rank that did not run for so long.
-                    is_own = connection.is_closed and elapsed_s > self._lost_after_s
-                    self.report_loss(*(self._own_loss(elapsed_s) if is_own else (connection.peer, connection.why_lost)))
+                    rank, why = connection.peer, connection.why_lost
+                    if connection.is_closed and elapsed_s > self._lost_after_s:
+                        limit = f"server.lost_after_s: {self._lost_after_s:g} s"
+                        rank, why = self._own_rank, f"it did not run for {elapsed_s:.3g} s ({limit})"
+                    self.report_loss(rank, why)
             if self.lost is not None and not self._leaving:
                 self._on_lost()
-
-    def _own_loss(self, paused_s: float) -> tuple[int, str]:
-        return self._own_rank, f"it did not run for {paused_s:.3g} s (server.lost_after_s: {self._lost_after_s:g} s)"
 
     def _read_one(self, connection: Connection, elapsed_s: float) -> None:
         """Take at most one message, so that a peer that sends without pause does not starve the others."""

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,7 +164,9 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         plan.on_task(role, task)
         log.info("task %s, defined in %s", type(task).__name__, source_file(type(task)))
         if identity.restarts_all:
-            config = _ended_by_a_loss(config)
+            # The launcher starts all ranks again after a loss: those that live must not wait for others.
+            cluster, server = replace(config.cluster, max_restarts=0), replace(config.server, on_loss="fail")
+            config = replace(config, cluster=cluster, server=server)
         process = ProcessContext(config, identity, role, trainers, place_rank(identity, ranks, config), stop, timer)
         if role.kind == "trainer":
             task.devices, task.config = process.placement.devices, config
@@ -183,12 +185,6 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
                 session = session.after(loss)
             # The frames of the session, which its error holds, have to go before the next one connects.
             gc.collect()
-
-
-def _ended_by_a_loss(config: Config) -> Config:
-    """Return the config of a run whose launcher starts all ranks again: ranks that live must not wait for others."""
-    cluster, server = replace(config.cluster, max_restarts=0), replace(config.server, on_loss="fail")
-    return replace(config, cluster=cluster, server=server)
 
 
 @dataclass(frozen=True)
@@ -211,6 +207,7 @@ class Resize:
         return {request.global_rank for request in self.requests.values() if request.kind == "join"}
 
 
+@dataclass
 class Session:
     """One time of joining the run and taking part in it. A process has several if servers return to a checkpoint.
 
@@ -224,29 +221,19 @@ class Session:
         resize: on rank 0, the reason why this session begins, if that is a request.
     """
 
-    def __init__(
-        self,
-        plan: RankPlan,
-        process: ProcessContext,
-        task: Task,
-        resources: ExitStack,
-        min_view: int = 1,
-        give_up_at: float | None = None,
-        store: Store | None = None,
-        trainer_ranks: tuple[int, ...] | None = None,
-        resize: Resize | None = None,
-    ) -> None:
-        self.plan, self.process, self.task = plan, process, task
-        self.resources = resources
-        self.min_view = min_view
-        self.give_up_at = give_up_at
-        self.store = store
-        self.trainer_ranks = trainer_ranks
-        self.resize = resize
-        self.next_resize: Resize | None = None
-        self.view = 0
-        self.joined = False
-        self.peer = ""
+    plan: RankPlan
+    process: ProcessContext
+    task: Task
+    resources: ExitStack
+    min_view: int = 1
+    give_up_at: float | None = None
+    store: Store | None = None
+    trainer_ranks: tuple[int, ...] | None = None
+    resize: Resize | None = None
+    next_resize: Resize | None = field(default=None, init=False)
+    view: int = field(default=0, init=False)
+    joined: bool = field(default=False, init=False)
+    peer: str = field(default="", init=False)
 
     def run(self) -> dict[str, Any] | None:
         """Take part in the run until it ends; returns and raises as ``run_rank``."""
@@ -560,7 +547,7 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: Session) -> Iter
         remove_leftovers(run.checkpoints_dir)
         run.remove_half_written()
         run.summary_file.unlink(missing_ok=True)
-        # As the user gave it; see ``_ended_by_a_loss``.
+        # As the user gave it; see ``run_rank``.
         cluster = replace(config.cluster, max_restarts=plan.config.cluster.max_restarts)
         write_text(run.config_file, dump_yaml(replace(config, cluster=cluster, server=plan.config.server)))
         about = environment_record(list(plan.command))

@@ -70,6 +70,9 @@ class InFlightCall(Generic[T]):
         timeout_s: of ``wait``; None for a reply that waits for other trainers.
         repeatable: the server replies to the same call again as before, so it is sent again if it fails.
         local: sends it the first time, in the place of ``call``; its reply arrives over the connection's socket.
+
+    Attributes:
+        others: calls that ``wait`` waits for too: one that is lost may have to be sent again before this one's reply.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class InFlightCall(Generic[T]):
         self._sent = time.perf_counter()
         self._replied: float | None = None
         self._local = local
+        self.others: Sequence[InFlightCall[Any]] = ()
         self._send()
 
     def _send(self) -> None:
@@ -116,6 +120,8 @@ class InFlightCall(Generic[T]):
             DeadlineExceeded: there was no reply in time.
             ParamserverError: the handler raised it.
         """
+        if self.others:
+            self._connection.wait_all([*self.others, self])
         while True:
             try:
                 return self.wait_once()
@@ -150,23 +156,6 @@ class InFlightCall(Generic[T]):
         if self._is_local:
             self._connection.receive_local(self.future)
         return self._connection.wait(self.future, self._name, self._timeout_s)
-
-
-class CallsInFlight(Generic[T]):
-    """Calls that are awaited together: one that is lost may have to be sent again before another one has a reply."""
-
-    def __init__(
-        self, connection: ServerConnection, others: Sequence[InFlightCall[Any]], last: InFlightCall[T]
-    ) -> None:
-        self._connection = connection
-        self._others = others
-        self._last = last
-
-    def wait(self) -> T:
-        """Wait for all replies, and return the last call's; see ``InFlightCall.wait``."""
-        if self._others:
-            self._connection.wait_all([*self._others, self._last])
-        return self._last.wait()
 
 
 class ServerConnection(ABC):
@@ -541,7 +530,7 @@ class ServerClient(ServerConnection):
         buffers: Sequence[Tensor],
         announcement: Announcement | None,
         buckets: Sequence[InFlightCall[Any]] = (),
-    ) -> CallsInFlight[StepGrant]:
+    ) -> InFlightCall[StepGrant]:
         """Report a push whose gradients are in shared memory or on their way; may be called before they are complete.
 
         ``buckets`` are those of it: they are waited for with the reply.
@@ -549,7 +538,8 @@ class ServerClient(ServerConnection):
         named = push_id(report), report.version
         on_shards = [self.begin(name, ShardServer.push_in_place, *named) for name in self._shard_servers]
         grant = self.begin_deferred(ParameterServer.push_in_place, report, buffers, announcement)
-        return CallsInFlight(self, [*on_shards, *buckets], grant)
+        grant.others = [*on_shards, *buckets]
+        return grant
 
     def wait_version(self, version: int) -> int:
         """Return the current version once that is ``version``, or an earlier one if no trainer is left to make it."""

@@ -18,11 +18,6 @@ def available_bytes(root: Path = Path("/")) -> int:
 
     Args:
         root: where ``proc`` and the control groups are mounted.
-
-    Example::
-
-        >>> available_bytes() > 0
-        True
     """
     fields = dict(line.split(":", 1) for line in read_text(root / "proc/meminfo").splitlines())
     mem_available = int(fields["MemAvailable"].split()[0]) * 1024
@@ -53,21 +48,9 @@ def insufficient_memory(what: str, needed_bytes: int, reason: str = "") -> Unsup
 def _left_in_groups(root: Path) -> Iterator[int]:
     """Yield limit minus usage of this process's memory group and of its ancestors, version 1 or 2."""
     for folder, is_v1 in group_folders("memory", root):
-        yield from _left_v1(folder) if is_v1 else _left_v2(folder)
-
-
-def _left_v1(folder: Path) -> Iterator[int]:
-    limit, usage = read_text(folder / "memory.limit_in_bytes"), read_text(folder / "memory.usage_in_bytes")
-    if limit and usage:
-        yield int(limit) - int(usage) + _page_cache(folder, "total_")
-
-
-def _left_v2(folder: Path) -> Iterator[int]:
-    limit, usage = read_text(folder / "memory.max").strip(), read_text(folder / "memory.current")
-    if limit not in ("", "max") and usage:
-        yield int(limit) - int(usage) + _page_cache(folder)
-
-
-def _page_cache(folder: Path, prefix: str = "") -> int:
-    counts = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
-    return sum(int(counts.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
+        files = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
+        limit, usage = (read_text(folder / name).strip() for name in files)
+        if limit not in ("", "max") and usage:
+            counts = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
+            names = (f"{'total_' if is_v1 else ''}{name}" for name in ("inactive_file", "active_file"))
+            yield int(limit) - int(usage) + sum(int(counts.get(name, 0)) for name in names)
