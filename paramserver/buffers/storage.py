@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -465,7 +465,7 @@ class ColumnStorage(Storage):
             return None
         return [list(values) for values in zip(*rows, strict=True)]
 
-    def write_many(self, slots: Slots, columns: list[Any]) -> None:
+    def write_many(self, slots: Slots | list[int], columns: Iterable[Any]) -> None:
         for column, values in zip(self._columns, columns, strict=True):
             column.write(slots, values)
 
@@ -477,8 +477,7 @@ class ColumnStorage(Storage):
 
     def flush(self) -> None:
         if self._pending_slots:
-            for column, values in zip(self._columns, zip(*self._pending_values, strict=True), strict=True):
-                column.write(self._pending_slots, list(values))
+            self.write_many(self._pending_slots, map(list, zip(*self._pending_values, strict=True)))
             self._pending_slots, self._pending_values = [], []
 
     def gather(self, slots: Slots) -> Gathered:

@@ -300,10 +300,8 @@ class Consistency(ABC):
         self._announced[trainer_index] = announcement
         if announcement.readiness is Readiness.DRAINED:
             self._drained.add(trainer_index)
-        if announcement.readiness is Readiness.WAITING:
-            self._waiting.add(trainer_index)
-        else:
-            self._waiting.discard(trainer_index)
+        mark = self._waiting.add if announcement.readiness is Readiness.WAITING else self._waiting.discard
+        mark(trainer_index)
 
     def set_blocks(self, trainer_index: int, blocks: bool) -> None:
         """Record whether the buffer of a live trainer is full, and simulations wait for room in it.
@@ -311,10 +309,8 @@ class Consistency(ABC):
         They may be those whose samples other trainers wait for, once trainers have consumed differently many samples of
         a stream, as after the loss of one of them. Then it does not wait for these.
         """
-        if blocks:
-            self._blocks.add(trainer_index)
-        else:
-            self._blocks.discard(trainer_index)
+        mark = self._blocks.add if blocks else self._blocks.discard
+        mark(trainer_index)
 
     def blocks(self, trainer_index: int) -> bool:
         """Return what ``set_blocks`` recorded."""

@@ -101,8 +101,14 @@ class SimulationCoordinator:
         self.spec = spec
         self._journal = journal
         self.token = secrets.token_hex(16).encode()
-        self._runner = ProcessRunner(spec, logs, folders) if spec.is_managed else None
-        self._tracker = _make_tracker(spec, num_trainers, seed, logs, folders, timeout_s)
+        self._runner: ProcessRunner | None = None
+        self._tracker: SimulationTracker
+        if (count := spec.config.count) is not None and spec.is_managed:
+            self._runner = ProcessRunner(spec, logs, folders)
+            sampler = make_sampler(spec.config.sampler, spec.parameters, seed, count, folders)
+            self._tracker = ManagedSimulations(spec.config, num_trainers, sampler.draw, logs)
+        else:
+            self._tracker = ExternalSimulations(spec.config, num_trainers, timeout_s)
         if state is not None:
             self._tracker.load_state_dict(state)
         self._handler = RequestHandler(spec, self._tracker, num_trainers, self.token, status)
@@ -234,8 +240,11 @@ class SimulationCoordinator:
             # Outside of the lock: starting a process and recording an event take time.
             for action in actions:
                 self._carry_out(router, action)
-            if self._handler.over:
-                self._kill_unfinished()
+            if self._handler.over and self._runner is not None:
+                # No more samples are needed. Simulations that are complete end without being killed.
+                for number in self._runner.running:
+                    if not self._tracker.simulations[number].ended:
+                        self._runner.kill(number)
             if self._tracker.failure is not None:
                 raise TrainingError(self._tracker.failure)
             if drain:
@@ -283,25 +292,6 @@ class SimulationCoordinator:
             router.poll(self._runner.exit_pipes, _POLL_INTERVAL_S)
             self._handle_messages(router)
             self._runner.poll_exited()
-
-    def _kill_unfinished(self) -> None:
-        # No more samples are needed. Simulations that are complete end without being killed.
-        if self._runner is None:
-            return
-        for number in self._runner.running:
-            if not self._tracker.simulations[number].ended:
-                self._runner.kill(number)
-
-
-def _make_tracker(
-    spec: IngestSpec, num_trainers: int, seed: int, logs: Path, folders: Sequence[Path], timeout_s: float
-) -> SimulationTracker:
-    config = spec.config
-    if not spec.is_managed:
-        return ExternalSimulations(config, num_trainers, timeout_s)
-    assert config.count is not None
-    sampler = make_sampler(config.sampler, spec.parameters, seed, config.count, folders)
-    return ManagedSimulations(config, num_trainers, sampler.draw, logs)
 
 
 # What a trainer reports grows with the number of simulations that it knows, by some 20 bytes each.

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,7 @@ class SampleReceiver:
         self._wakeup.close()
 
 
+@dataclass(eq=False)
 class _ReceiverLoop:
     """The loop of the receiver thread, which alone uses it, from ``with`` to its end.
 
@@ -170,23 +172,16 @@ class _ReceiverLoop:
         sends_over: whether clients and coordinator are informed, at the end, that no more samples are needed.
     """
 
-    def __init__(
-        self,
-        spec: ReceiverSpec,
-        received_log: ReceivedLog,
-        queue: HandoffQueue,
-        wakeup: WakeupFd,
-        stats: ReceiveStats,
-        field_statistics: FieldStatistics,
-    ) -> None:
-        self.spec = spec
-        self.received_log = received_log
-        self.queue = queue
-        self.wakeup = wakeup
-        self.stats = stats
-        self.field_statistics = field_statistics
-        self.validator = MessageValidator(spec.ingest, received_log, spec.token)
-        self.report_interval_s = min(_REPORT_INTERVAL_S, spec.timeout_s / 4)
+    spec: ReceiverSpec
+    received_log: ReceivedLog
+    queue: HandoffQueue
+    wakeup: WakeupFd
+    stats: ReceiveStats
+    field_statistics: FieldStatistics
+
+    def __post_init__(self) -> None:
+        self.validator = MessageValidator(self.spec.ingest, self.received_log, self.spec.token)
+        self.report_interval_s = min(_REPORT_INTERVAL_S, self.spec.timeout_s / 4)
         self.num_clients = 0
         self.sends_over = False
         self._refusal: str | None = None

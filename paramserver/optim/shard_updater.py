@@ -13,7 +13,7 @@ from paramserver.errors import UnsupportedConfiguration
 from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import ThreadTeam
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
-from paramserver.parameters.sharding import Shard, States, optimizer_indices, set_hyperparameters
+from paramserver.parameters.sharding import Shard, States, optimizer_indices
 
 
 class ShardUpdater:
@@ -120,7 +120,8 @@ class ShardUpdater:
     def step(self, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Step the optimizer, after setting the hyper-parameters ``groups`` if given."""
         if groups is not None:
-            set_hyperparameters(self.optimizer, groups)
+            for group, own in zip(self.optimizer.param_groups, groups, strict=True):
+                group.update(own)
         self.optimizer.step()
         # Otherwise the next update would apply these to a parameter for which no trainer has a gradient.
         self.clear_gradients()

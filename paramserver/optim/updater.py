@@ -141,12 +141,8 @@ class Updater:
     @property
     def lr(self) -> tuple[float, ...]:
         """The learning rate of each parameter group."""
-        rates = []
-        for group in self.optimizer.param_groups:
-            # A user's optimizer may have no learning rate.
-            if "lr" in group:
-                rates.append(float(group["lr"]))
-        return tuple(rates)
+        # A user's optimizer may have no learning rate.
+        return tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
 
     def averages(self, states: Mapping[int, Mapping[str, Any]] | None = None) -> dict[str, Tensor]:
         """Return the average of each parameter that was stepped, by name; empty without ``training.ema_decay``.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -189,11 +189,7 @@ def _slot_of_slice(slot: TensorSlot, cut: ShardSlice, piece: ShardSlice, group: 
 
 def _ends(layout: FlatLayout) -> list[int]:
     """Return the end of each flat tensor, in bytes, if they follow one another."""
-    ends, end = [], 0
-    for size, dtype in zip(layout.sizes, layout.dtypes, strict=True):
-        end += size * dtype.itemsize
-        ends.append(end)
-    return ends
+    return list(accumulate(size * dtype.itemsize for size, dtype in zip(layout.sizes, layout.dtypes, strict=True)))
 
 
 def _spans(layout: FlatLayout) -> Iterator[tuple[int, int]]:
@@ -291,22 +287,12 @@ def get_hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def set_hyperparameters(optimizer: torch.optim.Optimizer, values: Sequence[Mapping[str, Any]]) -> None:
-    """Set what ``get_hyperparameters`` returned."""
-    for group, own in zip(optimizer.param_groups, values, strict=True):
-        group.update(own)
-
-
-def slice_state(state: Mapping[str, Any], slot: TensorSlot, piece: ShardSlice) -> State:
-    """Return the state of a slice of a parameter.
+def _sliced(value: Any, slot: TensorSlot, piece: ShardSlice) -> Any:
+    """Return what a slice of a parameter has of the state of the whole.
 
     A tensor of the parameter's shape is sliced like the parameter, in the order of its memory; everything else is for
     the whole parameter, and is kept.
     """
-    return {name: _sliced(value, slot, piece) for name, value in state.items()}
-
-
-def _sliced(value: Any, slot: TensorSlot, piece: ShardSlice) -> Any:
     if not isinstance(value, Tensor):
         return value
     if piece.length == slot.numel or tuple(value.shape) != slot.shape:
@@ -347,7 +333,8 @@ def split_state(
     for piece in shard.slices:
         index = indices[piece.slot]
         if index is not None and index in states:
-            parts[index] = slice_state(states[index], layout.slots[piece.slot], piece)
+            slot = layout.slots[piece.slot]
+            parts[index] = {name: _sliced(value, slot, piece) for name, value in states[index].items()}
     return parts
 
 

@@ -177,7 +177,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         if not mode_of(config).single_process:
             # TensorPipe and gloo read the interface from the environment when they start.
             choose_interface(process_environ(), config.cluster.interface, identity.master_addr)
-        session = Session(plan, process, task, stack)
+        session = RankSession(plan, process, task, stack)
         while True:
             try:
                 return session.run()
@@ -208,7 +208,7 @@ class Resize:
 
 
 @dataclass
-class Session:
+class RankSession:
     """One time of joining the run and taking part in it. A process has several if servers return to a checkpoint.
 
     Args:
@@ -414,7 +414,7 @@ class Session:
         """Record that the servers have accepted this process."""
         self.joined = True
 
-    def after(self, loss: PeerLost) -> Session:
+    def after(self, loss: PeerLost) -> RankSession:
         """Return the session that follows a loss; raise ``loss`` if the run cannot continue here."""
         plan, process = self.plan, self.process
         config = process.config
@@ -462,7 +462,7 @@ class Session:
         if process.identity.global_rank == 0:
             assert plan.run is not None
             plan, store = replace(plan, resume=plan.run.has_checkpoint(), restarted=True), self.store
-        return Session(
+        return RankSession(
             plan,
             replace(process, session=process.session + 1),
             self.task,
@@ -526,7 +526,7 @@ def _log_file(run: RunDir, global_rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def _open_run(plan: RankPlan, process: ProcessContext, session: Session) -> Iterator[CheckpointManager]:
+def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> Iterator[CheckpointManager]:
     """Create or lock the run folder, write its files, and yield the manager of its checkpoints."""
     config, run = process.config, plan.run
     assert run is not None
@@ -684,7 +684,7 @@ def _serve(
     checkpoints: CheckpointManager | None,
     rendezvous: Rendezvous,
     totals: list[TrainerTotals],
-    session: Session,
+    session: RankSession,
 ) -> Decision:
     # Imported here: trainers start without these modules.
     from paramserver.distributed.membership import release_liveness_calls
@@ -731,7 +731,7 @@ def _serve(
         with rpc_server(rendezvous, process.trainers * server_computes(config)):
             try:
                 _wait_until_finished(server, process, rendezvous, session)
-                server.wait_for_disconnects(_DISCONNECT_S)
+                server.members.wait_for_disconnects(_DISCONNECT_S)  # no live trainer needs this server any more
             finally:
                 totals.extend(server.all_totals())
                 if server.coordinator is not None:
@@ -746,7 +746,7 @@ def _serve(
 
 
 def _wait_until_finished(
-    server: ParameterServer, process: ProcessContext, rendezvous: Rendezvous, session: Session
+    server: ParameterServer, process: ProcessContext, rendezvous: Rendezvous, session: RankSession
 ) -> None:
     """Check heartbeats and requests until the server has finished; fail it if not all processes join in time."""
     config = process.config
@@ -780,7 +780,7 @@ def _wait_until_finished(
             server.fail(MissingRanks(f"{names} did not arrive within cluster.timeout_s ({limit_s:g} s)"))
 
 
-def _absent(server: ParameterServer, rendezvous: Rendezvous, session: Session, is_late: bool) -> set[int]:
+def _absent(server: ParameterServer, rendezvous: Rendezvous, session: RankSession, is_late: bool) -> set[int]:
     """Return the ranks of trainers without which a view has to begin anew: the others have joined, or will.
 
     These are newcomers that failed, and in a later view than the first all that are late.
@@ -798,7 +798,7 @@ def _absent(server: ParameterServer, rendezvous: Rendezvous, session: Session, i
 
 
 def _resize(
-    server: ParameterServer, process: ProcessContext, rendezvous: Rendezvous, session: Session, given_up: set[int]
+    server: ParameterServer, process: ProcessContext, rendezvous: Rendezvous, session: RankSession, given_up: set[int]
 ) -> None:
     """Carry out the requests of trainers, and continue without those that are given up, in another view."""
     config, ranks = process.config, rendezvous.trainer_ranks
@@ -868,7 +868,7 @@ def _trainer_class(config: Config, folders: Sequence[Path]) -> Any:
     return found
 
 
-def _train(trainer: Trainer, totals: list[TrainerTotals], session: Session) -> Decision:
+def _train(trainer: Trainer, totals: list[TrainerTotals], session: RankSession) -> Decision:
     try:
         return trainer.run()
     except SystemExit as error:

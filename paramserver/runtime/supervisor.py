@@ -119,10 +119,6 @@ class _RankProcess:
                 self.sent.add(number)
                 signal.pidfd_send_signal(self.pidfd, number)
 
-    def kill_group(self) -> None:
-        """Kill the process and all that it started, except what left its process group. Not after ``reap``."""
-        kill_group(self.process.pid)
-
     def reap(self) -> int:
         """Wait for the end of the process, and return its exit code."""
         self.exit_code = self.process.wait()
@@ -303,7 +299,7 @@ class Supervisor:
                 continue  # its end was handled just now, and all that was in its pipe
             if _has_ended(rank.pidfd):
                 # First the group, so that nothing writes into the pipe any more.
-                rank.kill_group()
+                kill_group(rank.process.pid)
                 self._guard.remove(rank.process.pid)
                 self._read_events(rank)
                 self._selector.unregister(rank.pidfd)
@@ -561,7 +557,7 @@ class Supervisor:
         """End all ranks, also after an error here: no rank outlives its supervisor."""
         for rank in self._ranks:
             if rank.exit_code is None:
-                rank.kill_group()
+                kill_group(rank.process.pid)
                 self._guard.remove(rank.process.pid)
                 rank.reap()
 

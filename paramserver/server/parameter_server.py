@@ -192,7 +192,7 @@ class ParameterServer(TutorialMethods):
                 self._lock,
                 stop,
                 monitor.step,
-                self._shared_memory.location,
+                lambda: (self._shared_memory.address, self._shared_memory.parameters_key),
                 self.fail,
                 lambda member, reason: self._change_view(f"{member} is lost: {reason}"),
                 self._start_if_complete,
@@ -426,10 +426,6 @@ class ParameterServer(TutorialMethods):
     def missing_trainers(self) -> list[int]:
         """Return the indices of the trainers that have not joined yet."""
         return self.members.missing(self.trainers)
-
-    def wait_for_disconnects(self, timeout_s: float) -> None:
-        """Wait until every live trainer has released this server, which it does when it no longer needs it."""
-        self.members.wait_for_disconnects(timeout_s)
 
     def check_heartbeats(self) -> None:
         """Count each trainer and server as lost that has been silent for ``server.lost_after_s``."""

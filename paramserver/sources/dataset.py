@@ -118,11 +118,8 @@ class PartitionOrder:
         """Return the sequence from ``position`` on, in blocks of one pass; endless if ``passes`` is None."""
         if position < len(self.rest):
             yield list(self.rest[position:])
-        epoch, offset = divmod(max(position - len(self.rest), 0), self.per_pass)
-        epoch += self.epoch
-        while passes is None or epoch < passes:
-            yield deal(self.length, self.partition, epoch=epoch, **self.options)[offset:]
-            epoch, offset = epoch + 1, 0
+        for _, indices, offset in self._passes(position, passes):
+            yield indices[offset:]
 
     def groups(self, position: int, size: int, passes: int | None) -> Iterator[tuple[int, list[Any], int]]:
         """Return the sequence from ``position`` on in groups that are the same for each position.
@@ -135,10 +132,15 @@ class PartitionOrder:
         """
         if position < len(self.rest):
             yield from _cut(max(self.epoch - 1, 0), self.rest, position, size)
+        for epoch, indices, offset in self._passes(position, passes):
+            yield from _cut(epoch, indices, offset, size)
+
+    def _passes(self, position: int, passes: int | None) -> Iterator[tuple[int, list[Any], int]]:
+        """Yield the epoch and the indices of each pass from ``position`` on, and how many are before it."""
         epoch, offset = divmod(max(position - len(self.rest), 0), self.per_pass)
         epoch += self.epoch
         while passes is None or epoch < passes:
-            yield from _cut(epoch, deal(self.length, self.partition, epoch=epoch, **self.options), offset, size)
+            yield epoch, deal(self.length, self.partition, epoch=epoch, **self.options), offset
             epoch, offset = epoch + 1, 0
 
     def first_unserved_pass(self, position: int) -> int:

@@ -309,10 +309,6 @@ class ServerSharedMemory:
         """The address that other processes attach to; None if nothing is shared (any more)."""
         return None if self._host is None else self._host.address
 
-    def location(self) -> tuple[str | None, str]:
-        """Return address and key of the parameters themselves."""
-        return self.address, self.parameters_key
-
     def disable(self) -> None:
         """Send everything over RPC from now on."""
         self._host = None
