@@ -311,7 +311,7 @@ def _begin_view(
         remaining = tuple(r for r in ranks if r not in late)
         if not remaining or not (continues or set(late) <= set(newcomers)) or min(late) < servers:
             raise _missing_ranks(identity, timeout_s, late)
-        log.warning("the run continues without rank %s, which did not join in time", ", ".join(map(str, late)))
+        log.warning("the run continues without %s, which did not join in time", identity.name(*late))
         view, ranks = view + 1, remaining
 
 
@@ -346,7 +346,7 @@ def _join_view(
         elif has_left(root, rank):
             raise LeftRun
         elif not joins:
-            raise Evicted(f"rank {rank} takes no part in the run any more, which continues without it")
+            raise Evicted(f"{identity.name()} takes no part in the run any more, which continues without it")
         else:
             request = send_request(root, ResizeRequest("join", rank))
         view += 1
@@ -470,12 +470,12 @@ def open_store(
         if interrupted.is_set():
             raise Interrupted("interrupted while waiting for rank 0")
         raise MissingRanks(
-            f"rank {identity.global_rank} found no rank 0 at {where} within cluster.timeout_s ({timeout_s:g} s)"
-            f"{_why_unknown(host)}; start rank 0, or correct --master_addr and --master_port"
+            f"{identity.name()} found no {identity.name(0)} at {where} within cluster.timeout_s ({timeout_s:g} s)"
+            f"{_why_unknown(host)}; start {identity.name(0)}, or correct --master_addr and --master_port"
         )
     if not reached:
         raise UnsupportedConfiguration(
-            f"rank {identity.global_rank} has no job token, and rank 0 at {where} asks for it; {CURE}"
+            f"{identity.name()} has no job token, and {identity.name(0)} at {where} asks for it; {CURE}"
         )
     if token is not None:
         host, port = "127.0.0.1", tunnel.port
@@ -539,7 +539,7 @@ def compare_config(store: Store, config: Config, identity: ProcessIdentity, time
     lines = [line for line in differences(config_of_zero, config) if not line.startswith(own_keys)]
     if lines:
         raise UnsupportedConfiguration(
-            f"rank {identity.global_rank} has another configuration than rank 0 ({'; '.join(lines)}); "
+            f"{identity.name()} has another configuration than {identity.name(0)} ({'; '.join(lines)}); "
             "start all ranks with the same one"
         )
 
@@ -557,7 +557,8 @@ def claim_rank(store: Store, identity: ProcessIdentity, replaces: bool) -> None:
     holder = store.compare_set(f"rank/{identity.global_rank}", "", _host_and_pid()).decode()
     if holder != _host_and_pid():
         raise UnsupportedConfiguration(
-            f"rank {identity.global_rank} is taken by {holder}; give each process its own --rank"
+            f"{identity.name()} is taken by {holder}; give each process its own "
+            f"{'--rank' if identity.servers is None else '--index'}"
         )
 
 
@@ -596,8 +597,11 @@ def _wait_for_world(
 
 
 def _missing_ranks(identity: ProcessIdentity, timeout_s: float, missing: Sequence[int]) -> MissingRanks:
-    names = ", ".join(map(str, missing))
+    fewer = "lower --world_size"
+    if identity.servers is not None:
+        kinds = {"server" if rank < identity.servers else "trainer" for rank in missing}
+        fewer = f"correct {' and '.join(f'--num_{kind}s' for kind in sorted(kinds))}"
     return MissingRanks(
-        f"rank {identity.global_rank} waited cluster.timeout_s ({timeout_s:g} s) for a world of {identity.world_size}; "
-        f"missing: rank {names}. Start them, or lower --world_size"
+        f"{identity.name()} waited cluster.timeout_s ({timeout_s:g} s) for a world of {identity.world_size}; "
+        f"missing: {identity.name(*missing)}. Start them, or {fewer}"
     )

@@ -56,10 +56,12 @@ def joined(
     hosted=False,
     job="test",
     launch="",
+    servers=None,
     **session,
 ) -> Rendezvous:
     event = threading.Event() if interrupted is None else interrupted
     identity = ProcessIdentity(rank, world_size, rank, world_size, 0, HOST, port, hosted, job, "flags", launch)
+    identity = dataclasses.replace(identity, servers=servers)
     return join_rendezvous(of or config(timeout_s), identity, event, listener, **session)
 
 
@@ -159,6 +161,9 @@ def test_a_rank_that_is_taken_is_refused_with_the_name_of_its_holder():
         set_first_view(store, {"config": dump_yaml(config()), "rank/1": "node7, process 42"})
         with pytest.raises(UnsupportedConfiguration, match=r"^rank 1 is taken by node7, process 42; give each process"):
             joined(1, 2, store.port, hosted=True)
+        of_role = r"^trainer 0 \(rank 1\) is taken by node7, process 42; give each process its own --index$"
+        with pytest.raises(UnsupportedConfiguration, match=of_role):
+            joined(1, 2, store.port, hosted=True, servers=1)
 
 
 def test_two_attempts_on_one_store_do_not_see_each_other():
@@ -379,12 +384,32 @@ def test_a_world_that_never_fills_names_the_missing_ranks():
     )
 
 
+@pytest.mark.parametrize(
+    ("world_size", "servers", "expected"),
+    [
+        (1004, None, "rank 0 waited .* of 1004; missing: rank 1, 3-1003. Start them, or lower --world_size"),
+        (1004, 1, r"server 0 \(rank 0\) waited .*; missing: trainer 0, 2-1002 \(rank 1, 3-1003\). Start them, or "
+         "correct --num_trainers"),
+        (4, 2, r"server 0 .*; missing: server 1 \(rank 1\) and trainer 1 \(rank 3\). Start them, or correct "
+         "--num_servers and --num_trainers"),
+    ],
+)  # fmt: skip
+def test_missing_ranks_are_named_as_they_are_started(world_size, servers, expected):
+    with agents_store() as store:
+        set_first_view(store, {"rank/2": "another process"})
+        with pytest.raises(DeadlineExceeded, match=f"^{expected}$"):
+            joined(0, world_size, store.port, SHORT_S, hosted=True, servers=servers)
+
+
 def test_a_missing_rank_zero_is_reported_with_its_address():
     with socket.socket() as silent:
         silent.bind((HOST, 0))
         port = silent.getsockname()[1]
         with pytest.raises(DeadlineExceeded, match=rf"rank 1 found no rank 0 at 127\.0\.0\.1:{port} within cluster"):
             joined(1, 2, port, SHORT_S)
+        of_role = r"^trainer 0 \(rank 1\) found no server 0 \(rank 0\) at .*; start server 0 \(rank 0\), or correct --m"
+        with pytest.raises(DeadlineExceeded, match=of_role):
+            joined(1, 2, port, SHORT_S, servers=1)
 
 
 def test_a_name_of_rank_zero_that_is_not_known_is_reported_with_the_reason(monkeypatch):
