@@ -36,6 +36,7 @@ from paramserver.distributed.rendezvous import (
     claim_rank,
     compare_config,
     detect_lost_store,
+    enter_attempt,
     job_store,
     open_store,
 )
@@ -114,7 +115,8 @@ def check_hosts(found: Diagnosis, config: Config, identity: ProcessIdentity) -> 
         if identity.global_rank == 0:
             print(f"waiting up to {timeout_s:g} s for all {identity.world_size} ranks", file=sys.stderr, flush=True)
         base = open_store(identity, timeout_s, time.monotonic() + timeout_s, interrupted, None, OpenedSockets(), stack)
-        store = job_store(base, replace(identity, job=f"{identity.job}/doctor"))
+        attempt = enter_attempt(base, identity)
+        store = job_store(base, replace(attempt, job=f"{attempt.job}/doctor"))
         meeting = _Meeting(store, timeout_s)
         claim_rank(store, identity, replaces=False)
         if identity.global_rank == 0:

@@ -35,6 +35,8 @@ def test_the_job_of_a_launcher(environ, job):
 def test_a_wrong_number_of_restarts_is_named():
     with pytest.raises(UnsupportedConfiguration, match=r"SLURM_RESTART_COUNT \(two\) must be a whole number"):
         find_job({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "two"})
+    with pytest.raises(UnsupportedConfiguration, match=r"TORCHELASTIC_RESTART_COUNT \(-1\) must be a whole number"):
+        find_job({"TORCHELASTIC_RUN_ID": "seven", "TORCHELASTIC_RESTART_COUNT": "-1"})
 
 
 CONFIG = Config(task="tasks:One", mode="rpc", seed=1)

@@ -26,6 +26,7 @@ from paramserver.distributed import rendezvous as rendezvous_module
 from paramserver.distributed.rendezvous import LeftRun, Rendezvous, fetch_config, join_rendezvous
 from paramserver.distributed.resize import ResizeRequest, mark_carried_out, pending_requests, refuse
 from paramserver.distributed.rpc_calls import RemoteError, host_identity
+from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import (
     DeadlineExceeded,
     Evicted,
@@ -181,6 +182,69 @@ def test_a_store_that_an_agent_serves_is_used_by_all():
         joined(0, 2, store.port, hosted=True).set("run", "a")
         assert other.result(LONG_S).get("run") == "a"
         assert store.get("paramserver/test/1/run") == b"a"
+
+
+# Attempts of a launcher whose store outlives its ranks.
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Starts threads that stand for processes of torchrun, and returns their futures."""
+    current = threading.local()
+    monkeypatch.setattr(rendezvous_module, "_host_and_pid", lambda: current.name)
+
+    def run(name, rank, world_size, port, interrupted):
+        current.name = name
+        return joined(rank, world_size, port, interrupted=interrupted, hosted=True, launch="job7")
+
+    with threads(9) as pool:
+        yield lambda *where, interrupted=None: pool.submit(run, *where, interrupted)
+
+
+def wait_for(store, key):
+    assert poll_until(time.monotonic() + LONG_S, lambda: store.check([key]) or None, threading.Event())
+
+
+def test_a_rank_that_starts_again_before_the_world_is_full_is_waited_for(started):
+    """Its agent counts a restart, those of the other hosts none."""
+    with agents_store() as store:
+        others = [started(f"process {rank}", rank, 4, store.port) for rank in (0, 1)]
+        dies = threading.Event()
+        first = started("process 2", 2, 4, store.port, interrupted=dies)
+        wait_for(store, "paramserver/test-0/1/rank/2")
+        dies.set()
+        with pytest.raises(Interrupted):
+            first.result(LONG_S)
+        second = started("process 2b", 2, 4, store.port)
+        last = started("process 3", 3, 4, store.port)  # only now
+        all_ranks = [one.result(LONG_S) for one in (*others, second, last)]
+        assert {one.identity.job for one in all_ranks} == {"test-1"}
+        assert all_ranks[0].holder_of_rank(2) == "process 2b"
+
+
+def test_a_rank_that_died_before_the_rendezvous_joins_those_that_wait(started):
+    with agents_store() as store:
+        zero = started("process 0", 0, 2, store.port)
+        wait_for(store, "paramserver/test-0/1/rank/0")
+        assert started("process 1b", 1, 2, store.port).result(LONG_S).identity.job == "test-0"
+        zero.result(LONG_S)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_a_new_attempt_after_a_loss_sees_nothing_of_the_earlier_one(started, order):
+    with agents_store() as store:
+        for attempt in range(3):
+            ranks = [started(f"process {rank} of attempt {attempt}", rank, 3, store.port) for rank in order]
+            (zero,) = (one.result(LONG_S) for one in ranks if one.result(LONG_S).identity.global_rank == 0)
+            assert {one.result().identity.job for one in ranks} == {f"test-{attempt}"}
+            assert not zero.store.check(["run"])
+            zero.set("run", f"digits-{attempt}")
+
+
+def test_a_process_that_joins_again_stays_in_its_attempt(started):
+    with agents_store() as store:
+        jobs = [started("process 0", 0, 1, store.port).result(LONG_S).identity.job for _ in range(2)]
+        assert jobs == ["test-0", "test-0"]
 
 
 # Views and replacements.
