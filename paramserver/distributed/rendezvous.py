@@ -522,7 +522,7 @@ def open_store(
             raise Interrupted("interrupted while waiting for rank 0")
         raise MissingRanks(
             f"{identity.name()} found no {identity.name(0)} at {where} within cluster.timeout_s ({timeout_s:g} s)"
-            f"{_why_unknown(host)}; start {identity.name(0)}, or correct --master_addr and --master_port"
+            f"{why_unknown(host)}; start {identity.name(0)}, or correct --master_addr and --master_port"
         )
     if not reached:
         raise UnsupportedConfiguration(
@@ -550,7 +550,7 @@ def _reachable(host: str, port: int) -> bool | None:
         return None
 
 
-def _why_unknown(host: str) -> str:
+def why_unknown(host: str) -> str:
     """Return that and why the name of rank 0 is not known here; nothing if it is known."""
     try:
         socket.getaddrinfo(host, None)

@@ -101,7 +101,12 @@ def test_a_node_whose_rank_dies_before_the_rendezvous_joins_the_node_that_waits(
     """One agent counts a restart and the other none."""
     write_config(tmp_path, task="dies.py:ReferenceTask", mode="ddp", cluster={"timeout_s": 60}, logging={"name": "run"})
     (tmp_path / "dies.py").write_text(DIES_AT_FIRST)
-    replaced = {"=node0": "=127.0.0.1", "29500": str(free_port()), "per_node=2": "per_node=1", "restarts 3": "restarts 1"}
+    replaced = {
+        "=node0": "=127.0.0.1",
+        "29500": str(free_port()),
+        "per_node=2": "per_node=1",
+        "restarts 3": "restarts 1",
+    }
     name = script(tmp_path, "node.sh", **replaced)
     with agent(tmp_path, "bash", name, "0") as first, agent(tmp_path, "bash", name, "1") as second:
         assert (first.wait(LIMIT_S), second.wait(LIMIT_S)) == (0, 0), outputs(tmp_path)
