@@ -199,8 +199,9 @@ def _run_of_job(config: Config, job: Job) -> RunDir | None:
         except UnsupportedConfiguration as error:
             # A later start may have to continue it, so it is not left out.
             raise CheckpointError(
-                f"{run.path} is a run of this job ({job.id}), which this start may continue, and its config cannot be read "
-                f"({str(error).partition('; ')[0]}); correct that file, or move the folder away to begin a new run"
+                f"{run.path} is a run of this job ({job.id}), which this start may continue, and its config cannot be "
+                f"read ({str(error).partition('; ')[0]}); correct that file, or move the folder away to begin a new "
+                "run"
             ) from error
         if name is not None or not list(_changes(stored, config)):
             return run
