@@ -23,6 +23,7 @@ from paramserver.devices import move_to_device, use_device
 from paramserver.errors import TaskError
 from paramserver.limits import epoch_of, is_due
 from paramserver.metrics.records import (
+    CoreWait,
     PhaseClock,
     Record,
     StepReport,
@@ -456,6 +457,7 @@ class Trainer(ABC):
 
     def _fit(self) -> Decision:
         self._samples_before = self.progress.samples_served
+        self._core_wait = CoreWait()
         self.clock.skip()
         while True:
             self._step_offset = 1
@@ -956,6 +958,8 @@ class Trainer(ABC):
             buffer=self.data.figures(),
             peak_rss_mb=peak_rss_mb(),
             wire_bytes=self.wire_bytes,
+            core_wait_share=self._core_wait.share(),
+            threads=torch.get_num_threads(),
         )
 
 
