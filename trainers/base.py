@@ -216,7 +216,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's state in the form of ``torch.optim.Optimizer.state_dict``. Checkpoints do not use it."""
+        """Return the optimizer's state in the form of ``torch.optim.Optimizer.state_dict``; not used by checkpoints."""
 
     @abstractmethod
     def averages(self) -> Mapping[str, Tensor]:
