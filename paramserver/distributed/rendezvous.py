@@ -462,7 +462,8 @@ def _wait_for_view(
         return view
     if interrupted.is_set():
         raise Interrupted("interrupted while waiting for rank 0")
-    raise MissingRanks(f"{identity.name(0)} did not start again within cluster.timeout_s ({timeout_s:g} s)")
+    again = " again" if first > 1 else ""
+    raise MissingRanks(f"{identity.name(0)} did not start{again} within cluster.timeout_s ({timeout_s:g} s)")
 
 
 def open_store(
