@@ -101,7 +101,8 @@ commands:
   launch     train a task (paramserver launch --help)
   evaluate   validate the model of a checkpoint (paramserver evaluate --help)
   predict    write the outputs of the model of a checkpoint (paramserver predict --help)
-  benchmark  measure and compare ways to train a task (paramserver benchmark --help)
+  benchmark  measure and compare ways to train a task (paramserver benchmark --help); with compare, two benchmarks;
+             with predict, simulate other numbers of trainers and servers (paramserver benchmark predict --help)
   join       be one more trainer of a running job (paramserver join --help)
   leave      let a trainer leave a running job (paramserver leave --help)
   doctor     check this machine, and the links between hosts (paramserver doctor --help)

@@ -4,10 +4,14 @@ They need the extra ``torchx``. An entry point of the group ``torchx.components`
 """
 
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paramserver.cluster.job import JOB_VARIABLE
 from paramserver.cluster.network import DEFAULT_PORT
+from paramserver.config import mode_of
+from paramserver.errors import UnsupportedConfiguration
+from paramserver.launch import parse, resolve_run
 
 if TYPE_CHECKING:
     from torchx.specs import AppDef
@@ -46,9 +50,18 @@ def train(
     from torchx import specs
     from torchx.specs import macros
 
+    if trainers < 1:
+        raise UnsupportedConfiguration(f"--trainers ({trainers}) must be at least 1; give the number of trainers")
+    if Path(config).is_file():  # otherwise it is in the container only
+        mode = mode_of(resolve_run(parse(["--config", config, *flags]))[0])
+        if mode.has_servers != (servers > 0):
+            needed = "at least 1" if mode.has_servers else "0"
+            raise UnsupportedConfiguration(
+                f"--servers ({servers}) must be {needed} in mode {mode.name}; correct it, or choose another mode"
+            )
     roles = []
     for kind, count in (("server", servers), ("trainer", trainers)):
-        if count < 1:
+        if not count:
             continue
         # TorchX replaces macros; $$ stands for a $ that is none.
         words = shlex.join(["python", "-m", "paramserver.launch", "--config", config, *flags]).replace("$", "$$")

@@ -24,6 +24,7 @@ from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.errors import TaskError
 from paramserver.limits import epoch_of, is_due
 from paramserver.metrics.records import (
+    CoreWait,
     PhaseClock,
     Record,
     StepReport,
@@ -224,7 +225,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's state in the form of ``torch.optim.Optimizer.state_dict``."""
+        """Return the optimizer's state in the form of ``torch.optim.Optimizer.state_dict``; not used by checkpoints."""
 
     @abstractmethod
     def averages(self) -> Mapping[str, Tensor]:
@@ -465,6 +466,7 @@ class Trainer(ABC):
 
     def _fit(self) -> Decision:
         self._samples_before = self.progress.samples_served
+        self._core_wait = CoreWait()
         self.clock.skip()
         while True:
             self._step_offset = 1
@@ -960,6 +962,8 @@ class Trainer(ABC):
             buffer=self.data.figures(),
             peak_rss_mb=peak_rss_mb(),
             wire_bytes=self.wire_bytes,
+            core_wait_share=self._core_wait.share(),
+            threads=torch.get_num_threads(),
         )
 
 

@@ -5,7 +5,7 @@ Environment variables are read in this folder only.
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,12 +33,15 @@ class ProcessIdentity:
             store meanwhile; empty without one.
         token: the job token; None = the store is open to all that reach it.
         restarts_all: the launcher starts all ranks again after the loss of one, so none continues without it.
+        servers: how many of the ranks are servers, if this process was started by ``--role``; None = by its rank.
 
     Example::
 
         >>> from paramserver.cluster import resolve_identity
         >>> resolve_identity(RankFlags(), {"RANK": "1", "WORLD_SIZE": "3"}, Config()).local_rank
         1
+        >>> resolve_identity(RankFlags(role="trainer", index=1), {}, Config()).name()
+        'trainer 1 (rank 2)'
     """
 
     global_rank: int
@@ -54,6 +57,19 @@ class ProcessIdentity:
     launch: str = ""
     token: JobToken | None = None
     restarts_all: bool = False
+    servers: int | None = None
+
+    def name(self, *global_ranks: int) -> str:
+        """Return ranks, or without arguments this one, as they were started: by their roles, or by their ranks."""
+        ranks = global_ranks or (self.global_rank,)
+        if self.servers is None:
+            return f"rank {list_numbers(ranks)}"
+        servers, trainers = ([r for r in ranks if (r < self.servers) == is_server] for is_server in (True, False))
+        return " and ".join(
+            f"{kind} {list_numbers([rank - first for rank in group])} (rank {list_numbers(group)})"
+            for kind, first, group in (("server", 0, servers), ("trainer", self.servers, trainers))
+            if group
+        )
 
 
 @dataclass(frozen=True)
@@ -262,6 +278,27 @@ def infer_placement(global_rank: int, world_size: int, master_addr: str) -> tupl
         ((1, 3, 0), (0, 1, 1))
     """
     return (global_rank, world_size, 0) if is_loopback(master_addr) else (0, 1, global_rank)
+
+
+def list_numbers(numbers: Iterable[int], most: int = 6) -> str:
+    """Return numbers in a sentence: consecutive ones as ranges, of which at most ``most`` are listed.
+
+    Example::
+
+        >>> list_numbers([1, 2]), list_numbers([0, 3, 4, 5, 7])
+        ('1, 2', '0, 3-5, 7')
+        >>> list_numbers(range(0, 2000, 2))
+        '0, 2, 4, 6, 8 and 995 more'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = runs if len(runs) <= most else runs[: most - 1]
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in shown)
+    return text if shown is runs else f"{text} and {sum(map(len, runs[most - 1 :]))} more"
 
 
 def process_environ() -> MutableMapping[str, str]:

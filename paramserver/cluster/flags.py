@@ -1,6 +1,8 @@
 """Ranks started by hand: ``--rank``, or ``--role`` and ``--index``; ``--master_addr`` and ``--master_port``."""
 
-from paramserver.cluster.base import ClusterEnvironment, Environ, RankFlags
+import dataclasses
+
+from paramserver.cluster.base import ClusterEnvironment, Environ, ProcessIdentity, RankFlags
 from paramserver.cluster.network import DEFAULT_PORT
 from paramserver.config import is_colocated, mode_of, num_commands_of, num_servers_of
 from paramserver.errors import UnsupportedConfiguration
@@ -46,6 +48,10 @@ class FlagEnvironment(ClusterEnvironment):
     def master_port(self) -> int:
         # Ranks that were started separately cannot agree on a free port, so port 0 means the default.
         return self.flags.master_port or self.config.cluster.master_port or DEFAULT_PORT
+
+    def identity(self) -> ProcessIdentity:
+        servers = None if self.flags.role is None else num_servers_of(self.config)
+        return dataclasses.replace(super().identity(), servers=servers)
 
     def _rank_of_role(self) -> int:
         role, servers = self.flags.role, num_servers_of(self.config)

@@ -73,14 +73,11 @@ class TorchrunEnvironment(VariableEnvironment):
 
     @property
     def job(self) -> str:
-        run_id = read_variable(self.environ, self.variables["run_id"], "torchrun")
-        # The agent's store outlives a restart of its workers, so the attempt is part of the prefix. Elsewhere the store
-        # is new in each attempt, and agents that joined later count fewer restarts.
-        return f"{run_id}-{num_restarts(self.environ)}" if self.store_is_hosted else run_id
+        return read_variable(self.environ, self.variables["run_id"], "torchrun")
 
     @property
     def launch(self) -> str:
-        return read_variable(self.environ, self.variables["run_id"], "torchrun") if self.store_is_hosted else ""
+        return self.job if self.store_is_hosted else ""
 
     @property
     def restarts_all(self) -> bool:

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.cluster import chosen_interface, host_and_port, own_address, process_environ
+from paramserver.cluster.base import list_numbers
 from paramserver.config import Config
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.errors import DeadlineExceeded, Interrupted, MissingRanks, PeerLost
@@ -492,7 +493,7 @@ class Handshake:
             check()
             ready = self._selector.select(min(max(deadline - time.monotonic(), 0.0), _LOST_CHECK_S))
             if not ready and time.monotonic() > deadline:
-                names = ", ".join(str(rank) for rank in sorted(self._missing))
+                names = list_numbers(self._missing)
                 raise MissingRanks(f"rank {names} did not connect to rank 0 within cluster.timeout_s ({timeout_s:g} s)")
             for key, _ in ready:
                 self._on_readable(key.fileobj)  # type: ignore[arg-type]

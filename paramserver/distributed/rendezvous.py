@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
@@ -61,6 +61,10 @@ _OWN_KEYS = (
     "cluster.interface",
     "cluster.token_file",
 )
+
+
+class _LaterAttempt(Exception):  # noqa: N818 - not a failure
+    """Ranks have started again, and wait for this one in a later attempt."""
 
 
 class LeftRun(Exception):  # noqa: N818 - not a failure
@@ -258,12 +262,48 @@ def join_rendezvous(
     base = store if identity.global_rank == 0 and store is not None else None
     base = base or open_store(identity, timeout_s, deadline, interrupted, listener, sockets, resources)
     with detect_lost_store():
-        if identity.global_rank == 0:
-            view, ranks = _begin_view(base, view, config, identity, interrupted, trainer_ranks, newcomers)
-        else:
-            view, ranks = _join_view(base, view, config, identity, interrupted, replaces, joins)
-    prefixed = _in_view(base, identity, view)
-    return Rendezvous(prefixed, identity, timeout_s, host_identity(), view, base, ranks, sockets)
+        while True:
+            attempt = enter_attempt(base, identity)
+            try:
+                if identity.global_rank == 0:
+                    view, ranks = _begin_view(base, view, config, attempt, interrupted, trainer_ranks, newcomers)
+                else:
+                    view, ranks = _join_view(base, view, config, attempt, interrupted, replaces, joins)
+                break
+            except _LaterAttempt:
+                log.info("other ranks have started again; this rank waits for them anew")
+    prefixed = _in_view(base, attempt, view)
+    return Rendezvous(prefixed, attempt, timeout_s, host_identity(), view, base, ranks, sockets)
+
+
+def enter_attempt(base: Store, identity: ProcessIdentity) -> ProcessIdentity:
+    """Return the identity in the latest attempt of a launcher whose store outlives its ranks; else ``identity``.
+
+    An attempt is at least one later than the one in which an earlier process of this rank was. The restarts that the
+    launcher counts are no such number: agents of several hosts may differ in them.
+    """
+    if not identity.launch:
+        return identity
+    latest, own = _attempt_key(identity), f"{_attempt_key(identity)}/{identity.global_rank}"
+    number, process = 0, _host_and_pid()
+    if base.check([own]):
+        last, _, holder = base.get(own).decode().partition(" ")
+        number = int(last) + (holder != process)
+    # compare_set is atomic: another rank may raise the number meanwhile.
+    while (held := int(base.compare_set(latest, "", str(number)))) < number:
+        base.compare_set(latest, str(held), str(number))
+    base.set(own, f"{held} {process}")
+    return replace(identity, job=f"{identity.job}-{held}")
+
+
+def _attempt_key(identity: ProcessIdentity) -> str:
+    return f"paramserver/{identity.launch}/attempt"
+
+
+def _check_attempt(base: Store, identity: ProcessIdentity) -> None:
+    """Raise ``_LaterAttempt`` if the attempt of ``identity`` is no longer the latest."""
+    if identity.launch and identity.job.rpartition("-")[2] != base.get(_attempt_key(identity)).decode():
+        raise _LaterAttempt
 
 
 def job_store(base: Store, identity: ProcessIdentity) -> Store:
@@ -298,6 +338,7 @@ def _begin_view(
         deadline, newcomers_until = (time.monotonic() + limit for limit in (timeout_s, config.server.lost_after_s))
         missing = [*range(1, servers), *ranks]
         while missing:
+            _check_attempt(base, identity)
             missing = [r for r in missing if not store.check([f"rank/{r}"])]
             late = missing if time.monotonic() >= deadline else []
             if time.monotonic() >= newcomers_until:
@@ -311,7 +352,7 @@ def _begin_view(
         remaining = tuple(r for r in ranks if r not in late)
         if not remaining or not (continues or set(late) <= set(newcomers)) or min(late) < servers:
             raise _missing_ranks(identity, timeout_s, late)
-        log.warning("the run continues without rank %s, which did not join in time", ", ".join(map(str, late)))
+        log.warning("the run continues without %s, which did not join in time", identity.name(*late))
         view, ranks = view + 1, remaining
 
 
@@ -329,7 +370,7 @@ def _join_view(
     root, request = job_store(base, identity), None
     while True:
         try:
-            view = _wait_for_view(root, view, request, timeout_s, interrupted)
+            view = _wait_for_view(base, view, request, identity, timeout_s, interrupted)
         except Interrupted:
             if request is not None:
                 root.delete_key(request)
@@ -341,12 +382,12 @@ def _join_view(
         if rank < servers or rank in ranks:
             claim_rank(store, identity, replaces)
             everyone = [*range(servers), *ranks]
-            if _wait_for_world(store, root, view, everyone, identity, timeout_s, interrupted):
+            if _wait_for_world(store, base, view, everyone, identity, timeout_s, interrupted):
                 return view, ranks
         elif has_left(root, rank):
             raise LeftRun
         elif not joins:
-            raise Evicted(f"rank {rank} takes no part in the run any more, which continues without it")
+            raise Evicted(f"{identity.name()} takes no part in the run any more, which continues without it")
         else:
             request = send_request(root, ResizeRequest("join", rank))
         view += 1
@@ -391,16 +432,26 @@ def _connect_to_view(identity: ProcessIdentity, limit_s: float) -> Iterator[tupl
     deadline = time.monotonic() + limit_s
     with ExitStack() as resources, detect_lost_store():
         base = open_store(identity, limit_s, deadline, threading.Event(), None, OpenedSockets(), resources)
-        view = int(_get(job_store(base, identity), "view", limit_s, "the start of rank 0"))
-        yield base, _in_view(base, identity, view)
+        attempt = enter_attempt(base, identity)
+        view = int(_get(job_store(base, attempt), "view", limit_s, "the start of rank 0"))
+        yield base, _in_view(base, attempt, view)
 
 
 def _wait_for_view(
-    store: Store, first: int, request: str | None, timeout_s: float, interrupted: threading.Event
+    base: Store,
+    first: int,
+    request: str | None,
+    identity: ProcessIdentity,
+    timeout_s: float,
+    interrupted: threading.Event,
 ) -> int:
     """Return the view of the servers once it is at least ``first``, unless they refuse the ``request`` of that key."""
+    store = job_store(base, identity)
 
     def current() -> int | None:
+        _check_attempt(base, identity)
+        if identity.launch and not store.check(["view"]):
+            return None  # rank 0 may begin it in a later attempt
         if request is not None and (reason := refusal(store, request)):
             raise UnsupportedConfiguration(reason)
         view = int(_get(store, "view", timeout_s, "the start of rank 0"))
@@ -411,7 +462,8 @@ def _wait_for_view(
         return view
     if interrupted.is_set():
         raise Interrupted("interrupted while waiting for rank 0")
-    raise MissingRanks(f"rank 0 did not start again within cluster.timeout_s ({timeout_s:g} s)")
+    again = " again" if first > 1 else ""
+    raise MissingRanks(f"{identity.name(0)} did not start{again} within cluster.timeout_s ({timeout_s:g} s)")
 
 
 def open_store(
@@ -470,12 +522,12 @@ def open_store(
         if interrupted.is_set():
             raise Interrupted("interrupted while waiting for rank 0")
         raise MissingRanks(
-            f"rank {identity.global_rank} found no rank 0 at {where} within cluster.timeout_s ({timeout_s:g} s)"
-            f"{_why_unknown(host)}; start rank 0, or correct --master_addr and --master_port"
+            f"{identity.name()} found no {identity.name(0)} at {where} within cluster.timeout_s ({timeout_s:g} s)"
+            f"{why_unknown(host)}; start {identity.name(0)}, or correct --master_addr and --master_port"
         )
     if not reached:
         raise UnsupportedConfiguration(
-            f"rank {identity.global_rank} has no job token, and rank 0 at {where} asks for it; {CURE}"
+            f"{identity.name()} has no job token, and {identity.name(0)} at {where} asks for it; {CURE}"
         )
     if token is not None:
         host, port = "127.0.0.1", tunnel.port
@@ -499,7 +551,7 @@ def _reachable(host: str, port: int) -> bool | None:
         return None
 
 
-def _why_unknown(host: str) -> str:
+def why_unknown(host: str) -> str:
     """Return that and why the name of rank 0 is not known here; nothing if it is known."""
     try:
         socket.getaddrinfo(host, None)
@@ -539,7 +591,7 @@ def compare_config(store: Store, config: Config, identity: ProcessIdentity, time
     lines = [line for line in differences(config_of_zero, config) if not line.startswith(own_keys)]
     if lines:
         raise UnsupportedConfiguration(
-            f"rank {identity.global_rank} has another configuration than rank 0 ({'; '.join(lines)}); "
+            f"{identity.name()} has another configuration than {identity.name(0)} ({'; '.join(lines)}); "
             "start all ranks with the same one"
         )
 
@@ -557,7 +609,8 @@ def claim_rank(store: Store, identity: ProcessIdentity, replaces: bool) -> None:
     holder = store.compare_set(f"rank/{identity.global_rank}", "", _host_and_pid()).decode()
     if holder != _host_and_pid():
         raise UnsupportedConfiguration(
-            f"rank {identity.global_rank} is taken by {holder}; give each process its own --rank"
+            f"{identity.name()} is taken by {holder}; give each process its own "
+            f"{'--rank' if identity.servers is None else '--index'}"
         )
 
 
@@ -567,7 +620,7 @@ def _host_and_pid() -> str:
 
 def _wait_for_world(
     store: Store,
-    root: Store,
+    base: Store,
     view: int,
     ranks: Sequence[int],
     identity: ProcessIdentity,
@@ -575,6 +628,7 @@ def _wait_for_world(
     interrupted: threading.Event,
 ) -> bool:
     """Wait until all ``ranks`` have joined; return False if a later view begins meanwhile."""
+    root = job_store(base, identity)
 
     def missing() -> list[int]:
         if store.check([_STARTED]):
@@ -582,6 +636,7 @@ def _wait_for_world(
         return [r for r in ranks if not store.check([f"rank/{r}"])]
 
     def joined() -> bool | None:
+        _check_attempt(base, identity)
         if int(root.get("view")) > view:
             return False
         return None if missing() else True
@@ -596,8 +651,11 @@ def _wait_for_world(
 
 
 def _missing_ranks(identity: ProcessIdentity, timeout_s: float, missing: Sequence[int]) -> MissingRanks:
-    names = ", ".join(map(str, missing))
+    fewer = "lower --world_size"
+    if identity.servers is not None:
+        kinds = {"server" if rank < identity.servers else "trainer" for rank in missing}
+        fewer = f"correct {' and '.join(f'--num_{kind}s' for kind in sorted(kinds))}"
     return MissingRanks(
-        f"rank {identity.global_rank} waited cluster.timeout_s ({timeout_s:g} s) for a world of {identity.world_size}; "
-        f"missing: rank {names}. Start them, or lower --world_size"
+        f"{identity.name()} waited cluster.timeout_s ({timeout_s:g} s) for a world of {identity.world_size}; "
+        f"missing: {identity.name(*missing)}. Start them, or {fewer}"
     )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
+import threading
+import time
 from collections import Counter
 
 from paramserver.cluster import (
@@ -11,6 +14,7 @@ from paramserver.cluster import (
     child_environment,
     choose_interface,
     chosen_interface,
+    host_and_port,
     is_loopback,
     own_address,
     process_environ,
@@ -28,12 +32,15 @@ from paramserver.config import (
     world_size_of,
 )
 from paramserver.devices import Placement, place_server, place_trainer
+from paramserver.distributed.rendezvous import why_unknown
+from paramserver.distributed.timeouts import poll_until
 from paramserver.doctor.diagnosis import Diagnosis, Section
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.report.formatting import plural
 from paramserver.runtime.dry_run import loss_lines
 from paramserver.runtime.rank import place_rank
 
+_NAME_POLL_S = 0.2
 _SOURCES = {
     "flags": "--rank or --role is given",
     "torchrun": "TORCHELASTIC_RUN_ID is set",
@@ -91,6 +98,8 @@ def _address(found: Diagnosis, section: Section, config: Config, identity: Proce
     else:
         why = "cluster.master_port is 0: a free port" if port == 0 else "cluster.master_port"
     section.add("rank 0", f"{host}:{port or '<free>'}", {"host": host, "port": port}, why)
+    if identity is not None and not _wait_for_name(found, config, identity):
+        return ""
     try:
         choose_interface(process_environ(), cluster.interface, host)
         interface = chosen_interface(process_environ())
@@ -114,6 +123,24 @@ def _address(found: Diagnosis, section: Section, config: Config, identity: Proce
             "set cluster.token_file, or PARAMSERVER_TOKEN",
         )
     return address
+
+
+def _wait_for_name(found: Diagnosis, config: Config, identity: ProcessIdentity) -> bool:
+    """Wait for as long as a run does until the host of rank 0 is known here; return whether it is, or need not be."""
+    host, limit_s = identity.master_addr, config.cluster.timeout_s
+    if (identity.global_rank == 0 and not identity.store_is_hosted) or not why_unknown(host):
+        return True  # rank 0 itself does not wait for its name
+    print(f"waiting up to {limit_s:g} s for the name {host}, as a run does", file=sys.stderr, flush=True)
+    known = poll_until(
+        time.monotonic() + limit_s, lambda: None if why_unknown(host) else True, threading.Event(), _NAME_POLL_S
+    )
+    if known is None:
+        found.problem(
+            f"{identity.name()} found no {identity.name(0)} at {host_and_port(host, identity.master_port)} within "
+            f"cluster.timeout_s ({limit_s:g} s){why_unknown(host)}",
+            f"start {identity.name(0)}, or correct --master_addr and --master_port",
+        )
+    return bool(known)
 
 
 def _devices(found: Diagnosis, section: Section, config: Config, identity: ProcessIdentity | None) -> None:

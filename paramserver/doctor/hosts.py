@@ -27,6 +27,7 @@ from paramserver.cluster import (
     own_address,
     process_environ,
 )
+from paramserver.cluster.base import list_numbers
 from paramserver.cluster.network import list_interfaces
 from paramserver.config import Config, dump_yaml, is_colocated, mode_of, num_servers_of, world_size_of
 from paramserver.devices import num_gpus
@@ -35,6 +36,7 @@ from paramserver.distributed.rendezvous import (
     claim_rank,
     compare_config,
     detect_lost_store,
+    enter_attempt,
     job_store,
     open_store,
 )
@@ -113,7 +115,8 @@ def check_hosts(found: Diagnosis, config: Config, identity: ProcessIdentity) -> 
         if identity.global_rank == 0:
             print(f"waiting up to {timeout_s:g} s for all {identity.world_size} ranks", file=sys.stderr, flush=True)
         base = open_store(identity, timeout_s, time.monotonic() + timeout_s, interrupted, None, OpenedSockets(), stack)
-        store = job_store(base, replace(identity, job=f"{identity.job}/doctor"))
+        attempt = enter_attempt(base, identity)
+        store = job_store(base, replace(attempt, job=f"{attempt.job}/doctor"))
         meeting = _Meeting(store, timeout_s)
         claim_rank(store, identity, replaces=False)
         if identity.global_rank == 0:
@@ -135,7 +138,7 @@ def check_hosts(found: Diagnosis, config: Config, identity: ProcessIdentity) -> 
         own = _introduce(found, config, identity, interface or "", listener)
         store.set(f"participant/{own.rank}", json.dumps(asdict(own)))
         if identity.global_rank == 0:
-            _gather(found, config, meeting)
+            _gather(found, config, identity, meeting)
         participants = [Participant(**one) for one in json.loads(meeting.get("participants", 2 * timeout_s))]
         hosts = group_hosts(participants)
         schedule = [[(a, b) for a, b in one if exchanges(config, a.ranks, b.ranks)] for one in rounds(hosts)]
@@ -247,7 +250,7 @@ def _introduce(
     )
 
 
-def _gather(found: Diagnosis, config: Config, meeting: _Meeting) -> None:
+def _gather(found: Diagnosis, config: Config, identity: ProcessIdentity, meeting: _Meeting) -> None:
     """On rank 0: wait for the others, and publish who is there."""
     ranks = range(world_size_of(config))
     started_by_others = {other for rank in ranks for other in ranks_of_command(config, rank)[1:]}
@@ -257,11 +260,10 @@ def _gather(found: Diagnosis, config: Config, meeting: _Meeting) -> None:
         if meeting.has(f"participant/{rank}", max(0.0, give_up_at - time.monotonic())):
             there.append(json.loads(meeting.store.get(f"participant/{rank}")))
         else:
-            missing.append(str(rank))
+            missing.append(rank)
     if missing:
-        names = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
         found.problem(
-            f"{names} did not arrive within cluster.timeout_s ({meeting.timeout_s:g} s)",
+            f"{identity.name(*missing)} did not arrive within cluster.timeout_s ({meeting.timeout_s:g} s)",
             "start this command on every host, as the run; the error of a rank that did start is in its own output",
         )
     meeting.store.set("token", secrets.token_hex(TOKEN_BYTES))
@@ -312,7 +314,7 @@ def conclude(
     servers = set(range(num_servers_of(config)))
     for host in hosts:
         where = f"{host.leader.address} on {host.leader.interface or '?'}, MTU {host.leader.mtu}"
-        ranks = ", ".join(str(rank) for rank in host.ranks)
+        ranks = list_numbers(host.ranks)
         has = f"{host.leader.cores} cores, {host.leader.gpus} GPUs"
         how = ""
         if servers and set(host.ranks) - servers:

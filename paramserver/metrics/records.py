@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.errors import TaskError
@@ -285,6 +286,8 @@ class TrainerTotals:
     buffer: dict[str, Any] = field(default_factory=dict)
     peak_rss_mb: float = 0.0
     wire_bytes: int = 0
+    core_wait_share: float | None = None
+    threads: int = 1
 
 
 @dataclass
@@ -356,6 +359,36 @@ def merge_sums(parts: Mapping[int, WeightedSums]) -> WeightedSums:
     for index in sorted(parts):
         total.merge(parts[index])
     return total
+
+
+class CoreWait:
+    """Measures the share of the time from now on for which this thread could run and had no core.
+
+    Example::
+
+        >>> share = CoreWait().share()
+        >>> share is None or 0.0 <= share <= 1.0
+        True
+    """
+
+    def __init__(self) -> None:
+        self._began, self._waited_s = time.perf_counter(), self._seconds()
+
+    def share(self) -> float | None:
+        """Return it, for the thread that made this object; None where the kernel does not count."""
+        now, waited_s = time.perf_counter(), self._seconds()
+        if waited_s is None or self._waited_s is None or now <= self._began:
+            return None
+        return min((waited_s - self._waited_s) / (now - self._began), 1.0)
+
+    @staticmethod
+    def _seconds() -> float | None:
+        try:
+            # CPU time, time on a run queue, number of slices (Linux, Documentation/scheduler/sched-stats.rst).
+            _, waited_ns, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
+        except OSError:
+            return None
+        return int(waited_ns) / 1e9
 
 
 def peak_rss_mb() -> float:

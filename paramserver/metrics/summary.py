@@ -40,6 +40,8 @@ def _trainer(t: TrainerTotals) -> dict[str, Any]:
         "samples": t.samples,
         "samples_per_second": (t.samples - t.samples_before) / t.seconds if t.seconds else None,
         "data_wait_share": round(min(waited_s / t.seconds, 1.0), 4) if t.seconds else None,
+        "core_wait_share": None if t.core_wait_share is None else round(t.core_wait_share, 4),
+        "threads": t.threads,
         **({"stream": t.buffer["stream"]} if "stream" in t.buffer else {}),
         "peak_rss_mb": round(t.peak_rss_mb, 1),
     }
@@ -50,6 +52,8 @@ Summary = Mapping[str, Any]
 _OWN_PATH = ("data", "pull", "forward", "backward", "push", "apply", "wait")
 _OVERLAPPED = ("hidden",)
 _STARVED = 0.1
+# Measured: 0.3 where one other program runs on two cores and torch uses both, 0.00 on a quiet machine.
+_CONTENDED = 0.15
 _RECEIVED = ("received", "lost", "duplicated", "refused")
 _SIMULATION_COUNTS = ("complete", "running", "waiting", "restarted", "given_up", "lost")
 
@@ -143,13 +147,37 @@ def _share(part_ms: float, step_ms: float | None) -> str:
 
 def _starved(summary: Summary) -> str:
     """Name the trainers that spent a tenth of their time or more waiting for samples."""
-    waits = [(one["trainer"], one.get("data_wait_share") or 0.0) for one in summary.get("trainers") or ()]
+    waits = [(one["trainer"], one.get("data_wait_share") or 0.0) for one in _trainers(summary)]
     starved = [(index, share) for index, share in waits if share >= _STARVED]
     return "; ".join(f"trainer {index} waited {100 * share:.0f} % of the time for data" for index, share in starved)
 
 
+def core_wait_text(summary: Summary) -> str:
+    """Name the trainers whose several threads had to wait for cores; empty without such.
+
+    One thread that waits is merely slower by that share. Several wait for each other at every operation, and are many
+    times slower.
+
+    Example::
+
+        >>> core_wait_text({"trainers": [{"trainer": 0, "core_wait_share": 0.4, "threads": 2}]})
+        'trainer 0 waited 40 % of the time for a core, with 2 threads: set OMP_NUM_THREADS to the number of free cores'
+    """
+    known = [(one["trainer"], one.get("core_wait_share") or 0.0, one.get("threads") or 1) for one in _trainers(summary)]
+    waited = [
+        f"trainer {index} waited {100 * share:.0f} % of the time for a core, with {threads} threads"
+        for index, share, threads in known
+        if threads > 1 and share >= _CONTENDED
+    ]
+    return f"{'; '.join(waited)}: set OMP_NUM_THREADS to the number of free cores" if waited else ""
+
+
+def _trainers(summary: Summary) -> Sequence[Mapping[str, Any]]:
+    return summary.get("trainers") or ()
+
+
 def _received(summary: Summary) -> str:
-    streams = [one["stream"] for one in summary.get("trainers") or () if one.get("stream")]
+    streams = [one["stream"] for one in _trainers(summary) if one.get("stream")]
     if not streams:
         return ""
     counts = {name: sum(_count(stream.get(name)) for stream in streams) for name in _RECEIVED}
@@ -193,6 +221,7 @@ _LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("simulations", _simulations),
     ("received", _received),
     ("data", _starved),
+    ("cores", core_wait_text),
     ("faults", _faults),
     ("checkpoint", lambda summary: "none was written" if (path := summary.get("checkpoint")) is None else str(path)),
 )

@@ -15,6 +15,7 @@ import yaml
 from paramserver.config.io import flatten_mapping
 from paramserver.config.modes import MODES
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.metrics.summary import core_wait_text
 from paramserver.report.formatting import join_names, plural
 from paramserver.report.results import (
     COMPLETED,
@@ -273,6 +274,8 @@ def _notes(runs: Sequence[Run]) -> Iterable[str]:
             steps = run.summary.get("steps")
             when = "before its first step" if not steps else f"after {plural(steps, 'step')}; its figures are of these"
             yield f"{run.folder} was interrupted {when}."
+        if waited := core_wait_text(run.summary):
+            yield f"The cores were not free in {run.folder}: {waited}."
         if run.damaged:
             yield f"{plural(run.damaged, 'line')} of {run.folder / 'metrics.jsonl'} cannot be read and are left out."
 

@@ -163,6 +163,7 @@ def earlier_attempt(config: Config, run: RunDir | None, identity: ProcessIdentit
         identity: of this process; None if it starts all ranks.
 
     Raises:
+        CheckpointError: the config of a run of the job is broken, so it is not known whether it is the one.
         UnsupportedConfiguration: a variable of the launcher is wrong.
     """
     job = find_job(process_environ())
@@ -191,9 +192,18 @@ def _run_of_job(config: Config, job: Job) -> RunDir | None:
     """Return the newest run of a job that was started with this config, or the one of its ``logging.name``."""
     base, name = Path(config.logging.run_dir), config.logging.name
     for run in newest_first(base):
-        if read_mapping(run.environment_file, json.loads).get("job") != job.id:
+        if read_mapping(run.environment_file, json.loads).get("job") != job.id or name not in (None, run.name):
             continue
-        if run.name == name or (name is None and not list(_changes(load_config(run.config_file), config))):
+        try:
+            stored = load_config(run.config_file)
+        except UnsupportedConfiguration as error:
+            # A later start may have to continue it, so it is not left out.
+            raise CheckpointError(
+                f"{run.path} is a run of this job ({job.id}), which this start may continue, and its config cannot be "
+                f"read ({str(error).partition('; ')[0]}); correct that file, or move the folder away to begin a new "
+                "run"
+            ) from error
+        if name is not None or not list(_changes(stored, config)):
             return run
     return None
 

@@ -766,7 +766,7 @@ def _wait_until_finished(
             continue
         missing = server.missing()
         if missing and (late := _absent(server, rendezvous, session, time.monotonic() > deadline)):
-            names = ", ".join(f"rank {rank}" for rank in sorted(late))
+            names = process.identity.name(*late)
             session.trainer_ranks = tuple(r for r in rendezvous.trainer_ranks if r not in late)
             server.fail(ViewChanged(f"{names} did not join; the run continues without"))
             continue

@@ -391,3 +391,19 @@ class ValidatesOnOne(UnevenLengths):
     def validation_source(self, partition):
         data = self._data(20, 2)
         return (data[i] for i in range(20)) if partition.index == 0 else None
+
+
+class MarksState(ReferenceTask):
+    """Its optimizer marks the states that it gives, and loads marked ones only."""
+
+    def build_optimizer(self, model):
+        optimizer = super().build_optimizer(model)
+        optimizer.register_state_dict_post_hook(self._add)
+        optimizer.register_load_state_dict_pre_hook(self._check)
+        return optimizer
+
+    def _add(self, optimizer, state):
+        state["param_groups"][0]["saved_by"] = "hook"
+
+    def _check(self, optimizer, state):
+        assert state["param_groups"][0]["saved_by"] == "hook"

@@ -290,6 +290,8 @@ def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path):
     ("words", "code", "expected"),
     [
         (["--help"], 0, "launch"),
+        (["--help"], 0, "(paramserver benchmark predict --help)"),
+        (["benchmark", "predict", "--help"], 0, "usage: paramserver benchmark predict"),
         ([], 2, "usage"),
         (["doctor", "--set", "mode=none"], 2, "mode"),
         (["lunch"], 2, "there is no such command"),

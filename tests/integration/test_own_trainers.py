@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launching import train
+from launching import launch, train
 from own_trainers import METHODS
 
 import paramserver
@@ -91,3 +91,13 @@ def test_the_members_that_may_be_overridden_are_those_that_are_tested():
     members = re.findall(r"`(\w+)(?:\([\w, ]*\))?`", named)
     assert sorted(members) == sorted([*METHODS, "configure_ddp", "sampler_kwargs", "is_single_process_per_device"])
     assert [name for name in members if not hasattr(trainers.DdpTrainer, name)] == []
+
+
+@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
+def test_hooks_of_the_optimizer_change_what_checkpoints_store(tmp_path, mode):
+    options = {"task": "MarksState", "mode": mode, "training": {"max_steps": 4}}
+    done = launch(tmp_path, **options)
+    assert done.code == 0, done.output
+    assert done.load("optimizer")["param_groups"][0]["saved_by"] == "hook"
+    resumed = launch(tmp_path, "--resume", done.run_dir, "--set", "training.max_steps=6", **options)
+    assert resumed.code == 0, resumed.output

@@ -83,6 +83,39 @@ def test_two_nodes_continue_from_the_last_checkpoint_after_a_loss(tmp_path):
     assert_equal_runs(whole, finished, trainers=2)
 
 
+DIES_AT_FIRST = """
+import os, signal
+from pathlib import Path
+from tasks import ReferenceTask
+
+if os.environ["RANK"] == "1":
+    try:
+        Path("died").touch(exist_ok=False)
+        os.kill(os.getpid(), signal.SIGKILL)
+    except FileExistsError:
+        pass
+"""
+
+
+def test_a_node_whose_rank_dies_before_the_rendezvous_joins_the_node_that_waits(tmp_path):
+    """One agent counts a restart and the other none."""
+    write_config(tmp_path, task="dies.py:ReferenceTask", mode="ddp", cluster={"timeout_s": 60}, logging={"name": "run"})
+    (tmp_path / "dies.py").write_text(DIES_AT_FIRST)
+    replaced = {
+        "=node0": "=127.0.0.1",
+        "29500": str(free_port()),
+        "per_node=2": "per_node=1",
+        "restarts 3": "restarts 1",
+    }
+    name = script(tmp_path, "node.sh", **replaced)
+    with agent(tmp_path, "bash", name, "0") as first, agent(tmp_path, "bash", name, "1") as second:
+        assert (first.wait(LIMIT_S), second.wait(LIMIT_S)) == (0, 0), outputs(tmp_path)
+    assert (tmp_path / "died").exists()
+    finished = FinishedRun(0, outputs(tmp_path), tmp_path / "runs" / "run")
+    assert [one["resumed"] for one in finished.of_kind("start")] == [False]  # the first node did not start again
+    assert finished.summary["status"] == "completed"
+
+
 def test_a_host_that_joins_takes_its_share_of_what_is_left(tmp_path):
     """Each sample is applied once: alone, or in the mean of two trainers."""
     write_config(

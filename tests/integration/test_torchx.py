@@ -59,10 +59,26 @@ def test_the_two_roles_are_the_ranks_of_one_run(tmp_path, mode, servers, trainer
 
 
 def test_a_server_that_the_mode_does_not_have_is_refused(tmp_path):
+    words = next(commands(tmp_path))  # the config is in the container only
     write_config(tmp_path, mode="ddp")
-    arguments = parse(next(commands(tmp_path)))
+    arguments = parse(words)
     with pytest.raises(UnsupportedConfiguration, match=r"--role \(server\) must be trainer in mode ddp"):
         resolve_identity(rank_flags(arguments), {}, resolve_run(arguments)[0])
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "message"),
+    [
+        ("rpc", {"servers": 0}, r"--servers \(0\) must be at least 1 in mode rpc; correct it, or choose another mode"),
+        ("rpc", {"trainers": 0}, r"--trainers \(0\) must be at least 1; give the number of trainers"),
+        ("ddp", {}, r"--servers \(1\) must be 0 in mode ddp; correct it, or choose another mode"),
+        ("rpc", {"flags": ("--mode", "ddp")}, r"--servers \(1\) must be 0 in mode ddp; "),
+    ],
+)
+def test_numbers_of_processes_that_the_mode_cannot_have_are_refused(tmp_path, mode, options, message):
+    write_config(tmp_path, mode=mode)
+    with pytest.raises(UnsupportedConfiguration, match=f"^{message}"):
+        next(commands(tmp_path, **options))
 
 
 @pytest.fixture
@@ -101,6 +117,8 @@ def test_torchx_plans_and_runs_the_component_of_the_documentation(tmp_path, torc
     write_config(tmp_path, logging={"name": "run"}, **options)
     run, *words = shlex.split(line.replace("FILE", "config.yaml"))[1:]
     words += ["--port", str(free_port())]
+    refused = torchx(run, "--dryrun", *" ".join(words).replace("--trainers 2", "--trainers 0").split())
+    assert (refused.returncode, "--trainers (0) must be at least 1" in refused.stderr) == (1, True), refused.stderr
     planned = torchx(run, "--dryrun", *words)
     assert planned.returncode == 0, planned.stderr
     assert planned.stdout.count("python -m paramserver.launch") >= 3

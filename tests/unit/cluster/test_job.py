@@ -8,7 +8,7 @@ import pytest
 
 from paramserver.cluster import Job, find_job
 from paramserver.config import ClusterConfig, Config, LoggingConfig, dump_yaml
-from paramserver.errors import UnsupportedConfiguration
+from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.runs.resume import earlier_attempt, lost_processes
 from paramserver.runs.rundir import RunDir
 
@@ -35,6 +35,8 @@ def test_the_job_of_a_launcher(environ, job):
 def test_a_wrong_number_of_restarts_is_named():
     with pytest.raises(UnsupportedConfiguration, match=r"SLURM_RESTART_COUNT \(two\) must be a whole number"):
         find_job({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "two"})
+    with pytest.raises(UnsupportedConfiguration, match=r"TORCHELASTIC_RESTART_COUNT \(-1\) must be a whole number"):
+        find_job({"TORCHELASTIC_RUN_ID": "seven", "TORCHELASTIC_RESTART_COUNT": "-1"})
 
 
 CONFIG = Config(task="tasks:One", mode="rpc", seed=1)
@@ -84,6 +86,25 @@ def test_a_run_of_a_name_is_found_by_it_alone(config, monkeypatch):
     assert found(config, monkeypatch, SLURM_RESTART_COUNT="0") is None
     other = dataclasses.replace(config, logging=dataclasses.replace(config.logging, name="other"))
     assert found(other, monkeypatch) is None
+
+
+@pytest.mark.parametrize("name", [None, "broken"])
+def test_a_broken_config_of_a_run_of_the_job_is_named_with_two_cures(config, monkeypatch, name):
+    make_run(config, "other-job", "slurm/8", started="2026-01-03T00:00:00+00:00").config_file.write_text("seed: [")
+    broken = make_run(config, "broken", "mine", started="2026-01-02T00:00:00+00:00")
+    make_run(config, "older", "mine")
+    broken.config_file.write_text("seed: many")
+    config = dataclasses.replace(config, logging=dataclasses.replace(config.logging, name=name))
+    with pytest.raises(CheckpointError) as caught:
+        found(config, monkeypatch, PARAMSERVER_JOB_ID="mine")
+    assert str(caught.value) == (
+        f"{broken.path} is a run of this job (mine), which this start may continue, and its config cannot be read "
+        f"({broken.config_file}:1: seed (many) must be a whole number); correct that file, or move the folder away to "
+        "begin a new run"
+    )
+    make_run(config, "newest", "mine", started="2026-01-04T00:00:00+00:00")
+    if name is None:
+        assert found(config, monkeypatch, PARAMSERVER_JOB_ID="mine") == "newest"
 
 
 def test_a_checkpoint_that_the_user_chose_is_left_behind_by_later_attempts(config, monkeypatch):

@@ -185,16 +185,10 @@ def test_torchrun_on_several_nodes(global_rank):
         master_addr="node0.cluster",
         master_port=41234,
         store_is_hosted=True,
-        job="job7-1",
+        job="job7",
         source="torchrun",
         launch="job7",
     )
-
-
-def test_attempts_on_one_store_of_torchrun_do_not_share_a_job():
-    jobs = {resolve_identity(NO_FLAGS, torchrun(restarts=restarts), config()).job for restarts in (0, 1, 2)}
-    assert len(jobs) == 3
-    assert resolve_identity(NO_FLAGS, torchrun(TORCHELASTIC_RESTART_COUNT=None), config()).job == "job7-0"
 
 
 @pytest.mark.parametrize(("value", "restarts_all"), [("3", True), ("0", False), (None, False)])
@@ -203,10 +197,11 @@ def test_torchrun_may_start_all_ranks_again(value, restarts_all):
     assert resolve_identity(NO_FLAGS, environ, config()).restarts_all is restarts_all
 
 
-def test_agents_that_joined_later_share_the_job_where_each_attempt_has_a_new_store():
+@pytest.mark.parametrize("hosted", ["True", "False"])
+def test_agents_that_count_other_restarts_share_the_job(hosted):
     """An agent counts its own restarts only."""
-    alone = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
-    jobs = {resolve_identity(NO_FLAGS, torchrun(restarts=n, **alone), config()).job for n in (0, 2)}
+    own = {"TORCHELASTIC_USE_AGENT_STORE": hosted}
+    jobs = {resolve_identity(NO_FLAGS, torchrun(restarts=n, **own), config()).job for n in (0, 2)}
     assert jobs == {"job7"}
 
 
@@ -250,7 +245,7 @@ def test_a_missing_variable_of_torchrun_is_refused(name):
         assert refused(NO_FLAGS, {**environ, name: " "}, config()) == message
 
 
-@pytest.mark.parametrize("name", [name for name, value in torchrun().items() if value.isdigit()])
+@pytest.mark.parametrize("name", [n for n, v in torchrun().items() if v.isdigit() and not n.endswith("RESTART_COUNT")])
 @pytest.mark.parametrize("value", ["many", "-1", "1.0", "²"])
 def test_a_variable_of_torchrun_must_be_a_number(name, value):
     message = refused(NO_FLAGS, torchrun(**{name: value}), config())

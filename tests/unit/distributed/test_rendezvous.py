@@ -26,6 +26,7 @@ from paramserver.distributed import rendezvous as rendezvous_module
 from paramserver.distributed.rendezvous import LeftRun, Rendezvous, fetch_config, join_rendezvous
 from paramserver.distributed.resize import ResizeRequest, mark_carried_out, pending_requests, refuse
 from paramserver.distributed.rpc_calls import RemoteError, host_identity
+from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import (
     DeadlineExceeded,
     Evicted,
@@ -56,10 +57,12 @@ def joined(
     hosted=False,
     job="test",
     launch="",
+    servers=None,
     **session,
 ) -> Rendezvous:
     event = threading.Event() if interrupted is None else interrupted
     identity = ProcessIdentity(rank, world_size, rank, world_size, 0, HOST, port, hosted, job, "flags", launch)
+    identity = dataclasses.replace(identity, servers=servers)
     return join_rendezvous(of or config(timeout_s), identity, event, listener, **session)
 
 
@@ -159,6 +162,9 @@ def test_a_rank_that_is_taken_is_refused_with_the_name_of_its_holder():
         set_first_view(store, {"config": dump_yaml(config()), "rank/1": "node7, process 42"})
         with pytest.raises(UnsupportedConfiguration, match=r"^rank 1 is taken by node7, process 42; give each process"):
             joined(1, 2, store.port, hosted=True)
+        of_role = r"^trainer 0 \(rank 1\) is taken by node7, process 42; give each process its own --index$"
+        with pytest.raises(UnsupportedConfiguration, match=of_role):
+            joined(1, 2, store.port, hosted=True, servers=1)
 
 
 def test_two_attempts_on_one_store_do_not_see_each_other():
@@ -176,6 +182,69 @@ def test_a_store_that_an_agent_serves_is_used_by_all():
         joined(0, 2, store.port, hosted=True).set("run", "a")
         assert other.result(LONG_S).get("run") == "a"
         assert store.get("paramserver/test/1/run") == b"a"
+
+
+# Attempts of a launcher whose store outlives its ranks.
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Starts threads that stand for processes of torchrun, and returns their futures."""
+    current = threading.local()
+    monkeypatch.setattr(rendezvous_module, "_host_and_pid", lambda: current.name)
+
+    def run(name, rank, world_size, port, interrupted):
+        current.name = name
+        return joined(rank, world_size, port, interrupted=interrupted, hosted=True, launch="job7")
+
+    with threads(9) as pool:
+        yield lambda *where, interrupted=None: pool.submit(run, *where, interrupted)
+
+
+def wait_for(store, key):
+    assert poll_until(time.monotonic() + LONG_S, lambda: store.check([key]) or None, threading.Event())
+
+
+def test_a_rank_that_starts_again_before_the_world_is_full_is_waited_for(started):
+    """Its agent counts a restart, those of the other hosts none."""
+    with agents_store() as store:
+        others = [started(f"process {rank}", rank, 4, store.port) for rank in (0, 1)]
+        dies = threading.Event()
+        first = started("process 2", 2, 4, store.port, interrupted=dies)
+        wait_for(store, "paramserver/test-0/1/rank/2")
+        dies.set()
+        with pytest.raises(Interrupted):
+            first.result(LONG_S)
+        second = started("process 2b", 2, 4, store.port)
+        last = started("process 3", 3, 4, store.port)  # only now
+        all_ranks = [one.result(LONG_S) for one in (*others, second, last)]
+        assert {one.identity.job for one in all_ranks} == {"test-1"}
+        assert all_ranks[0].holder_of_rank(2) == "process 2b"
+
+
+def test_a_rank_that_died_before_the_rendezvous_joins_those_that_wait(started):
+    with agents_store() as store:
+        zero = started("process 0", 0, 2, store.port)
+        wait_for(store, "paramserver/test-0/1/rank/0")
+        assert started("process 1b", 1, 2, store.port).result(LONG_S).identity.job == "test-0"
+        zero.result(LONG_S)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_a_new_attempt_after_a_loss_sees_nothing_of_the_earlier_one(started, order):
+    with agents_store() as store:
+        for attempt in range(3):
+            ranks = [started(f"process {rank} of attempt {attempt}", rank, 3, store.port) for rank in order]
+            (zero,) = (one.result(LONG_S) for one in ranks if one.result(LONG_S).identity.global_rank == 0)
+            assert {one.result().identity.job for one in ranks} == {f"test-{attempt}"}
+            assert not zero.store.check(["run"])
+            zero.set("run", f"digits-{attempt}")
+
+
+def test_a_process_that_joins_again_stays_in_its_attempt(started):
+    with agents_store() as store:
+        jobs = [started("process 0", 0, 1, store.port).result(LONG_S).identity.job for _ in range(2)]
+        assert jobs == ["test-0", "test-0"]
 
 
 # Views and replacements.
@@ -379,12 +448,32 @@ def test_a_world_that_never_fills_names_the_missing_ranks():
     )
 
 
+@pytest.mark.parametrize(
+    ("world_size", "servers", "expected"),
+    [
+        (1004, None, "rank 0 waited .* of 1004; missing: rank 1, 3-1003. Start them, or lower --world_size"),
+        (1004, 1, r"server 0 \(rank 0\) waited .*; missing: trainer 0, 2-1002 \(rank 1, 3-1003\). Start them, or "
+         "correct --num_trainers"),
+        (4, 2, r"server 0 .*; missing: server 1 \(rank 1\) and trainer 1 \(rank 3\). Start them, or correct "
+         "--num_servers and --num_trainers"),
+    ],
+)  # fmt: skip
+def test_missing_ranks_are_named_as_they_are_started(world_size, servers, expected):
+    with agents_store() as store:
+        set_first_view(store, {"rank/2": "another process"})
+        with pytest.raises(DeadlineExceeded, match=f"^{expected}$"):
+            joined(0, world_size, store.port, SHORT_S, hosted=True, servers=servers)
+
+
 def test_a_missing_rank_zero_is_reported_with_its_address():
     with socket.socket() as silent:
         silent.bind((HOST, 0))
         port = silent.getsockname()[1]
         with pytest.raises(DeadlineExceeded, match=rf"rank 1 found no rank 0 at 127\.0\.0\.1:{port} within cluster"):
             joined(1, 2, port, SHORT_S)
+        of_role = r"^trainer 0 \(rank 1\) found no server 0 \(rank 0\) at .*; start server 0 \(rank 0\), or correct --m"
+        with pytest.raises(DeadlineExceeded, match=of_role):
+            joined(1, 2, port, SHORT_S, servers=1)
 
 
 def test_a_name_of_rank_zero_that_is_not_known_is_reported_with_the_reason(monkeypatch):

@@ -1,6 +1,7 @@
 """What one machine offers and what would be chosen on it, with limits, folders and addresses that are wrong."""
 
 import resource
+import socket
 from dataclasses import replace
 
 import pytest
@@ -149,6 +150,49 @@ def test_a_port_that_is_taken(config):
         port = listener.getsockname()[1]
         (problem,) = problems(choices_of(replace(config, cluster=ClusterConfig(master_port=port)))[0])
     assert problem.startswith(f"cluster.master_port ({port}) on cluster.master_addr (127.0.0.1) cannot be opened")
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Names that are not known yet: how often each is asked for in vain."""
+    unknown, resolve = {}, socket.getaddrinfo
+
+    def look_up(host, *args, **options):
+        if unknown.get(host, 0) > 0:
+            unknown[host] -= 1
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve("127.0.0.1" if host in unknown else host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return unknown
+
+
+def test_a_name_of_rank_zero_that_is_known_later_is_waited_for_as_in_a_run(config, names, capsys):
+    names["node7"] = 3
+    identity = resolve_identity(RankFlags(global_rank=1, world_size=3, master_addr="node7"), {}, config)
+    found, address = choices_of(config, identity)
+    assert (problems(found), address, names) == ([], "127.0.0.1", {"node7": 0})
+    assert "waiting up to 60 s for the name node7, as a run does" in capsys.readouterr().err
+
+
+def test_a_name_of_rank_zero_that_stays_unknown_is_named_with_the_wait_of_a_run(config, names):
+    names["node7"] = 10**6
+    short = replace(config, cluster=ClusterConfig(timeout_s=0.3))
+    flags = RankFlags(role="trainer", index=0, master_addr="node7", master_port=29500)
+    found, address = choices_of(short, resolve_identity(flags, {}, short))
+    assert address == ""
+    assert problems(found) == [
+        "trainer 0 (rank 1) found no server 0 (rank 0) at node7:29500 within cluster.timeout_s (0.3 s): the name node7 "
+        "is not known here (Name or service not known); start server 0 (rank 0), or correct --master_addr and "
+        "--master_port"
+    ]
+
+
+def test_rank_zero_does_not_wait_for_its_own_name(config, names):
+    names["node7"] = 10**6
+    found, _ = choices_of(config, resolve_identity(RankFlags(0, 3, "node7", 29500), {}, config))
+    (problem,) = problems(found)
+    assert problem.startswith("cluster.master_addr (node7) must be an address that this machine reaches (Name or serv")
 
 
 def test_an_interface_that_is_not_there(config):

@@ -1,8 +1,12 @@
 """Histograms merge exactly, the phases of a clock sum to the step, and means are exact."""
 
 import math
+import os
 import random
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -11,6 +15,7 @@ import pytest
 from paramserver.metrics import records
 from paramserver.metrics.records import (
     PHASES,
+    CoreWait,
     DurationHistogram,
     PhaseClock,
     WeightedSums,
@@ -181,3 +186,24 @@ def test_a_record_has_its_time_kind_and_step():
 
 def test_the_peak_of_memory_is_in_mebibytes():
     assert 10 < peak_rss_mb() < 100_000
+
+
+def test_a_thread_that_shares_its_core_waits_for_it():
+    core = min(os.sched_getaffinity(0))
+    spins = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint(flush=True)\nwhile True:\n    pass"
+    other = subprocess.Popen([sys.executable, "-c", spins, str(core)], stdout=subprocess.PIPE)
+
+    def compute_next_to_it():
+        os.sched_setaffinity(0, {core})  # of this thread
+        wait, deadline = CoreWait(), time.monotonic() + 60
+        while (wait.share() or 0.0) < 0.2 and time.monotonic() < deadline:
+            pass
+        return wait.share()
+
+    try:
+        assert other.stdout.readline()
+        with ThreadPoolExecutor(1, "computes") as pool:
+            assert pool.submit(compute_next_to_it).result() >= 0.2
+    finally:
+        other.kill()
+        other.communicate()

@@ -61,6 +61,19 @@ def test_everything_is_told_in_aligned_lines(tmp_path):
     assert len(columns) == 1
 
 
+@pytest.mark.parametrize(
+    ("share", "threads", "named"), [(0.4, 2, True), (0.4, 1, False), (0.1, 2, False), (None, 2, False)]
+)
+def test_threads_that_waited_for_cores_are_named(share, threads, named):
+    trainers = [{"trainer": 0, "core_wait_share": 0.0, "threads": 2}]
+    trainers += [{"trainer": 1, "core_wait_share": share, "threads": threads}]
+    line = fields(summary_text({**FULL, "trainers": trainers}, "runs/x")).get("cores")
+    text = (
+        "trainer 1 waited 40 % of the time for a core, with 2 threads: set OMP_NUM_THREADS to the number of free cores"
+    )
+    assert line == (text if named else None)
+
+
 @pytest.mark.parametrize("name", sorted(FULL))
 @pytest.mark.parametrize("missing", [True, False])
 def test_any_field_may_be_missing_or_none(name, missing):

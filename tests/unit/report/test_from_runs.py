@@ -153,6 +153,19 @@ def test_torn_lines_of_a_run_are_left_out_and_reported(local, tmp_path):
     assert any("2 lines of" in note for note in results_at([torn]).notes)
 
 
+def test_a_run_whose_threads_waited_for_cores_is_named(local, tmp_path):
+    def waited(summary):
+        (one,) = summary["trainers"]
+        assert one["core_wait_share"] is not None
+        return {**summary, "trainers": [{**one, "core_wait_share": 0.31, "threads": 2}]}
+
+    folder = copied(local, tmp_path / "waited", summary=waited)
+    assert (
+        f"The cores were not free in {folder}: trainer 0 waited 31 % of the time for a core, with 2 threads: set "
+        "OMP_NUM_THREADS to the number of free cores."
+    ) in results_at([folder]).notes
+
+
 def test_a_loss_that_is_not_a_number(local, tmp_path):
     def diverged(text):
         records = [json.loads(line) for line in text.splitlines()]
