@@ -501,13 +501,27 @@ class ModelledRun(World):
         if self._busy:
             self._waiting.append(partial(self.deliver, task, call, request))
             return
+
+        def handle() -> None:
+            result = _call(node, call)
+            if isinstance(result, torch.futures.Future):
+                result.add_done_callback(lambda done: self._reply(node, task, request, done.value()))
+            else:
+                self._reply(node, task, request, result)
+
+        self._run_handler(handle)
+
+    def _gone(self, node: Node, name: str, reason: str | None) -> None:
+        if self._busy:
+            self._waiting.append(partial(self._gone, node, name, reason))
+        else:
+            self._run_handler(partial(super()._gone, node, name, reason))  # it may make the update without this trainer
+
+    def _run_handler(self, handle: Callable[[], None]) -> None:
+        """Run a handler of server 0; its replies leave once the update that it makes is applied on every server."""
         replies: list[Callable[[], None]] = []
         self._outbox, self._updated = replies, None
-        result = _call(node, call)
-        if isinstance(result, torch.futures.Future):
-            result.add_done_callback(lambda done: self._reply(node, task, request, done.value()))
-        else:
-            self._reply(node, task, request, result)
+        handle()
         self._outbox = None
         updated: int | None = self._updated  # by the handler
         if updated is None:

@@ -206,3 +206,23 @@ def test_a_trainer_that_is_lost_before_any_knows_of_the_step_does_not_stall_it(t
     times = [at for at, _ in run.updates]
     assert [count for _, count in run.updates][3:] == [trainers - 1] * (len(times) - 3)
     assert max(after - before for before, after in pairwise(times)) < 3 * (COMPUTE_S + apply_s)
+
+
+def test_the_update_with_which_the_servers_go_on_after_a_loss_takes_its_time():
+    apply_s = 0.3
+    costs = replace(FREE, update_byte_s=apply_s / (1e6 * 3))
+
+    class Run(ModelledRun):
+        def applied(self, node, version, counted, pushes):
+            super().applied(node, version, counted, pushes)
+            if len(self.updates) == 3:  # trainer 1 is slow: the others have pushed and wait for it when it is killed
+                self.after(apply_s + 3 * COMPUTE_S, self.kill, self.processes[1])
+
+    many = deployment(3, 1, message_bytes=1e6, link=INFINITE, costs=costs, restart_s=1e6, by_bucket=False)
+    with environment():
+        run = Run(replace(many, slow=SlowdownSpec(1, 5.0)))
+        run.measure(updates=4, warm=1)
+    assert run.failures == 1
+    (_, three), (lost_at, two), (next_at, _) = run.updates[2:5]
+    assert (three, two) == (3, 2)
+    assert next_at - lost_at == pytest.approx(COMPUTE_S + apply_s)
