@@ -127,12 +127,16 @@ class NetworkHosts:
 class Namespace:
     """A network namespace and the process that holds it.
 
+    Args:
+        kinds: of the namespaces that the process has of its own, as unshare(1) names them.
+
     Raises:
         UnsupportedConfiguration: the namespace cannot be made.
     """
 
-    def __init__(self) -> None:
-        command = ["unshare", "--net", "sh", "-c", "echo; exec cat"]
+    def __init__(self, kinds: Sequence[str] = ("net",)) -> None:
+        self._kinds = [f"--{kind}" for kind in kinds]
+        command = ["unshare", *self._kinds, "sh", "-c", "echo; exec cat"]
         pipe = subprocess.PIPE
         # A separate session: a Ctrl-C must not end it before the runs in it.
         self._holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
@@ -148,7 +152,7 @@ class Namespace:
     def command_in(self, *command: str) -> list[str]:
         """The command that runs ``command`` in the namespace, in the same process."""
         # ``nsenter`` replaces itself by the command, so the process id stays and signals reach the command.
-        return ["nsenter", f"--target={self.pid}", "--net", *command]
+        return ["nsenter", f"--target={self.pid}", *self._kinds, *command]
 
     def run(self, *command: str) -> str:
         return _run(self.command_in(*command))
