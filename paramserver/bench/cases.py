@@ -31,7 +31,7 @@ _SET_BY_BENCHMARK = (
 
 
 def add_case_flags(parser: argparse.ArgumentParser, trainers: str) -> None:
-    """Add the flags that name cases; ``trainers`` says what their number is by default."""
+    """Add the flags that name cases; ``trainers`` is the default of their number."""
     parser.add_argument("--modes", metavar="M,...", help="default: ddp,rpc")
     parser.add_argument("--trainers", metavar="T,...", help=f"numbers of trainers (default: {trainers})")
     parser.add_argument(

@@ -163,7 +163,7 @@ Action = StartProcess | KillProcess | TrackerEvent
 
 # When its clients have ended well all samples of a simulation are acknowledged, and the trainers' next reports count
 # them. Reports that were in flight at that moment may not, so two of each trainer are awaited.
-REPORTS_TO_SETTLE = 2
+_REPORTS_TO_SETTLE = 2
 
 
 def log_file(logs: Path, simulation: int) -> Path:
@@ -364,7 +364,7 @@ class SimulationTracker(ABC):
 
     def _expect_reports(self, simulation: Simulation) -> None:
         # What is acknowledged is in the next report of each trainer, but not in one that was in flight.
-        simulation.settled_at = [reports + REPORTS_TO_SETTLE for reports in self._num_reports]
+        simulation.settled_at = [reports + _REPORTS_TO_SETTLE for reports in self._num_reports]
 
     def _is_reported(self, simulation: Simulation) -> bool:
         return all(map(ge, self._num_reports, simulation.settled_at))
