@@ -30,6 +30,9 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_configure():
+    # TCPStore looks up the name of each end of a connection (docs/torch-notes.md, "TCPStore looks up names"): where one
+    # answer in a hundred gets lost, one connection in a hundred would take 5 s. The resolver sends no question at all.
+    os.environ["RES_OPTIONS"] = "attempts:0"
     # Tensors of the tests are small, and several workers share the cores: more threads only wait for each other.
     torch.set_num_threads(1)
 
