@@ -7,6 +7,8 @@ import platform
 import resource
 import socket
 import tempfile
+import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from paramserver.cluster.network import Interface, list_interfaces
 from paramserver.cluster.resolve import ENVIRONMENTS
 from paramserver.config import Config, mode_of, world_size_of
 from paramserver.devices import num_gpus, require_visible_gpus
+from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.doctor.diagnosis import Diagnosis, Section
 from paramserver.errors import DeadlineExceeded, UnsupportedConfiguration
 from paramserver.fileio import atomic_write_text
@@ -27,6 +30,7 @@ from paramserver.version import __version__
 
 _GIB, _MIB = 2**30, 2**20
 _AGENT_S = 20.0
+_LOOKUP_S, _SLOW_LOOKUP_S = 5.0, 0.5
 _LITTLE_DISK_BYTES = _GIB
 _LITTLE_SHM_BYTES = 256 * _MIB
 # Measured: rank 0 has 174 open files with two trainers and 12 more for each further one, a trainer has 135.
@@ -61,6 +65,7 @@ def describe_machine(found: Diagnosis, config: Config, environ: Environ) -> None
     _gpus(found, section, config, environ)
     for one in (one for one in list_interfaces() if one.is_up or one.addresses):
         section.add(f"interface {one.name}", _interface_text(one), one._asdict())
+    _name_lookup(found, section)
     _limits(found, section, world_size_of(config))
     _clock(found, section)
     _launcher(section, environ)
@@ -156,6 +161,23 @@ def _gpus(found: Diagnosis, section: Section, config: Config, environ: Environ) 
 def _interface_text(one: Interface) -> str:
     addresses = ", ".join(one.addresses) or "no address"
     return f"{addresses}; {'up' if one.is_up else 'down'}, MTU {one.mtu}"
+
+
+def _name_lookup(found: Diagnosis, section: Section) -> None:
+    # As TCPStore does for each connection; /etc/hosts rarely has a name for this form of the address.
+    address = ("::ffff:127.0.0.1", 0)
+    started = time.monotonic()
+    with suppress(DeadlineExceeded, OSError):  # there is no name: what counts is how long it takes to learn that
+        call_with_timeout(_LOOKUP_S, "the lookup", lambda: socket.getnameinfo(address, socket.NI_NUMERICSERV))
+    took_s = time.monotonic() - started
+    text = f"{'over ' if took_s >= _LOOKUP_S else ''}{took_s:.2g} s"
+    section.add("name of an address", text, took_s, "TCPStore looks it up for each connection")
+    if took_s >= _SLOW_LOOKUP_S:
+        found.note(
+            f"a name server answers late or not at all: to look up the name of an address took {text}, and each rank "
+            "waits for that several times when it starts",
+            "correct /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1' for the ranks",
+        )
 
 
 def _limits(found: Diagnosis, section: Section, world_size: int) -> None:

@@ -187,6 +187,22 @@ def test_a_store_takes_a_socket_that_is_bound_already():
     assert issubclass(HashStore, Store)
 
 
+CONNECTIONS = """
+from datetime import timedelta
+from torch._C._distributed_c10d import TCPStore
+options = {"wait_for_workers": False, "timeout": timedelta(seconds=60)}
+store = TCPStore("127.0.0.1", 0, is_master=True, **options)
+for _ in range(3):
+    TCPStore("127.0.0.1", store.port, is_master=False, **options)
+"""
+
+
+def test_a_store_looks_up_names_until_a_lookup_fails(monkeypatch):
+    monkeypatch.setenv("RES_OPTIONS", "attempts:0")  # a lookup fails at once
+    done = subprocess.run([sys.executable, "-c", CONNECTIONS], capture_output=True, text=True, timeout=90, check=True)
+    assert done.stderr.count("The hostname of the client socket cannot be retrieved") == 1
+
+
 def test_compare_set_takes_what_nobody_has():
     store = PrefixStore("here", HashStore())
     assert store.compare_set("rank/0", "", "first") == b"first"

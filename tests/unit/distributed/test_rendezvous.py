@@ -323,8 +323,8 @@ def test_a_process_that_joins_a_run_that_has_started_waits_for_no_lost_rank():
 def test_a_later_view_begins_without_a_trainer_that_does_not_come_back():
     with agents_store() as store, threads(1) as pool:
         # All that is waited for is rank 1, but rank 2 must connect and join within this limit, also on a busy machine.
-        zero = pool.submit(joined, 0, 3, store.port, 4.0, hosted=True, view=2, trainer_ranks=(1, 2))
-        other = joined(2, 3, store.port, 4.0, hosted=True, view=2)
+        zero = pool.submit(joined, 0, 3, store.port, 2.0, hosted=True, view=2, trainer_ranks=(1, 2))
+        other = joined(2, 3, store.port, 2.0, hosted=True, view=2)
         assert (zero.result(LONG_S).view, zero.result(LONG_S).trainer_ranks) == (3, (2,))
         assert (other.view, other.trainer_ranks) == (3, (2,))
 

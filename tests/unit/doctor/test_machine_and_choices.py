@@ -2,6 +2,7 @@
 
 import resource
 import socket
+import threading
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,24 @@ def test_gpus_of_the_allocation_that_torch_does_not_see(config, monkeypatch):
         "this allocation has 4 GPU(s) on this host (SLURM_GPUS_ON_NODE), and torch sees 0 of them"
     )
     assert problems(machine_of(replace(config, device=DeviceConfig(kind="cpu")), environ)) == []
+
+
+def test_a_name_server_that_answers_late(config, monkeypatch):
+    monkeypatch.setattr(machine, "_SLOW_LOOKUP_S", 0.0)
+    found = machine_of(config)
+    (note,) = [one for one in found.findings if "name server" in one.text]
+    assert note.cure.endswith("or set RES_OPTIONS='timeout:1 attempts:1' for the ranks")
+    assert facts(found)["name of an address"].endswith(" s (TCPStore looks it up for each connection)")
+
+
+def test_a_name_server_that_does_not_answer(config, monkeypatch):
+    answered = threading.Event()
+    monkeypatch.setattr(machine, "_LOOKUP_S", 0.5)
+    monkeypatch.setattr(socket, "getnameinfo", lambda *question: answered.wait(60.0))
+    found = machine_of(config)
+    answered.set()
+    assert any("the name of an address took over 0.5 s" in one.text for one in found.findings)
+    assert found.problems == []
 
 
 def test_too_few_open_files(config, monkeypatch):
