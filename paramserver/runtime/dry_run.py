@@ -15,6 +15,7 @@ from paramserver.online.process_runner import LaunchCommand
 from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
 from paramserver.report.formatting import plural
+from paramserver.runtime.rank import trainer_class
 from paramserver.sources import Partition, make_source
 from paramserver.sources.data_loader import resolve_reading
 from paramserver.sources.factory import check_watermark
@@ -30,6 +31,7 @@ def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = No
         launcher: what starts the ranks, as in ``ProcessIdentity.source``; None for the local supervisor.
     """
     task = make_task(config, folders)
+    trainer_class(config, folders)
     make_sinks(config.logging.sinks, folders)
     ranks = roles(config, world_size_of(config))
     trainers = sum(role.kind == "trainer" for role in ranks)
