@@ -17,6 +17,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from paramserver.config import Config, LoggingConfig, TrainingConfig
 from paramserver.errors import StorageError, TrainingError, UnsupportedConfiguration
 from paramserver.metrics import FanOut, JsonLines, Progress, Sink, TensorBoard, console, sinks
 
@@ -271,6 +272,35 @@ def test_progress_on_a_terminal_is_one_live_line(columns):
     assert out.rstrip("\r\n").count("\n") == 0
     assert "10/10" in out
     assert "loss 0.125, 64 samples/s, valid loss 0.25" in out
+
+
+def test_a_terminal_without_a_size_shows_the_live_line(monkeypatch):
+    master, slave = pty.openpty()  # 0 rows and columns
+    with os.fdopen(slave, "w") as terminal, os.fdopen(master, "rb", buffering=0) as screen:
+        monkeypatch.setattr("sys.stderr", terminal)  # the stream whose size tqdm looks up
+        sink = Progress(terminal, "auto")
+        sink.write(train(2))
+        sink.write(validation(2, loss=0.25))
+        terminal.flush()
+        assert "2 step [00:00, loss 0.5, 64 samples/s, valid loss 0.25]" in screen.read(65536).decode()
+        sink.close()
+
+
+def test_a_note_is_printed_on_a_line_of_its_own():
+    stream = io.StringIO()
+    sink = console.Console(Config(training=TrainingConfig(max_steps=10), logging=LoggingConfig(progress="on")), stream)
+    start = {"name": "run", "mode": "rpc", "world_size": 3, "run_dir": "runs/run", "total_samples": None}
+    sink.write(record("start", 0, total_steps=10, **start))
+    sink.write(train(2))
+    sink.write(record("note", 2, text="trainer 1 is lost"))
+    sink.write(train(10))
+    sink.close()
+    before, _, after = stream.getvalue().partition("trainer 1 is lost\n")
+    *_, shown, blank, column = before.split("\r")
+    assert "2/10" in shown
+    assert blank.isspace()
+    assert column == ""
+    assert "10/10" in after
 
 
 def test_progress_without_tqdm_is_lines_on_a_terminal_too(monkeypatch):
