@@ -15,7 +15,7 @@ from paramserver.metrics.summary import summary_text
 
 _INTERVAL_S = 2.0
 _DEFAULT_COLUMNS, _DEFAULT_ROWS = 110, 24
-# Those of tqdm without its own rate, which would be a second one beside that of the records.
+# Those of tqdm without its rate: the records have one.
 _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]"
 _BAR_WITHOUT_TOTAL = "{n_fmt} {unit} [{elapsed}{postfix}]"
 
@@ -71,7 +71,7 @@ class Console(Sink):
         """Print the closing summary, or only the reason where the run ended before its first step."""
         summary = record["summary"]
         if record["step"] > self._first_step:
-            self._print(summary_text(summary, self._run_dir))
+            self._print(summary_text(summary, self._run_dir, self._first_step))
         elif summary["status"] == "completed":
             self._print(f"completed at step {record['step']}, no step was made: {summary['reason']}")
 

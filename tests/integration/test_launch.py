@@ -145,7 +145,7 @@ def test_dry_run_describes_the_run_and_starts_nothing(tmp_path):
     )
     assert finished.code == 0, finished.output
     assert "rank 0: server 0 on cpu" in finished.output
-    assert "rank 2: trainer 1 on cpu, 100 samples, 13 batches" in finished.output
+    assert "rank 2: trainer 1 on cpu, 100 samples, 13 batches of 8" in finished.output
     assert "batch_size: 8" in finished.output
     assert not (tmp_path / "runs").exists()
 
