@@ -294,7 +294,8 @@ def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path):
         (["benchmark", "predict", "--help"], 0, "usage: paramserver benchmark predict"),
         ([], 2, "usage"),
         (["doctor", "--set", "mode=none"], 2, "mode"),
-        (["lunch"], 2, "there is no such command"),
+        (["lunch"], 2, "there is no such command; did you mean launch?"),
+        (["compare"], 2, "there is no such command; see paramserver --help"),
         (["launch", "--dry-run"], 2, "--config FILE is missing"),
     ],
 )
