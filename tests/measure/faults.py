@@ -526,8 +526,8 @@ HEADER = """# Real faults
 Made by `python -m tests.measure.faults` on {date} at commit {commit}, in {minutes:.0f} minutes of runs, two at a time,
 on {origin}.
 
-{cells} cells, each a run of two trainers with one fault; {failed} did not end as they must; the longest took
-{longest:.0f} s. `server.lost_after_s` is {lost:g} s. A cell reads "noticed / next update / replacement trains", seconds
+Each of {cells} cells of the tables is a run of two trainers with one fault in one phase of the process that the section
+names; {failed} did not end as they must; the longest took {longest:.0f} s. `server.lost_after_s` is {lost:g} s. A cell reads "noticed / next update / replacement trains", seconds
 after the fault, of a run that completed with all {due} samples applied once; "-" where there is nothing to measure.
 "ended" is a run that ended with code 1 and one sentence, and after how many seconds. Ranks are forks of a process that
 has imported torch, so a replacement saves the 3 to 4 seconds of a new interpreter. In `rollback` (`sync` with
