@@ -317,6 +317,24 @@ def test_an_allocation_whose_gpus_are_not_visible_is_refused_at_the_start(flags,
         assert launch(tmp_path, "--set", "device.kind=cpu", env=gpus, fresh=True).code == 0
 
 
+def test_a_script_is_run_from_another_folder_than_its_task(tmp_path):
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "own.py").write_text("from tasks import ReferenceTask\nclass Mine(ReferenceTask):\n    pass\n")
+    config = {"mode": "rpc", "training": {"max_steps": 2}, "logging": {"name": "run", "progress": "off"}}
+    (project / "script.py").write_text(
+        "import paramserver\n"
+        "from own import Mine\n"
+        "if __name__ == '__main__':\n"
+        f"    print(paramserver.run(Mine, {config}).status)\n"
+    )
+    program = [sys.executable, "project/script.py"]
+    done = subprocess.run(
+        program, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "completed\n"), done.stderr
+
+
 def test_a_script_that_runs_at_its_top_level_does_not_start_runs_in_its_ranks(tmp_path):
     """Each rank imports the script to find its task; without a guard it would start another run, and so on."""
     script = tmp_path / "script.py"
