@@ -72,7 +72,7 @@ def run(
         >>> result.status, result.summary["samples"]
         ('completed', 32)
     """
-    from paramserver.importing import class_reference, code_folders
+    from paramserver.importing import class_reference, code_folders, script_folders
     from paramserver.task import Task, check_task_class
 
     if SUPERVISED in process_environ() or multiprocessing.current_process().name == LOADER_NAME:
@@ -82,14 +82,14 @@ def run(
         )
     task_class = type(task) if isinstance(task, Task) else task
     values, config_file = _values(config)
-    recorded: list[Path] = []
+    recorded: list[Path] = [] if task_class is None else script_folders(task_class)
     opened = None if resume is None else open_run(Path(resume))
     if opened is not None:
         recover(opened)
         if config is None:
             find_config_file(opened)  # raises if the folder has none
         values = _merge(read_mapping(opened.config_file, yaml.safe_load), values)
-        recorded = opened.task_folders()
+        recorded += opened.task_folders()
     if task_class is not None:
         check_task_class(task_class, getattr(task_class, "__qualname__", repr(task_class)))
         values["task"] = f"{task_class.__module__}:{task_class.__name__}"

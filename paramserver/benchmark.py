@@ -126,15 +126,21 @@ def make_parser() -> argparse.ArgumentParser:
         "simulates other numbers of trainers and servers. Exit codes: 0 done, 1 a case failed (the report lists which "
         "and why), 2 the input is wrong, 3 interrupted (the report holds what was finished).",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="as for paramserver launch")
+    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="the YAML file of the runs")
     add_case_flags(parser, "cluster.num_trainers")
     add_overrides(parser)
     parser.add_argument("--repeats", default="3", metavar="N", help="runs of each case (default: 3)")
-    parser.add_argument("--seconds", default="5", metavar="S", help="of training that are measured (default: 5)")
-    parser.add_argument("--warm_up", default=f"{WARM_S:g}", metavar="S", help="of training before that (default: 1)")
-    parser.add_argument("--target", metavar="NAME=VALUE", help="the time to a validation value, as accuracy=0.95")
+    parser.add_argument("--seconds", default="5", metavar="S", help="measured seconds of training (default: 5)")
     parser.add_argument(
-        "--bandwidth", metavar="RATE", help="each rank on a network interface of its own, of 100mbit or the like (root)"
+        "--warm_up", default=f"{WARM_S:g}", metavar="S", help="seconds of training before that (default: 1)"
+    )
+    parser.add_argument(
+        "--target", metavar="NAME=VALUE", help="measure the time to this validation value, such as accuracy=0.95"
+    )
+    parser.add_argument(
+        "--bandwidth",
+        metavar="RATE",
+        help="give each rank a network interface of its own with this rate, such as 100mbit (needs root)",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: <logging.run_dir>/benchmark-<time>")
     return parser

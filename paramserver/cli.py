@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paramserver import benchmark, chaos, elastic, evaluate, launch, predict, reporting
+from paramserver.config.schema import closest_match
 from paramserver.doctor.command import main as doctor_main
 from paramserver.errors import ClientError, UnsupportedConfiguration
 from paramserver.launch import normalize_flags, report_error
@@ -97,8 +98,10 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 _USAGE = """usage: paramserver COMMAND [arguments]
 
+Train a PyTorch model through a parameter server, by all-reduce or in one process. --version prints the version.
+
 commands:
-  launch     train a task (paramserver launch --help)
+  launch     train a task; the same as python -m paramserver.launch (paramserver launch --help)
   evaluate   validate the model of a checkpoint (paramserver evaluate --help)
   predict    write the outputs of the model of a checkpoint (paramserver predict --help)
   benchmark  measure and compare ways to train a task (paramserver benchmark --help); with compare, two benchmarks;
@@ -123,7 +126,9 @@ def main() -> None:
         sys.exit(0)
     command = _COMMANDS.get(words[0])
     if command is None:
-        print(f"error: paramserver {words[0]}: there is no such command; see paramserver --help", file=sys.stderr)
+        near = closest_match(words[0], list(_COMMANDS))
+        cure = f"did you mean {near}?" if near else "see paramserver --help"
+        print(f"error: paramserver {words[0]}: there is no such command; {cure}", file=sys.stderr)
         sys.exit(2)
     exit_process(command(words[1:]))
 

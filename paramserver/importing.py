@@ -199,6 +199,24 @@ def _names_in(module: ModuleType) -> str:
     return ", ".join(sorted(own)) or "no classes or functions"
 
 
+def script_folders(user_class: type) -> list[Path]:
+    """Return the folder of the running script if ``user_class`` is defined below it, and nothing otherwise.
+
+    Python searches this folder for modules in the process of the script only, and not in those that it starts.
+
+    Example::
+
+        >>> script_folders(Path)
+        []
+    """
+    main, file = sys.modules["__main__"], source_file(user_class)
+    script = getattr(main, "__file__", None)
+    if file is None or script is None or main.__spec__ is not None:  # started with -m, which adds the current folder
+        return []
+    folder = Path(script).resolve().parent
+    return [folder] if folder in Path(file).parents else []
+
+
 def class_reference(user_class: type) -> str:
     """Return the reference by which other processes import ``user_class``.
 

@@ -134,7 +134,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--rank",
         type=int,
         metavar="N",
-        help="be this rank, or with cluster.colocate this host; without it all ranks are started here",
+        help="start this rank only (with cluster.colocate: the ranks of host N); without it all ranks are started here",
     )
     parser.add_argument(
         "--world_size",
@@ -147,7 +147,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         choices=("server", "trainer"),
         help="in place of --rank, where servers and trainers are started as separate groups",
     )
-    parser.add_argument("--index", type=int, metavar="I", help="which process of the --role, from 0")
+    parser.add_argument("--index", type=int, metavar="I", help="number of this process in its --role, from 0")
     parser.add_argument("--num_servers", type=int, metavar="S", help="in place of the config's cluster.num_servers")
     parser.add_argument("--num_trainers", type=int, metavar="T", help="in place of the config's cluster.num_trainers")
     parser.add_argument("--master_addr", metavar="HOST", help="the host of rank 0 (default: cluster.master_addr)")

@@ -27,11 +27,11 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 done, 2 the input is wrong.",
     )
     parser.add_argument(
-        "paths", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs, or one results.jsonl or its folder"
+        "paths", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs, or the folder of one benchmark"
     )
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="default: report")
     parser.add_argument(
-        "--target", metavar="NAME=VALUE", help="when a validation metric reached a value: accuracy=0.95"
+        "--target", metavar="NAME=VALUE", help="report when a validation metric reached a value, such as accuracy=0.95"
     )
     return parser
 

@@ -108,6 +108,9 @@ class Trainer(ABC):
         ...         return [tensor * 0.5 for tensor in super().on_before_forward(batch)]
     """
 
+    for_mode: str | None = None
+    """The mode that this trainer implements; None for any."""
+
     computes: str | None = None
     """The value of ``server.compute`` that this trainer implements; None if the key does not apply."""
 

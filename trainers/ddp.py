@@ -64,6 +64,8 @@ class DdpTrainer(Trainer):
         ...         return wrapped
     """
 
+    for_mode = "ddp"
+
     def __init__(
         self, process: ProcessContext, task: Task, checkpoints: CheckpointManager | None, rendezvous: Rendezvous
     ) -> None:

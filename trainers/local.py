@@ -29,6 +29,8 @@ class LocalTrainer(Trainer):
         ...         print(f"step {self.step}: loss {loss.item():.3f}")
     """
 
+    for_mode = "local"
+
     checkpoints: CheckpointManager
     monitor: RunMonitor
 

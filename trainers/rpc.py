@@ -74,6 +74,7 @@ class RpcTrainer(Trainer):
         ...         torch.nn.utils.clip_grad_value_(self.unwrapped_model.parameters(), 1.0)
     """
 
+    for_mode = "rpc"
     computes = "trainer"
     reports_served = True
 

@@ -39,10 +39,12 @@ def add_case_flags(parser: argparse.ArgumentParser, trainers: str) -> None:
         action="append",
         default=[],
         metavar="KEY=V1,V2",
-        help="a case for each value, as cluster.num_servers=1,2,4",
+        help="a case for each value of a config key, such as cluster.num_servers=1,2,4",
     )
     parser.add_argument(
-        "--slow", metavar="trainer=I,factor=F[,probability=P]", help="batches of trainer I take F times as long"
+        "--slow",
+        metavar="trainer=I,factor=F[,probability=P]",
+        help="each case once more, with batches of trainer I that take F times as long (each one with probability P)",
     )
 
 

@@ -167,6 +167,9 @@ LOADER_KEYS = ("batch_size", "loader_workers")
 _CLASS = string(
     r"[^:\s][^:\n]*:[^:\s]+", "module:Class or path/to/file.py:Class", "examples/digits.py:Digits", nullable=True
 )
+_FUNCTION = string(
+    r"[^:\s][^:\n]*:[^:\s]+", "module:function or path/to/file.py:function", "simulate.py:simulate", nullable=True
+)
 _SINKS = strings(
     r"csv|[^:\s][^:\n]*:[^:\s]+", "a list of csv, module:Class and path/to/file.py:Class", "[csv, sinks.py:Wandb]"
 )
@@ -195,9 +198,15 @@ class ClusterConfig:
     num_trainers: int = key(2, integer(1), "trainers, where the world size is not given otherwise")
     colocate: bool = key(False, boolean(), "rpc: a server on the host of each trainer; --rank then counts hosts")
     master_addr: str = key("127.0.0.1", _HOST, "host of rank 0")
-    master_port: int = key(0, integer(0, 65535), "0 = a free port (all ranks on this machine), 29500 otherwise")
-    interface: str | None = key(None, _INTERFACE, "null = loopback on one machine, else the one that reaches rank 0")
-    backend: str = key("auto", one_of("auto", "gloo", "nccl"), "backend of ddp")
+    master_port: int = key(0, integer(0, 65535), "port of rank 0; 0 = a free one, or 29500 with --rank")
+    interface: str | None = key(
+        None, _INTERFACE, "interface that ranks use; null = loopback on one machine, else the one towards rank 0"
+    )
+    backend: str = key(
+        "auto",
+        one_of("auto", "gloo", "nccl"),
+        "backend of torch.distributed in ddp; auto = nccl on GPUs, gloo otherwise",
+    )
     timeout_s: float = key(60.0, positive_number(), "limit of every wait that no other key limits, in seconds")
     max_restarts: int = key(3, integer(0), "how often a rank that died starts again, if a supervisor started it")
     spares: int = key(0, integer(0), "processes that wait, torch imported, to take the role of a rank that died")
@@ -217,7 +226,9 @@ class DeviceConfig:
         True
     """
 
-    kind: str = key("auto", one_of("auto", "cpu", "cuda"), "device of the trainers")
+    kind: str = key(
+        "auto", one_of("auto", "cpu", "cuda"), "device of the trainers; auto = a GPU each where there are enough"
+    )
     server: str = key("auto", one_of("auto", "cpu", "cuda"), "device where the parameters live")
     num_gpus: int | None = key(None, integer(0, nullable=True), "GPUs of one process")
     share_gpus: bool = key(False, boolean(), "trainers of a host share its GPUs where there are not enough")
@@ -241,10 +252,12 @@ class TrainingConfig:
         None, integer(1, nullable=True), "limit: validations without improvement of checkpoint.best"
     )
     min_delta: float = key(
-        0.0, Rule("float", minimum=0), "patience: a change of checkpoint.best that is not larger is no improvement"
+        0.0, Rule("float", minimum=0), "patience: a change of the metric of at most this much is no improvement"
     )
     batch_size: int = key(32, integer(1), "samples per trainer and batch")
-    validation_batch_size: int | None = key(None, integer(1, nullable=True), "null = batch_size")
+    validation_batch_size: int | None = key(
+        None, integer(1, nullable=True), "samples per trainer and batch of a validation; null = batch_size"
+    )
     accumulate_batches: int = key(1, integer(1), "batches of each trainer per global step")
     clip_grad_norm: float | None = key(
         None, positive_number(nullable=True), "upper bound of the gradient norm of a step"
@@ -252,12 +265,12 @@ class TrainingConfig:
     ema_decay: float | None = key(
         None,
         Rule("float", nullable=True, minimum=0, maximum=1),
-        "average of the parameters that is validated; decay per step",
+        "validate an exponential average of the parameters; this is its decay per step",
     )
-    precision: str = key("float32", one_of("float32", "bfloat16"), "bfloat16 = autocast")
-    validate_every: int = key(100, integer(0), "global steps; 0 = at the end only")
+    precision: str = key("float32", one_of("float32", "bfloat16"), "precision of the forward; bfloat16 = autocast")
+    validate_every: int = key(100, integer(0), "global steps between two validations; 0 = at the end only")
     uneven_inputs: str = key(
-        "stop", one_of("stop", "join"), "stop = all trainers stop when one has no data; join = each trainer drains"
+        "stop", one_of("stop", "join"), "stop = all trainers stop when one has no data; join = the others continue"
     )
     loader_workers: int = key(0, integer(0), "worker processes per trainer that read a map-style data set; 0 = none")
 
@@ -357,13 +370,13 @@ class SimulationsConfig:
         string(nullable=True),
         "starts one simulation; {simulation} and parameter names are replaced by values",
     )
-    function: str | None = key(None, _CLASS, "instead of command: a Python function of (parameters, client)")
+    function: str | None = key(None, _FUNCTION, "instead of command: a Python function of (parameters, client)")
     count: int | None = key(None, integer(1, nullable=True), "simulations in total; null = until a client calls finish")
     at_once: int = key(1, integer(1), "simulations that run at the same time")
     steps: int | None = key(None, integer(1, nullable=True), "samples of each simulation; null = unknown")
     fields: dict[str, Any] = key({}, mapping(), "fields of a sample: {name: [sizes]} or {name: {shape, dtype, finite}}")
     parameters: dict[str, Any] = key({}, mapping(), "input parameters of a simulation: {name: [low, high]}")
-    sampler: str = key("uniform", string(), "uniform | lhs | halton | module:Class of a custom sampler")
+    sampler: str = key("uniform", string(), "uniform, lhs, halton, or module:Class of a custom sampler")
     group_size: int = key(1, integer(1, 65535), "processes of one simulation; each sends a part of each sample")
     deal: str = key("round_robin", one_of("round_robin", "simulation"), "how samples are assigned to trainers")
     address: str = key(
@@ -401,7 +414,9 @@ class CheckpointConfig:
         3
     """
 
-    every: int | None = key(None, integer(0, nullable=True), "global steps; null = validate_every; 0 = at the end only")
+    every: int | None = key(
+        None, integer(0, nullable=True), "global steps between two; null = validate_every; 0 = at the end only"
+    )
     keep: int = key(3, integer(1), "number of newest checkpoints that are kept")
     best: BestConfig | None = section(BestConfig, "also keep the best checkpoint", nullable=True)
     background: bool = key(True, boolean(), "write while training continues")
@@ -418,7 +433,7 @@ class LoggingConfig:
     """
 
     run_dir: str = key("runs", string(), "folder of the runs")
-    name: str | None = key(None, _FOLDER, "null = <task>-<mode>-<time>")
+    name: str | None = key(None, _FOLDER, "folder of the run in run_dir; null = task, mode and time")
     log_every: int = key(10, integer(1), "global steps between two records")
     tensorboard: bool = key(True, boolean(), "write TensorBoard events")
     sinks: tuple[str, ...] = key((), _SINKS, "also write records to: csv (metrics.csv), or a class of your own")

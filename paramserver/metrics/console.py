@@ -14,7 +14,10 @@ from paramserver.metrics.sinks import Record, Sink
 from paramserver.metrics.summary import summary_text
 
 _INTERVAL_S = 2.0
-_DEFAULT_COLUMNS = 110
+_DEFAULT_COLUMNS, _DEFAULT_ROWS = 110, 24
+# Those of tqdm without its rate: the records have one.
+_BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]"
+_BAR_WITHOUT_TOTAL = "{n_fmt} {unit} [{elapsed}{postfix}]"
 
 
 class Console(Sink):
@@ -68,11 +71,13 @@ class Console(Sink):
         """Print the closing summary, or only the reason where the run ended before its first step."""
         summary = record["summary"]
         if record["step"] > self._first_step:
-            self._print(summary_text(summary, self._run_dir))
+            self._print(summary_text(summary, self._run_dir, self._first_step))
         elif summary["status"] == "completed":
             self._print(f"completed at step {record['step']}, no step was made: {summary['reason']}")
 
     def _print(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.clear()
         if not self._stream.closed:
             print(text, file=self._stream, flush=True)
 
@@ -148,6 +153,10 @@ class Progress(Sink):
     def _show(self, urgent: bool) -> None:
         text = ", ".join(part for part in (self._train, self._validation) if part)
         self._call_display(lambda display: display.show(self._done, text, urgent))
+
+    def clear(self) -> None:
+        """Remove the live line, if any, before another text is printed. The next record shows it again."""
+        self._call_display(lambda display: display.clear())
 
     def close(self) -> None:
         self._call_display(lambda display: display.close())
@@ -231,6 +240,9 @@ class _PlainLines:
         left_s = max(0, self._total - done) * (now_s - start_s) / (done - start)
         return f", {timedelta(seconds=round(left_s))} left"
 
+    def clear(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -242,9 +254,9 @@ class _LiveLine:
     """One line that is redrawn in place, by tqdm; otherwise as ``_PlainLines``."""
 
     def __init__(self, tqdm: Any, stream: TextIO, unit: str, total: int | None) -> None:
-        # A terminal of unknown width reports 0 columns, for which tqdm draws nothing.
-        width = {"dynamic_ncols": True} if _columns(stream) else {"ncols": _DEFAULT_COLUMNS}
-        self._options = {"file": stream, "unit": unit, "total": total, **width}
+        # A terminal of unknown size reports 0 columns and rows, for which tqdm draws nothing.
+        size = {"dynamic_ncols": True} if _columns(stream) else {"ncols": _DEFAULT_COLUMNS, "nrows": _DEFAULT_ROWS}
+        self._options = {"file": stream, "unit": unit, "total": total, **size}
         self._tqdm = tqdm
         self._bar: Any = None
 
@@ -254,9 +266,14 @@ class _LiveLine:
 
     def show(self, done: int, text: str, urgent: bool) -> None:
         if self._bar is None:  # created here: rate and remaining time count from the first step shown
-            self._bar = self._tqdm(initial=done, **self._options)
+            form = _BAR if self._options["total"] else _BAR_WITHOUT_TOTAL
+            self._bar = self._tqdm(initial=done, bar_format=form, **self._options)
         self._bar.set_postfix_str(text, refresh=urgent)
         self._bar.update(done - self._bar.n)
+
+    def clear(self) -> None:
+        if self._bar is not None:
+            self._bar.clear()
 
     def close(self) -> None:
         if self._bar is not None:

@@ -58,12 +58,13 @@ _RECEIVED = ("received", "lost", "duplicated", "refused")
 _SIMULATION_COUNTS = ("complete", "running", "waiting", "restarted", "given_up", "lost")
 
 
-def summary_text(summary: Summary, run_dir: Path | str) -> str:
+def summary_text(summary: Summary, run_dir: Path | str, first_step: int = 0) -> str:
     """Return the table that is printed at the end of a run.
 
     Args:
         summary: the content of ``summary.json``. A field that is missing or None has no line, or a dash in its line.
         run_dir: the folder of the run.
+        first_step: where the run was resumed. Times and speeds count from there, ``steps`` and ``samples`` from 0.
 
     Returns:
         Aligned lines ``name  value``.
@@ -81,6 +82,8 @@ def summary_text(summary: Summary, run_dir: Path | str) -> str:
         folder       runs/digits
     """
     lines = [(name, line(summary)) for name, line in _LINES]
+    if first_step:
+        lines = [(name, f"{text} since step {first_step}" if name == "time" else text) for name, text in lines]
     tensorboard = Path(run_dir) / "tensorboard"
     lines.append(("tensorboard", f"tensorboard --logdir {tensorboard}" if tensorboard.is_dir() else ""))
     lines.append(("folder", str(run_dir)))

@@ -15,6 +15,7 @@ from paramserver.online.process_runner import LaunchCommand
 from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
 from paramserver.report.formatting import plural
+from paramserver.runtime.rank import trainer_class
 from paramserver.sources import Partition, make_source
 from paramserver.sources.data_loader import resolve_reading
 from paramserver.sources.factory import check_watermark
@@ -30,6 +31,7 @@ def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = No
         launcher: what starts the ranks, as in ``ProcessIdentity.source``; None for the local supervisor.
     """
     task = make_task(config, folders)
+    trainer_class(config, folders)
     make_sinks(config.logging.sinks, folders)
     ranks = roles(config, world_size_of(config))
     trainers = sum(role.kind == "trainer" for role in ranks)
@@ -66,7 +68,8 @@ def _rank_text(role: Role, config: Config, task: Task, trainers: int) -> str:
     first = f", the first from {watermark} samples on" if watermark else ""
     if reading.gives_batches:
         return f"{role} on {devices}, {batches} whole batches{first}"
-    return f"{role} on {devices}, {total} samples, {'unknown' if batches is None else batches} batches{first}"
+    number = "an unknown number of" if batches is None else batches
+    return f"{role} on {devices}, {total} samples, {number} batches of {config.training.batch_size}{first}"
 
 
 def _simulations_lines(config: Config, folders: Sequence[Path]) -> list[str]:
@@ -101,8 +104,8 @@ def loss_lines(config: Config, launcher: str | None) -> list[str]:
         f"losses: a dead process is noticed at once, {silent}",
         f"  heartbeats every {server.heartbeat_s:g} s; calls, and the return of a server, may take cluster.timeout_s "
         f"({limit_s:g} s)",
-        f"  the log of a process has its stacks after {deadlines.stacks_s:g} s without Python, or {limit_s:g} s "
-        "without a step",
+        f"  a process writes its stacks to its log when no Python code ran for {deadlines.stacks_s:g} s, or after "
+        f"{limit_s:g} s without a step",
     ]
     restarts = f"up to cluster.max_restarts ({cluster.max_restarts}) times"
     if launcher is None:

@@ -389,7 +389,7 @@ class RankSession:
         if self.plan.report is not None:
             process = replace(process, end_now=partial(_end_now, self.plan.report, checkpoints, totals))
         if role.kind == "trainer":
-            trainer = _trainer_class(config, self.plan.folders)(process, task, checkpoints, rendezvous)
+            trainer = trainer_class(config, self.plan.folders)(process, task, checkpoints, rendezvous)
             work = partial(_train, trainer, totals, self)
             self._watch(stack, run, lambda: (trainer.step, trainer.progress.batch_idx))
         else:
@@ -858,8 +858,18 @@ def _resize(
         server.request_resize(reason)
 
 
-def _trainer_class(config: Config, folders: Sequence[Path]) -> Any:
+def trainer_class(config: Config, folders: Sequence[Path]) -> Any:
+    """Import the trainer of a run.
+
+    Raises:
+        UnsupportedConfiguration: it is for another mode, or for the other value of ``server.compute``.
+    """
     found = load_object(trainer_of(config), "trainer", folders)
+    if getattr(found, "for_mode", None) not in (None, config.mode):
+        raise UnsupportedConfiguration(
+            f"trainer ({config.trainer}) is for mode {found.for_mode}, and the config has {config.mode}; derive it "
+            "from the class in trainers that fits, or change mode"
+        )
     if getattr(found, "computes", None) not in (None, config.server.compute):
         raise UnsupportedConfiguration(
             f"trainer ({config.trainer}) is for server.compute: {found.computes}, and the config has "

@@ -145,7 +145,7 @@ def test_dry_run_describes_the_run_and_starts_nothing(tmp_path):
     )
     assert finished.code == 0, finished.output
     assert "rank 0: server 0 on cpu" in finished.output
-    assert "rank 2: trainer 1 on cpu, 100 samples, 13 batches" in finished.output
+    assert "rank 2: trainer 1 on cpu, 100 samples, 13 batches of 8" in finished.output
     assert "batch_size: 8" in finished.output
     assert not (tmp_path / "runs").exists()
 
@@ -294,7 +294,8 @@ def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path):
         (["benchmark", "predict", "--help"], 0, "usage: paramserver benchmark predict"),
         ([], 2, "usage"),
         (["doctor", "--set", "mode=none"], 2, "mode"),
-        (["lunch"], 2, "there is no such command"),
+        (["lunch"], 2, "there is no such command; did you mean launch?"),
+        (["compare"], 2, "there is no such command; see paramserver --help"),
         (["launch", "--dry-run"], 2, "--config FILE is missing"),
     ],
 )
@@ -314,6 +315,24 @@ def test_an_allocation_whose_gpus_are_not_visible_is_refused_at_the_start(flags,
     assert "Traceback" not in refused.output
     if not flags:
         assert launch(tmp_path, "--set", "device.kind=cpu", env=gpus, fresh=True).code == 0
+
+
+def test_a_script_is_run_from_another_folder_than_its_task(tmp_path):
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "own.py").write_text("from tasks import ReferenceTask\nclass Mine(ReferenceTask):\n    pass\n")
+    config = {"mode": "rpc", "training": {"max_steps": 2}, "logging": {"name": "run", "progress": "off"}}
+    (project / "script.py").write_text(
+        "import paramserver\n"
+        "from own import Mine\n"
+        "if __name__ == '__main__':\n"
+        f"    print(paramserver.run(Mine, {config}).status)\n"
+    )
+    program = [sys.executable, "project/script.py"]
+    done = subprocess.run(
+        program, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "completed\n"), done.stderr
 
 
 def test_a_script_that_runs_at_its_top_level_does_not_start_runs_in_its_ranks(tmp_path):

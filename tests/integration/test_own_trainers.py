@@ -71,6 +71,16 @@ def test_a_padded_partition_serves_as_many_samples_as_a_distributed_sampler(tmp_
     assert (padded.summary["samples"], padded.summary["samples_left"]) == (52, 0)
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(("mode", "trainer"), [("ddp", "OwnRpc"), ("rpc", "OwnDdp"), ("local", "OwnDdp")])
+@pytest.mark.parametrize("flags", [[], ["--dry_run"]])
+def test_a_trainer_of_another_mode_is_refused_at_once(tmp_path, mode, trainer, flags):
+    done = launch(tmp_path, *flags, mode=mode, trainer=f"{OWN}:{trainer}", timeout_s=40)
+    assert done.code == 2
+    assert f"is for mode {trainer[3:].lower()}, and the config has {mode}; derive it" in done.output
+    assert "Traceback" not in done.output
+
+
 @pytest.mark.parametrize("table", ["plugin", "tutorial"])
 def test_the_names_and_tests_of_a_table_exist(table):
     found = rows(table)

@@ -563,9 +563,9 @@ def test_one_server_alone_holds_the_model():
 
 
 def test_a_trainer_of_the_other_kind_is_refused(tmp_path):
-    from paramserver.runtime.rank import _trainer_class
+    from paramserver.runtime.rank import trainer_class
 
     config = Config(trainer="trainers:RpcTrainer", server=ServerConfig(compute="server"))
     with pytest.raises(UnsupportedConfiguration, match=r"is for server\.compute: trainer"):
-        _trainer_class(config, [])
+        trainer_class(config, [])
     assert run_in_process(tmp_path, server=SERVER, training={"max_steps": 1}).code == 0

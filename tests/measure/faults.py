@@ -526,14 +526,14 @@ HEADER = """# Real faults
 Made by `python -m tests.measure.faults` on {date} at commit {commit}, in {minutes:.0f} minutes of runs, two at a time,
 on {origin}.
 
-{cells} cells, each a run of two trainers with one fault; {failed} did not end as they must; the longest took
-{longest:.0f} s. `server.lost_after_s` is {lost:g} s. A cell reads "noticed / next update / replacement trains", seconds
-after the fault, of a run that completed with all {due} samples applied once; "-" where there is nothing to measure.
-"ended" is a run that ended with code 1 and one sentence, and after how many seconds. Ranks are forks of a process that
-has imported torch, so a replacement saves the 3 to 4 seconds of a new interpreter. In `rollback` (`sync` with
-`server.on_loss: rollback`), in `ddp`, and after the loss of a server in `sync`, the parameters are bit-equal to those
-of the undisturbed run. No cell leaves a process or a temporary file behind; shared memory and abstract sockets end with
-their processes."""
+Each of {cells} cells of the tables is a run of two trainers with one fault in one phase of the process that the
+section names; {failed} did not end as they must; the longest took {longest:.0f} s. `server.lost_after_s` is {lost:g}
+s. A cell reads "noticed / next update / replacement trains", seconds after the fault, of a run that completed with
+all {due} samples applied once; "-" where there is nothing to measure. "ended" is a run that ended with code 1 and
+one sentence, and after how many seconds. Ranks are forks of a process that has imported torch, so a replacement
+saves the 3 to 4 seconds of a new interpreter. In `rollback` (`sync` with `server.on_loss: rollback`), in `ddp`, and
+after the loss of a server in `sync`, the parameters are bit-equal to those of the undisturbed run. No cell leaves a
+process or a temporary file behind; shared memory and abstract sockets end with their processes."""
 
 
 # Figures, with new interpreters.

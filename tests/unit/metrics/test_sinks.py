@@ -10,6 +10,7 @@ import select
 import struct
 import termios
 import threading
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from paramserver.config import Config, LoggingConfig, TrainingConfig
 from paramserver.errors import StorageError, TrainingError, UnsupportedConfiguration
 from paramserver.metrics import FanOut, JsonLines, Progress, Sink, TensorBoard, console, sinks
 
@@ -248,10 +250,10 @@ def test_progress_counts_samples_where_they_are_the_limit():
     assert stream.getvalue() == "samples 24/80: loss -, 64 samples/s\n"
 
 
-def shown_on_a_terminal(total_steps, records, columns=0):
+def shown_on_a_terminal(total_steps, records, rows=24, columns=0):
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with os.fdopen(slave, "w") as terminal, os.fdopen(master, "rb", buffering=0) as screen:
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    with os.fdopen(slave, "w") as terminal, os.fdopen(master, "rb", buffering=0) as screen, redirect_stderr(terminal):
         sink = Progress(terminal, "auto", total_steps=total_steps)
         for each in records:
             sink.write(each)
@@ -263,14 +265,32 @@ def shown_on_a_terminal(total_steps, records, columns=0):
         return shown.decode()
 
 
-@pytest.mark.parametrize("columns", [0, 140])
-def test_progress_on_a_terminal_is_one_live_line(columns):
+@pytest.mark.parametrize(("rows", "columns"), [(0, 0), (24, 0), (24, 140)])
+def test_progress_on_a_terminal_is_one_live_line(rows, columns):
     steps = [train(2), train(6), validation(6, loss=0.25), train(10, loss=0.125)]
-    out = shown_on_a_terminal(10, steps, columns)
+    out = shown_on_a_terminal(10, steps, rows, columns)
     assert out.count("\r") >= 3
     assert out.rstrip("\r\n").count("\n") == 0
     assert "10/10" in out
     assert "loss 0.125, 64 samples/s, valid loss 0.25" in out
+    assert "step/s" not in out  # the rate of the record is the only one
+
+
+def test_a_note_is_printed_on_a_line_of_its_own():
+    stream = io.StringIO()
+    sink = console.Console(Config(training=TrainingConfig(max_steps=10), logging=LoggingConfig(progress="on")), stream)
+    start = {"name": "run", "mode": "rpc", "world_size": 3, "run_dir": "runs/run", "total_samples": None}
+    sink.write(record("start", 0, total_steps=10, **start))
+    sink.write(train(2))
+    sink.write(record("note", 2, text="trainer 1 is lost"))
+    sink.write(train(10))
+    sink.close()
+    before, _, after = stream.getvalue().partition("trainer 1 is lost\n")
+    *_, shown, blank, column = before.split("\r")
+    assert "2/10" in shown
+    assert blank.isspace()
+    assert column == ""
+    assert "10/10" in after
 
 
 def test_progress_without_tqdm_is_lines_on_a_terminal_too(monkeypatch):

@@ -57,6 +57,8 @@ def test_everything_is_told_in_aligned_lines(tmp_path):
         "tensorboard": f"tensorboard --logdir {tmp_path}/tensorboard",
         "folder": str(tmp_path),
     }
+    resumed = fields(summary_text(FULL, tmp_path, first_step=400))
+    assert resumed == {**fields(text), "time": "12.3 s since step 400"}
     columns = {line.index(value) for line, value in zip(text.splitlines(), fields(text).values(), strict=True)}
     assert len(columns) == 1
 
