@@ -143,6 +143,10 @@ def test_a_role_and_an_index_make_a_rank(mode, cluster, flags, rank, world_size)
          "or give --num_trainers"),
         ({"role": "server", "index": 1}, config(), "--index (1) must be below the number of servers (1); correct it, "
          "or give --num_servers"),
+        ({"role": "trainer", "index": 7, "world_size": 1}, config(num_servers=3), "world_size (1) must be at least 4 "
+         "in mode rpc: 3 for the servers and 1 for a trainer; start more ranks"),
+        ({"role": "server", "index": 2, "world_size": 2}, config(num_servers=3), "world_size (2) must be at least 4 "
+         "in mode rpc: 3 for the servers and 1 for a trainer; start more ranks"),
         ({"role": "server", "index": 0}, config("ddp"), "--role (server) must be trainer in mode ddp, which has no "
          "servers; start no server, or choose mode rpc"),
         ({"role": "server", "index": 0}, config(colocate=True), "--role (server) cannot be used with cluster.colocate "
@@ -258,6 +262,7 @@ def test_a_variable_of_torchrun_must_be_a_number(name, value):
     [
         ({"RANK": "4"}, "RANK (4) must be below 4: ranks count from 0"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK (2) must be below 2: ranks count from 0"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT (70000) must be below 65536; correct the variable"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE (0) must be at least 1; correct the variable"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT (0) must be at least 1; correct the variable"),
     ],
