@@ -42,10 +42,10 @@ from paramserver.process_utils import exit_process, print_output
 from paramserver.report.cases import cases_of
 from paramserver.report.compare import compare
 from paramserver.report.findings import findings
-from paramserver.report.page import NO_PLOTS, write_report
+from paramserver.report.page import NO_PLOTS, not_writable_out, write_report
 from paramserver.report.results import RESULTS_FILE, CaseResult, Results, append_result, read_results
 from paramserver.report.svg import has_matplotlib
-from paramserver.runs.rundir import environment_record, not_writable
+from paramserver.runs.rundir import environment_record
 
 # The time around the training of a run, before one was measured: imports, rendezvous, the end.
 START_S = 6.0
@@ -256,7 +256,7 @@ def _new_folder(out: Path) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         taken = any(out.iterdir())
     except OSError as error:
-        raise not_writable(f"--out {out}", error) from error
+        raise not_writable_out(out, error) from error
     if taken:
         raise UnsupportedConfiguration(f"--out {out} must be a new or an empty folder, and holds files; name another")
     return out

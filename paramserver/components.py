@@ -53,7 +53,7 @@ def train(
     if trainers < 1:
         raise UnsupportedConfiguration(f"--trainers ({trainers}) must be at least 1; give the number of trainers")
     if Path(config).is_file():  # otherwise it is in the container only
-        mode = mode_of(resolve_run(parse(["--config", config, *flags]))[0])
+        mode = mode_of(resolve_run(parse(["--config", config, "--master_port", str(port), *flags]))[0])
         if mode.has_servers != (servers > 0):
             needed = "at least 1" if mode.has_servers else "0"
             raise UnsupportedConfiguration(

@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paramserver.bench.slowdown import SlowdownSpec
-from paramserver.config import KEYS, MODES, Config, Mode, load_config, mode_of, num_servers_of
+from paramserver.config import (
+    KEYS,
+    MODES,
+    Config,
+    Mode,
+    load_config,
+    mode_of,
+    num_servers_of,
+    with_world_size,
+    world_size_of,
+)
 from paramserver.config.layers import free_key, unknown_key_message
 from paramserver.config.parsing import read_text
 from paramserver.config.schema import closest_match
@@ -259,6 +269,7 @@ def _case(
             overrides=[*requested.overrides, *swept],
             flags={"mode": mode.name, "cluster.num_trainers": trainers},
         )
+        with_world_size(config, world_size_of(config))  # refuses numbers that no run can have
     except UnsupportedConfiguration as error:
         # Sweeps are loaded as overrides; the message must name the flag that the user wrote.
         message = str(error)

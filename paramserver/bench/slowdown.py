@@ -80,7 +80,7 @@ def _checked(text: str, name: str, value: str) -> int | float:
 
 _RULES: Mapping[str, tuple[type[int] | type[float], float, float, str]] = {
     "trainer": (int, 0, 10**9, "the index of a trainer, from 0"),
-    "factor": (float, 1.0, 1e6, "a number from 1 on"),
+    "factor": (float, 1.0, 1e6, "a number from 1 to 1000000"),
     "probability": (float, 0.0, 1.0, "a number from 0 to 1"),
 }
 

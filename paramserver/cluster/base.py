@@ -350,5 +350,7 @@ def read_number(environ: Environ, name: str, set_by: str, *, minimum: int = 0, b
     if number < minimum:
         raise UnsupportedConfiguration(f"{name} ({number}) must be at least {minimum}; correct the variable")
     if below is not None and number >= below:
+        if minimum:
+            raise UnsupportedConfiguration(f"{name} ({number}) must be below {below}; correct the variable")
         raise UnsupportedConfiguration(f"{name} ({number}) must be below {below}: ranks count from 0")
     return number

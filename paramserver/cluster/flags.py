@@ -4,7 +4,7 @@ import dataclasses
 
 from paramserver.cluster.base import ClusterEnvironment, Environ, ProcessIdentity, RankFlags
 from paramserver.cluster.network import DEFAULT_PORT
-from paramserver.config import is_colocated, mode_of, num_commands_of, num_servers_of
+from paramserver.config import is_colocated, mode_of, num_commands_of, num_servers_of, num_trainers_of, with_world_size
 from paramserver.errors import UnsupportedConfiguration
 
 
@@ -70,7 +70,9 @@ class FlagEnvironment(ClusterEnvironment):
             raise UnsupportedConfiguration(
                 f"--index must be given with --role ({role}); add it, counting the processes of the role from 0"
             )
-        count = servers if role == "server" else self.world_size - servers
+        # Refuses a world that is too small for its servers.
+        trainers = num_trainers_of(with_world_size(self.config, self.world_size))
+        count = servers if role == "server" else trainers
         if index >= count:
             raise UnsupportedConfiguration(
                 f"--index ({index}) must be below the number of {role}s ({count}); correct it, or give --num_{role}s"

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from paramserver.cluster.base import (
+    DEFAULT_JOB,
     Environ,
     RankFlags,
     VariableEnvironment,
@@ -118,7 +119,7 @@ class EnvVarEnvironment(TorchrunEnvironment):
 
     @property
     def job(self) -> str:
-        return self.source
+        return DEFAULT_JOB  # as with flags: each rank may be started in its own way
 
 
 def num_restarts(environ: Environ) -> int:

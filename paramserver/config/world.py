@@ -8,6 +8,9 @@ from paramserver.config.modes import MODES, Mode
 from paramserver.config.schema import Config
 from paramserver.errors import UnsupportedConfiguration
 
+# Each rank costs memory and a question to the store of rank 0 in every process: more are a mistake.
+_MOST_RANKS = 65_536
+
 
 @dataclass(frozen=True)
 class Role:
@@ -187,6 +190,10 @@ def _servers_in(config: Config, world_size: int) -> int:
 
 
 def _check_world(config: Config, world_size: int) -> None:
+    if world_size > _MOST_RANKS:
+        raise UnsupportedConfiguration(
+            f"world_size ({world_size}) must be at most {_MOST_RANKS}; start fewer servers and trainers"
+        )
     mode, servers = mode_of(config), max(_servers_in(config, world_size), int(mode_of(config).has_servers))
     if mode.single_process and world_size != 1:
         raise UnsupportedConfiguration(

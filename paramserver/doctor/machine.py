@@ -211,7 +211,8 @@ def _launcher(section: Section, environ: Environ) -> None:
 def _folders(found: Diagnosis, section: Section, config: Config) -> None:
     run_dir = Path(config.logging.run_dir)
     for name, folder in (("run folder", run_dir), ("temporary files", Path(tempfile.gettempdir()))):
-        existing = next((one for one in (folder, *folder.absolute().parents) if one.is_dir()), Path("/"))
+        # A file in the place of a folder, or a link to nothing, is there too: no folder can be made in it.
+        existing = next((one for one in (folder, *folder.absolute().parents) if os.path.lexists(one)), Path("/"))
         try:
             free = os.statvfs(existing)
             with tempfile.TemporaryDirectory(dir=existing, prefix=".doctor-") as probe:

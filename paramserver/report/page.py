@@ -66,10 +66,15 @@ def write_report(results: Results, folder: Path, title: str = "What was measured
         for path, text in {**plots, **pages}.items():
             atomic_write_text(path, text)
     except OSError as error:
-        raise UnsupportedConfiguration(
-            f"{folder} must be a folder that this user can write to ({error.strerror or error}); choose another --out"
-        ) from error
+        raise not_writable_out(folder, error) from error
     return list(pages)
+
+
+def not_writable_out(folder: Path, error: OSError) -> UnsupportedConfiguration:
+    """Return the error for a folder of ``--out`` that cannot be written to."""
+    return UnsupportedConfiguration(
+        f"{folder} must be a folder that this user can write to ({error.strerror or error}); choose another --out"
+    )
 
 
 def _draw(cases: Sequence[ReportCase]) -> Mapping[str, Sequence[Picture]]:

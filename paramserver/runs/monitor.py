@@ -329,7 +329,10 @@ class RunMonitor:
                 }
                 if has_servers
                 else None,
-                "faults": [] if losses is None else losses.faults,
+                "faults": [
+                    {name: fault[name] for name in ("time", "step", "text")}
+                    for fault in (() if losses is None else losses.faults)
+                ],
                 "restarts": 0 if losses is None else losses.restarts,
                 "updates_redone": 0 if losses is None else losses.updates_redone,
                 "peak_rss_mb": {

@@ -545,7 +545,8 @@ class ParameterServer(TutorialMethods):
                     self._change_view(loss)
                 else:
                     self._forget(index)
-                returns = isinstance(self.error, ViewChanged)
+                # A run that ends at the loss may be started again: then it returns to a checkpoint for this loss.
+                returns = on_loss == "fail" or isinstance(self.error, ViewChanged)
             # Without the lock: it writes a file.
             self.monitor.trainer_lost(index, loss, returns)
             self._on_trainer_lost(member)

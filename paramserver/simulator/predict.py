@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,11 +15,11 @@ from paramserver.bench.cases import Case, RequestedCases, add_case_flags, make_c
 from paramserver.bench.cost_model import LinkSpeed, communication_s
 from paramserver.bench.network import parse_bandwidth
 from paramserver.bench.slowdown import parse_slowdown
-from paramserver.config import MODES, Mode, dump_yaml
+from paramserver.config import MODES, Mode, dump_yaml, server_computes
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import add_overrides
 from paramserver.process_utils import print_output
-from paramserver.report.page import table, write_report
+from paramserver.report.page import not_writable_out, table, write_report
 from paramserver.report.results import COMPLETED, RESULTS_FILE, CaseResult, Results, append_result, read_results
 from paramserver.report.tables import Table
 from paramserver.simulator.calibration import JITTER, deployment_of, error_of, fit
@@ -70,7 +71,7 @@ def predict(words: Sequence[str]) -> int:
     used = usable(measured)
     # All that can be wrong comes before the fit, which takes seconds.
     slow = None if arguments.slow is None else parse_slowdown(arguments.slow)
-    failures, jitter = _failures(arguments.failures), _number("--jitter", arguments.jitter, 0.0)
+    failures, jitter = _failures(arguments.failures), _number("--jitter", arguments.jitter, 0.0, 1.0)
     link, cores = used[0].deployment.link, used[0].deployment.cores
     if arguments.bandwidth is not None:
         link = replace(link, bandwidth=parse_bandwidth(arguments.bandwidth))
@@ -86,6 +87,13 @@ def predict(words: Sequence[str]) -> int:
             file, arguments.modes, arguments.trainers, arguments.overrides, arguments.sweep, slow
         )
         cases = [case for case in make_cases(requested) if case.baseline is None]
+    _check_simulated(cases, arguments.modes)
+    if arguments.out is not None:
+        try:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=arguments.out).close()
+        except OSError as error:
+            raise not_writable_out(arguments.out, error) from error
     base, notes = calibrated(used, measured.source)
     target = replace(base, link=link, cores=cores, one_machine=False, jitter=jitter)
     predictions = [_predicted(case, target, failures) for case in cases]
@@ -267,7 +275,6 @@ def _written(predictions: Sequence[Prediction], out: Path, notes: Sequence[str])
                 step_ms={"mean": found.step_s * 1e3},
             )
         )
-    out.mkdir(parents=True, exist_ok=True)
     (out / RESULTS_FILE).unlink(missing_ok=True)
     for result in results:
         append_result(out / RESULTS_FILE, result)
@@ -278,14 +285,25 @@ def _written(predictions: Sequence[Prediction], out: Path, notes: Sequence[str])
 # Flags.
 
 
-def _number(flag: str, word: str, least: float) -> float:
+def _number(flag: str, word: str, least: float, most: float = sys.float_info.max) -> float:
     try:
         number = float(word)
     except ValueError:
         number = float("nan")
-    if not least <= number < float("inf"):
-        raise UnsupportedConfiguration(f"{flag} ({word}) must be a number from {least:g} on; correct it")
+    if not least <= number <= most:
+        upper = "on" if most == sys.float_info.max else f"to {most:g}"
+        raise UnsupportedConfiguration(f"{flag} ({word}) must be a number from {least:g} {upper}; correct it")
     return number
+
+
+def _check_simulated(cases: Sequence[Case], modes: str | None) -> None:
+    if not cases:
+        raise UnsupportedConfiguration(f"--modes ({modes}) must have rpc or ddp, as one process needs no prediction")
+    if any(server_computes(case.config) for case in cases):
+        raise UnsupportedConfiguration(
+            "server.compute (server) must be trainer for a prediction, as the model has no forward on the server; "
+            "leave it out"
+        )
 
 
 def _failures(text: str | None) -> tuple[float, float] | None:

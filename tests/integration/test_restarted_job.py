@@ -51,6 +51,7 @@ def test_a_requeued_batch_job_continues_its_run(tmp_path, whole, mode, killed, b
     assert "was started again by its job or launcher, and continues its run" in finished.output
     assert finished.of_kind("start")[-1]["step"] == begins_at
     assert finished.summary["updates_redone"] == killed - begins_at
+    assert [sorted(fault) for fault in finished.summary["faults"]] == [["step", "text", "time"]]
     assert_equal_runs(whole, finished, trainers=2)
 
 

@@ -70,6 +70,7 @@ def test_a_server_that_the_mode_does_not_have_is_refused(tmp_path):
     ("mode", "options", "message"),
     [
         ("rpc", {"servers": 0}, r"--servers \(0\) must be at least 1 in mode rpc; correct it, or choose another mode"),
+        ("rpc", {"port": 99999}, r"--master_port: cluster.master_port \(99999\) must be at most 65535; "),
         ("rpc", {"trainers": 0}, r"--trainers \(0\) must be at least 1; give the number of trainers"),
         ("ddp", {}, r"--servers \(1\) must be 0 in mode ddp; correct it, or choose another mode"),
         ("rpc", {"flags": ("--mode", "ddp")}, r"--servers \(1\) must be 0 in mode ddp; "),

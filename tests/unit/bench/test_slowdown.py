@@ -33,8 +33,8 @@ def test_what_is_written_is_read(text, slow):
         ("trainer=one,factor=5", "trainer (one) must be the index of a trainer"),
         ("trainer=-1,factor=5", "trainer (-1) must be the index of a trainer"),
         ("trainer=1.5,factor=5", "trainer (1.5) must be the index of a trainer"),
-        ("trainer=1,factor=0.5", "factor (0.5) must be a number from 1 on"),
-        ("trainer=1,factor=nan", "factor (nan) must be a number from 1 on"),
+        ("trainer=1,factor=0.5", "factor (0.5) must be a number from 1 to 1000000"),
+        ("trainer=1,factor=nan", "factor (nan) must be a number from 1 to 1000000"),
         ("trainer=1,factor=2,probability=1.1", "probability (1.1) must be a number from 0 to 1"),
     ],
 )

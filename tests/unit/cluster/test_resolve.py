@@ -143,6 +143,10 @@ def test_a_role_and_an_index_make_a_rank(mode, cluster, flags, rank, world_size)
          "or give --num_trainers"),
         ({"role": "server", "index": 1}, config(), "--index (1) must be below the number of servers (1); correct it, "
          "or give --num_servers"),
+        ({"role": "trainer", "index": 7, "world_size": 1}, config(num_servers=3), "world_size (1) must be at least 4 "
+         "in mode rpc: 3 for the servers and 1 for a trainer; start more ranks"),
+        ({"role": "server", "index": 2, "world_size": 2}, config(num_servers=3), "world_size (2) must be at least 4 "
+         "in mode rpc: 3 for the servers and 1 for a trainer; start more ranks"),
         ({"role": "server", "index": 0}, config("ddp"), "--role (server) must be trainer in mode ddp, which has no "
          "servers; start no server, or choose mode rpc"),
         ({"role": "server", "index": 0}, config(colocate=True), "--role (server) cannot be used with cluster.colocate "
@@ -163,6 +167,12 @@ def test_a_number_of_trainers_must_agree_with_the_launcher():
         "--num_trainers (4) must be the 3 that torchrun leaves for trainers; leave the flag out, or start as many"
     )
     assert resolve_identity(RankFlags(num_trainers=3), torchrun(), config()).world_size == 4
+
+
+def test_ranks_started_by_flags_and_by_variables_meet_in_one_run():
+    by_flag = resolve_identity(RankFlags(1, 3), {}, config())
+    by_variable = resolve_identity(NO_FLAGS, {"RANK": "2", "WORLD_SIZE": "3"}, config())
+    assert by_flag.job == by_variable.job
 
 
 @pytest.mark.parametrize("address", ["fd00::1", "[fd00::1]"])
@@ -258,6 +268,7 @@ def test_a_variable_of_torchrun_must_be_a_number(name, value):
     [
         ({"RANK": "4"}, "RANK (4) must be below 4: ranks count from 0"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK (2) must be below 2: ranks count from 0"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT (70000) must be below 65536; correct the variable"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE (0) must be at least 1; correct the variable"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT (0) must be at least 1; correct the variable"),
     ],
@@ -276,16 +287,16 @@ def test_the_mode_must_fit_the_world_that_torchrun_started():
 def test_variables_set_by_hand_are_completed_from_the_config():
     environ = {"RANK": "1", "WORLD_SIZE": "2"}
     identity = resolve_identity(NO_FLAGS, environ, config("ddp"))
-    assert identity == ProcessIdentity(1, 2, 1, 2, 0, "127.0.0.1", 29500, False, "environment", "environment")
+    assert identity == ProcessIdentity(1, 2, 1, 2, 0, "127.0.0.1", 29500, False, "job", "environment")
     identity = resolve_identity(NO_FLAGS, environ, config("ddp", master_addr="node0", master_port=1111))
-    assert identity == ProcessIdentity(1, 2, 0, 1, 1, "node0", 1111, False, "environment", "environment")
+    assert identity == ProcessIdentity(1, 2, 0, 1, 1, "node0", 1111, False, "job", "environment")
 
 
 def test_variables_set_by_hand_override_the_config():
     given = {"RANK": "5", "WORLD_SIZE": "6", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2222"}
     place = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "2"}
     identity = resolve_identity(NO_FLAGS, {**given, **place}, config(master_addr="node0", master_port=1111))
-    assert identity == ProcessIdentity(5, 6, 1, 2, 2, "10.0.0.1", 2222, False, "environment", "environment")
+    assert identity == ProcessIdentity(5, 6, 1, 2, 2, "10.0.0.1", 2222, False, "job", "environment")
     assert "LOCAL_RANK (2) must be below 2" in refused(NO_FLAGS, {**given, **place, "LOCAL_RANK": "2"}, config())
 
 

@@ -75,6 +75,7 @@ def test_a_role_is_a_plain_value():
         ("ddp", 1, 0, r"world_size \(0\) must be at least 1 in mode ddp"),
         ("local", 1, 2, r"world_size \(2\) must be 1 in mode local, which is one process; leave it out or "),
         ("local", 1, 0, r"world_size \(0\) must be 1 in mode local"),
+        ("ddp", 1, 10**8, r"world_size \(100000000\) must be at most 65536; start fewer servers and trainers"),
     ],
 )
 def test_a_world_that_the_mode_cannot_run_in(mode, servers, world_size, message):

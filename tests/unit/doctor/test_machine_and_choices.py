@@ -114,11 +114,13 @@ def test_a_limit_of_the_control_group_is_noted(config, monkeypatch):
     assert [one.cure for one in found.findings] == ["set OMP_NUM_THREADS to 1 divided by the trainers of this host"]
 
 
-def test_a_run_folder_that_cannot_be_made(config, tmp_path):
-    (tmp_path / "runs").write_text("a file")
-    run_dir = "/proc/runs"
-    (problem,) = problems(machine_of(replace(config, logging=LoggingConfig(run_dir=run_dir))))
-    assert problem.startswith("/proc/runs cannot be written to (")
+@pytest.mark.parametrize("run_dir", ["/proc/runs", "file", "file/runs", "link"])
+def test_a_run_folder_that_cannot_be_made(config, tmp_path, run_dir):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nothing")
+    folder = tmp_path / run_dir
+    (problem,) = problems(machine_of(replace(config, logging=LoggingConfig(run_dir=str(folder)))))
+    assert problem.startswith(f"{folder} cannot be written to (")
     assert problem.endswith("; set logging.run_dir to a folder of yours")
 
 
