@@ -113,7 +113,12 @@ def test_a_command_gets_its_placeholders_and_runs_by_no_shell(runner_of, tmp_pat
 
 
 def test_a_program_finds_the_run_by_its_environment(runner_of, tmp_path):
-    shown = "import os, json; print(json.dumps({k: v for k, v in os.environ.items() if k[:3] in ('PAR', 'OMP')}))"
+    # print writes a line and its end one after the other, and the other member could write between them.
+    shown = (
+        "import os, json, sys\n"
+        "own = {k: v for k, v in os.environ.items() if k[:3] in ('PAR', 'OMP')}\n"
+        "sys.stdout.write(json.dumps(own) + '\\n')\n"
+    )
     runner = runner_of(command=script(tmp_path, shown), keys=str(tmp_path), group_size=2)
     start(runner, attempt=2)
     assert wait_for(runner) == [(0, 2, 0)]
