@@ -315,7 +315,7 @@ def test_in_an_allocation_one_srun_starts_the_whole_group(runner_of, tmp_path, l
     environ = {"PATH": f"{srun.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": job}
     shown = (
         "import os\n"
-        "own = f'member {os.environ.get(\"SLURM_PROCID\")} {os.environ.get(\"PARAMSERVER_MEMBER\")}'\n"
+        'own = f\'member {os.environ.get("SLURM_PROCID")} {os.environ.get("PARAMSERVER_MEMBER")}\'\n'
         "os.write(1, own.encode() + b'\\n')\n"
     )
     runner = runner_of(environ, command=script(tmp_path, shown), group_size=2, launcher=launcher)
