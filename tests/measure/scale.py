@@ -1,6 +1,6 @@
 """The simulator against runs: throughput with 3 to 8 trainers, predicted from runs with 2.
 
-    python -m tests.measure.scale --results FILE [--seconds 12] [--for_s 110] [--only TEXT] [--judge]
+    python -m tests.measure.scale --results FILE [--repeats 2] [--seconds 12] [--for_s 110] [--only TEXT] [--judge]
     python -m tests.measure.scale --curves
 
 Needs root: each rank runs in its own network namespace, with an interface of a limited bandwidth. A batch is a sleep of
@@ -9,8 +9,9 @@ are fitted on them. Those of ``JUDGED`` and ``HELD_OUT`` have 3 to 8 trainers, 1
 consistency; the error of each prediction is printed, and the median and the largest of both lists. While the model was
 made, the errors of ``JUDGED`` were known; the cases of ``HELD_OUT`` were measured after it was finished.
 
-Every run is a line of FILE. Cases that are in it are not run again, and none is begun ``--for_s`` seconds after the
-start, so the measurement can be made in several parts.
+Every run is a line of FILE, and predictions are held against the mean of a case's runs. Cases that are in it
+``--repeats`` times are not run again, and none is begun ``--for_s`` seconds after the start, so the measurement can be
+made in several parts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,8 @@ from paramserver.simulator.network import Deployment, simulate
 from paramserver.simulator.predict import all_reduce, break_even_servers
 from tests.measure.common import origin, verdict
 from tests.measure.outside_clock import method_of
+
+Results = defaultdict[str, list[CaseResult]]
 
 COMPUTE_S = 0.2
 BATCH = 4
@@ -143,27 +148,34 @@ HELD_OUT = [
 ]
 
 
-def run_missing(planned: list[Planned], known: set[str], arguments: argparse.Namespace) -> None:
+def run_missing(planned: list[Planned], known: Results, arguments: argparse.Namespace) -> None:
     began = time.monotonic()
-    for one in planned:
-        if one.name in known or time.monotonic() - began > arguments.for_s:
+    for repeat, one in product(range(arguments.repeats), planned):
+        if repeat < len(known[one.name]) or time.monotonic() - began > arguments.for_s:
             continue
         case, rate = one.case(), parse_bandwidth(one.bandwidth)
         with tempfile.TemporaryDirectory() as folder, NetworkHosts(num_commands_of(case.config), rate) as hosts:
             method = replace(method_of(Path(folder), arguments.seconds, 1.0), hosts=hosts)
-            result = measure(case, 0, method)
+            result = measure(case, repeat, method)
             if not result.is_completed:
                 raise RuntimeError(result.error)
         append_result(arguments.results, result)
         print(f"{one.name}: {result.samples_per_second:.1f} samples/s, {result.wall_s:.0f} s", file=sys.stderr)
 
 
-def judge(results: dict[str, CaseResult]) -> None:
+def read_runs(file: Path) -> Results:
+    runs = defaultdict(list)
+    for one in read_results(file).results if file.exists() else ():
+        runs[one.case].append(one)
+    return runs
+
+
+def judge(results: Results) -> None:
     def deployed(one: Planned) -> tuple[Any, float]:
-        result = results[one.name]
+        runs = results[one.name]
         link = LinkSpeed(parse_bandwidth(one.bandwidth), LATENCY_S)
-        assert result.samples_per_second is not None
-        return deployment_of(result, link, len(os.sched_getaffinity(0)), one_machine=True), result.samples_per_second
+        rate = statistics.mean(run.samples_per_second for run in runs if run.samples_per_second is not None)
+        return deployment_of(runs[0], link, len(os.sched_getaffinity(0)), one_machine=True), rate
 
     fitted = [deployed(one) for one in FITTED]
     costs = fit(fitted)
@@ -171,14 +183,15 @@ def judge(results: dict[str, CaseResult]) -> None:
     forward_s = statistics.mean(deployment.forward_s for deployment, _ in fitted)
     backward_s = statistics.mean(deployment.backward_s for deployment, _ in fitted)
     for kind, planned in (("fitted", FITTED), ("judged", JUDGED), ("held out", HELD_OUT)):
-        cases = [one for one in planned if one.name in results]
-        print(f"{kind}: samples/s measured, predicted, error")
+        cases = [one for one in planned if results[one.name]]
+        print(f"{kind}: samples/s measured (of each run), predicted, error")
         errors = []
         for one in cases:
             deployment, rate = deployed(one)
             deployment = replace(deployment, costs=costs, forward_s=forward_s, backward_s=backward_s)
             error = error_of(deployment, rate, 30, 10)
-            print(f"  {one.name}: {rate:.1f} {rate * (1 + error):.1f} {error:+.1%}")
+            each = ", ".join(f"{run.samples_per_second:.1f}" for run in results[one.name])
+            print(f"  {one.name}: {rate:.1f} ({each}) {rate * (1 + error):.1f} {error:+.1%}")
             errors.append(abs(error))
         if kind == "fitted" or not errors:
             continue
@@ -225,6 +238,7 @@ def print_curves() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, metavar="FILE")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each case")
     parser.add_argument("--seconds", type=float, default=12.0, help="of training that are measured")
     parser.add_argument("--for_s", type=float, default=1e9, help="no case is begun later than this")
     parser.add_argument("--only", default="", help="measure only cases whose name contains this")
@@ -237,11 +251,11 @@ def main() -> None:
         return
     if arguments.results is None:
         parser.error("--results FILE is missing")
-    known = {one.case: one for one in read_results(arguments.results).results} if arguments.results.exists() else {}
+    known = read_runs(arguments.results)
     if not arguments.judge:
-        run_missing([one for one in FITTED + JUDGED + HELD_OUT if arguments.only in one.name], set(known), arguments)
-        known = {one.case: one for one in read_results(arguments.results).results}
-    if all(one.name in known for one in FITTED):
+        run_missing([one for one in FITTED + JUDGED + HELD_OUT if arguments.only in one.name], known, arguments)
+        known = read_runs(arguments.results)
+    if all(known[one.name] for one in FITTED):
         judge(known)
 
 
