@@ -37,7 +37,7 @@ from paramserver.errors import CheckpointError, UnsupportedConfiguration
 # Rows that are collected and then written together.
 _ROWS_PER_WRITE = 64
 
-AllocateBytes: TypeAlias = Callable[[int], "npt.NDArray[np.uint8]"]
+AllocateBytes: TypeAlias = Callable[[int], npt.NDArray[np.uint8]]
 """Returns memory of so many bytes."""
 
 

@@ -170,7 +170,7 @@ def _name_lookup(found: Diagnosis, section: Section) -> None:
     with suppress(DeadlineExceeded, OSError):  # there is no name: what counts is how long it takes to learn that
         call_with_timeout(_LOOKUP_S, "the lookup", lambda: socket.getnameinfo(address, socket.NI_NUMERICSERV))
     took_s = time.monotonic() - started
-    text = f"{'over ' if took_s >= _LOOKUP_S else ''}{took_s:.2g} s"
+    text = f"over {_LOOKUP_S:g} s" if took_s >= _LOOKUP_S else f"{took_s:.2g} s"
     section.add("name of an address", text, took_s, "TCPStore looks it up for each connection")
     if took_s >= _SLOW_LOOKUP_S:
         found.note(

@@ -3,6 +3,7 @@
 import doctest
 import inspect
 from importlib import import_module
+from typing import get_origin
 
 import pytest
 from source_tree import modules
@@ -59,5 +60,6 @@ def test_examples_that_do_not_run_are_listed():
 @pytest.mark.parametrize(("package", "name"), EXPORTED, ids=lambda part: part)
 def test_every_exported_class_and_function_has_an_example(package, name):
     exported = getattr(import_module(package), name)
-    if inspect.isclass(exported) or inspect.isfunction(exported):
+    # Python 3.10 calls an alias such as Mapping[str, Any] a class.
+    if get_origin(exported) is None and (inspect.isclass(exported) or inspect.isfunction(exported)):
         assert "Example:" in (exported.__doc__ or ""), f"{exported.__module__}.{exported.__qualname__}"

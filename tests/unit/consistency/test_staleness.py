@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from paramserver.consistency import StalenessHistogram
 
@@ -29,6 +29,7 @@ def figures_of(values: list[int]) -> dict:
     return {"mean": sum(values) / len(values), "p95": p95, "max": ranked[-1], "histogram": histogram}
 
 
+@settings(deadline=None, derandomize=True)
 @given(ADDED)
 def test_the_figures_are_those_of_the_list(added):
     staleness = counted(added)
@@ -43,6 +44,7 @@ def test_the_p95_is_the_smallest_that_95_percent_do_not_exceed(stale, p95):
     assert counted([(0, 0)] * (100 - stale) + [(1, 9)] * stale).summary()["p95"] == p95
 
 
+@settings(deadline=None, derandomize=True)
 @given(ADDED, ADDED)
 def test_a_window_holds_what_was_added_since_the_last(one, two):
     staleness = counted(one)
@@ -54,6 +56,7 @@ def test_a_window_holds_what_was_added_since_the_last(one, two):
     assert staleness.summary() == figures_of([value for _, value in one + two])
 
 
+@settings(deadline=None, derandomize=True)
 @given(ADDED, ADDED, ADDED)
 def test_the_state_goes_on_after_json(before, replaced, after):
     staleness = counted(replaced)

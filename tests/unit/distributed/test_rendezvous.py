@@ -216,6 +216,12 @@ def test_a_rank_that_starts_again_before_the_world_is_full_is_waited_for(started
         with pytest.raises(Interrupted):
             first.result(LONG_S)
         second = started("process 2b", 2, 4, store.port)
+        # Earlier, the last would fill the world of the process that died, whose loss only a heartbeat shows.
+        assert poll_until(
+            time.monotonic() + LONG_S,
+            lambda: store.get("paramserver/job7/attempt") == b"1" or None,
+            threading.Event(),
+        )
         last = started("process 3", 3, 4, store.port)  # only now
         all_ranks = [one.result(LONG_S) for one in (*others, second, last)]
         assert {one.identity.job for one in all_ranks} == {"test-1"}

@@ -113,7 +113,12 @@ def test_a_command_gets_its_placeholders_and_runs_by_no_shell(runner_of, tmp_pat
 
 
 def test_a_program_finds_the_run_by_its_environment(runner_of, tmp_path):
-    shown = "import os, json; print(json.dumps({k: v for k, v in os.environ.items() if k[:3] in ('PAR', 'OMP')}))"
+    # print writes a line and its end one after the other, and the other member could write between them.
+    shown = (
+        "import os, json\n"
+        "own = json.dumps({k: v for k, v in os.environ.items() if k[:3] in ('PAR', 'OMP')})\n"
+        "os.write(1, own.encode() + b'\\n')\n"
+    )
     runner = runner_of(command=script(tmp_path, shown), keys=str(tmp_path), group_size=2)
     start(runner, attempt=2)
     assert wait_for(runner) == [(0, 2, 0)]
@@ -308,7 +313,11 @@ def test_in_an_allocation_one_srun_starts_the_whole_group(runner_of, tmp_path, l
     srun.write_text(FAKE_SRUN)
     srun.chmod(0o755)
     environ = {"PATH": f"{srun.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": job}
-    shown = "import os; print('member', os.environ.get('SLURM_PROCID'), os.environ.get('PARAMSERVER_MEMBER'))"
+    shown = (
+        "import os\n"
+        'own = f\'member {os.environ.get("SLURM_PROCID")} {os.environ.get("PARAMSERVER_MEMBER")}\'\n'
+        "os.write(1, own.encode() + b'\\n')\n"
+    )
     runner = runner_of(environ, command=script(tmp_path, shown), group_size=2, launcher=launcher)
     start(runner)
     assert wait_for(runner) == [(0, 0, 0)]
