@@ -50,7 +50,8 @@ _POLL_S = 0.02
 
 _FAILED = "failed"
 _UNREACHABLE = "unreachable"
-_STARTED = "started"
+# Rank 0 alone decides that the world is full: a rank that a later attempt waits for may have a holder that is dead.
+_FULL = "full"
 
 # Keys that may differ between the ranks of a run: where each one finds its own devices, interfaces and folders.
 _OWN_KEYS = (
@@ -180,10 +181,6 @@ class Rendezvous:
         """Return why rank 0 refused the request of that key; nothing if it did not."""
         with detect_lost_store():
             return refusal(self.root, request)
-
-    def announce_start(self) -> None:
-        """Announce that all ranks have joined; those that join later wait for no other."""
-        self.set(_STARTED, "")
 
     def claim_again(self) -> None:
         """Claim this rank again, once the servers have accepted this process."""
@@ -346,6 +343,8 @@ def _begin_view(
             if late or interrupted.wait(_POLL_S if missing else 0.0):
                 break
         if not missing:
+            _check_attempt(base, identity)
+            store.set(_FULL, "")
             return view, ranks
         if interrupted.is_set():
             raise Interrupted("interrupted while waiting for the other ranks")
@@ -627,19 +626,14 @@ def _wait_for_world(
     timeout_s: float,
     interrupted: threading.Event,
 ) -> bool:
-    """Wait until all ``ranks`` have joined; return False if a later view begins meanwhile."""
+    """Wait until all ``ranks`` have joined once; return False if a later view begins meanwhile."""
     root = job_store(base, identity)
-
-    def missing() -> list[int]:
-        if store.check([_STARTED]):
-            return []  # a rank may be lost again by now
-        return [r for r in ranks if not store.check([f"rank/{r}"])]
 
     def joined() -> bool | None:
         _check_attempt(base, identity)
         if int(root.get("view")) > view:
             return False
-        return None if missing() else True
+        return True if store.check([_FULL]) else None
 
     # Rank 0, which may continue without some, waits for ``timeout_s``.
     all_joined = poll_until(time.monotonic() + timeout_s + FROZEN_S, joined, interrupted)
@@ -647,7 +641,8 @@ def _wait_for_world(
         return all_joined
     if interrupted.is_set():
         raise Interrupted("interrupted while waiting for the other ranks")
-    raise _missing_ranks(identity, timeout_s, missing())
+    missing = [r for r in ranks if not store.check([f"rank/{r}"])]
+    raise _missing_ranks(identity, timeout_s, missing or [0])
 
 
 def _missing_ranks(identity: ProcessIdentity, timeout_s: float, missing: Sequence[int]) -> MissingRanks:

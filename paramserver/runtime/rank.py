@@ -750,16 +750,13 @@ def _wait_until_finished(
 ) -> None:
     """Check heartbeats and requests until the server has finished; fail it if not all processes join in time."""
     config = process.config
-    deadline, announced = time.monotonic() + config.cluster.timeout_s, False
+    deadline = time.monotonic() + config.cluster.timeout_s
     while not server.finished.wait(config.server.heartbeat_s):
         server.check_heartbeats()
         if (unreachable := rendezvous.unreachable()) is not None:
             server.reconnect(unreachable)
             continue
         if server.started:
-            if not announced:
-                rendezvous.announce_start()
-                announced = True
             _resize(server, process, rendezvous, session, server.check_absences())
             if process.stop.event.is_set():
                 server.request_stop()

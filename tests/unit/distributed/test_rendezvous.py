@@ -296,7 +296,7 @@ def test_an_interrupted_rank_does_not_wait_for_a_later_view():
 
 def test_a_replacement_takes_the_rank_of_a_dead_process():
     with agents_store() as store:
-        set_first_view(store, {"config": dump_yaml(config()), "rank/0": "rank 0", "rank/1": "node7, process 42"})
+        set_first_view(store, {"config": dump_yaml(config()), "full": "", "rank/1": "node7, process 42"})
         replacement = joined(1, 2, store.port, hosted=True, replaces=True)
         assert replacement.holder_of_rank(1) == replacement.host_and_pid
 
@@ -319,7 +319,7 @@ def test_a_rank_that_another_process_has_taken_is_not_released():
 
 def test_a_process_that_joins_a_run_that_has_started_waits_for_no_lost_rank():
     with agents_store() as store:
-        set_first_view(store, {"config": dump_yaml(config()), "rank/0": "rank 0", "started": ""})
+        set_first_view(store, {"config": dump_yaml(config()), "full": ""})
         assert joined(1, 3, store.port, hosted=True).view == 1
 
 
@@ -398,7 +398,7 @@ def test_the_run_of_an_earlier_attempt_is_found_in_the_store_of_the_launcher():
 def with_config_of_rank_zero(mine: Config, theirs: Config, rank: int = 1) -> tuple[TCPStore, Exception | None]:
     """Join after rank 0; return the store and the refusal, if any."""
     with agents_store() as store:
-        set_first_view(store, {"config": dump_yaml(theirs), "rank/0": "rank 0"})
+        set_first_view(store, {"config": dump_yaml(theirs), "full": ""})
         try:
             joined(rank, 2, store.port, hosted=True, of=mine)
         except UnsupportedConfiguration as error:
@@ -453,6 +453,15 @@ def test_a_world_that_never_fills_names_the_missing_ranks():
     assert str(caught.value) == (
         "rank 0 waited cluster.timeout_s (2 s) for a world of 4; missing: rank 1, 3. Start them, or lower --world_size"
     )
+
+
+def test_claims_of_all_ranks_are_no_full_world_without_rank_zero():
+    """A claim may be of a process that is dead, for which rank 0 waits in a later attempt."""
+    with agents_store() as store:
+        of_all = {"rank/0": "a process", "rank/2": "a dead process"}
+        set_first_view(store, {"config": dump_yaml(config(SHORT_S)), **of_all})
+        with pytest.raises(DeadlineExceeded, match=r"a world of 3; missing: rank 0\. Start them"):
+            joined(1, 3, store.port, SHORT_S, hosted=True)
 
 
 @pytest.mark.parametrize(
@@ -588,7 +597,7 @@ def test_the_death_of_rank_zero_is_reported_while_others_wait():
 def test_a_failure_that_no_rank_can_be_informed_of_is_logged(caplog):
     """The report would raise an error of its own, which would hide why the rank failed."""
     with agents_store() as store, threads(1) as pool:
-        set_first_view(store, {"config": dump_yaml(config()), "rank/0": "host, process 1"})
+        set_first_view(store, {"config": dump_yaml(config()), "full": ""})
         proxy = _Proxy(store.port)
         rendezvous = pool.submit(joined, 1, 2, proxy.port, hosted=True).result(LONG_S)
         proxy.abort()
