@@ -67,7 +67,7 @@ def call_with_timeout(
         if thread.is_alive() and interrupted.is_set():
             raise Interrupted(f"interrupted while waiting for {what}")
     if thread.is_alive():
-        raise DeadlineExceeded(f"{what} did not finish within {timeout_s:g} s")
+        raise DeadlineExceeded(f"{what} did not finish within {round(timeout_s, 2):g} s")
     if failure:
         raise failure[0]
     return outcome[0]
