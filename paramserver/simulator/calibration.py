@@ -19,6 +19,9 @@ from paramserver.simulator.network import Costs, Deployment, simulate
 JITTER = 0.05
 """By what the compute of a step varies where nothing else is known; without it trainers would stay in step for ever."""
 
+TRANSFER_JITTER = 0.3
+"""By what transfers vary: TCP does not give each the same rate. Chosen with measurements (docs/scale.md)."""
+
 _COMPUTES = ("data", "forward")
 # How often a parameter is tried at this multiple of its value, and at its reciprocal.
 _FACTORS = (3.0, 1.4, 1.1)
@@ -70,6 +73,7 @@ def deployment_of(
         one_machine=one_machine,
         slow=SlowdownSpec(**result.scenario["slow"]) if result.scenario.get("slow") else None,
         jitter=JITTER,
+        transfer_jitter=TRANSFER_JITTER,
         seed=result.repeat,
     )
 

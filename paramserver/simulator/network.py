@@ -93,7 +93,8 @@ class Deployment:
         by_bucket: whether the optimizer allows that ``sync`` updates bucket by bucket.
         slow: a straggler.
         jitter: standard deviation of a trainer's compute, as a share of it; independent draws of a log-normal.
-        seed: of ``slow``, ``jitter`` and failures.
+        transfer_jitter: the same of the time that the tensors of a message take at interfaces.
+        seed: of ``slow``, of both jitters and of failures.
         failure_every_s: mean time from the start of a trainer to its failure; None without failures. None fails before
             the first update.
         restart_s: from a failure to the join of the replacement.
@@ -111,6 +112,7 @@ class Deployment:
     by_bucket: bool = True
     slow: SlowdownSpec | None = None
     jitter: float = 0.0
+    transfer_jitter: float = 0.0
     seed: int = 0
     failure_every_s: float | None = None
     restart_s: float = 10.0
@@ -404,9 +406,7 @@ class ModelledRun(World):
         if deployment.slow is not None and deployment.slow.slows(deployment.seed, index, self._batches[index]):
             factor = deployment.slow.factor
         self._batches[index] += 1
-        if deployment.jitter:
-            sigma = deployment.jitter
-            factor *= self.rng.lognormvariate(-(sigma**2) / 2, sigma)
+        factor *= self._varied(deployment.jitter)
         busy_s = self.trainers[index].compute(self.now, deployment.costs.step_s, 0.0) - self.now
         forward_s, backward_s = deployment.forward_s * factor, deployment.backward_s * factor
         gradients = self._unsent[index] = _Gradients(self, session)
@@ -414,6 +414,10 @@ class ModelledRun(World):
         for number in range(1, rounds):
             self.after(busy_s + forward_s + backward_s * number / rounds, gradients.send_until, number)
         return busy_s + forward_s + backward_s
+
+    def _varied(self, sigma: float) -> float:
+        """Return a draw with the mean 1."""
+        return self.rng.lognormvariate(-(sigma**2) / 2, sigma) if sigma else 1.0
 
     def send(self, task: Task, call: Call, request: int) -> None:
         if call.method == "pull":
@@ -469,9 +473,11 @@ class ModelledRun(World):
 
     def _offer(self, connection: Connection, size: float, received: Callable[[], None]) -> None:
         """Offer a message to the interface that it leaves, in chunks; the messages of a connection keep their order."""
-        sender = connection[0]
+        sender, _, has_tensors = connection
         chunks = min(self._most_chunks, math.ceil(size / _LEAST_CHUNK_BYTES))
         seconds = size / chunks / self._bandwidth
+        if has_tensors:
+            seconds *= self._varied(self.deployment.transfer_jitter)
         for number in range(chunks):
             then = received if number == chunks - 1 else _nothing
             sender.host.sends.offer(connection, seconds, partial(self._leave, connection, then, seconds))

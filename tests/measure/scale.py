@@ -131,8 +131,6 @@ JUDGED = [
     Planned(4, 2, BOUNDED, SlowdownSpec(1, 3.0)),
     Planned(4, 1, BACKUP, SlowdownSpec(1, 5.0)),
     Planned(6, 3, slow=SlowdownSpec(2, 4.0, 0.3)),
-]
-HELD_OUT = [
     Planned(5, 2),
     Planned(7, 3),
     Planned(6, 2, bandwidth="100mbit"),
@@ -145,6 +143,20 @@ HELD_OUT = [
     Planned(6, 2, BACKUP),
     Planned(5, 2, BOUNDED, SlowdownSpec(2, 4.0)),
     Planned(6, 2, ASYNC, SlowdownSpec(0, 3.0)),
+]
+HELD_OUT = [
+    Planned(6, 1),
+    Planned(5, 4),
+    Planned(7, 2, bandwidth="100mbit"),
+    Planned(3, 2, ASYNC),
+    Planned(6, 1, ASYNC),
+    Planned(7, 3, ASYNC),
+    Planned(4, 2, BOUNDED),
+    Planned(8, 3, BOUNDED),
+    Planned(6, 3, BOUNDED, bandwidth="100mbit"),
+    Planned(7, 2, BACKUP),
+    Planned(6, 2, slow=SlowdownSpec(1, 3.0)),
+    Planned(5, 2, ASYNC, SlowdownSpec(0, 4.0)),
 ]
 
 

@@ -154,6 +154,15 @@ def test_jitter_keeps_the_mean_and_costs_sync_the_slowest():
     assert several.step_s > 1.3 * COMPUTE_S
 
 
+def test_transfers_that_vary_keep_their_mean_and_bring_trainers_out_of_step():
+    alone = deployment(1, 1, clip_grad_norm=1.0)
+    varied = simulate(replace(alone, transfer_jitter=0.3), updates=200, warm=1)
+    assert varied.step_s == pytest.approx(simulate(alone, updates=3, warm=1).step_s, rel=0.05)
+    free = deployment(4, 1, consistency="async", forward_s=4 * MODEL / BANDWIDTH)
+    steps = [simulate(replace(free, transfer_jitter=sigma), updates=50, warm=10).step_s for sigma in (0.0, 0.3)]
+    assert steps[1] > 1.05 * steps[0]
+
+
 @pytest.mark.parametrize("server", [{}, {"consistency": "async"}, {"consistency": "bounded"}, {"backup_trainers": 1}])
 def test_failures_cost_the_time_of_the_missing_trainers(server):
     calm = deployment(4, 2, forward_s=1.0, **SMALL, **server)

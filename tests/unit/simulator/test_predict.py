@@ -9,6 +9,7 @@ from paramserver.bench.cost_model import LinkSpeed, communication_s
 from paramserver.config import MODES, ClusterConfig, Config, ServerConfig, TrainingConfig, dump_yaml
 from paramserver.report.results import CaseResult, append_result, read_results
 from paramserver.simulator import predict
+from paramserver.simulator.calibration import TRANSFER_JITTER
 from paramserver.simulator.network import Costs, Deployment, simulate
 from paramserver.simulator.predict import all_reduce, break_even_servers, calibrated, usable
 
@@ -25,6 +26,7 @@ def deployed(trainers, servers, consistency="sync", **changes):
         training=TrainingConfig(batch_size=BATCH, max_steps=10),
     )
     values = {"costs": COSTS, "cores": CORES, "one_machine": True, "samples": BATCH, **changes}
+    values["transfer_jitter"] = TRANSFER_JITTER
     return Deployment(config, MODEL, COMPUTE_S, LINK, **values)
 
 
