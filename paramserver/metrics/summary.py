@@ -52,7 +52,7 @@ Summary = Mapping[str, Any]
 _OWN_PATH = ("data", "pull", "forward", "backward", "push", "apply", "wait")
 _OVERLAPPED = ("hidden",)
 _STARVED = 0.1
-# Measured on two cores, both used by torch: 0.02 to 0.04 on a quiet machine, 0.33 to 0.35 beside one busy program.
+# Measured on two cores, both used by torch: 0.02 to 0.04 on a quiet machine, 0.33 to 0.35 with another busy program.
 _CONTENDED = 0.15
 _RECEIVED = ("received", "lost", "duplicated", "refused")
 _SIMULATION_COUNTS = ("complete", "running", "waiting", "restarted", "given_up", "lost")

@@ -1,4 +1,4 @@
-"""The stacks of a rank that hangs, in its log."""
+"""The stacks of a rank that hangs or crashes, in its log."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ _POLLS = 10
 def write_stacks_on_signal() -> None:
     """Write the stacks of all threads to standard error at each ``STACKS_SIGNAL``, also while a thread holds the lock.
 
+    They are written at the signal of a crash too, such as SIGSEGV, of which the process dies.
+
     Call it in the main thread, before other threads start: the signal is handled in the thread ``stacks``, so that it
     does not interrupt a system call of another one. For the life of the process.
     """
     # Written in C, in the thread that the kernel chooses: one that holds the interpreter's lock changes no stack.
+    faulthandler.enable(file=sys.stderr, all_threads=True)
     faulthandler.register(STACKS_SIGNAL, file=sys.stderr, all_threads=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, [STACKS_SIGNAL])
 

@@ -60,7 +60,13 @@ def make(tmp_path, monkeypatch, notes):
 
 def children():
     own = psutil.Process().children()
-    return {child.pid for child in own if "spares.wait_for_role" in " ".join(child.cmdline())}
+    return {child.pid for child in own if "spares.wait_for_role" in " ".join(command_of(child))}
+
+
+def command_of(child):
+    # A process that has just begun to execute its program has no command line yet; a zombie never has one.
+    wait_until(lambda: child.cmdline() or child.status() == psutil.STATUS_ZOMBIE, "a child has no command line")
+    return child.cmdline()
 
 
 def wait_until(condition, what):

@@ -1,5 +1,8 @@
-"""The stacks of a process that makes no progress are written once each time, however long it makes none."""
+"""The stacks of a process that makes no progress are written once each time, and those of one that crashes."""
 
+import signal
+import subprocess
+import sys
 import threading
 
 from paramserver.runtime.watchdog import Watchdog
@@ -33,3 +36,20 @@ def test_a_wait_of_any_length_writes_the_stacks_once(tmp_path):
             assert log.read_text().count("no step for 0.05 s; the stacks of all threads:") == stalls
             progress.step += 1
             progress.wait_for_calls(2)
+
+
+CRASH = """
+import ctypes
+from paramserver.runtime.watchdog import write_stacks_on_signal
+write_stacks_on_signal()
+def read_nowhere():
+    ctypes.string_at(0)
+read_nowhere()
+"""
+
+
+def test_a_crash_leaves_the_stacks_and_the_signal():
+    done = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in done.stderr
+    assert "in read_nowhere" in done.stderr
