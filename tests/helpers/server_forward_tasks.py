@@ -182,7 +182,10 @@ def _gradients(model, task, version, push):
     model.zero_grad()
     torch.set_rng_state(random_state)
     loss = task.training_step(model, batch, 0)
-    assert float(loss.detach()) == expected_loss, "the loss of a push is not that of the version that it names"
+    assert float(loss.detach()) == expected_loss, (
+        f"the loss of a push is not that of the version that it names: step {push[0]}, version {push[1]}, "
+        f"{expected_loss!r} in the run, {float(loss.detach())!r} here"
+    )
     loss.backward()
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters() if p.requires_grad]
     return gradients, [buffer.clone() for buffer in model.buffers()]

@@ -3,7 +3,7 @@
 import math
 import os
 import select
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -436,7 +436,10 @@ def test_nothing_is_left_of_a_run_that_is_killed(fork_server, folder):
 
 def abstract_names(pid):
     """Of the sockets that a process holds."""
-    links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    links = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # the process runs, and has closed it since it was listed
+            links.append(str(link.readlink()))
     inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return {row[7] for row in rows if row[6] in inodes and len(row) > 7 and row[7].startswith("@")}
