@@ -144,6 +144,8 @@ class Trainer(ABC):
         self.all_totals: list[TrainerTotals] = []
         self.validation: Mapping[str, float] = {}
         self.validation_loader: Iterable[tuple[Any, int]] | None = None
+        self._shares_of_others: dict[int, Iterable[tuple[Any, int]] | None] = {}  # of trainers that were lost
+        self._evaluates_alone = False  # the share of one of these
         self._stop_reason = ""
         self._samples_before = 0  # served before this process trained
         self._batch_samples = 1  # of the batch whose step is computed
@@ -404,7 +406,8 @@ class Trainer(ABC):
         """Return the values of all trainers, in the order of their indices.
 
         All trainers must call it at the same places, in the same order: in ``training_step``, ``validation_step``, the
-        hooks of batches and validations, and ``on_train_end``. In a step those take part that have data.
+        hooks of batches and validations, and ``on_train_end``. In a step those take part that have data, and in a
+        ``validation_step`` with the samples of a lost trainer only the one that evaluates them.
 
         Args:
             value: a tensor, a number, a string, or lists and dictionaries of them. Shapes may differ. Tensors come back
@@ -440,6 +443,8 @@ class Trainer(ABC):
                 f"trainer.all_gather was given what cannot be sent to another process ({error}); give tensors, "
                 "numbers, strings, and lists or dictionaries of them"
             ) from error
+        if self._evaluates_alone:
+            return [value]
         place = self._decision.step, int(self._decision.verdict is Verdict.GO), int(self._in_batches)
         count = self._gathers[1] + 1 if self._gathers[0] == place else 0
         self._gathers = place, count
@@ -549,10 +554,14 @@ class Trainer(ABC):
         """With trainers that run freely: validate a retained version, or do at a barrier all that is due."""
         self.clock.skip()
         self.step = decision.step
-        if decision.verdict is Verdict.VALIDATE:
+        if decision.verdict is not Verdict.VALIDATE:
+            self._validate_and_save()
+        elif decision.share == self.trainer_index:
             self.validate()
         else:
-            self._validate_and_save()
+            self.sync_model()
+            self.merge_validation(self.evaluate_for_another(decision.share))
+            self.clock.skip()
 
     def _finish(self, decision: Decision) -> None:
         """Validate and save for the last time; only save after a signal, and before other trainers continue."""
@@ -831,21 +840,35 @@ class Trainer(ABC):
         else:
             for hooks in self.hooks:
                 hooks.on_validation_start(self.progress.batch_idx)
-            with self._averaged_parameters():
-                sums = evaluate(
-                    self.task,
-                    self.unwrapped_model,
-                    self.validation_loader,
-                    self.progress.batch_idx,
-                    self.on_before_forward,
-                    self.config.training.precision,
-                    self._device,
-                )
-            self.validation, improved = self.merge_validation(sums)
+            self.validation, improved = self.merge_validation(self._evaluate(self.validation_loader))
             for hooks in self.hooks:
                 hooks.on_validation_end(self.progress.batch_idx)
         self.clock.skip()
         return improved
+
+    def evaluate_for_another(self, share: int) -> WeightedSums:
+        """Evaluate the share of a lost trainer, of the version that ``unwrapped_model`` has."""
+        if share not in self._shares_of_others:
+            partition = Partition(share, self.process.trainers)
+            self._shares_of_others[share] = validation_batches(self.task, partition, self.config)
+        loader = self._shares_of_others[share]
+        self._evaluates_alone = True
+        try:
+            return WeightedSums() if loader is None else self._evaluate(loader)
+        finally:
+            self._evaluates_alone = False
+
+    def _evaluate(self, batches: Iterable[tuple[Any, int]]) -> WeightedSums:
+        with self._averaged_parameters():
+            return evaluate(
+                self.task,
+                self.unwrapped_model,
+                batches,
+                self.progress.batch_idx,
+                self.on_before_forward,
+                self.config.training.precision,
+                self._device,
+            )
 
     @contextmanager
     def _averaged_parameters(self) -> Iterator[None]:

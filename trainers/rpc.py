@@ -437,11 +437,16 @@ class RpcTrainer(Trainer):
         self._load_buffers(view.buffers)
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
-        assert self._grant.decision is not None
-        if self._grant.decision.verdict is Verdict.VALIDATE:  # trainers that run freely do not wait for each other
-            self.server.report_validation_share(self.step, sums)
+        decision = self._grant.decision
+        assert decision is not None
+        if decision.verdict is Verdict.VALIDATE:  # trainers that run freely do not wait for each other
+            self.server.report_validation_share(self.step, decision.share, sums)
             return sums.means(), False
-        return self.server.report_validation(self.step, sums)
+        reply = self.server.report_validation(self.step, {self.trainer_index: sums})
+        while reply.missing:
+            shares = {share: self.evaluate_for_another(share) for share in reply.missing}
+            reply = self.server.report_validation(self.step, shares)
+        return reply.means, reply.improved
 
     def save_part(self, reason: str, since: float) -> None:
         self.wait_saved()

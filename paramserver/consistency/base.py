@@ -61,7 +61,7 @@ class Verdict(Enum):
 
     ``GO``: take a step. ``WAIT``: announce again. ``END``: the run ends, for all trainers. The other two exist without
     lockstep. ``BARRIER``: all trainers are at the same step, where they validate or save together. ``VALIDATE``: this
-    trainer validates its share of a retained version, while the others continue.
+    trainer validates a share of a retained version, its own or that of a lost trainer, while the others continue.
 
     Example::
 
@@ -109,6 +109,7 @@ class Decision:
         interrupted: a signal ends the run, which is therefore not complete.
         resizes: only this view ends; the run continues with other trainers.
         batches: of each active trainer; fewer than ``training.accumulate_batches`` only at the end of the data.
+        share: with ``VALIDATE`` the trainer whose share of the validation samples is meant.
 
     Example::
 
@@ -124,6 +125,7 @@ class Decision:
     interrupted: bool = False
     batches: int = 0
     resizes: bool = False
+    share: int = -1
 
 
 def end(stop: Stop, reason: str, step: int, samples: int) -> Decision:
@@ -275,13 +277,12 @@ class Consistency(ABC):
         """Give up a trainer that left: the run may end although not all of its data was served."""
         self._lost.discard(trainer_index)
 
-    def validators(self, version: int) -> set[int]:
-        """Return the live trainers whose shares make a validation of ``version``.
+    def is_validated(self, version: int) -> bool:
+        """Return whether all shares of a retained version were reported; ``VALIDATE`` lets trainers make them."""
+        return True
 
-        Those that reported their share are among them until they announce again. So a validation is complete as soon
-        as all of these have reported.
-        """
-        return set(self.participants)
+    def share_reported(self, trainer_index: int) -> None:
+        """Note that a trainer has reported the share that it was to validate. If it leaves before, another does."""
 
     @property
     def in_step(self) -> bool:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
+from typing import TypeAlias
 
 from paramserver.consistency.base import Announcement, Consistency, Decision, Readiness, RunTerms, Stop, Verdict, end
 from paramserver.limits import is_due
 
 MAX_RETAINED_VERSIONS = 2
 """How many versions are retained for validation at the same time: the one being validated, and the next."""
+
+
+VersionShare: TypeAlias = "tuple[int, int]"
+"""A retained version, and the trainer whose share of the validation samples is meant."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +40,10 @@ class FreeRunning(Consistency):
     def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
         self._permits: dict[int, StepPermit] = {}
-        self._to_validate: dict[int, deque[int]] = {i: deque() for i in self.trainers}
-        self._validating: dict[int, int] = {}  # trainer index: version
+        # Of each trainer, versions with shares to validate, the trainer's own and those of lost trainers, in order.
+        self._to_validate: dict[int, list[VersionShare]] = {i: [] for i in self.trainers}
+        self._validating: dict[int, VersionShare] = {}
+        self._unassigned: list[VersionShare] = []  # while there is no trainer
         self._last_barrier = step  # a resumed run has done what is due at its first step
         self._at_barrier = False  # until one of the participants announces again
         self._end: tuple[Stop, str] | None = None
@@ -68,9 +76,8 @@ class FreeRunning(Consistency):
         every = self.terms.validate_every
         if not every:
             return True
-        retained = max(len(versions) + (i in self._validating) for i, versions in self._to_validate.items())
         coming = (self.step + len(self._permits) + 1) // every - self.step // every
-        return retained + coming <= MAX_RETAINED_VERSIONS
+        return len({version for version, _ in self._pending_shares()}) + coming <= MAX_RETAINED_VERSIONS
 
     @property
     def has_partial_update(self) -> bool:
@@ -81,28 +88,44 @@ class FreeRunning(Consistency):
 
     def join(self, trainer_index: int) -> None:
         super().join(trainer_index)
-        self._to_validate[trainer_index] = deque()
+        self._to_validate[trainer_index], self._unassigned = self._unassigned, []
 
     def leave(self, trainer_index: int) -> None:
         super().leave(trainer_index)
-        del self._to_validate[trainer_index]
-        self._validating.pop(trainer_index, None)
         self._permits.pop(trainer_index, None)
+        pending = self._to_validate.pop(trainer_index)
+        if trainer_index in self._validating:
+            pending = [self._validating.pop(trainer_index), *pending]
+        for version, share in pending:
+            self._assign(version, share)
 
     def forget(self, trainer_index: int) -> None:
         super().forget(trainer_index)
         self._end_if_all_served()
 
-    def validators(self, version: int) -> set[int]:
-        still = {i for i, versions in self._to_validate.items() if version in versions}
-        still |= {i for i, validated in self._validating.items() if validated == version}
-        return still or super().validators(version)
+    # Validations.
+
+    def _assign(self, version: int, share: int) -> None:
+        """Let the trainer of a share validate it, or if that is lost the one with the fewest to validate."""
+        to = self._to_validate
+        owner = share if share in to else min(to, key=lambda i: (len(to[i]), i), default=None)
+        shares = self._unassigned if owner is None else to[owner]
+        shares.append((version, share))
+        shares.sort()
+
+    def _pending_shares(self) -> Iterator[VersionShare]:
+        return chain(self._unassigned, *self._to_validate.values(), self._validating.values())
+
+    def is_validated(self, version: int) -> bool:
+        return all(version != pending for pending, _ in self._pending_shares())
+
+    def share_reported(self, trainer_index: int) -> None:
+        del self._validating[trainer_index]
 
     # Decisions.
 
     def announce(self, trainer_index: int, announcement: Announcement) -> None:
         super().announce(trainer_index, announcement)
-        self._validating.pop(trainer_index, None)
         if trainer_index in self.participants:
             self._at_barrier = False
         if announcement.stop is not Stop.NO:
@@ -153,8 +176,9 @@ class FreeRunning(Consistency):
         starting = [i for i in sorted(self._announced) if self._to_validate[i]]
         for index in starting:
             del self._announced[index]
-        self._validating.update({i: self._to_validate[i].popleft() for i in starting})
-        return {i: Decision(Verdict.VALIDATE, (), self._validating[i], self.samples) for i in starting}
+        self._validating.update({i: self._to_validate[i].pop(0) for i in starting})
+        shares = {i: self._validating[i] for i in starting}
+        return {i: Decision(Verdict.VALIDATE, (), shares[i][0], self.samples, share=shares[i][1]) for i in starting}
 
     def _decide_together(self) -> dict[int, Decision]:
         """Return one decision for all trainers, a barrier or the end, once all have announced a step."""
@@ -196,5 +220,5 @@ class FreeRunning(Consistency):
         """Count a version; if it is to be validated, each trainer validates its share at its next announcement."""
         self.step += 1
         if is_due(self.step, self.terms.validate_every):
-            for versions in self._to_validate.values():
-                versions.append(self.step)
+            for share in range(self.terms.num_trainers):
+                self._assign(self.step, share)

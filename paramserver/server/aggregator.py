@@ -200,11 +200,6 @@ class Aggregator:
         """Whether the trainers have been sent the end of the run, and not only of the view."""
         return self.ended and not self._resize
 
-    def validators(self, version: int) -> set[int]:
-        """Return the trainers that validate ``version``, retained or current; a lost one is not among them."""
-        retained = not self.rules.lockstep and version in self.store.retained_versions
-        return self.rules.validators(version) if retained else self.rules.participants
-
     def _enqueue(self, trainer_index: int, announcement: Announcement, future: Future) -> None:
         own, reason = Stop.NO, ""
         if self.stop.event.is_set():

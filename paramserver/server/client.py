@@ -44,6 +44,7 @@ from paramserver.transport.messages import (
     ModelReply,
     ShardAssignment,
     StepGrant,
+    ValidationReply,
     VersionView,
     push_id,
 )
@@ -588,13 +589,13 @@ class ServerClient(ServerConnection):
             numbers[one.server_index].append(one.flat_index)
         return numbers
 
-    def report_validation(self, version: int, sums: WeightedSums) -> tuple[dict[str, float], bool]:
-        """Report this trainer's share of a validation; returns the means over all shares and whether they improved."""
-        return self.call_deferred(ParameterServer.report_validation, self._id, version, sums)
+    def report_validation(self, version: int, shares: Mapping[int, WeightedSums]) -> ValidationReply:
+        """Report shares of a validation, by the indices of their trainers; wait for the means over all of them."""
+        return self.call_deferred(ParameterServer.report_validation, self._id, version, shares)
 
-    def report_validation_share(self, version: int, sums: WeightedSums) -> None:
-        """Report this trainer's share of a validation without waiting for the other trainers."""
-        self.call(ParameterServer.report_validation_share, self._id, version, sums)
+    def report_validation_share(self, version: int, share: int, sums: WeightedSums) -> None:
+        """Report the share of a validation that a decision named, without waiting for the other trainers."""
+        self.call(ParameterServer.report_validation_share, self._id, version, share, sums)
 
     def stage_checkpoint(self, reason: str, extra_state: Mapping[str, Any]) -> InFlightCall[bool]:
         """Take part in a checkpoint; the reply, whether to send a part, comes once model and optimizer are copied."""

@@ -36,7 +36,8 @@ from paramserver.errors import (
     ViewChanged,
     as_peer_error,
 )
-from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums, merge_sums
+from paramserver.limits import is_due
+from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums
 from paramserver.optim.bucket_updates import BucketUpdates
 from paramserver.parameters.model import untrained_state_dict
 from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, UpdaterState
@@ -47,6 +48,7 @@ from paramserver.server.model_service import ModelService, ServedTransport
 from paramserver.server.parameter_store import ParameterStore, check_several_optimizers
 from paramserver.server.repeated_calls import LastReplies, executed_once
 from paramserver.server.update_pipeline import UpdatePipeline, plan_buckets
+from paramserver.server.validations import Validations
 from paramserver.task import Task
 from paramserver.transport.autograd import pull
 from paramserver.transport.base import ServerTransport
@@ -59,6 +61,7 @@ from paramserver.transport.messages import (
     ModelReply,
     PendingReplies,
     StepGrant,
+    ValidationReply,
     VersionView,
 )
 from paramserver.transport.rpc import RpcServerTransport, WireVersion
@@ -231,9 +234,10 @@ class ParameterServer(TutorialMethods):
         # Contexts of distributed autograd that a process would leave behind if it died (docs/torch-notes.md).
         self._contexts: dict[TrainerId, int] = {}
         self._joins = PendingReplies()
-        self._validations: dict[int, PendingReplies] = {}
+        self._validations = Validations(trainers)
         # The versions that were validated and saved last. A trainer that joined afterwards does neither again.
         self._validated: tuple[int, dict[str, float]] = -1, {}
+        self._first_version = monitor.step  # a resumed run has done what is due at it
         self._staged = (monitor.step if checkpoints.resumes else -1, False)
         self._stagings = PendingReplies()
         self._gathers = Gathers()
@@ -557,22 +561,30 @@ class ParameterServer(TutorialMethods):
             return True  # one has left, so the last version is validated and staged
         if self.config.server.on_loss == "rollback" or trainer_index not in self._sources:
             return False  # in the latter case it is not known where its data starts
-        if self.aggregator.ended:
+        others = self.aggregator.rules.participants - {trainer_index}
+        if self.aggregator.ended or (not others and self._is_validation_due()):
             # Another one has to validate and save; one that has joined since takes no part in that.
-            return bool(self.aggregator.rules.participants - {trainer_index})
+            return bool(others)
         # Its gradients may be on server 0 and not on the others, which would wait for them.
         row, transport = self.aggregator.ledger[trainer_index], self.aggregator.transports[trainer_index]
         return not self.members.present() or self.is_whole or transport.zero_copy or row.accepted == row.decided
+
+    def _is_validation_due(self) -> bool:
+        """Whether all trainers validate the current version together, and have not finished."""
+        version = self.aggregator.version
+        due = is_due(version, self.config.training.validate_every, self.aggregator.batch_began)
+        pending = version not in (self._first_version, self._validated[0])
+        return due and pending and not self._is_retained(version)
 
     def _forget(self, trainer_index: int) -> None:
         if trainer_index in self._joins.parts:
             self._joins.pop(trainer_index)
         self.aggregator.remove(trainer_index)
-        for table in (self._stagings, *self._validations.values(), *self._gathers.tables):
+        for table in (self._stagings, *self._validations.tables, *self._gathers.tables):
             if trainer_index in table.parts:
                 table.pop(trainer_index)
         self._parts.replace(trainer_index)
-        for version in list(self._validations):
+        for version in self._validations.versions():
             self._finish_validation(version)
         self._finish_staging()
         self._finish_gathers()
@@ -599,7 +611,7 @@ class ParameterServer(TutorialMethods):
             if self.coordinator is not None:
                 self.coordinator.abort()
             reply = RemoteError.of(as_peer_error(self.error))
-            tables = [self._joins, self._stagings, *self._validations.values(), *self._gathers.tables]
+            tables = [self._joins, self._stagings, *self._validations.tables, *self._gathers.tables]
             # Removed from the tables under the lock, so that each future is completed once.
             waiting = [f for table in tables for f in table.pop_all()[1].values()] + self.aggregator.pop_waiters()
         for future in waiting:
@@ -744,46 +756,58 @@ class ParameterServer(TutorialMethods):
 
     @executed_once
     def report_validation(
-        self, sender: TrainerId, version: int, sums: WeightedSums
-    ) -> torch.futures.Future[tuple[dict[str, float], bool]]:
-        """Add a trainer's share of a validation; reply with ``(means, improved)`` over all shares.
+        self, sender: TrainerId, version: int, shares: Mapping[int, WeightedSums]
+    ) -> torch.futures.Future[ValidationReply]:
+        """Add shares of a validation, by the indices of their trainers; reply once there are all of them.
 
         A trainer that joined after the others had validated this version is not waited for, and its share is ignored.
         """
         with self._lock:
             trainer_index = self._admit(sender)
             if version == self._validated[0]:
-                return completed_future((self._validated[1], False))
-            table = self._validations.setdefault(version, PendingReplies())
-            future = table.add(trainer_index, sums)
+                return completed_future(ValidationReply(self._validated[1]))
+            self._validations.add(version, shares)
+            future = self._validations.wait(version, trainer_index)
         self._finish_validation(version)
         return future
 
-    def _finish_validation(self, version: int) -> None:
-        """Reply to all trainers that take part in a validation, once they have sent their shares."""
+    @executed_once
+    def report_validation_share(self, sender: TrainerId, version: int, share: int, sums: WeightedSums) -> None:
+        """Add a share of the validation of a retained version, for which no trainer waits."""
         with self._lock:
-            table = self._validations.get(version)
-            if table is None or not table.has_all(self.aggregator.validators(version)):
-                return
-            shares, futures, _ = self._validations.pop(version).pop_all()
+            self.aggregator.rules.share_reported(self._admit(sender))
+            self._validations.add(version, {share: sums})
+        self._finish_validation(version)
 
-        # Shares are merged in the order of trainers, not of arrival: floating-point sums depend on the order.
-        def validated() -> tuple[dict[str, float], bool]:
+    def _is_retained(self, version: int) -> bool:
+        return not self.aggregator.rules.lockstep and version in self.store.retained_versions
+
+    def _finish_validation(self, version: int) -> None:
+        """Reply to the trainers that take part in a validation, once there are the shares of all or none evaluates."""
+        with self._lock:
+            rules, requests = self.aggregator.rules, []
+            if self._is_retained(version):
+                complete = rules.is_validated(version)
+            else:
+                requests = self._validations.pop_requests(version, rules.participants)
+                complete = not self._validations.missing(version)
+            sums, futures = self._validations.pop(version) if complete else (WeightedSums(), {})
+        for future, missing in requests:
+            future.set_result(ValidationReply(missing=missing))
+        if not complete:
+            return
+
+        def validated() -> ValidationReply:
             with self._lock:
                 self.store.drop(version)
-                merged = merge_sums(shares)
                 since = self.aggregator.batch_began
-                means, improved = merged.means(), self.monitor.record_validation(version, merged, since)
+                means, improved = sums.means(), self.monitor.record_validation(version, sums, since)
                 self.store.updater.on_validation_end(version, means, since)
-                self._validated = version, means
-                return means, improved
+                if version > self._validated[0]:
+                    self._validated = version, means
+                return ValidationReply(means, improved)
 
         self._complete(futures, lambda: dict.fromkeys(futures, validated()))
-
-    @executed_once
-    def report_validation_share(self, sender: TrainerId, version: int, sums: WeightedSums) -> None:
-        """Add a trainer's share of a validation, for a trainer that does not wait for the others."""
-        self.report_validation(sender, version, sums)
 
     @executed_once
     def stage_checkpoint(

@@ -235,6 +235,8 @@ class Node:
         _current.note(record["kind"], record.get("trainer"), record.get("text", ""))
         if record["kind"] == "lost":
             _current.lost(record["trainer"])
+        elif record["kind"] == "validation":
+            _current.validated(record["step"], record["samples"])
 
 
 # Trainers.
@@ -405,18 +407,23 @@ class Session:
             yield from self.save("best" if improved else "periodic")
 
     def validate(self, decision: Decision) -> Generator[Any, Any, bool]:
-        if self.validated == self.step:
+        own = decision.verdict is not Verdict.VALIDATE or decision.share == self.index
+        if own and self.validated == self.step:
             return False
-        self.validated = self.step
+        self.validated = self.step if own else self.validated
         yield Call("view_version", (self.id, self.step))
         yield 0.05
         sums = WeightedSums()
         sums.add({"loss": float(zlib.crc32(b"%d" % self.step) % 5)}, 1)
         if decision.verdict is Verdict.VALIDATE:
-            yield Call("report_validation_share", (self.id, self.step, sums))
+            yield Call("report_validation_share", (self.id, self.step, decision.share, sums))
             return False
-        _, improved = yield Call("report_validation", (self.id, self.step, sums))
-        return bool(improved)
+        shares = [self.index]
+        while True:
+            reply = yield Call("report_validation", (self.id, self.step, dict.fromkeys(shares, sums)))
+            if not (shares := reply.missing):
+                return bool(reply.improved)
+            yield 0.05
 
     def save(self, reason: str) -> Steps:
         if self.saved != self.step:
@@ -587,6 +594,9 @@ class World(ABC):
 
     def lost(self, trainer_index: int) -> None:
         """Called when the server has lost a trainer."""
+
+    def validated(self, step: int, samples: int) -> None:
+        """Called with each validation that is recorded."""
 
     @property
     def server(self) -> ParameterServer:

@@ -168,6 +168,21 @@ class VersionView:
 
 
 @dataclass(frozen=True)
+class ValidationReply:
+    """The reply to shares of a validation.
+
+    Attributes:
+        means: over all shares, by name.
+        improved: whether they are the best so far.
+        missing: shares of lost trainers, which the trainer evaluates before there are means; mostly none.
+    """
+
+    means: Mapping[str, float] = field(default_factory=dict)
+    improved: bool = False
+    missing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelCall:
     """A call of the model on the server (``server.compute: server``). The server keeps no state of a call.
 

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from random import Random
 
@@ -41,10 +41,9 @@ class Trainer:
     announcement: Announcement | None = None
     version: int = 0
     clock: int = 0
-    joined: int = 0  # the step; versions from then on are its own to validate
+    joined: int = 0  # the step; its share of versions from then on is its own to validate
     drained: bool = False
-    validated: list[int] = field(default_factory=list)
-    validating: bool = False  # the last of them, until it announces again
+    validating: tuple[int, int] | None = None  # a version and a share, until it reports
 
     @property
     def waits(self) -> bool:
@@ -102,6 +101,7 @@ class SimulatedRun:
 
     def _make_rules(self):
         number, every = len(self.trainers), (self.barrier_every, self.validate_every)
+        self.shares = range(number)
         terms = RunTerms(number, self.limits, self.uneven, BATCH_SIZE, *every)
         if self.kind == "async":
             return Async(terms, self.step, self.samples)
@@ -123,6 +123,8 @@ class SimulatedRun:
         self.forgotten: set[int] = set()
         self.left: Counter[str] = Counter()  # how often a trainer left in each state
         self.blocking: set[int] = set()  # those whose full buffers block simulations
+        self.reported: set[tuple[int, int]] = set()  # versions and shares
+        self.for_others = 0  # how many of them by a trainer whose own they are not
         self.passed = 0  # how often one of these did not wait for one without samples
 
     def resume(self) -> None:
@@ -135,7 +137,7 @@ class SimulatedRun:
         slowest = min((t.clock for t in self.live.values()), default=0)
         for trainer in self.trainers:
             trainer.clock = slowest if trainer.state == "gone" else trainer.clock
-            trainer.state, trainer.drained, trainer.validated, trainer.validating = "boundary", False, [], False
+            trainer.state, trainer.drained, trainer.validating = "boundary", False, None
             trainer.joined, trainer.announcement = self.step, None
         self._begin()
 
@@ -157,7 +159,9 @@ class SimulatedRun:
             self._change(must_help=not able)
         else:
             index = self.random.choices(able, [self.trainers[i].speed for i in able])[0]
-            if self.trainers[index].state == "boundary":
+            if self.trainers[index].validating is not None:
+                self._report(index)
+            elif self.trainers[index].state == "boundary":
                 self._announce(index)
             else:
                 self._push(index)
@@ -172,7 +176,7 @@ class SimulatedRun:
         assert self.rules.pop_decisions() == {}
         self.most_retained = max(self.most_retained, self.retained)
         assert self.retained <= MAX_RETAINED_VERSIONS or self.kind == "backup"
-        self._check_validators()
+        self._check_validations()
         self._check_waiting()
 
     def _change_blocking(self, index: int) -> None:
@@ -212,7 +216,7 @@ class SimulatedRun:
         if not trainer.drained:
             self.awaited.add(index)
         # What it did not push is not lost: its replacement serves it.
-        trainer.state, trainer.drained, trainer.validating = "gone", False, False
+        trainer.state, trainer.drained, trainer.validating = "gone", False, None
         self.at_barrier.discard(index)
         self.blocking.discard(index)
         self.rules.leave(index)
@@ -221,7 +225,7 @@ class SimulatedRun:
     def _join(self, index: int) -> None:
         trainer, running = self.trainers[index], [t.clock for t in self.live.values() if not t.drained]
         trainer.clock = min(running or [t.clock for t in self.live.values()], default=0)
-        trainer.state, trainer.joined, trainer.validated, trainer.announcement = "boundary", self.step, [], None
+        trainer.state, trainer.joined, trainer.announcement = "boundary", self.step, None
         self.awaited.discard(index)
         self.rules.join(index)
         assert self.rules.rejection_reason(index, self.step) is not None
@@ -237,9 +241,14 @@ class SimulatedRun:
         all_served = all(drained) and not self.awaited
         self.ending |= self.stop_requested is not Stop.NO or all_served or (self.uneven == "stop" and any(drained))
 
+    def _report(self, index: int) -> None:
+        trainer = self.trainers[index]
+        self.reported.add(trainer.validating)
+        trainer.validating = None
+        self.rules.share_reported(index)
+
     def _announce(self, index: int) -> None:
         trainer = self.trainers[index]
-        trainer.validating = False
         if index in self.at_barrier:  # a barrier is over when one of them returns from it
             self.at_barrier = set()
         due = self.events > self.stop_at
@@ -307,8 +316,8 @@ class SimulatedRun:
         if decision.verdict is Verdict.WAIT:
             assert trainer.announcement.readiness is Readiness.WAITING
         elif decision.verdict is Verdict.VALIDATE:
-            trainer.validated.append(decision.step)
-            trainer.validating = True
+            self._check_share(index, decision.step, decision.share)
+            trainer.validating = decision.step, decision.share
         elif decision.verdict is Verdict.GO:
             self._check_start(index, decision)
             trainer.state, trainer.version = "busy", self.step
@@ -332,15 +341,16 @@ class SimulatedRun:
 
     @property
     def retained(self) -> int:
-        """Versions that some trainer still has to validate, or is validating."""
-        every = [self._validations_of(t) for t in self.live.values()]
-        return max(
-            (len(n) - len(t.validated) + t.validating for n, t in zip(every, self.live.values(), strict=True)),
-            default=0,
-        )
+        """Versions of which some share is not reported."""
+        return sum(not self._is_validated(n) for n in self._multiples(self.validate_every))
 
-    def _validations_of(self, trainer: Trainer) -> list[int]:
-        return [n for n in self._multiples(self.validate_every) if n > trainer.joined]
+    def _is_validated(self, version: int) -> bool:
+        return all((version, share) in self.reported for share in self.shares)
+
+    def _own(self, index: int) -> set[tuple[int, int]]:
+        """What a live trainer validates whoever leaves."""
+        versions = self._multiples(self.validate_every) if index in self.shares else []
+        return {(n, index) for n in versions if n > self.trainers[index].joined}
 
     @property
     def needed(self) -> int:
@@ -400,19 +410,25 @@ class SimulatedRun:
         else:
             self.end = decision
 
-    def _check_validators(self) -> None:
-        """Those that have not validated a version and returned are known."""
-        for n in self._multiples(self.validate_every)[-MAX_RETAINED_VERSIONS - 1 :]:
-            owing = {i for i, t in self.live.items() if n > t.joined and n not in t.validated}
-            owing |= {i for i, t in self.live.items() if t.validating and t.validated[-1] == n}
-            assert self.rules.validators(n) == (owing or self.rules.participants)
+    def _check_share(self, index: int, version: int, share: int) -> None:
+        """Each share of a version is validated by one trainer at a time, its own one if that was there."""
+        assert (version, share) not in self.reported
+        assert all(t.validating != (version, share) for t in self.live.values())
+        assert version in self._multiples(self.validate_every)
+        assert share in self.shares
+        self.for_others += share != index
+        assert share == index or share not in self.live or (version, share) not in self._own(share)
+
+    def _check_validations(self) -> None:
+        for n in self._multiples(self.validate_every)[-2 * MAX_RETAINED_VERSIONS :]:
+            assert self.rules.is_validated(n) is self._is_validated(n)
 
     def _check_waiting(self) -> None:
         """A trainer without a decision has a reason to wait; a pending validation is none."""
         if self.ending or self.limit is not None or self.at_barrier:
             return
         waiting = {i: t for i, t in self.live.items() if t.state == "announced"}
-        assert all(t.validated == self._validations_of(t) for t in waiting.values())
+        assert all(self._own(i) <= self.reported for i in waiting)
         if self.kind == "backup":
             assert not self.arrived or len(self.arrived) < self.needed
         last = [self.step - self.step % every + every for every in self.barrier_every if every]
@@ -440,7 +456,7 @@ class SimulatedRun:
         if end.interrupted:
             assert end.reason == "SIGNAL requested"
         assert self.barriers == self._multiples(*self.barrier_every)
-        assert all(trainer.validated == self._validations_of(trainer) for trainer in self.live.values())
+        assert all(self._is_validated(n) for n in self._multiples(self.validate_every))
         assert self.served - self.lost == self.samples - self.samples_before
         assert self.rules.dropped == {i: self.dropped[i] for i in range(len(self.trainers))}
         assert all(count <= self.backups for count in self.dropped_of.values())

@@ -19,11 +19,13 @@ CELLS = [
     "sync/trainer/first_step/stop",
     "sync/trainer/mid_step/raise",
     "sync/trainer/validation/hold",
+    "sync/trainer/validation/kill",
     "sync/trainer/checkpoint/kill",
     "sync/trainer/shutdown/kill",
     "rollback/trainer/mid_step/kill",
     "rollback/trainer/shutdown/kill",  # the other one has finished by then
     "bounded/trainer/validation/kill",
+    "backup/trainer/validation/kill",
     "async/trainer/mid_step/kill",
     "backup/trainer/mid_step/stop_10s",
     "ddp/trainer/checkpoint/kill",

@@ -60,6 +60,7 @@ LOST_AFTER_S = 2.0
 LIMIT_S = 60.0
 EPOCHS, SAMPLES = 2, 256
 DUE = EPOCHS * SAMPLES
+VALIDATION_SAMPLES = 37  # of the reference task
 STOPPED_S = 10.0
 
 
@@ -235,6 +236,14 @@ def run_cell(cell: Cell, folder: Path, references: References, start: Any = None
     counted = cell.consistency == "backup" and samples is not None and samples + 8 * (dropped or 0) >= DUE
     if samples not in (None, DUE) and not counted:
         problems.append(f"{samples} samples applied, {DUE} due")
+    validations = [record for record in _records(finished) if record["kind"] == "validation"]
+    problems += [
+        f"the validation of step {record['step']} covers {record['samples']} of {VALIDATION_SAMPLES} samples"
+        for record in validations
+        if record["samples"] != VALIDATION_SAMPLES
+    ]
+    if completed and summary["steps"] not in {record["step"] for record in validations}:
+        problems.append("the last step was not validated")
     equal = None
     if completed and _must_equal(cell):
         equal = (

@@ -231,6 +231,7 @@ class World(engine.World):
         self.acks: set[PushKey] = set()
         self.versions: dict[tuple[int, int], int] = {}
         self.incarnations = 0
+        self.validations: set[int] = set()  # versions, of all views
         self.late: set[int] = set()  # requests that were held back in the network
         # Of the server that lives.
         self.keys: set[PushKey] = set()
@@ -443,6 +444,12 @@ class World(engine.World):
         if not result.dropped:
             self.acks.add(key)
 
+    def validated(self, step: int, samples: int) -> None:
+        self.check(
+            samples == self.num_trainers, f"the validation of {step} has {samples} of {self.num_trainers} shares"
+        )
+        self.validations.add(step)
+
     def applied(self, node: Node, version: int, counted: int, pushes: Sequence[Any]) -> None:
         """Check an update before it is part of the history."""
         config = self.scenario.config
@@ -512,15 +519,18 @@ class World(engine.World):
         assert self.manifest is not None
         manifest = pickle.loads(self.manifest)
         self.check(manifest["step"] == decision.step, f"the last checkpoint is of step {manifest['step']}")
+        every = config.training.validate_every
+        due = {decision.step, *(range(every, decision.step + 1, every) if every else ())}
+        self.check(due <= self.validations, f"versions {sorted(due - self.validations)} were never validated")
         dropped = 0
         for index, once in enumerate(self.scenario.samples):
-            due = once * (config.training.max_epochs or 1) * config.buffer.pseudo_epochs
+            to_serve = once * (config.training.max_epochs or 1) * config.buffer.pseudo_epochs
             counted = ledger[index].positions.count
             applied = sum(times for (trainer, _), times in self.times.items() if trainer == index)
-            left = due - counted
+            left = to_serve - counted
             dropped += counted - applied
             self.check(
-                left >= 0 and counted >= applied, f"trainer {index}: {applied} applied, {counted} of {due} counted"
+                left >= 0 and counted >= applied, f"trainer {index}: {applied} applied, {counted} of {to_serve} counted"
             )
             if decision.reason == "all data was served" and index != self.given_up:
                 self.check(left == 0, f"trainer {index}: {left} samples are left although all data was served")

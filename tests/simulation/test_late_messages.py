@@ -11,7 +11,7 @@ from paramserver.consistency import Announcement, Readiness, TrainerId, Verdict
 from paramserver.distributed.membership import Member
 from paramserver.errors import Evicted, PeerLost, RunEnded, ViewChanged
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
-from paramserver.transport.messages import DataPosition
+from paramserver.transport.messages import DataPosition, ValidationReply
 from tests.simulation import simulation
 from tests.simulation.simulation import Scenario, World
 
@@ -106,7 +106,7 @@ def test_calls_of_a_process_that_was_replaced_are_refused():
         "pull": (),
         "wait_version": (1,),
         "view_version": (None,),
-        "report_validation": (0, WeightedSums()),
+        "report_validation": (0, {0: WeightedSums()}),
         "stage_checkpoint": ("periodic",),
         "receive_part_chunk": (0, chunk()),
         "finish_part": (0, 0.1),
@@ -198,7 +198,7 @@ def test_a_run_whose_trainers_have_left_does_not_fail_for_one_that_was_given_up(
     run.lose(gone)
     absent(run, 0.0)
     decision = run.end(ids[1:])
-    run.server.report_validation(ids[1], 1, WeightedSums())
+    run.server.report_validation(ids[1], 1, dict.fromkeys((0, 1), WeightedSums()))  # also that of the one that is gone
     run.server.stage_checkpoint(ids[1], "end")
     run.server.leave(ids[1], TrainerTotals(1), decision)
     absent(run, simulation.TIMEOUT_S + 1)
@@ -211,8 +211,8 @@ def test_a_trainer_that_joins_at_the_end_does_not_wait_for_those_that_have_valid
     (_, lost), ids = run.start()
     run.step(ids)
     run.end(ids)
-    validated = [run.server.report_validation(sender, 1, WeightedSums()) for sender in ids]
-    assert all(future.value() == ({}, False) for future in validated)
+    validated = [run.server.report_validation(sender, 1, {sender.trainer_index: WeightedSums()}) for sender in ids]
+    assert all(future.value() == ValidationReply() for future in validated)
     staged = [run.server.stage_checkpoint(sender, "end") for sender in ids]
     assert [future.value() for future in staged] == [True, True]
     run.lose(lost)
@@ -220,7 +220,7 @@ def test_a_trainer_that_joins_at_the_end_does_not_wait_for_those_that_have_valid
     sender = TrainerId(1, 1, joined.incarnation)
     with pytest.raises(RunEnded):
         run.server.announce(sender, READY)
-    assert run.server.report_validation(sender, 1, WeightedSums()).value() == ({}, False)
+    assert run.server.report_validation(sender, 1, {1: WeightedSums()}).value() == ValidationReply()
     assert run.server.stage_checkpoint(sender, "end").value() is False
 
 
@@ -252,10 +252,39 @@ def test_a_loss_after_the_first_trainer_has_left_makes_nothing_again(on_loss):
     run.step(ids)
     decision = run.end(ids)
     for sender in ids:
-        run.server.report_validation(sender, 1, WeightedSums())
+        run.server.report_validation(sender, 1, {sender.trainer_index: WeightedSums()})
     for sender in ids:
         run.server.stage_checkpoint(sender, "end")
     run.server.leave(ids[0], TrainerTotals(0), decision)
     run.lose(lost)
     assert run.server.error is None
     assert run.server.finished.is_set()
+
+
+def share(loss):
+    sums = WeightedSums()
+    sums.add({"loss": loss}, 1)
+    return sums
+
+
+def test_the_share_of_a_trainer_that_is_lost_in_the_last_validation_is_evaluated_by_another():
+    run = Two()
+    (_, lost), ids = run.start()
+    run.step(ids)
+    run.end(ids)
+    reply = run.server.report_validation(ids[0], 1, {0: share(1.0)})
+    assert not reply.done()
+    run.lose(lost)
+    assert reply.value() == ValidationReply(missing=(1,))
+    assert run.server.monitor.validation == {}
+    assert run.server.report_validation(ids[0], 1, {1: share(4.0)}).value() == ValidationReply({"loss": 2.5})
+
+
+def test_what_a_lost_trainer_has_reported_counts():
+    run = Two()
+    (_, lost), ids = run.start()
+    run.step(ids)
+    run.end(ids)
+    run.server.report_validation(ids[1], 1, {1: share(4.0)})
+    run.lose(lost)
+    assert run.server.report_validation(ids[0], 1, {0: share(1.0)}).value() == ValidationReply({"loss": 2.5})

@@ -6,6 +6,9 @@ import sys
 import pytest
 
 from paramserver.consistency import Ledger, PushState
+from paramserver.consistency.free_running import FreeRunning
+from paramserver.server.parameter_server import ParameterServer
+from paramserver.server.validations import Validations
 from tests.simulation.simulation import environment, simulate
 
 SEEDS = range(1_500)
@@ -76,10 +79,25 @@ def without_view(ledger, sender):
     return row is not None and sender.incarnation == row.incarnation
 
 
+def without_heirs(rules, version, share):
+    rules._to_validate.get(share, []).append((version, share))
+
+
 @pytest.mark.parametrize(
-    ("method", "mutant"),
-    [("state_of", without_sequence), ("is_current", without_incarnation), ("is_current", without_view)],
+    ("owner", "method", "mutant"),
+    [
+        (Ledger, "state_of", without_sequence),
+        (Ledger, "is_current", without_incarnation),
+        (Ledger, "is_current", without_view),
+        (FreeRunning, "_assign", without_heirs),
+        (Validations, "missing", lambda validations, version: ()),
+    ],
 )
-def test_a_protocol_without_one_of_its_checks_is_noticed(monkeypatch, method, mutant):
-    monkeypatch.setattr(Ledger, method, mutant)
+def test_a_protocol_without_one_of_its_checks_is_noticed(monkeypatch, owner, method, mutant):
+    monkeypatch.setattr(owner, method, mutant)
     assert failing(range(100)) is not None
+
+
+def test_a_validation_that_the_last_trainer_leaves_undone_is_noticed(monkeypatch):
+    monkeypatch.setattr(ParameterServer, "_is_validation_due", lambda server: False)
+    assert "versions [10] were never validated" in failing([1128])

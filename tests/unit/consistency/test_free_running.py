@@ -71,6 +71,7 @@ def test_whatever_happens_while_trainers_leave_and_join_the_run_ends_as_it_must(
     states |= {"pushed", "held"} if kind == "backup" else set()
     assert states <= left.keys(), "a trainer left in each of these states"
     assert any(run.forgotten for run in runs)
+    assert any(run.for_others for run in runs), "the share of a lost trainer was validated by another"
     assert any(len(run.trainers) > 6 for run in runs), "one joined beyond the first world"
 
 
@@ -82,7 +83,7 @@ def test_the_runs_reach_what_they_are_to_test(kind):
         assert reason in reasons
     assert sum(run.was_interrupted for run in runs) > 5
     assert sum(len(run.barriers) > 2 for run in runs) > 20
-    assert sum(len(run.trainers[0].validated) > 2 for run in runs) > 20
+    assert sum(len(run.reported) > 2 for run in runs) > 20
     assert kind == "async" or sum(run.passed > 0 for run in runs) > 20
 
 
@@ -122,6 +123,8 @@ def terms(trainers: int, limits: Limits = NONE, uneven_inputs: str = "join", **e
 
 def announce(rules, index: int, announcement: Announcement = READY) -> dict[int, Verdict]:
     """Return the verdicts that follow from an announcement and the updates that it completes."""
+    if index in getattr(rules, "_validating", ()):  # a trainer reports what it validated before it announces again
+        rules.share_reported(index)
     rules.announce(index, announcement)
     while rules.next_update() is not None:
         pass
@@ -167,7 +170,7 @@ def test_a_drained_trainer_delays_no_other_while_it_validates_or_waits_at_a_barr
     rules = Bounded(terms(2, barrier_every=(2,), validate_every=1), bound=0)
     assert announce(rules, 0, DRAINED) == {}
     take_step(rules, 1)
-    assert rules.pop_decisions() == {0: Decision(Verdict.VALIDATE, (), 1, 1)}
+    assert rules.pop_decisions() == {0: Decision(Verdict.VALIDATE, (), 1, 1, share=0)}
     assert announce(rules, 1) == {1: Verdict.VALIDATE}
     take_step(rules, 1)  # trainer 0 still validates
     assert [announce(rules, i, w) for i, w in ((1, READY), (0, DRAINED))] == [
@@ -333,6 +336,7 @@ def test_the_permit_of_a_trainer_that_left_is_free_again(limits):
 def test_a_barrier_does_not_wait_for_a_trainer_that_left(state):
     validates = state in ("to validate", "validating")
     rules = Async(terms(3, barrier_every=(1,), validate_every=int(validates)))
+    others = dict.fromkeys((0, 1), Decision(Verdict.BARRIER, (), 1, 1))
     if state == "waiting":
         assert announce(rules, 2, WAITING) == {2: Verdict.WAIT}
     if state == "drained":
@@ -348,7 +352,11 @@ def test_a_barrier_does_not_wait_for_a_trainer_that_left(state):
     else:
         assert announce(rules, 1) == {}
         rules.leave(2)
-        assert rules.pop_decisions() == dict.fromkeys((0, 1), Decision(Verdict.BARRIER, (), 1, 1))
+        if validates:  # its share is that of another now
+            assert rules.pop_decisions() == {0: Decision(Verdict.VALIDATE, (), 1, 1, share=2)}
+            rules.share_reported(0)
+            rules.announce(0, READY)
+        assert rules.pop_decisions() == others
     assert rules.participants == {0, 1}
     rules.leave(1)
     assert rules.participants == {0}
@@ -372,7 +380,6 @@ def test_a_trainer_that_joins_during_a_barrier_makes_no_version_before_it_is_ove
     assert announce(rules, 1) == dict.fromkeys((0, 1), Verdict.BARRIER)
     rules.join(2)
     assert announce(rules, 2) == {}
-    assert rules.validators(1) == {0, 1}
     assert announce(rules, 1, WAITING) == {1: Verdict.WAIT, 2: GO}
 
 
@@ -396,20 +403,47 @@ def test_a_barrier_that_is_due_waits_for_the_first_trainer_that_joins():
     free(rules, 0)
 
 
-def test_a_version_is_validated_by_those_that_were_there():
+def share_of(rules, index: int) -> tuple[int, int]:
+    """Let a trainer announce and be told to validate; return the version and the share."""
+    if index in rules._validating:
+        rules.share_reported(index)
+    rules.announce(index, READY)
+    decision = rules.pop_decisions()[index]
+    assert decision.verdict is Verdict.VALIDATE
+    return decision.step, decision.share
+
+
+def test_the_share_of_a_trainer_that_left_is_validated_by_one_that_was_there():
     rules = Async(terms(3, validate_every=1))
     take_step(rules, 0)
-    assert rules.validators(1) == {0, 1, 2}
     rules.leave(2)
     rules.join(2)
-    assert rules.validators(1) == {0, 1}
     free(rules, 2)  # it has nothing to validate
-    free(rules, 0, Verdict.VALIDATE)
-    assert rules.validators(1) == {0, 1}
-    assert announce(rules, 0) == {}
-    assert rules.validators(1) == {1}  # it has reported its share
+    assert [share_of(rules, i) for i in (0, 1, 0)] == [(1, 0), (1, 1), (1, 2)]
+    assert not rules.is_validated(1)
+    rules.share_reported(1)
+    rules.leave(1)  # what it has reported counts
+    assert not rules.is_validated(1)
+    rules.leave(0)  # while it validates the share of 2, which is the trainer's own again
+    assert not rules.is_validated(1)
     push(rules, 2, 1)
-    assert rules.validators(2) == {0, 1, 2}
+    assert share_of(rules, 2) == (1, 2)
+    rules.share_reported(2)
+    assert (rules.is_validated(1), rules.is_validated(2)) == (True, False)
+    assert share_of(rules, 2) == (2, 0)
+
+
+def test_a_validation_without_any_trainer_is_made_by_the_first_that_joins():
+    rules = Async(terms(2, validate_every=1))
+    take_step(rules, 0)
+    assert share_of(rules, 0) == (1, 0)
+    rules.leave(1)
+    rules.leave(0)
+    rules.join(0)
+    assert not rules.is_validated(1)
+    assert [share_of(rules, 0), share_of(rules, 0)] == [(1, 0), (1, 1)]
+    free(rules, 0)
+    assert rules.is_validated(1)
 
 
 def test_a_validation_under_way_delays_no_other_after_its_trainer_left():
@@ -420,7 +454,9 @@ def test_a_validation_under_way_delays_no_other_after_its_trainer_left():
     free(rules, 0, Verdict.VALIDATE)
     assert announce(rules, 0) == {}  # 1 and 2 are retained for trainer 1
     rules.leave(1)
-    assert {i: d.verdict for i, d in rules.pop_decisions().items()} == {0: GO}
+    assert rules.pop_decisions() == {0: Decision(Verdict.VALIDATE, (), 1, 2, share=1)}
+    assert share_of(rules, 0) == (2, 1)
+    free(rules, 0)
 
 
 @pytest.mark.parametrize("replaced", [True, False])
