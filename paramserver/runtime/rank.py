@@ -397,7 +397,7 @@ class RankSession:
             if checkpoints is not None:
                 monitor = checkpoints.monitor
                 self._watch(stack, run, lambda: monitor.step)
-            work = partial(_serve, process, task, checkpoints, rendezvous, totals, self)
+            work = partial(_serve, process, task, checkpoints, rendezvous, totals, self, stack)
         if checkpoints is not None:
             return _run_and_summarize(checkpoints, work, totals)
         _reason(work())
@@ -685,7 +685,12 @@ def _serve(
     rendezvous: Rendezvous,
     totals: list[TrainerTotals],
     session: RankSession,
+    stack: ExitStack,
 ) -> Decision:
+    """Serve until the run ends. ``stack`` closes what this opens, after the last checkpoint and the summary.
+
+    The shutdown of torch's RPC agent is what may still crash or hang by then (docs/torch-notes.md).
+    """
     # Imported here: trainers start without these modules.
     from paramserver.distributed.membership import release_liveness_calls
     from paramserver.distributed.rpc_calls import register_server, serve_local_calls, unregister_servers
@@ -704,40 +709,39 @@ def _serve(
             checkpoints.simulations.trainer_lost(member.index)
         rendezvous.release_rank(rendezvous.trainer_ranks[member.index], member.host_and_pid)
 
-    with ExitStack() as stack:
-        segments = local_calls = None
-        if config.server.shares_memory:
-            segments = stack.enter_context(SegmentHost("paramserver", config.cluster.timeout_s))
-            local_calls = stack.enter_context(serve_local_calls(config.cluster.timeout_s))
-        server = ParameterServer(
-            task,
-            config,
-            process.trainers,
-            checkpoints,
-            process.stop,
-            segments,
-            on_trainer_lost,
-            local_calls,
-        )
-        # Registered before the agent starts: its first call may arrive at once.
-        register_server(server)
+    segments = local_calls = None
+    if config.server.shares_memory:
+        segments = stack.enter_context(SegmentHost("paramserver", config.cluster.timeout_s))
+        local_calls = stack.enter_context(serve_local_calls(config.cluster.timeout_s))
+    server = ParameterServer(
+        task,
+        config,
+        process.trainers,
+        checkpoints,
+        process.stop,
+        segments,
+        on_trainer_lost,
+        local_calls,
+    )
+    # Registered before the agent starts: its first call may arrive at once.
+    register_server(server)
+    if server.coordinator is not None:
+        register_server(server.coordinator)
+    stack.callback(unregister_servers)
+    # Spare cores help with an update only while all trainers wait for it.
+    idle = server.is_whole and server.aggregator.rules.lockstep
+    if idle and (helpers := num_spare_threads(num_usable_cores())):
+        server.store.use_threads(stack.enter_context(closing(ThreadTeam(helpers))))
+    stack.enter_context(rpc_server(rendezvous, process.trainers * server_computes(config)))
+    try:
+        _wait_until_finished(server, process, rendezvous, session)
+        server.members.wait_for_disconnects(_DISCONNECT_S)  # no live trainer needs this server any more
+    finally:
+        totals.extend(server.all_totals())
         if server.coordinator is not None:
-            register_server(server.coordinator)
-        stack.callback(unregister_servers)
-        # Spare cores help with an update only while all trainers wait for it.
-        idle = server.is_whole and server.aggregator.rules.lockstep
-        if idle and (helpers := num_spare_threads(num_usable_cores())):
-            server.store.use_threads(stack.enter_context(closing(ThreadTeam(helpers))))
-        with rpc_server(rendezvous, process.trainers * server_computes(config)):
-            try:
-                _wait_until_finished(server, process, rendezvous, session)
-                server.members.wait_for_disconnects(_DISCONNECT_S)  # no live trainer needs this server any more
-            finally:
-                totals.extend(server.all_totals())
-                if server.coordinator is not None:
-                    server.coordinator.shut_down(server.error or server.last_decision, _DISCONNECT_S)
-                # While the agent still runs: without it trainers would take the end for a loss.
-                release_liveness_calls()
+            server.coordinator.shut_down(server.error or server.last_decision, _DISCONNECT_S)
+        # While the agent still runs: without it trainers would take the end for a loss.
+        release_liveness_calls()
     if server.error is not None:
         session.next_resize = None  # its requests are read again in the next view
         raise server.error

@@ -204,9 +204,9 @@ class Supervisor:
                 self._limit_end()
                 if self._kill_at is not None and time.monotonic() > self._kill_at:
                     self._signal_ranks(signal.SIGKILL)
-            if self._has_completed():
+            self._read_summary()
+            if self._summary is not None and self._summary["status"] == "completed":
                 self._note_late_losses()
-                assert self._summary is not None
                 return self._summary
         return self._raise_outcome()
 
@@ -356,6 +356,8 @@ class Supervisor:
         if self._restarting_all:
             self._restart_all()
             return
+        if rank.global_rank == 0:
+            self._read_summary()
         self._start_finished_again()
         if self._is_late(rank):
             return
@@ -379,6 +381,8 @@ class Supervisor:
             self._failed.remove(rank)
             self._note(f"{rank.title} is lost and not started again: {rank.failure['message']}")
             return
+        if self._interrupts_trainers and self._signal is None and not self._ranks[0].trains:
+            self._signal = signal.SIGTERM  # rank 0 started again meanwhile, and waits for them
         if rank.global_rank == 0 and exit_code == Interrupted.exit_code and self._summary is None:
             self._limit(GRACE_S)  # between two views: the others would wait for it
         if rank.failure is not None and exit_code != Interrupted.exit_code and not self._is_failing:
@@ -396,6 +400,8 @@ class Supervisor:
         """
         if self._signal is not None or self._is_failing or self._has_concluded:
             return False
+        if self._interrupts_trainers:
+            return False
         is_trainer, rpc = rank.role.kind == "trainer", mode_of(self.config).has_servers
         if rpc and is_trainer and self.config.server.on_loss == "fail":
             return False
@@ -411,6 +417,12 @@ class Supervisor:
         if self._summary is None or mode_of(self.config).has_servers:
             return self._summary is not None
         return not (self._summary["error"] or "").startswith("PeerLost: ")
+
+    @property
+    def _interrupts_trainers(self) -> bool:
+        """Whether a signal to a rank has ended all trainers, so that none waits for a server."""
+        trainers = [rank for rank in self._ranks if rank.role.kind == "trainer"]
+        return bool(trainers) and all(rank.exit_code == Interrupted.exit_code for rank in trainers)
 
     def _continues_without(self, rank: _RankProcess) -> bool:
         """Return whether trainers may remain that continue without a lost one, which is not started again."""
@@ -563,13 +575,12 @@ class Supervisor:
 
     # The outcome.
 
-    def _has_completed(self) -> bool:
-        """Return whether rank 0 stored the summary of a completed run, also where it died before it sent it."""
+    def _read_summary(self) -> None:
+        """Read the summary that rank 0 stored before it died, if it did not send it."""
         if self._summary is None and self._has_started and self.run.summary_file.exists():
             # Of this start: rank 0 removes an earlier one before its record "start".
             summary = json.loads(self.run.summary_file.read_text())
             self._on_record(self._ranks[0], make_record("end", summary["steps"], summary=summary))
-        return self._summary is not None and self._summary["status"] == "completed"
 
     def _note_late_losses(self) -> None:
         for rank in self._failed:
@@ -579,6 +590,12 @@ class Supervisor:
             )
 
     def _raise_outcome(self) -> NoReturn:
+        if self._interrupts_trainers and "signal" in (failure := self._ranks[0].failure or {}):
+            self._note(
+                f"warning: {self._ranks[0].title} failed at the end of the interrupted run: {failure['message']}"
+            )
+            by = (self._ranks[-1].failure or {}).get("message", "a signal")
+            raise self._interruption(f"interrupted ({by})")
         first = self._first_failure()
         if first is not None and first.failure is not None:
             if first.failure["kind"] == "Interrupted" and self._summary is None:

@@ -36,10 +36,12 @@ class SignalsRank0(ReferenceTask):
             ``after_record``.
         number: of the signal.
         mark: a file that is written just before.
+        interrupted_at: trainer 0 gets SIGTERM before this batch, which ends the run.
     """
 
-    def __init__(self, when, number, mark, **options):
+    def __init__(self, when, number, mark, interrupted_at=None, **options):
         super().__init__(**options)
+        self.interrupted_at = interrupted_at
         original = {"close": RunMonitor.close, "record": RunMonitor.record, "finish": CheckpointManager.close}
 
         def send():
@@ -63,6 +65,10 @@ class SignalsRank0(ReferenceTask):
             return summary
 
         CheckpointManager.close, RunMonitor.record, RunMonitor.close = finish, record, close
+
+    def on_batch_start(self, batch_idx):
+        if batch_idx == self.interrupted_at and self.trainer.trainer_index == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class StopsShardServer(ReferenceTask):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -25,15 +26,15 @@ SERVER = {"heartbeat_s": 0.3, "lost_after_s": LOST_AFTER_S}
 LAST_RANK_ENDS_S = LOST_AFTER_S + 10.0  # limit of the supervisor for ranks that remain after the summary
 
 
-def supervised(folder, task, servers=1, **task_args):
-    """A run of a few steps in which a fault fires, and whose ranks do not start again."""
+def supervised(folder, task, servers=1, max_restarts=0, **task_args):
+    """A run of a few steps in which a fault fires, and whose ranks do not start again unless told."""
     mark = folder / "mark"
     finished = launch(
         folder,
         mode="rpc",
         task=f"{TASKS}:{task}",
         task_args={"mark": str(mark), **task_args},
-        cluster={"num_trainers": 2, "num_servers": servers, "timeout_s": 30, "max_restarts": 0},
+        cluster={"num_trainers": 2, "num_servers": servers, "timeout_s": 30, "max_restarts": max_restarts},
         server={**SERVER, "on_loss": "fail"},
         training={"max_steps": 20},
         timeout_s=60,
@@ -74,6 +75,29 @@ def test_rank_0_that_stops_after_the_trainers_have_ended_fails_the_run(tmp_path)
     assert finished.code == 1, finished.output
     assert "rank 0 (server 0): did not react and was ended by SIGKILL" in last_error(finished)
     assert finished.summary["status"] == "failed"
+
+
+def test_rank_0_that_dies_at_the_end_of_an_interrupted_run_leaves_what_it_stored(tmp_path):
+    """It was started again, and waited for the trainers until its deadline."""
+
+    def interrupted(when):
+        task_args = {"when": when, "number": int(signal.SIGSEGV), "interrupted_at": 5}
+        return supervised(tmp_path / when, "SignalsRank0", max_restarts=3, **task_args)
+
+    moments = ("before_summary", "before_record", "after_record")
+    for finished in run_concurrently(*(partial(interrupted, when) for when in moments)):
+        assert finished.code == 3, finished.output
+        assert finished.summary["status"] == "interrupted"
+        if (latest := finished.run_dir / "checkpoints" / "latest").exists():
+            saved = f"the last checkpoint is {latest.read_text().strip()}; resume with: "
+        else:
+            assert not finished.summary.get("steps"), "its summary was stored, and so was its checkpoint"
+            saved = "nothing was saved yet"
+        assert saved in last_error(finished)
+        assert "rank 0 (server 0)" in finished.output
+        assert "killed by SIGSEGV" in finished.output
+        log = finished.run_dir / "logs" / "rank-0.log"
+        assert "Fatal Python error: Segmentation fault" in log.read_text()
 
 
 def test_a_shard_server_that_stops_at_the_end_of_the_training_does_not_hold_the_run(tmp_path):
