@@ -559,9 +559,7 @@ class Trainer(ABC):
         elif decision.share == self.trainer_index:
             self.validate()
         else:
-            self.sync_model()
-            self.merge_validation(self.evaluate_for_another(decision.share))
-            self.clock.skip()
+            self._validate(self._batches_of(decision.share))
 
     def _finish(self, decision: Decision) -> None:
         """Validate and save for the last time; only save after a signal, and before other trainers continue."""
@@ -833,30 +831,37 @@ class Trainer(ABC):
         if self._validated_step == self.step:
             return False
         self._validated_step = self.step
+        return self._validate(self.validation_loader)
+
+    def _validate(self, batches: Iterable[tuple[Any, int]] | None) -> bool:
         self.sync_model()
-        if self.validation_loader is None:
+        if batches is None:
             # Without data a trainer still takes part: the others wait for its share.
             self.validation, improved = self.merge_validation(WeightedSums())
         else:
             for hooks in self.hooks:
                 hooks.on_validation_start(self.progress.batch_idx)
-            self.validation, improved = self.merge_validation(self._evaluate(self.validation_loader))
+            self.validation, improved = self.merge_validation(self._evaluate(batches))
             for hooks in self.hooks:
                 hooks.on_validation_end(self.progress.batch_idx)
         self.clock.skip()
         return improved
 
     def evaluate_for_another(self, share: int) -> WeightedSums:
-        """Evaluate the share of a lost trainer, of the version that ``unwrapped_model`` has."""
+        """Evaluate the share of a lost trainer, of the version that ``unwrapped_model`` has, while the others wait."""
+        batches = self._batches_of(share)
+        self._evaluates_alone = True
+        try:
+            return WeightedSums() if batches is None else self._evaluate(batches)
+        finally:
+            self._evaluates_alone = False
+
+    def _batches_of(self, share: int) -> Iterable[tuple[Any, int]] | None:
+        """Return the validation batches of another trainer."""
         if share not in self._shares_of_others:
             partition = Partition(share, self.process.trainers)
             self._shares_of_others[share] = validation_batches(self.task, partition, self.config)
-        loader = self._shares_of_others[share]
-        self._evaluates_alone = True
-        try:
-            return WeightedSums() if loader is None else self._evaluate(loader)
-        finally:
-            self._evaluates_alone = False
+        return self._shares_of_others[share]
 
     def _evaluate(self, batches: Iterable[tuple[Any, int]]) -> WeightedSums:
         with self._averaged_parameters():

@@ -14,9 +14,11 @@ from launching import FinishedRun
 
 from paramserver import Partition
 from paramserver.config import load_config
+from paramserver.devices import CPU
 from paramserver.errors import TaskError
 from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
+from paramserver.parameters.model import build_model
 
 HERE = EXAMPLES / "heat"
 GIVEN = [150.0, 420.0, 180.0, 350.0, 270.0]
@@ -382,9 +384,15 @@ def launched(fork_server, tmp_path):
     return start
 
 
-def falls(finished, to=0.5):
-    losses = [record["values"]["loss"] for record in finished.of_kind("validation")]
-    return losses[-1] < to * losses[0]
+def last_loss(finished):
+    return finished.of_kind("validation")[-1]["values"]["loss"]
+
+
+def untrained_loss(task):
+    """That of the model with which a run begins; how far the first steps go depends on which samples arrive first."""
+    samples = [task.process_sample(sample) for sample in task.validation_source(Partition(0, 1))]
+    values = task.validation_step(build_model(task, task.config.seed, CPU), task.collate(samples), 0, 0)
+    return values["loss"].item()
 
 
 PROGRAM = {"simulations.function": "null", "simulations.command": f"{sys.executable} {HERE / 'simulate.py'}"}
@@ -392,8 +400,9 @@ PROGRAM = {"simulations.function": "null", "simulations.command": f"{sys.executa
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("mode", "simulations"), [("rpc", {}), ("ddp", PROGRAM)])
-def test_training_while_simulations_run_lowers_the_error(launched, mode, simulations):
+def test_training_while_simulations_run_lowers_the_error(heat, launched, mode, simulations):
     sizes = {"count": 4, "steps": 50, "fields.temperature": "[8, 8]"}
+    task = task_of(heat, *(f"simulations.{name}={value}" for name, value in sizes.items()))
     values = {f"simulations.{name}": value for name, value in sizes.items()} | simulations
     values |= {"buffer.watermark": 10, "buffer.min_new_per_batch": 2, "training.batch_size": 4}
     values |= {"training.validate_every": 5, "task_args.lr": 0.003}
@@ -403,7 +412,7 @@ def test_training_while_simulations_run_lowers_the_error(launched, mode, simulat
     assert finished.summary["simulations"]["complete"] == 4
     assert finished.summary["samples"] >= 200
     assert finished.load("model")["layers.4.bias"].shape == (64,)
-    assert falls(finished, to=0.7)
+    assert last_loss(finished) < 0.7 * untrained_loss(task)
 
 
 @pytest.mark.processes
@@ -422,7 +431,7 @@ def test_training_on_stored_simulations_lowers_the_error(tmp_path, launched):
     finished = launched("--config", HERE / "offline.yaml", **values)
     assert finished.code == 0, finished.output
     assert (finished.summary["samples"], finished.summary["steps"]) == (720, 36)
-    assert falls(finished)
+    assert last_loss(finished) < 0.5 * finished.of_kind("validation")[0]["values"]["loss"]
 
 
 @pytest.mark.processes
