@@ -144,8 +144,9 @@ class Trainer(ABC):
         self.all_totals: list[TrainerTotals] = []
         self.validation: Mapping[str, float] = {}
         self.validation_loader: Iterable[tuple[Any, int]] | None = None
-        self._shares_of_others: dict[int, Iterable[tuple[Any, int]] | None] = {}  # of trainers that were lost
+        self._loaders_of_others: dict[int, Iterable[tuple[Any, int]] | None] = {}  # of trainers that were lost
         self._evaluates_alone = False  # the share of one of these
+        self._is_validating = False  # between the hooks
         self._stop_reason = ""
         self._samples_before = 0  # served before this process trained
         self._batch_samples = 1  # of the batch whose step is computed
@@ -835,13 +836,10 @@ class Trainer(ABC):
 
     def _validate(self, batches: Iterable[tuple[Any, int]] | None) -> bool:
         self.sync_model()
-        if batches is None:
-            # Without data a trainer still takes part: the others wait for its share.
-            self.validation, improved = self.merge_validation(WeightedSums())
-        else:
-            for hooks in self.hooks:
-                hooks.on_validation_start(self.progress.batch_idx)
-            self.validation, improved = self.merge_validation(self._evaluate(batches))
+        # Without data a trainer still takes part: the others wait for its share.
+        self.validation, improved = self.merge_validation(self._evaluate(batches))
+        if self._is_validating:
+            self._is_validating = False
             for hooks in self.hooks:
                 hooks.on_validation_end(self.progress.batch_idx)
         self.clock.skip()
@@ -849,21 +847,26 @@ class Trainer(ABC):
 
     def evaluate_for_another(self, share: int) -> WeightedSums:
         """Evaluate the share of a lost trainer, of the version that ``unwrapped_model`` has, while the others wait."""
-        batches = self._batches_of(share)
         self._evaluates_alone = True
         try:
-            return WeightedSums() if batches is None else self._evaluate(batches)
+            return self._evaluate(self._batches_of(share))
         finally:
             self._evaluates_alone = False
 
     def _batches_of(self, share: int) -> Iterable[tuple[Any, int]] | None:
         """Return the validation batches of another trainer."""
-        if share not in self._shares_of_others:
+        if share not in self._loaders_of_others:
             partition = Partition(share, self.process.trainers)
-            self._shares_of_others[share] = validation_batches(self.task, partition, self.config)
-        return self._shares_of_others[share]
+            self._loaders_of_others[share] = validation_batches(self.task, partition, self.config)
+        return self._loaders_of_others[share]
 
-    def _evaluate(self, batches: Iterable[tuple[Any, int]]) -> WeightedSums:
+    def _evaluate(self, batches: Iterable[tuple[Any, int]] | None) -> WeightedSums:
+        if batches is None:
+            return WeightedSums()
+        if not self._is_validating:  # its own share comes first, then those of lost trainers
+            self._is_validating = True
+            for hooks in self.hooks:
+                hooks.on_validation_start(self.progress.batch_idx)
         with self._averaged_parameters():
             return evaluate(
                 self.task,

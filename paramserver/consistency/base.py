@@ -59,9 +59,10 @@ class Stop(IntEnum):
 class Verdict(Enum):
     """What a trainer does next.
 
-    ``GO``: take a step. ``WAIT``: announce again. ``END``: the run ends, for all trainers. The other two exist without
-    lockstep. ``BARRIER``: all trainers are at the same step, where they validate or save together. ``VALIDATE``: this
-    trainer validates a share of a retained version, its own or that of a lost trainer, while the others continue.
+    ``GO``: take a step. ``WAIT``: announce again. ``END``: the run ends, for all trainers. ``BARRIER``: all trainers
+    are at the same step, where they validate or save together; in lockstep they do so without it, and get it where all
+    that had to are lost. ``VALIDATE``, only without lockstep: this trainer validates a share of a retained version, its
+    own or that of a lost trainer, while the others continue.
 
     Example::
 
@@ -278,7 +279,10 @@ class Consistency(ABC):
         self._lost.discard(trainer_index)
 
     def is_validated(self, version: int) -> bool:
-        """Return whether all shares of a retained version were reported; ``VALIDATE`` lets trainers make them."""
+        """Return whether all shares of the retained versions up to this one were reported, which ``VALIDATE`` asks for.
+
+        In lockstep no version is retained.
+        """
         return True
 
     def share_reported(self, trainer_index: int) -> None:

@@ -76,8 +76,10 @@ class FreeRunning(Consistency):
         every = self.terms.validate_every
         if not every:
             return True
-        coming = (self.step + len(self._permits) + 1) // every - self.step // every
-        return len({version for version, _ in self._pending_shares()}) + coming <= MAX_RETAINED_VERSIONS
+        # A version is retained until those before it are validated too.
+        oldest = min((version for version, _ in self._pending_shares()), default=self.step + 1)
+        last = self.step + len(self._permits) + 1
+        return last // every - (oldest - 1) // every <= MAX_RETAINED_VERSIONS
 
     @property
     def has_partial_update(self) -> bool:
@@ -93,6 +95,8 @@ class FreeRunning(Consistency):
     def leave(self, trainer_index: int) -> None:
         super().leave(trainer_index)
         self._permits.pop(trainer_index, None)
+        if self._at_barrier and not self.participants:
+            self._at_barrier, self._last_barrier = False, -1  # for those that join: none has done what is due
         pending = self._to_validate.pop(trainer_index)
         if trainer_index in self._validating:
             pending = [self._validating.pop(trainer_index), *pending]
@@ -117,7 +121,7 @@ class FreeRunning(Consistency):
         return chain(self._unassigned, *self._to_validate.values(), self._validating.values())
 
     def is_validated(self, version: int) -> bool:
-        return all(version != pending for pending, _ in self._pending_shares())
+        return all(version < pending for pending, _ in self._pending_shares())
 
     def share_reported(self, trainer_index: int) -> None:
         del self._validating[trainer_index]
@@ -151,7 +155,7 @@ class FreeRunning(Consistency):
     def pop_decisions(self) -> dict[int, Decision]:
         if (limit := self.terms.limits.reached(self.step, self.samples)) is not None:
             self._end = Stop.LIMIT, limit  # such a run is complete, whatever else would end it (see ``decide``)
-        if self._at_barrier and self.participants:
+        if self._at_barrier:
             return {}  # a trainer that has just joined makes no version while the others validate and save this one
         decisions = self._start_validations()
         if (self._is_barrier_due or self._end is not None) and not self.has_partial_update:

@@ -15,7 +15,7 @@ from paramserver.consistency.base import (
     Verdict,
     end,
 )
-from paramserver.limits import Limits
+from paramserver.limits import Limits, is_due
 
 
 def decide(
@@ -110,6 +110,7 @@ class Sync(Consistency):
         self._active: tuple[int, ...] = ()
         self._pushed: dict[int, int] = {}
         self._left: set[int] = set()  # trainers whose last push is part of the next update
+        self._is_due = False  # a validation or checkpoint of this version, until one of the participants has done it
 
     @property
     def in_step(self) -> bool:
@@ -123,12 +124,19 @@ class Sync(Consistency):
 
     def announce(self, trainer_index: int, announcement: Announcement) -> None:
         super().announce(trainer_index, announcement)
+        if trainer_index in self.participants:
+            self._is_due = False
         if self.several_updates and trainer_index not in self._pushed:
             self._active = tuple(i for i in self._active if i != trainer_index)
 
     def pop_decisions(self) -> dict[int, Decision]:
         if self.in_step or not self._announced or len(self._announced) < len(self.trainers):
             return {}
+        if self._is_due and not self.participants:
+            self.participants = set(self.trainers)
+            decisions = dict.fromkeys(sorted(self._announced), Decision(Verdict.BARRIER, (), self.step, self.samples))
+            self._announced.clear()
+            return decisions
         terms, some_lost = self.terms, bool(self._lost)
         decision = decide(
             self._announced, self.step, self.samples, terms.limits, terms.uneven_inputs, some_lost, self._blocks
@@ -166,6 +174,7 @@ class Sync(Consistency):
         self.step += 1
         self.samples += sum(self._pushed.values())
         self._pushed = {}
+        self._is_due = self._is_due or any(is_due(self.step, every) for every in self.terms.barrier_every)
         return update
 
     def wants_buffers_from(self, trainer_index: int) -> bool:

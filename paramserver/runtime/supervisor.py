@@ -381,8 +381,9 @@ class Supervisor:
             self._failed.remove(rank)
             self._note(f"{rank.title} is lost and not started again: {rank.failure['message']}")
             return
-        if self._interrupts_trainers and self._signal is None and not self._ranks[0].trains:
-            self._signal = signal.SIGTERM  # rank 0 started again meanwhile, and waits for them
+        starts_again = self._starts_due or not self._ranks[0].trains
+        if self._trainers_were_interrupted and starts_again and self._signal is None:
+            self._signal = signal.SIGTERM  # rank 0 would wait for them
         if rank.global_rank == 0 and exit_code == Interrupted.exit_code and self._summary is None:
             self._limit(GRACE_S)  # between two views: the others would wait for it
         if rank.failure is not None and exit_code != Interrupted.exit_code and not self._is_failing:
@@ -400,7 +401,7 @@ class Supervisor:
         """
         if self._signal is not None or self._is_failing or self._has_concluded:
             return False
-        if self._interrupts_trainers:
+        if self._trainers_were_interrupted:
             return False
         is_trainer, rpc = rank.role.kind == "trainer", mode_of(self.config).has_servers
         if rpc and is_trainer and self.config.server.on_loss == "fail":
@@ -419,7 +420,7 @@ class Supervisor:
         return not (self._summary["error"] or "").startswith("PeerLost: ")
 
     @property
-    def _interrupts_trainers(self) -> bool:
+    def _trainers_were_interrupted(self) -> bool:
         """Whether a signal to a rank has ended all trainers, so that none waits for a server."""
         trainers = [rank for rank in self._ranks if rank.role.kind == "trainer"]
         return bool(trainers) and all(rank.exit_code == Interrupted.exit_code for rank in trainers)
@@ -590,10 +591,10 @@ class Supervisor:
             )
 
     def _raise_outcome(self) -> NoReturn:
-        if self._interrupts_trainers and "signal" in (failure := self._ranks[0].failure or {}):
-            self._note(
-                f"warning: {self._ranks[0].title} failed at the end of the interrupted run: {failure['message']}"
-            )
+        failure = self._ranks[0].failure
+        if self._trainers_were_interrupted and (failure is None or "signal" in failure):
+            if failure is not None:
+                self._note(f"warning: {self._ranks[0].title} failed when the run was interrupted: {failure['message']}")
             by = (self._ranks[-1].failure or {}).get("message", "a signal")
             raise self._interruption(f"interrupted ({by})")
         first = self._first_failure()

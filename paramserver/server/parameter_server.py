@@ -36,7 +36,6 @@ from paramserver.errors import (
     ViewChanged,
     as_peer_error,
 )
-from paramserver.limits import is_due
 from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums
 from paramserver.optim.bucket_updates import BucketUpdates
 from paramserver.parameters.model import untrained_state_dict
@@ -237,7 +236,6 @@ class ParameterServer(TutorialMethods):
         self._validations = Validations(trainers)
         # The versions that were validated and saved last. A trainer that joined afterwards does neither again.
         self._validated: tuple[int, dict[str, float]] = -1, {}
-        self._first_version = monitor.step  # a resumed run has done what is due at it
         self._staged = (monitor.step if checkpoints.resumes else -1, False)
         self._stagings = PendingReplies()
         self._gathers = Gathers()
@@ -561,20 +559,12 @@ class ParameterServer(TutorialMethods):
             return True  # one has left, so the last version is validated and staged
         if self.config.server.on_loss == "rollback" or trainer_index not in self._sources:
             return False  # in the latter case it is not known where its data starts
-        others = self.aggregator.rules.participants - {trainer_index}
-        if self.aggregator.ended or (not others and self._is_validation_due()):
+        if self.aggregator.ended:
             # Another one has to validate and save; one that has joined since takes no part in that.
-            return bool(others)
+            return bool(self.aggregator.rules.participants - {trainer_index})
         # Its gradients may be on server 0 and not on the others, which would wait for them.
         row, transport = self.aggregator.ledger[trainer_index], self.aggregator.transports[trainer_index]
         return not self.members.present() or self.is_whole or transport.zero_copy or row.accepted == row.decided
-
-    def _is_validation_due(self) -> bool:
-        """Whether all trainers validate the current version together, and have not finished."""
-        version = self.aggregator.version
-        due = is_due(version, self.config.training.validate_every, self.aggregator.batch_began)
-        pending = version not in (self._first_version, self._validated[0])
-        return due and pending and not self._is_retained(version)
 
     def _forget(self, trainer_index: int) -> None:
         if trainer_index in self._joins.parts:
@@ -584,8 +574,7 @@ class ParameterServer(TutorialMethods):
             if trainer_index in table.parts:
                 table.pop(trainer_index)
         self._parts.replace(trainer_index)
-        for version in self._validations.versions():
-            self._finish_validation(version)
+        self._finish_validations()
         self._finish_staging()
         self._finish_gathers()
         self._finish_if_all_left()
@@ -768,7 +757,7 @@ class ParameterServer(TutorialMethods):
                 return completed_future(ValidationReply(self._validated[1]))
             self._validations.add(version, shares)
             future = self._validations.wait(version, trainer_index)
-        self._finish_validation(version)
+            self._finish_validations()
         return future
 
     @executed_once
@@ -777,37 +766,36 @@ class ParameterServer(TutorialMethods):
         with self._lock:
             self.aggregator.rules.share_reported(self._admit(sender))
             self._validations.add(version, {share: sums})
-        self._finish_validation(version)
+            self._finish_validations()
 
-    def _is_retained(self, version: int) -> bool:
-        return not self.aggregator.rules.lockstep and version in self.store.retained_versions
+    def _finish_validations(self) -> None:
+        """Record the validations of which there are all shares, in the order of versions, and reply to those that wait.
 
-    def _finish_validation(self, version: int) -> None:
-        """Reply to the trainers that take part in a validation, once there are the shares of all or none evaluates."""
-        with self._lock:
-            rules, requests = self.aggregator.rules, []
-            if self._is_retained(version):
-                complete = rules.is_validated(version)
-            else:
-                requests = self._validations.pop_requests(version, rules.participants)
-                complete = not self._validations.missing(version)
-            sums, futures = self._validations.pop(version) if complete else (WeightedSums(), {})
-        for future, missing in requests:
-            future.set_result(ValidationReply(missing=missing))
-        if not complete:
-            return
+        Where trainers wait for each other and none of them evaluates, they get the missing shares to evaluate.
+        """
+        with self._lock:  # until they are recorded: another handler could record a later version first
+            rules = self.aggregator.rules
+            for version in self._validations.versions():
+                if not rules.lockstep and version in self.store.retained_versions:
+                    complete = rules.is_validated(version)
+                else:
+                    for future, missing in self._validations.pop_requests(version, rules.participants):
+                        future.set_result(ValidationReply(missing=missing))
+                    complete = not self._validations.missing(version)
+                if complete:
+                    sums, futures = self._validations.pop(version)
+                    self._complete(futures, partial(self._record_validation, version, sums, futures))
 
-        def validated() -> ValidationReply:
-            with self._lock:
-                self.store.drop(version)
-                since = self.aggregator.batch_began
-                means, improved = sums.means(), self.monitor.record_validation(version, sums, since)
-                self.store.updater.on_validation_end(version, means, since)
-                if version > self._validated[0]:
-                    self._validated = version, means
-                return ValidationReply(means, improved)
-
-        self._complete(futures, lambda: dict.fromkeys(futures, validated()))
+    def _record_validation(
+        self, version: int, sums: WeightedSums, trainers: Collection[int]
+    ) -> dict[int, ValidationReply]:
+        """Record a validation and step the schedules that follow it; return the reply to each of ``trainers``."""
+        self.store.drop(version)
+        since = self.aggregator.batch_began
+        means, improved = sums.means(), self.monitor.record_validation(version, sums, since)
+        self.store.updater.on_validation_end(version, means, since)
+        self._validated = version, means
+        return dict.fromkeys(trainers, ValidationReply(means, improved))
 
     @executed_once
     def stage_checkpoint(

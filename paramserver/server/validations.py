@@ -41,7 +41,7 @@ class Validations:
         return sorted(self._shares)
 
     def add(self, version: int, shares: Mapping[int, WeightedSums]) -> None:
-        """Add shares, by index; of one that two trainers evaluated either, as both are the same."""
+        """Add shares, by the indices of their trainers; one that was evaluated twice counts once, as both are equal."""
         self._shares.setdefault(version, {}).update(shares)
 
     def wait(self, version: int, trainer_index: int) -> Future:

@@ -218,6 +218,8 @@ class SimulatedRun:
         # What it did not push is not lost: its replacement serves it.
         trainer.state, trainer.drained, trainer.validating = "gone", False, None
         self.at_barrier.discard(index)
+        if at_barrier and not self.at_barrier:
+            self.barriers.remove(self.step)  # the next ones do what is due
         self.blocking.discard(index)
         self.rules.leave(index)
         assert self.rules.rejection_reason(index, trainer.version) is not None
@@ -341,8 +343,9 @@ class SimulatedRun:
 
     @property
     def retained(self) -> int:
-        """Versions of which some share is not reported."""
-        return sum(not self._is_validated(n) for n in self._multiples(self.validate_every))
+        """Versions of which some share is not reported, or one of an earlier version."""
+        versions = self._multiples(self.validate_every)
+        return next((len(versions[i:]) for i, n in enumerate(versions) if not self._is_validated(n)), 0)
 
     def _is_validated(self, version: int) -> bool:
         return all((version, share) in self.reported for share in self.shares)
@@ -421,7 +424,8 @@ class SimulatedRun:
 
     def _check_validations(self) -> None:
         for n in self._multiples(self.validate_every)[-2 * MAX_RETAINED_VERSIONS :]:
-            assert self.rules.is_validated(n) is self._is_validated(n)
+            up_to = [m for m in self._multiples(self.validate_every) if m <= n]
+            assert self.rules.is_validated(n) is all(map(self._is_validated, up_to))
 
     def _check_waiting(self) -> None:
         """A trainer without a decision has a reason to wait; a pending validation is none."""

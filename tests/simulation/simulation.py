@@ -232,6 +232,7 @@ class World(engine.World):
         self.versions: dict[tuple[int, int], int] = {}
         self.incarnations = 0
         self.validations: set[int] = set()  # versions, of all views
+        self.last_validation: dict[int, int] = {}  # in each view
         self.late: set[int] = set()  # requests that were held back in the network
         # Of the server that lives.
         self.keys: set[PushKey] = set()
@@ -448,6 +449,10 @@ class World(engine.World):
         self.check(
             samples == self.num_trainers, f"the validation of {step} has {samples} of {self.num_trainers} shares"
         )
+        assert self.node is not None
+        last = self.last_validation.get(self.node.view, -1)
+        self.check(step > last, f"the validation of {step} is recorded after that of {last}")
+        self.last_validation[self.node.view] = step
         self.validations.add(step)
 
     def applied(self, node: Node, version: int, counted: int, pushes: Sequence[Any]) -> None:

@@ -383,13 +383,14 @@ def test_a_trainer_that_joins_during_a_barrier_makes_no_version_before_it_is_ove
     assert announce(rules, 1, WAITING) == {1: Verdict.WAIT, 2: GO}
 
 
-def test_a_trainer_that_joins_while_all_others_leave_a_barrier_continues():
+def test_a_barrier_that_all_leave_is_that_of_the_trainers_that_join():
     rules = Async(terms(1, barrier_every=(1,)))
     take_step(rules, 0)
     free(rules, 0, Verdict.BARRIER)
     rules.leave(0)
     assert rules.pop_decisions() == {}
     rules.join(0)
+    free(rules, 0, Verdict.BARRIER)
     free(rules, 0)
 
 

@@ -538,3 +538,25 @@ def test_a_trainer_whose_full_buffer_blocks_simulations_does_not_wait_for_anothe
     assert (decision.verdict, decision.active) == (Verdict.GO, (1,))
     for blocking in ({0}, set()):
         assert decide({0: waiting, 1: ready}, 7, 56, Limits(), "join", blocking=blocking).verdict is Verdict.WAIT
+
+
+@pytest.mark.parametrize("pushed_first", [False, True])
+def test_what_is_due_when_all_are_lost_is_done_by_those_that_join(pushed_first):
+    rules = Sync(RunTerms(2, NONE, barrier_every=(1,)))
+    for index in (0, 1):
+        rules.announce(index, GO)
+    assert rules.pop_decisions()[0].active == (0, 1)
+    rules.push(0, 0, 1)
+    if not pushed_first:
+        rules.push(1, 0, 1)
+        assert rules.next_update() is not None
+    for index in (0, 1):
+        rules.leave(index)
+        rules.next_update()
+        assert rules.pop_decisions() == {}
+    assert rules.step == 1
+    rules.join(1)
+    rules.announce(1, GO)
+    assert rules.pop_decisions() == {1: Decision(Verdict.BARRIER, (), 1, rules.samples)}
+    rules.announce(1, GO)
+    assert rules.pop_decisions()[1].verdict is Verdict.GO
