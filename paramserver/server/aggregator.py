@@ -490,7 +490,14 @@ class Aggregator:
         return self._version_waits.futures.get(trainer_index) or self._version_waits.add(trainer_index, None)
 
     def view_version(self, trainer_index: int, version: int | None, held: Collection[int] = ()) -> VersionView:
-        """Return a retained version, or the current one; None for whichever is current, and that without ``held``."""
+        """Return a retained version, or the current one; None for whichever is current, and that without ``held``.
+
+        Raises:
+            TrainingError: the message was overtaken: the trainer computes with the version that it was granted since.
+        """
+        if trainer_index in self._granted and not self.rules.several_updates:
+            # The transport may hold one version only, and what is viewed would take the place of that one.
+            raise TrainingError(f"trainer {trainer_index} was granted version {self._granted[trainer_index]} already")
         transport = self.transports[trainer_index]
         if version not in (None, self.rules.step):
             return transport.view_retained(*self.store.retained(version))

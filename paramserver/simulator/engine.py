@@ -121,6 +121,7 @@ class Transport(ServerTransport):
         return self.pinned
 
     def view_version(self) -> tuple[None, Sequence[Any]]:
+        self.pin_version()  # as where memory is shared
         return None, ()
 
     def collect_gradients(self, held: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.consistency import Announcement, Readiness, TrainerId, Verdict
 from paramserver.distributed.membership import Member
-from paramserver.errors import Evicted, PeerLost, RunEnded, ViewChanged
+from paramserver.errors import Evicted, PeerLost, RunEnded, TrainingError, ViewChanged
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
 from paramserver.transport.messages import DataPosition, ValidationReply
 from tests.simulation import simulation
@@ -153,6 +153,17 @@ def test_an_announcement_that_was_overtaken_is_not_a_new_one():
     assert replies[0].value().decision.step == 1
     third = run.server.announce(ids[1], READY, 3)
     assert not third.done()  # trainer 0 has not announced its third step
+
+
+def test_a_view_that_was_overtaken_does_not_replace_the_version_that_was_granted():
+    run = Two(max_steps=None)
+    _, ids = run.start()
+    for sender in ids:
+        run.server.announce(sender, READY)
+    with pytest.raises(TrainingError, match="trainer 0 was granted version 0 already"):
+        run.server.view_version(ids[0], None)
+    run.push(ids[0], [0])
+    run.server.view_version(ids[0], None)
 
 
 def test_a_wait_for_a_version_that_is_repeated_gets_the_reply_of_the_first():
