@@ -177,12 +177,12 @@ class FreeRunning(Consistency):
         This comes before the end of the run: what is due at a version is done before a signal ends the run there, as in
         lockstep, because a resumed run does not repeat it.
         """
-        starting = [i for i in sorted(self._announced) if self._to_validate[i]]
-        for index in starting:
+        decisions = {}
+        for index in [i for i in sorted(self._announced) if self._to_validate[i]]:
             del self._announced[index]
-        self._validating.update({i: self._to_validate[i].pop(0) for i in starting})
-        shares = {i: self._validating[i] for i in starting}
-        return {i: Decision(Verdict.VALIDATE, (), shares[i][0], self.samples, share=shares[i][1]) for i in starting}
+            version, share = self._validating[index] = self._to_validate[index].pop(0)
+            decisions[index] = Decision(Verdict.VALIDATE, (), version, self.samples, share=share)
+        return decisions
 
     def _decide_together(self) -> dict[int, Decision]:
         """Return one decision for all trainers, a barrier or the end, once all have announced a step."""
