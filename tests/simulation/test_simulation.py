@@ -78,7 +78,7 @@ def without_view(ledger, sender):
     return row is not None and sender.incarnation == row.incarnation
 
 
-def without_heirs(rules, version, share):
+def without_reassignment(rules, version, share):
     rules._to_validate.get(share, []).append((version, share))
 
 
@@ -88,7 +88,7 @@ def without_heirs(rules, version, share):
         (Ledger, "state_of", without_sequence),
         (Ledger, "is_current", without_incarnation),
         (Ledger, "is_current", without_view),
-        (FreeRunning, "_assign", without_heirs),
+        (FreeRunning, "_assign", without_reassignment),
         (Validations, "missing", lambda validations, version: ()),
     ],
 )
