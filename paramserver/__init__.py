@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from paramserver._lazy import attach
+from paramserver._trainers import install_finder
 from paramserver.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -14,5 +15,6 @@ if TYPE_CHECKING:
     from paramserver.sources.base import Partition as Partition
     from paramserver.task import Callback as Callback, Task as Task
 else:
+    install_finder()
     __getattr__, __dir__, __all__ = attach(__name__, __file__)
     __all__ = sorted([*__all__, "__version__"])

@@ -10,16 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from paramserver.cluster import SUPERVISED, process_environ
-from paramserver.config import Config, is_plain, load_config, mode_of
+from paramserver.config import Config, is_plain, load_config, mode_of, without_old_defaults
+from paramserver.config.parsing import read_file
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import Result, launch_local
 from paramserver.process_utils import LOADER_NAME
 from paramserver.runs.attempt import recover
 from paramserver.runs.resume import find_config_file, open_run
-from paramserver.runs.rundir import read_mapping
+from paramserver.runs.rundir import RunDir
 
 if TYPE_CHECKING:
     from paramserver.task import Task
@@ -81,19 +80,22 @@ def run(
             'put the call under if __name__ == "__main__":'
         )
     task_class = type(task) if isinstance(task, Task) else task
-    values, config_file = _values(config)
+    given, config_file = _values(config)
+    values = dict(given)
     recorded: list[Path] = [] if task_class is None else script_folders(task_class)
     opened = None if resume is None else open_run(Path(resume))
     if opened is not None:
         recover(opened)
         if config is None:
             find_config_file(opened)  # raises if the folder has none
-        values = _merge(read_mapping(opened.config_file, yaml.safe_load), values)
+        values = _merge(without_old_defaults(_stored(opened)), values)
         recorded += opened.task_folders()
+    # Of a new run all is given, the task and its arguments too.
+    given_now: Mapping[str, Any] | None = values if opened is None else given or None
     if task_class is not None:
         check_task_class(task_class, getattr(task_class, "__qualname__", repr(task_class)))
         values["task"] = f"{task_class.__module__}:{task_class.__name__}"
-        single = mode_of(load_config(None, base=values, overrides=overrides)).single_process
+        single = mode_of(load_config(None, base=values, overrides=overrides, given=given_now)).single_process
         if not single:
             values["task"] = class_reference(task_class)
     create_task: Callable[..., Task] | None = task_class
@@ -110,7 +112,7 @@ def run(
         plain = {name: value for name, value in arguments.items() if name not in objects}
         values["task_args"] = {**values.get("task_args", {}), **plain}
         create_task = partial(type(task), **objects)
-    effective = load_config(None, base=values, overrides=overrides)
+    effective = load_config(None, base=values, overrides=overrides, given=given_now)
     folders = code_folders(config_file, overrides, recorded)
     return launch_local(effective, opened, folders, command=[sys.executable, *sys.argv], create_task=create_task)
 
@@ -124,6 +126,15 @@ def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) 
         return dict(config), None
     path = Path(config)
     return load_config(path).given_mapping(), path
+
+
+def _stored(run: RunDir) -> dict[str, Any]:
+    """Return the stored config of a run; nothing where it has lost it.
+
+    Raises:
+        UnsupportedConfiguration: it is damaged.
+    """
+    return dict(read_file(run.config_file).value) if run.config_file.is_file() else {}
 
 
 def _merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
+import select
 import signal
+import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from paramserver.cluster import ProcessIdentity
 from paramserver.config import Config, Role
+from paramserver.config.deadlines import GRACE_S, SAME_SIGNAL_S
 from paramserver.consistency import Stop
 from paramserver.devices import Placement
+from paramserver.errors import ParamserverError
 from paramserver.online.spec import ReceiverSpec
+
+log = logging.getLogger("paramserver")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -49,15 +59,36 @@ class _SignalEvent(threading.Event):
         return self._is_set
 
 
+# Those that are entered; the last one has installed its handlers last.
+_entered: list[StopRequest] = []
+
+
+def _restore_in_child() -> None:
+    """Let signals do to a forked child what they did before the run: no loop there looks at the request to stop.
+
+    multiprocessing ends its workers by SIGTERM, and waits for them without a limit.
+    """
+    if _entered:
+        signal.set_wakeup_fd(-1)  # of ``StopLimit``
+    while _entered:
+        _entered.pop().restore_handlers()
+
+
+os.register_at_fork(after_in_child=_restore_in_child)
+
+
 class StopRequest:
     """Records the first request to stop this process, made by a signal or by :meth:`request`.
 
     As a context manager it installs handlers for SIGTERM, SIGINT and SIGUSR1, if used in the main thread. A SIGINT
-    after the first request ends the process at once.
+    after the first request ends the process at once. A forked child has the previous handlers.
 
     Args:
         restore: install the previous handlers again on exit. A process that ends with its rank keeps these handlers: a
             signal to all ranks may arrive when one has just finished, and must not turn its success into a failure.
+
+    Attributes:
+        on_request: called after each request, also inside of a signal handler.
 
     Example::
 
@@ -71,6 +102,10 @@ class StopRequest:
         self._restore = restore
         self.event: threading.Event = _SignalEvent()
         self._reason = ""
+        self._handled = 0
+        self._error: Exception | None = None
+        self._previous: dict[int, Any] = {}
+        self.on_request: Callable[[], None] = lambda: None
 
     def request(self, reason: str) -> None:
         """Request a stop. The first reason is kept."""
@@ -78,30 +113,269 @@ class StopRequest:
         # interrupt its holder.
         self._reason = self._reason or reason
         self.event.set()
+        self.on_request()
 
     def state(self) -> tuple[Stop, str]:
         """Return whether a stop was requested, and the reason."""
         return (Stop.SIGNAL, self._reason) if self.event.is_set() else (Stop.NO, "")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.event.is_set():
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        self._handled += 1
+        # Not by the event, which the thread of ``StopLimit`` may have set for this very signal.
+        if number == signal.SIGINT and self._handled > 1:
             # Not an exception: one that is raised inside a callback or a ``finally`` might be caught, and exit handlers
             # may wait.
             os._exit(1)
         self.request(f"signal {signal.Signals(number).name}")
 
     def __enter__(self) -> StopRequest:
-        self._previous = {}
         # Python allows handlers in the main thread only; a run inside another thread leaves signals to its owner.
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        _entered.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items() if self._restore else ():
-            signal.signal(number, handler)
+        if self._restore:
+            self.restore_handlers()
+            _entered.remove(self)
 
-    _previous: dict[int, Any]
+    def handles(self, number: int) -> bool:
+        """Return whether the handler of this object is installed for a signal: the task may install one of its own."""
+        return signal.getsignal(number) == self._handle
+
+    def restore_handlers(self) -> None:
+        """Install the previous handlers in place of those of this object."""
+        for number, handler in self._previous.items():
+            if self.handles(number):
+                signal.signal(number, handler)
+
+    def raise_in_main_thread(self, error: Exception) -> None:
+        """Raise ``error`` in the main thread, if it runs code in Python or waits in it; from another thread."""
+        self._error = error
+        number = next((number for number in self._previous if self.handles(number)), None)
+        if number is not None:
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+_POLL_S = 0.1
+_CLOSE_S = 5.0
+_HURRY_S = 1.0
+
+
+class StopLimit:
+    """Limits the time from a request to stop this process to its end. A context manager around the work of a rank.
+
+    A hook that never returns keeps the main thread from ending the run, and a call into C that does not return keeps it
+    from running the handlers of signals. So a thread waits for requests. It learns of signals by Python's wake-up
+    descriptor, which is written at the instant of the signal, whatever the main thread does.
+
+    After ``limit_s``, or at a second signal, it calls ``at_limit``, and ``end`` once ``GRACE_S`` have passed without a
+    sign that the main thread ends the run: ``beat``, or a wait inside of ``paused``. If the main thread is in no code
+    of the user, it waits for another process, which has its own limit, and gets twice that time.
+
+    Args:
+        stop: the request. Entered before this object.
+        limit_s: ``cluster.stop_within_s``; infinite if a signal does not end the run.
+        acknowledge: called with a line for the user at the first request.
+
+    Attributes:
+        end: called with where the process stands. Ends it; if it returns, this object does nothing more.
+        at_limit: called in the thread with where the main thread stands; "" if in no code of the user.
+        is_over: the limit has passed.
+
+    Example::
+
+        >>> ended = threading.Event()
+        >>> with StopRequest() as stop, StopLimit(stop, 0.1) as limit:
+        ...     limit.grace_s, limit.end = 0.1, lambda place: ended.set()
+        ...     stop.request("the owner")
+        ...     ended.wait(20.0), limit.is_over
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        stop: StopRequest,
+        limit_s: float,
+        acknowledge: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.stop, self.limit_s, self.grace_s = stop, limit_s, GRACE_S
+        self.at_limit: Callable[[str], None] = lambda place: None
+        self.end: Callable[[str], None] = lambda place: None
+        self.is_over = False
+        self._acknowledge = acknowledge
+        self._main = threading.current_thread()
+        self._signals = 0
+        self._requested_at = self._over_at = math.inf
+        self._alive_at = 0.0
+        self._pauses = 0
+        self._closed = False
+
+    def beat(self) -> None:
+        """Note that the main thread is ending the run."""
+        self._alive_at = time.monotonic()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Return a context for what may take any time and has a limit of its own, such as writing a checkpoint."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            self.beat()
+
+    def hurry(self) -> None:
+        """End soon after the limit, as the others continue without this process. From any thread."""
+        if self.is_over and not self._closed:
+            self.grace_s = min(self.grace_s, _HURRY_S)
+            self._wake()
+
+    def end_now(self, reason: str) -> None:
+        """Request a stop whose limit has passed: that of another process has. From any thread."""
+        if not self.is_over:
+            self._over_at = 0.0
+            self.stop.request(reason)
+
+    def _wake(self) -> None:
+        # Non-blocking: a byte that does not fit into the pipe is not needed.
+        with suppress(BlockingIOError):
+            os.write(self._writing, b"\0")
+
+    def __enter__(self) -> StopLimit:
+        self._reading, self._writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._previous_fd: int | None = None
+        if self._main is threading.main_thread():
+            self._previous_fd = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self.stop.on_request = self._wake
+        # Takes no lock. Ends with ``__exit__``.
+        self._thread = threading.Thread(target=self._run, name="stop-limit", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closed = True
+        self.stop.on_request = lambda: None
+        if self._previous_fd is not None:
+            signal.set_wakeup_fd(self._previous_fd)
+        self._wake()
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():  # otherwise ``end`` is about to end this process
+            os.close(self._reading)
+            os.close(self._writing)
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self.stop.event.is_set():
+            self._receive(None)
+            if self._closed:
+                return
+        self._requested_at = time.monotonic()
+        self._over_at = min(self._over_at, self._requested_at + self.limit_s)
+        limited = (
+            "" if math.isinf(self.limit_s) else f", or without it after cluster.stop_within_s ({self.limit_s:g} s)"
+        )
+        _attempt(
+            self._acknowledge,
+            f"{self.stop.state()[1]}: this process ends once the present step or hook returns{limited}; a second "
+            "Ctrl-C ends it at once",
+        )
+        if not self._wait_until(lambda: self._over_at):
+            return
+        self.is_over, self._over_at = True, time.monotonic()
+        _attempt(self.at_limit, self.place())
+        if self._wait_until(lambda: max(self._over_at, self._alive_at) + self.grace_s * (1 if self.place() else 2)):
+            self.end(self.place() or place_of_user_code(threading.enumerate()))
+
+    def _wait_until(self, due: Callable[[], float]) -> bool:
+        """Return True at that time, unless it is paused, or False once this object is closed."""
+        while not self._closed:
+            left_s = due() - time.monotonic()
+            if left_s <= 0 and not self._pauses:
+                return True
+            self._receive(None if math.isinf(left_s) else max(left_s, _POLL_S))
+        return False
+
+    def _receive(self, timeout_s: float | None) -> None:
+        """Wait for a request or a signal."""
+        if not select.select([self._reading], [], [], timeout_s)[0]:
+            return
+        with suppress(BlockingIOError):
+            for number in os.read(self._reading, 64):
+                if number in _SIGNALS:
+                    self._on_signal(number)
+
+    def _on_signal(self, number: int) -> None:
+        if not self.stop.handles(number):
+            return
+        self._signals += 1
+        if self._signals == 1:
+            self.stop.request(f"signal {signal.Signals(number).name}")
+        elif number == signal.SIGINT:
+            os._exit(1)
+        elif time.monotonic() - self._requested_at > SAME_SIGNAL_S:
+            self._over_at = min(self._over_at, time.monotonic())
+
+    def place(self) -> str:
+        """Return where in the code of the user the main thread is; "" if nowhere."""
+        return place_of_user_code([self._main])
+
+
+def _attempt(call: Callable[[str], None], text: str) -> None:
+    """Call what may fail, such as a write to a full disk: the process has to end all the same."""
+    try:
+        call(text)
+    except Exception:
+        log.exception("the process ends without what fails here")
+
+
+_FOLDER = Path(__file__).parent
+_OWN = (f"{_FOLDER}{os.sep}", f"{_FOLDER.with_name('trainers')}{os.sep}")
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
+_COLLECTIVES = tuple(
+    f"{path}torch{os.sep}{name}{os.sep}" for path in _INSTALLED for name in ("distributed", f"nn{os.sep}parallel")
+)
+# What this package calls itself. Other installed packages may hold the task.
+_USED = tuple(
+    f"{path}{name}{os.sep}" for path in _INSTALLED for name in ("torch", "numpy", "zmq", "tqdm", "tensorboard", "yaml")
+)
+_STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+
+
+def place_of_user_code(threads: Iterable[threading.Thread]) -> str:
+    """Return which function of the user one of ``threads`` is in, and where; "" if in none.
+
+    Code of the user is what this package has called last, and is neither of Python nor of a package that it uses. It
+    is not what waits in a collective: DistributedDataParallel makes some in a forward.
+    """
+    frames = sys._current_frames()
+    for thread in threads:
+        frame = frames.get(thread.ident or 0)
+        inner: FrameType | None = None
+        called: FrameType | None = None
+        while frame is not None and not frame.f_code.co_filename.startswith(_OWN):
+            if called is None and frame.f_code.co_filename.startswith(_COLLECTIVES):
+                break  # it waits for another process
+            if _is_of_user(file := frame.f_code.co_filename):
+                # The line of the user's own file, where it is in an installed package by now.
+                if inner is None or inner.f_code.co_filename.startswith(_INSTALLED) > file.startswith(_INSTALLED):
+                    inner = frame
+                called = frame
+            frame = frame.f_back
+        if frame is not None and inner is not None and called is not None:
+            return f"{called.f_code.co_name} ({inner.f_code.co_filename}, line {inner.f_lineno})"
+    return ""
+
+
+def _is_of_user(file: str) -> bool:
+    if file.startswith(_INSTALLED):
+        return not file.startswith(_USED)
+    return not file.startswith((*_STANDARD, "<frozen"))
 
 
 class StartupTimer:
@@ -176,6 +450,7 @@ class ProcessContext:
         session: how often this process has joined the run before.
         is_newcomer: this trainer joins a running job, and has not taken part yet: the others continue if it fails.
         kept: from one session to the next.
+        stop_limit: limits the time after a request to stop.
         end_now: reports an error and ends this process, from any thread; for a loss that the main thread does not
             notice, as it waits in C++ or computes. None where the process outlives the run.
     """
@@ -191,7 +466,8 @@ class ProcessContext:
     session: int = 0
     is_newcomer: bool = False
     kept: Kept = field(default_factory=Kept)
-    end_now: Callable[[Exception], None] | None = None
+    stop_limit: StopLimit = field(default_factory=lambda: StopLimit(StopRequest(), math.inf))
+    end_now: Callable[[ParamserverError], None] | None = None
 
     @property
     def trainer_index(self) -> int:

@@ -84,21 +84,23 @@ def evaluate_run(run_dir: Path, which: str = "latest", overrides: Sequence[str] 
         >>> result.step, result.values  # doctest: +SKIP
         (1200, {'accuracy': 0.97})
     """
+    from paramserver.rng import validation_generators
     from paramserver.sources import Partition
-    from trainers.validation import evaluate, make_input_mover, validation_batches
+    from paramserver.trainers.validation import evaluate, make_input_mover, validation_batches
 
     restored = restore(run_dir, which, overrides)
     config, task, model, placement = restored.config, restored.task, restored.model, restored.placement
     batches = validation_batches(task, Partition(0, 1), config)
     if batches is None:
         raise TaskError(f"{type(task).__name__}.validation_source gives nothing to validate; write one")
-    batch_idx = restored.batch_idx
-    task.on_validation_start(batch_idx)
-    sums = evaluate(
-        task, model, batches, batch_idx, make_input_mover(placement), config.training.precision, placement.device
-    )
-    task.on_validation_end(batch_idx)
-    checkpoint = restored.checkpoint
+    batch_idx, checkpoint = restored.batch_idx, restored.checkpoint
+    # The random numbers of trainer 0 in the validation of the run at this step.
+    with validation_generators(config.seed, checkpoint.step, 0, placement.devices):
+        task.on_validation_start(batch_idx)
+        sums = evaluate(
+            task, model, batches, batch_idx, make_input_mover(placement), config.training.precision, placement.device
+        )
+        task.on_validation_end(batch_idx)
     return Evaluation(checkpoint.path.name, checkpoint.step, sums.samples, sums.means(), task.trainer.logged)
 
 

@@ -11,8 +11,45 @@ from typing import Any
 
 # Errors of file systems that do not support fsync of a folder, such as some network file systems. Nothing else helps.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
+_SPACE = "free space on that disk, or lower checkpoint.keep"
+_RIGHTS = "give this user the right to write there (also: lsattr shows an i), or choose another logging.run_dir"
+_GONE = "check that the file system is there, and mount it again or choose another logging.run_dir"
+DISK_CURES = {
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: "free space within your quota, or lower checkpoint.keep",
+    errno.EMLINK: _SPACE,
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+    errno.EROFS: "choose a logging.run_dir on a disk that can be written",
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.ENOENT: "leave the run's folder where it is while the run writes to it",
+    errno.ENOTDIR: "leave the run's folder where it is while the run writes to it",
+    **dict.fromkeys((errno.EIO, errno.EUCLEAN, errno.EREMOTEIO, errno.EBADMSG), "check that disk"),
+    **dict.fromkeys((errno.ENODEV, errno.ENXIO, errno.ENOMEDIUM, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN), _GONE),
+    **dict.fromkeys((errno.ENOLINK, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.ENOLCK), _GONE),
+}
+"""What to do about an error of a disk or file system, also one over the network, by its number."""
+
 TEMPORARY = ".tmp"
 """The end of the name of a file that is being written; the name begins with a dot."""
+
+
+def then_resume(path: Path) -> str:
+    """Return how a run continues whose file ``path`` could not be written: from its checkpoint, where it has one.
+
+    Example::
+
+        >>> then_resume(getfixture("tmp_path") / "runs" / "digits" / "metrics.jsonl")
+        'then start it again under another logging.name, as it has no checkpoint to resume from'
+    """
+    around = [folder for folder in (path, *path.parents[:4]) if folder.name == "checkpoints"]
+    around += [folder / "checkpoints" for folder in path.parents[:4]]
+    try:
+        if any(any(folder.glob("step-*/manifest.json")) for folder in around):
+            return "then --resume"
+    except OSError:  # a disk that cannot be read either
+        return "then --resume"
+    return "then start it again under another logging.name, as it has no checkpoint to resume from"
 
 
 class HashingFile:

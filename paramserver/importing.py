@@ -15,11 +15,13 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from paramserver.errors import TaskError, UnsupportedConfiguration
+from paramserver.errors import ParamserverError, SourceError, TaskError, UnsupportedConfiguration
 from paramserver.version import TORCH_BELOW, TORCH_FROM, __version__
 
 # The keys whose values are references to user code.
-_REFERENCES = frozenset({"task", "trainer", "logging.sinks", "simulations.function", "simulations.sampler"})
+_REFERENCES = frozenset(
+    {"task", "trainer", "logging.sinks", "simulations.command", "simulations.function", "simulations.sampler"}
+)
 # Frames of files with these prefixes are not user code.
 _LIBRARY_PREFIXES = ("<frozen", sys.prefix, sys.base_prefix, str(Path(__file__).parent))
 
@@ -182,6 +184,21 @@ def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
         del sys.modules[name]
         raise TaskError(f"{key}: importing {path} raised {describe_user_error(error)}") from error
     return module
+
+
+@contextmanager
+def name_user_error(what: str) -> Iterator[None]:
+    """Turn an error that code of the user raises in the block into a ``SourceError`` that names what raised it.
+
+    Args:
+        what: what the block calls, such as a method of the task. The message has the line of the user's code too.
+    """
+    try:
+        yield
+    except ParamserverError:
+        raise  # a sentence of its own
+    except Exception as error:
+        raise SourceError(f"{what} raised {describe_user_error(error)}") from error
 
 
 def describe_user_error(error: Exception) -> str:

@@ -45,7 +45,7 @@ from paramserver.config import (
     with_world_size,
     world_size_of,
 )
-from paramserver.errors import CheckpointError, ParamserverError, PeerLost, UnsupportedConfiguration
+from paramserver.errors import CheckpointError, Interrupted, ParamserverError, PeerLost, UnsupportedConfiguration
 from paramserver.faults.receiver import receive_faults
 from paramserver.importing import check_torch_version, code_folders, torch_import_without_gc
 from paramserver.metrics import FanOut, Sink
@@ -208,7 +208,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(role)
     if arguments.supervised is not None:
         return _run_supervised_rank(arguments)
-    return run_command(lambda: _launch(arguments, began, words))
+
+    def launch() -> None:
+        try:
+            _launch(arguments, began, words)
+        except KeyboardInterrupt as interrupt:  # before the run handles signals, or after it
+            raise Interrupted("interrupted (signal SIGINT) while nothing was trained; nothing was saved") from interrupt
+
+    return run_command(launch)
 
 
 def run_command(command: Callable[[], int | None]) -> int:
@@ -234,7 +241,9 @@ def report_error(error: BaseException) -> int:
             print(lines, file=sys.stderr)
         else:
             description["message"] += f"\n{lines}"
-    message = f"error: {description['message']}".rstrip()
+    # A signal is no error.
+    prefix = "" if isinstance(error, Interrupted) else "error: "
+    message = f"{prefix}{description['message']}".rstrip()
     print(message, file=sys.stderr, flush=True)
     try:
         write_error_file(process_environ(), message)
@@ -268,7 +277,8 @@ def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -
                 "with srun to use them",
                 file=sys.stderr,
             )
-        launch_local(config, run, folders, began=began, command=command, continues=earlier is not None)
+        continues = earlier is not None
+        launch_local(config, run, folders, began=began, command=command, continues=continues, report=report_error)
     else:
         with ExitStack() as stack:
             if is_colocated(config) and identity.global_rank < num_servers_of(config):
@@ -305,7 +315,8 @@ def resolve_run(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, l
         return _config_of_rank_zero(arguments, flags, opened), None, folders
     # Before the config is read: rolling back restores config.yaml too.
     recover(opened)
-    config = load_config(find_config_file(opened, arguments.config), overrides=arguments.overrides, flags=flags)
+    file = find_config_file(opened, arguments.config)
+    config = load_config(file, overrides=arguments.overrides, flags=flags, stored=file == opened.config_file)
     return config, opened, code_folders(arguments.config, arguments.overrides, opened.task_folders())
 
 
@@ -412,6 +423,7 @@ def launch_local(
     create_task: Callable[..., Task] | None = None,
     sink: Sink | None = None,
     continues: bool = False,
+    report: Callable[[BaseException], int] | None = None,
 ) -> Result:
     """Start every rank on this machine, and wait for the end of the run.
 
@@ -424,6 +436,7 @@ def launch_local(
         create_task: creates the task of a run of one process; None = its class is loaded by ``config.task``.
         sink: receives the records that the console receives; closed at the end.
         continues: an earlier attempt of this command began ``run``.
+        report: see ``RankPlan``; None if this process outlives the run.
 
     Raises:
         ParamserverError: what ended the run.
@@ -445,7 +458,8 @@ def launch_local(
         else:
             stack.enter_context(continue_attempt(run) if continues else resume_transaction(run))
         if mode_of(config).single_process:
-            summary = _run_single_process(config, run, folders, console, resume, began, command, create_task, restarted)
+            how = (resume, began, command, create_task, restarted, report)
+            summary = _run_single_process(config, run, folders, console, *how)
         else:
             from paramserver.runtime.supervisor import Supervisor
 
@@ -464,6 +478,7 @@ def _run_single_process(
     command: Sequence[str],
     create_task: Callable[..., Task] | None,
     restarted: bool,
+    report: Callable[[BaseException], int] | None,
 ) -> dict[str, Any]:
     with torch_import_without_gc():
         from paramserver.runtime.rank import RankPlan, run_rank
@@ -491,6 +506,7 @@ def _run_single_process(
         began=began,
         command=command,
         restarted=restarted,
+        report=report,
     )
     summary = run_rank(plan)
     assert summary is not None

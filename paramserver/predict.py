@@ -7,13 +7,13 @@ import inspect
 import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.fileio import TEMPORARY, atomic_rename
-from paramserver.importing import load_object
+from paramserver.importing import load_object, name_user_error
 from paramserver.launch import add_overrides, run_command
 from paramserver.process_utils import print_output
 from paramserver.runtime.restored import Restored, add_checkpoint_arguments, restore
@@ -101,7 +101,7 @@ def _predict(restored: Restored, samples: Any) -> dict[str, Tensor]:
     import torch
 
     from paramserver.parameters.model import autocast
-    from trainers.validation import eval_mode, make_input_mover
+    from paramserver.trainers.validation import eval_mode, make_input_mover
 
     task, config, placement = restored.task, restored.config, restored.placement
     size = config.training.validation_batch_size or config.training.batch_size
@@ -137,9 +137,22 @@ def _batches(task: Task, samples: Any, size: int) -> Iterator[Any]:
         return
     if not is_map_style(samples) and not isinstance(samples, Iterable):
         raise TaskError(f"--source returned {type(samples).__name__}; it must return a data set or an iterable")
-    one_by_one = (samples[i] for i in range(len(samples))) if is_map_style(samples) else iter(samples)
-    while group := list(islice(one_by_one, size)):
-        yield task.collate([task.process_sample(sample) for sample in group])
+    with name_user_error("the data set of --source"):
+        length = len(samples) if is_map_style(samples) else None
+        one_by_one = iter(samples) if length is None else (_sample(samples, index) for index in range(length))
+    for number in count():
+        with name_user_error(f"--source, after {number * size} samples,"):
+            group = list(islice(one_by_one, size))
+        if not group:
+            return
+        with name_user_error(f"process_sample or collate, for samples {number * size} and those after it of --source,"):
+            batch = task.collate([task.process_sample(sample) for sample in group])
+        yield batch
+
+
+def _sample(samples: Any, index: int) -> Any:
+    with name_user_error(f"--source, index {index} of the data set,"):
+        return samples[index]
 
 
 def _named_tensors(value: Any, name: str = "") -> dict[str, Tensor]:

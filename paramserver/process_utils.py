@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from paramserver.errors import TrainingError
@@ -20,6 +22,9 @@ LOADER_NAME = "paramserver-loader"
 """The name of the process that reads a trainer's data set, as ``multiprocessing.current_process().name`` has it."""
 
 _THREADS_S = 5.0
+_HANDLERS_S = 5.0
+# Once the children are killed for which exit handlers waited.
+_UNBLOCKED_S = 1.0
 
 # Options of ``subprocess.Popen`` for a process that leads a group of its own, so that all that it starts can be ended
 # with it. Not a session: the kernel schedules sessions as units (sched(7), autogroup), and processes that wait for each
@@ -66,18 +71,54 @@ def exit_process(exit_code: int) -> NoReturn:
     A native thread of torch, such as a worker of gloo that releases its last tensor, takes the interpreter's lock.
     While the interpreter is being finalized, that ends the process with SIGABRT after all work is done. So this
     function joins threads, runs exit handlers and flushes output itself, and then ends the process at once, as the
-    children of multiprocessing do.
+    children of multiprocessing do. Threads and handlers have a limit each; SIGINT, or a second signal, ends them at
+    once.
     """
     # Python restores the default handlers while it finalizes; a late signal would then change the exit code.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
     if "torch" not in sys.modules:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
         sys.exit(exit_code)
+    received: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        # The first one may be that of a run that has just ended; another one means that the rest takes too long.
+        if received or number == signal.SIGINT:
+            os._exit(exit_code)
+        received.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, on_signal)
     _join_threads(time.monotonic() + _THREADS_S)
+    done = threading.Event()
+    # Takes no lock of this package. Ends with the process.
+    threading.Thread(target=_limit_handlers, args=(exit_code, done), name="exit-limit", daemon=True).start()
     atexit._run_exitfuncs()
+    done.set()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def _limit_handlers(exit_code: int, done: threading.Event) -> None:
+    """End this process if its exit handlers take too long, such as that of multiprocessing, which joins children."""
+    if done.wait(_HANDLERS_S):
+        return
+    try:
+        children = multiprocessing.active_children()
+        for child in children:
+            child.kill()
+        names = f"; it killed {', '.join(child.name for child in children)}" if children else ""
+        print(
+            f"warning: exit handlers of the task took longer than {_HANDLERS_S:g} s, so the process ends without "
+            f"them{names}",
+            file=sys.stderr,
+            flush=True,
+        )
+    finally:  # also where standard error is closed
+        # With its children gone the handler may return, and those after it too.
+        if not done.wait(_UNBLOCKED_S):
+            os._exit(exit_code)
 
 
 def _join_threads(deadline: float) -> None:

@@ -3,7 +3,7 @@
 A trainer seeds its generators once per run (:func:`seed_all`) and stores their states in its part of a checkpoint
 (:func:`random_states`). A server that runs forward passes for several trainers gives each one its own stream
 (:class:`PrivateRng`). Reads of a data set are seeded one by one (:func:`seed_read`), and leave the generators as they
-were (:class:`GeneratorStates`).
+were (:class:`GeneratorStates`); so does a validation (:func:`validation_generators`).
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -14,7 +14,8 @@ import ctypes
 import random
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ from paramserver.errors import TaskError
 # SeedSequence takes (0, 1) and (0, 1, 0) for the same; these words are no index of a trainer.
 _READ = 0x72656164  # seed, epoch, index: the read of a sample
 _ORDER = 0x6F726472  # seed, epoch: the order of a pass
+_VALIDATION = 0x76616C69  # seed, version, index: what a validation of a trainer's share draws
 CONSTRUCTOR = 0x7461736B  # seed: the constructor of a task; the same in every process
 LOADERS = 0x6C6F6164  # seed: the loaders that a LightningModule makes; likewise
 
@@ -89,6 +91,34 @@ def restore_random_states(states: dict[str, Any], devices: Sequence[torch.device
     gpus = (device for device in devices if device.type != "cpu")
     for device, state in zip(gpus, states.get("gpus", ()), strict=False):
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def validation_generators(seed: int, version: int, index: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Return a context in which all generators of this process are those of one validation; restored at its exit.
+
+    So what a validation draws neither depends on the training before it nor changes the training after it.
+
+    Args:
+        seed: of the run.
+        version: of the parameters that are validated.
+        index: of the trainer whose share is evaluated, whichever trainer evaluates it.
+        devices: of this process; the generators of its GPUs are included.
+
+    Example::
+
+        >>> before = random_states()
+        >>> with validation_generators(0, version=100, index=1):
+        ...     first = torch.rand(1)
+        >>> torch.equal(torch.get_rng_state(), before["torch"])
+        True
+    """
+    states = random_states(devices)
+    seed_all(seed, version, index, _VALIDATION)
+    try:
+        yield
+    finally:
+        restore_random_states(states, devices)
 
 
 _MT19937_BYTES = 2500  # 624 words and the position

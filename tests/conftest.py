@@ -20,6 +20,7 @@ from forkserver import close_shared_server
 from launching import FinishedRun, write_config
 from leaks import ProcessSnapshot
 
+from paramserver.distributed.name_lookups import disable_name_lookups
 from tests.measure.look_at_report import NOT_THERE, find_chromium
 
 
@@ -29,10 +30,22 @@ def pytest_xdist_auto_num_workers(config):
     return min(max(os.cpu_count() or 1, 2), 4) if len(files) > 20 else 0
 
 
+def pytest_addoption(parser):
+    parser.addoption("--claims", default="", help="only the tests of these claims (see tests/claims.py)")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Select the tests of the claims that were asked for; each report carries the claims of its test."""
+    for item in items:
+        item.user_properties += [("claim", name) for mark in item.iter_markers("claim") for name in mark.args]
+    if asked := set(filter(None, config.getoption("--claims").split(","))):
+        selected = [item for item in items if asked & {value for _, value in item.user_properties}]
+        config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+        items[:] = selected
+
+
 def pytest_configure():
-    # TCPStore looks up the name of each end of a connection (docs/torch-notes.md, "TCPStore looks up names"): where one
-    # answer in a hundred gets lost, one connection in a hundred would take 5 s. The resolver sends no question at all.
-    os.environ["RES_OPTIONS"] = "attempts:0"
+    disable_name_lookups()  # for the tests that make a store of their own, as a rank does before it makes one
     # Tensors of the tests are small, and several workers share the cores: more threads only wait for each other.
     torch.set_num_threads(1)
 

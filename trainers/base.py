@@ -22,6 +22,7 @@ from paramserver.context import ProcessContext
 from paramserver.devices import move_to_device, use_device
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.errors import TaskError
+from paramserver.importing import name_user_error
 from paramserver.limits import epoch_of, is_due
 from paramserver.metrics.records import (
     CoreWait,
@@ -36,17 +37,18 @@ from paramserver.metrics.records import (
 )
 from paramserver.metrics.reduction import REDUCTIONS, Reduction
 from paramserver.parameters.model import autocast
-from paramserver.parameters.numerics import check_loss
-from paramserver.rng import random_states, restore_random_states, seed_all
+from paramserver.parameters.model_tree import ModelTree
+from paramserver.parameters.numerics import check_loss, name_float64, to_number
+from paramserver.rng import random_states, restore_random_states, seed_all, validation_generators
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.runs.monitor import RunMonitor
 from paramserver.sources import Partition
 from paramserver.sources.data_loader import is_map_style
 from paramserver.sources.dataset import DatasetSource
 from paramserver.task import Callback, Hooks, Task, restore_task, task_state
+from paramserver.trainers.data import DataStream
+from paramserver.trainers.validation import ValidationShare, evaluate, validation_batches
 from paramserver.transport.messages import DataPosition, OptimizerCall
-from trainers.data import DataStream
-from trainers.validation import ValidationShare, evaluate, validation_batches
 
 T = TypeVar("T")
 
@@ -95,6 +97,8 @@ class Trainer(ABC):
         all_totals: of every trainer, on rank 0 after the run.
         hooks: the task, and its callbacks after it.
         parameters_of: the parameters of each optimizer, by its name; empty if there is one without a name.
+        validates_averages: whether a validation is of ``averages()`` in place of the parameters.
+        tree: finds module buffers of ``unwrapped_model``; None if the model is on the server.
         batch_began: the version that the last batch began with, where there are several optimizers.
         optimizer_calls: of ``optimize``, the present one on each trainer that has data.
         validation: the values of the newest validation in this process, by name: the means over all trainers; of a
@@ -102,7 +106,7 @@ class Trainer(ABC):
 
     Example::
 
-        >>> from trainers import LocalTrainer
+        >>> from paramserver.trainers import LocalTrainer
         >>> class Scaled(LocalTrainer):
         ...     def on_before_forward(self, batch):
         ...         return [tensor * 0.5 for tensor in super().on_before_forward(batch)]
@@ -153,6 +157,7 @@ class Trainer(ABC):
         self._step_offset = 0  # 1 while step ``step + 1`` is being made
         self._in_batches = False  # while those trainers call hooks that have data
         self._memory = StagingPool()
+        self._kept_parameters: list[tuple[nn.Parameter, Tensor]] = []  # while the model has their averages
         self._validated_step: int | None = None
         self._saved_step: int | None = None
         self._validate_every = self.config.training.validate_every
@@ -170,6 +175,8 @@ class Trainer(ABC):
         self._gathers: tuple[tuple[int, ...], int] = (), 0  # where all_gather was called last, and how often there
         # With several optimizers: the parameters of each.
         self.parameters_of: dict[str, list[nn.Parameter]] = {}
+        self.validates_averages = False
+        self.tree: ModelTree | None = None  # of the model as the optimizer has it; None if that is elsewhere
         self.batch_began: int | None = None  # the version that the last batch began with
         self.optimizer_calls: list[OptimizerCall] = []  # the last ones of ``optimize``, of all trainers that have data
         self._updates = -1  # made in the present batch; -1 outside of ``training_step``
@@ -235,7 +242,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def averages(self) -> Mapping[str, Tensor]:
-        """Return the average of each parameter that was updated, by name (``training.ema_decay``)."""
+        """Return what is validated in place of a parameter, by its name; see ``Updater.averages``."""
 
     # What a mode implements.
 
@@ -338,20 +345,21 @@ class Trainer(ABC):
         kept = self.process.kept
         if kept.partition != partition and isinstance(kept.train, DataLoader):
             kept.train = None  # the trainers are others now, and its sampler may be that of a share
-        samples = self.task.train_source(partition) if kept.train is None else kept.train
-        if is_map_style(samples.dataset if isinstance(samples, DataLoader) else samples):
-            kept.train = samples
-        self.data = self.enter_context(
-            DataStream(
-                self.task,
-                partition,
-                self.config,
-                self.sampler_kwargs,
-                self.process.receiver_spec,
-                samples,
-                self.reports_served,
+        with name_user_error(f"trainer {self.trainer_index}: train_source, or what it returned,"):
+            samples = self.task.train_source(partition) if kept.train is None else kept.train
+            if is_map_style(samples.dataset if isinstance(samples, DataLoader) else samples):
+                kept.train = samples
+            self.data = self.enter_context(
+                DataStream(
+                    self.task,
+                    partition,
+                    self.config,
+                    self.sampler_kwargs,
+                    self.process.receiver_spec,
+                    samples,
+                    self.reports_served,
+                )
             )
-        )
         if kept.partition != partition:
             kept.partition, kept.validation = partition, validation_batches(self.task, partition, self.config)
         self.validation_loader = kept.validation
@@ -436,7 +444,7 @@ class Trainer(ABC):
                 "trainer.all_gather must be called where all trainers are at the same time: in training_step, "
                 "validation_step, on_batch_start, on_batch_end, on_validation_start, on_validation_end or on_train_end"
             )
-        value = stage_copy(value)
+        value = stage_copy(value, what="the value of trainer.all_gather")
         try:
             pickle.dumps(without_values(value))
         except Exception as error:  # pickle raises many types for what it cannot store
@@ -560,7 +568,7 @@ class Trainer(ABC):
         elif decision.share == self.trainer_index:
             self.validate()
         else:
-            self._validate(self._batches_of(decision.share))
+            self._validate(decision.share)
 
     def _finish(self, decision: Decision) -> None:
         """Validate and save for the last time; only save after a signal, and before other trainers continue."""
@@ -590,12 +598,16 @@ class Trainer(ABC):
         self.progress.samples_served += samples
         for number, (batch, self._batch_samples) in enumerate(batches, start=1):
             last = number == len(batches)
-            with nullcontext() if last else self.block_backward_sync():
+            with (
+                name_float64("training_step", batch, self.model),
+                nullcontext() if last else self.block_backward_sync(),
+            ):
                 value, loss = self._forward(batch)
                 summed += value
                 if last:
                     self.on_last_loss(summed / number, samples)
                 self._backward(loss, len(batches))
+        self._check_layers()
         report = StepReport(self.trainer_index, decision.step, samples, summed / len(batches), self.seconds)
         self._batch_samples = 1
         result = self.step_optimizer(report)
@@ -621,7 +633,7 @@ class Trainer(ABC):
         for hooks in self.hooks:
             hooks.on_batch_start(self.progress.batch_idx)
         self._updates = 0
-        with self._autocast:
+        with name_float64("training_step", batch, self.model), self._autocast:
             returned = self.task.training_step(self.model, batch, self.progress.batch_idx)
         if returned is not None or not self._updates:
             what = "returned a value" if returned is not None else "did not call it"
@@ -663,6 +675,7 @@ class Trainer(ABC):
             ...         self.trainer.optimize("d", self.loss_of_discriminator(model, batch, fake.detach()))
             ...         self.trainer.optimize("g", self.loss_of_generator(model, fake))
         """
+        self._check_layers()
         parameters = self._parameters_to_step(name)
         value = check_loss(loss, self.trainer_index, self.progress.batch_idx, name)
         self.clock.lap("forward")
@@ -688,7 +701,9 @@ class Trainer(ABC):
                 "detach() in the computation of the loss"
             )
         samples = self._batch_samples if not self._updates else 0
-        self._exchange_call(OptimizerCall(name, value, samples, used))
+        grads = [parameter.grad for parameter in parameters]
+        sparse = tuple(grad.sparse_dim() if grad is not None and grad.is_sparse else 0 for grad in grads)
+        self._exchange_call(OptimizerCall(name, value, samples, used, sparse))
         report = StepReport(self.trainer_index, self.step, samples, value, self.seconds, optimizer=name)
         result = self.step_optimizer(report)
         assert result is not None
@@ -778,15 +793,10 @@ class Trainer(ABC):
             hooks.on_batch_end(self.progress.batch_idx)
         self.progress.batch_idx += 1
 
-    def check_frozen(self, frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Refuse parameters that were frozen when the run began and are not now: no other process knows of them."""
-        for name, parameter in frozen:
-            if parameter.requires_grad:
-                raise TaskError(
-                    f"parameter {name} was frozen when the run began and is not now; it would not be trained on all "
-                    "ranks. Leave it trainable in build_model, and give it a learning rate of 0 until it is to be "
-                    "trained"
-                )
+    def _check_layers(self) -> None:
+        """Refuse layers and parameters that were replaced, added, removed or unfrozen since the optimizer was made."""
+        if self.tree is not None:
+            self.tree.check_parameters()
 
     def _enter_epoch(self, samples: int) -> None:
         """Enter the epoch of the next sample, after ``samples`` were applied."""
@@ -815,7 +825,7 @@ class Trainer(ABC):
     @property
     def seconds(self) -> float:
         """Seconds of training, without validation and checkpoints, including those before a resume."""
-        return self.progress.seconds + self.clock.steps.total_s
+        return self.progress.seconds + self.clock.total_s
 
     def is_due(self, step: int) -> bool:
         """Whether a validation or a checkpoint is due at this step, or was due since the last batch began."""
@@ -832,29 +842,37 @@ class Trainer(ABC):
         if self._validated_step == self.step:
             return False
         self._validated_step = self.step
-        return self._validate(self.validation_loader)
+        return self._validate(self.trainer_index)
 
-    def _validate(self, batches: Iterable[tuple[Any, int]] | None) -> bool:
+    def _validate(self, share: int) -> bool:
         self.sync_model()
-        # Without data a trainer still takes part: the others wait for its share.
-        self.validation, improved = self.merge_validation(self._evaluate(batches))
-        if self._is_validating:
-            self._is_validating = False
-            for hooks in self.hooks:
-                hooks.on_validation_end(self.progress.batch_idx)
+        with self._generators_of(share):
+            # Without data a trainer still takes part: the others wait for its share.
+            self.validation, improved = self.merge_validation(self._evaluate(self._batches_of(share)))
+            if self._is_validating:
+                self._is_validating = False
+                for hooks in self.hooks:
+                    hooks.on_validation_end(self.progress.batch_idx)
         self.clock.skip()
         return improved
+
+    def _generators_of(self, share: int) -> AbstractContextManager[None]:
+        """Return a context for the random numbers of the hooks and of the evaluation of a share."""
+        return validation_generators(self.config.seed, self.step, share, self.process.placement.devices)
 
     def evaluate_for_another(self, share: int) -> WeightedSums:
         """Evaluate the share of a lost trainer, of the version that ``unwrapped_model`` has, while the others wait."""
         self._evaluates_alone = True
         try:
-            return self._evaluate(self._batches_of(share))
+            with self._generators_of(share):
+                return self._evaluate(self._batches_of(share))
         finally:
             self._evaluates_alone = False
 
     def _batches_of(self, share: int) -> Iterable[tuple[Any, int]] | None:
-        """Return the validation batches of another trainer."""
+        """Return the validation batches of a trainer."""
+        if share == self.trainer_index:
+            return self.validation_loader
         if share not in self._loaders_of_others:
             partition = Partition(share, self.process.trainers)
             self._loaders_of_others[share] = validation_batches(self.task, partition, self.config)
@@ -880,8 +898,8 @@ class Trainer(ABC):
 
     @contextmanager
     def _averaged_parameters(self) -> Iterator[None]:
-        """Let the parameters of the model be their averages, where ``training.ema_decay`` asks for these."""
-        if self.config.training.ema_decay is None:
+        """Let the parameters of the model be their averages, where these are validated."""
+        if not self.validates_averages:
             yield
             return
         averages = self.averages()
@@ -890,11 +908,17 @@ class Trainer(ABC):
         # By ``data``, without a write: with shared memory the parameters of all processes are the same memory.
         for name, parameter in own.items():
             parameter.data = averages[name].to(parameter.device)
+        self._kept_parameters = [(parameter, kept[name]) for name, parameter in own.items()]
         try:
             yield
         finally:
-            for name, parameter in own.items():
-                parameter.data = kept[name]
+            self.restore_parameters()
+
+    def restore_parameters(self) -> None:
+        """Let the parameters of the model be its own again, after ``_averaged_parameters``."""
+        for parameter, data in self._kept_parameters:
+            parameter.data = data
+        self._kept_parameters = []
 
     def save(self, reason: str) -> None:
         """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent."""
@@ -903,11 +927,13 @@ class Trainer(ABC):
             self.save_part(reason, time.perf_counter())
             self.clock.skip()
         if reason in _LAST:
-            self.wait_saved()
+            with self.process.stop_limit.paused():
+                self.wait_saved()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this trainer's part of a checkpoint: one copy, which training does not change any more."""
-        own = stage_copy(task_state(self.task, self._callbacks), self._memory)
+        what = f"the state of {type(self.task).__name__}.on_checkpoint, or of a callback,"
+        own = stage_copy(task_state(self.task, self._callbacks), self._memory, what)
         check_storable(own, type(self.task).__name__)
         stream = self.data.state_dict(self._memory)
         self._memory.trim()
@@ -961,7 +987,10 @@ class Trainer(ABC):
         """Record a value; ``Task.log`` calls it."""
         if reduce not in REDUCTIONS:
             raise TaskError(f"self.log({name!r}, reduce={reduce!r}): reduce must be one of {', '.join(REDUCTIONS)}")
-        number = float(value.detach()) if isinstance(value, Tensor) else float(value)
+        if not name or not isinstance(name, str):
+            raise TaskError(f"self.log({name!r}, value): the name must be text; give the tag that TensorBoard shows")
+        cure = "it must be one number: log .mean() or .norm(), or each element by a name of its own"
+        number = to_number(value, f"self.log({name!r}, value): the value", cure)
         fields: dict[str, Any] = {}
         if self.process.trainers > 1:
             fields["reduce"] = reduce if self.lockstep else "none"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,16 @@ from paramserver.buffers.positions import AppliedPositions, Key
 from paramserver.checkpoint import StagingPool, stage_copy
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Readiness
-from paramserver.errors import BufferClosed, BufferExhausted, CheckpointError, TaskError, UnsupportedConfiguration
+from paramserver.errors import (
+    BufferClosed,
+    BufferExhausted,
+    CheckpointError,
+    ParamserverError,
+    SourceError,
+    TaskError,
+    UnsupportedConfiguration,
+)
+from paramserver.importing import describe_user_error, name_user_error
 from paramserver.online.spec import ReceiverSpec
 from paramserver.sources import Feeder, Partition, ResumePosition, Source, make_source
 from paramserver.sources.data_loader import Reading, resolve_reading
@@ -231,12 +240,34 @@ class DataStream:
         if self._default_batching and batch.stacked is not None:
             return batch.stacked, batch.size
         found = batch.samples[0] if self._reading.gives_batches else batch.samples
-        samples = [self.task.process_sample(sample) for sample in found]
+        samples: list[Any] = []
         try:
+            samples += map(self.task.process_sample, found)
             return self._collate(samples), len(samples)
         except TaskError as error:
-            batch_idx = self.buffer.info().batches - 1
-            raise TaskError(f"trainer {self.trainer_index}, batch {batch_idx}: {error}") from error
+            raise TaskError(f"trainer {self.trainer_index}, batch {self._last_batch_idx}: {error}") from error
+        except ParamserverError:
+            raise  # a sentence of its own
+        except Exception as error:
+            where = f"trainer {self.trainer_index}, batch {self._last_batch_idx}"
+            keys = batch.keys[0] if self._reading.gives_batches else batch.keys
+            if len(samples) < len(found):
+                what = f"process_sample raised for {self._name_samples([keys[len(samples)]])}"
+            else:
+                what = f"collate raised for {self._name_samples(keys)}"
+            raise SourceError(f"{where}: {what}: {describe_user_error(error)}") from error
+
+    @property
+    def _last_batch_idx(self) -> int:
+        return self.buffer.info().batches - 1
+
+    def _name_samples(self, keys: Sequence[Any]) -> str:
+        """Name samples by their keys: those of a data set are its indices."""
+        what = "sample"
+        if isinstance(self.source, DatasetSource):
+            what, keys = "index", self.source.indices_of(keys)
+        shown = ", ".join(map(str, keys[:8])) + (", ..." if len(keys) > 8 else "")
+        return f"{what} {shown}"
 
     def pop_served(self) -> tuple[npt.NDArray[np.int64], list[Key]]:
         """Return which samples were served since the last call; call it once a step, for the push.
@@ -309,12 +340,32 @@ class DataStream:
             self._raise_source_error()
             raise
         state = {"buffer": buffer, "source": stage_copy(self.source.state_dict(), memory)}
-        ahead = {p: times for p, times in self._applied.above.items() if p >= buffer["counters"]["puts"]}
-        if ahead and self.source.repeatable:
-            applied = self.buffer.applied()
-            account = AppliedPositions(applied.low, applied.above | ahead, applied.count + sum(ahead.values()))
-            state |= {"buffer": None, "applied": account.state_dict()}
+        if self._ahead(buffer["counters"]["puts"]) and self.source.repeatable:
+            state |= {"buffer": None, "applied": self._served_positions().state_dict()}
         return state
+
+    def _ahead(self, puts: int) -> dict[int, int]:
+        """Return the samples that were applied before ``load_after_loss`` and that the feeder has not reached."""
+        return {p: times for p, times in self._applied.above.items() if p >= puts}
+
+    def _served_positions(self) -> AppliedPositions:
+        applied, ahead = self.buffer.applied(), self._ahead(self.buffer.info().puts)
+        return AppliedPositions(applied.low, applied.above | ahead, applied.count + sum(ahead.values()))
+
+    def applied(self) -> AppliedPositions:
+        """Return which samples were served, without those since the last ``pop_served``: their step is not applied.
+
+        For a source that is repeatable.
+        """
+        served = [position for batch in self._served for position in batch.tolist()]
+        account, due = self._served_positions(), self.buffer.times_due or 1
+        first = min([account.low, *served])
+        times = {**dict.fromkeys(range(first, account.low), due), **account.above}
+        for position in served:
+            times[position] = max(times[position] - 1, 0)
+        applied = AppliedPositions(first, {p: n for p, n in times.items() if n}, account.count - len(served))
+        applied.add([], self.buffer.times_due)
+        return applied
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``, or this trainer's part of a resharded checkpoint. Call it before ``start``."""
@@ -329,7 +380,8 @@ class DataStream:
         if self.source.refetchable and buffer["samples"] is None:
             fetched = iter(self.source.fetch_all(buffer["keys"], buffer["positions"].tolist()))
             fetch = lambda key: next(fetched)  # noqa: E731 - the buffer asks for its keys in their order
-        self.buffer.load_state_dict(buffer, fetch)
+        with name_user_error(f"trainer {self.trainer_index}: the data set, which gives the buffer's samples again,"):
+            self.buffer.load_state_dict(buffer, fetch)
         self._applied = self.buffer.applied()
         if partly:
             self._applied.add(partly, self.buffer.times_due)

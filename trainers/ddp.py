@@ -24,16 +24,24 @@ from paramserver.context import ProcessContext
 from paramserver.distributed.control_channel import ControlChannel, connect_ranks
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.session import all_gather_objects, process_group
-from paramserver.errors import PeerLost, TaskError, UnsupportedConfiguration
+from paramserver.errors import Interrupted, PeerLost, TaskError, UnsupportedConfiguration
 from paramserver.limits import Limits
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_sums
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import build_model, extra_state_dict
+from paramserver.parameters.model_tree import ModelTree, set_buffer
 from paramserver.parameters.numerics import checksums
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
 from paramserver.task import Task
-from trainers.base import Trainer, overrides
-from trainers.ddp_control import AgreedStep, PartGather, StepAgreement, StepTotals, share_rows, translate_peer_loss
+from paramserver.trainers.base import Trainer, overrides
+from paramserver.trainers.ddp_control import (
+    AgreedStep,
+    PartGather,
+    StepAgreement,
+    StepTotals,
+    share_rows,
+    translate_peer_loss,
+)
 
 # Rank 0 collects the records of the others this often; it costs one gather.
 _COLLECT_EVERY_S = 1.0
@@ -56,7 +64,7 @@ class DdpTrainer(Trainer):
 
     Example::
 
-        >>> from trainers import DdpTrainer
+        >>> from paramserver.trainers import DdpTrainer
         >>> class Bf16(DdpTrainer):
         ...     def configure_ddp(self, model, device_ids):
         ...         wrapped = super().configure_ddp(model, device_ids)
@@ -78,19 +86,43 @@ class DdpTrainer(Trainer):
         self._last_collected = time.monotonic()
         self._sockets = rendezvous.sockets
         self._channel: ControlChannel | None = None
+        limit = process.stop_limit
+        self._before_limit, limit.at_limit = limit.at_limit, self._on_limit
         self._lost_at: float | None = None
         self._went_through_wrapper = False
-        self._frozen: list[tuple[str, nn.Parameter]] = []
         self._some_were_idle = False
+        self._wrapped_without_buffers = False
         self._collections = 0
 
     def run(self) -> Decision:
         try:
             return super().run()
         except PeerLost as error:
-            if self._channel is None or self._channel.lost in (None, error):
+            # The channel names the lost rank, a collective does not.
+            ended = self._outcome(error if self._channel is None else self._channel.lost or error)
+            if ended is error:
                 raise
-            raise self._channel.lost from error  # the channel names the lost rank, a collective does not
+            raise ended from error
+
+    def _outcome(self, lost: PeerLost) -> PeerLost | Interrupted:
+        """Return what a loss means: a run is interrupted if it was asked to end and a rank did not."""
+        if self._channel is None or not self._channel.stuck:
+            return lost
+        return Interrupted(f"{self.process.stop.state()[1]}; {self._channel.stuck}")
+
+    def _on_limit(self, place: str) -> None:
+        """Called in the thread of ``StopLimit``: the other ranks wait for this one, or this one for another."""
+        self._before_limit(place)
+        if self._channel is None:
+            return
+        limit_s = self.config.cluster.stop_within_s
+        if place:
+            rank = self.process.identity.global_rank
+            self._channel.report_loss(
+                rank, f"it did not return from {place} within cluster.stop_within_s ({limit_s:g} s)", is_stuck=True
+            )
+        else:
+            self._channel.send_over(self.process.stop.state()[1])
 
     def _on_lost(self) -> None:
         """Called again and again after a loss, in the thread of the control channel, until the channel is closed."""
@@ -100,7 +132,7 @@ class DdpTrainer(Trainer):
         # A send of gloo that began when its connection had ended is not woken; a task may compute for long.
         lost = None if self._channel is None or now < self._lost_at + _UNWIND_S else self._channel.lost
         if lost is not None and self.process.end_now is not None:
-            self.process.end_now(lost)
+            self.process.end_now(self._outcome(lost))
 
     def report_failure(self, error: BaseException) -> None:
         if isinstance(error, PeerLost) and self._channel is not None:
@@ -123,6 +155,7 @@ class DdpTrainer(Trainer):
             connect_ranks(self.rendezvous, self.config, self._on_lost, self.process.stop.event)
         )
         self._channel = channel
+        channel.on_over = self.process.stop_limit.end_now
         with self._sockets.record():
             self.enter_context(process_group(self.rendezvous, backend))
             # Only on CPUs a backward returns after its collectives.
@@ -159,10 +192,13 @@ class DdpTrainer(Trainer):
         )
         if self.checkpoints is not None:
             self.checkpoints.restore_model(model)  # on rank 0; the constructor of DDP broadcasts it
+        self._broadcast_late_buffers(model)
+        self._wrapped_without_buffers = not any(True for _ in model.buffers())
         device_ids = [placement.device] if placement.device.type != "cpu" and len(placement.devices) == 1 else None
-        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self.model = model
         self.updater = Updater(self.task, model, self.config.training)
+        self.validates_averages = self.updater.validates_averages
+        self.tree = ModelTree(model)
         if self.updater.parameters_of:
             self._check_several_optimizers()
             # Not wrapped: a loss has gradients for a part of the model, and they are reduced after its backward.
@@ -177,6 +213,16 @@ class DdpTrainer(Trainer):
             # Creating the context switches the collectives of joining on. It is never entered: this loop decides.
             self._join = self._ddp().join(divide_by_initial_world_size=False)
             self._shadow = self._ddp().join_hook(divide_by_initial_world_size=False)  # type: ignore[no-untyped-call]
+
+    def _broadcast_late_buffers(self, model: nn.Module) -> None:
+        """Give all ranks the stored module buffers that have another shape than as built, as DDP refuses them."""
+        late: list[dict[str, Tensor | None]] = [{}]
+        if self.checkpoints is not None:
+            stored = dict(model.named_buffers(remove_duplicate=False))
+            late = [{name: stored.get(name) for name in self.checkpoints.late_buffers(model)}]
+        dist.broadcast_object_list(late, src=0, group=self._control_group)
+        for name, value in late[0].items() if self.checkpoints is None else ():
+            set_buffer(model, name, value)
 
     def _check_several_optimizers(self) -> None:
         if overrides(self, DdpTrainer.configure_ddp) or self.config.ddp.comm_hook != "none":
@@ -284,8 +330,10 @@ class DdpTrainer(Trainer):
         """Continue with the module buffers that the last step kept, also where another rank's are kept from now on."""
         uneven_inputs = self.config.training.uneven_inputs
         source = module_buffer_owner(self._active, uneven_inputs)
-        # With several optimizers the model is not wrapped, so this is done before each batch.
-        if self.parameters_of or source != module_buffer_owner(active, uneven_inputs):
+        # DDP does it before a forward, but not with several optimizers, where the model is not wrapped, nor if it found
+        # no buffers at first.
+        own_broadcast = self.parameters_of or self._wrapped_without_buffers
+        if own_broadcast or source != module_buffer_owner(active, uneven_inputs):
             with translate_peer_loss():
                 for buffer in self.unwrapped_model.buffers():
                     dist.broadcast(buffer, src=source)
@@ -319,7 +367,15 @@ class DdpTrainer(Trainer):
                 "the trainers; call model(...), not model.module or self.trainer.unwrapped_model"
             )
         self._went_through_wrapper = False
-        self.check_frozen(self._frozen)
+        if self.process.trainers > 1 and not getattr(self.model, "find_unused_parameters", True):
+            # DDP would wait for the gradients of these, and reduce none of their bucket.
+            frozen = {id(p) for p in self.updater.parameters if not p.requires_grad}
+            for name, parameter in self.unwrapped_model.named_parameters() if frozen else ():
+                if id(parameter) in frozen:
+                    raise TaskError(
+                        f"parameter {name} was frozen after the start of the run, and gradients would not be averaged "
+                        "over the trainers; set ddp.find_unused_parameters (false) to true"
+                    )
 
     def on_last_loss(self, loss: float, samples: int) -> None:
         self._check_step()
@@ -357,12 +413,12 @@ class DdpTrainer(Trainer):
         if report.optimizer:
             return self._update_one()
         self.updater.apply(report.version + 1)
-        self.updater.optimizer.zero_grad()
+        self.updater.clear_gradients()
         self.clock.lap("apply")
         return None
 
     def follow_update(self) -> None:
-        self.updater.optimizer.zero_grad()
+        self.updater.clear_gradients()
         result = self._update_one()
         if self.monitor is not None:
             self.monitor.update_applied(result)
@@ -377,7 +433,7 @@ class DdpTrainer(Trainer):
             self._reduce_gradients(name, count)
         self.clock.lap("push")
         self.updater.apply(self.step + 1, name)
-        self.updater.optimizer.zero_grad()
+        self.updater.clear_gradients()
         self.clock.lap("apply")
         self.samples += sum(call.samples for call in self.optimizer_calls)
         loss = sum(call.loss for call in self.optimizer_calls) / count
@@ -386,11 +442,17 @@ class DdpTrainer(Trainer):
     @torch.no_grad()
     def _reduce_gradients(self, name: str, count: int) -> None:
         parameters = [parameter for parameter in self.parameters_of[name] if parameter.requires_grad]
-        used = [any(column) for column in zip(*(call.used for call in self.optimizer_calls), strict=True)]
-        reduced = [parameter for parameter, is_used in zip(parameters, used, strict=True) if is_used]
-        for dtype in sorted({parameter.dtype for parameter in reduced}, key=str):
-            own = [parameter for parameter in reduced if parameter.dtype == dtype]
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in own]
+        dense: list[nn.Parameter] = []
+        for number, parameter in enumerate(parameters):
+            # All ranks decide alike. A gradient that is sparse on some only is reduced as a dense one.
+            kinds = {call.sparse[number] for call in self.optimizer_calls if call.used[number]}
+            if kinds and min(kinds) == max(kinds) > 0:
+                self._reduce_sparse(parameter, kinds.pop(), count)
+            elif kinds:
+                dense.append(parameter)
+        for dtype in sorted({parameter.dtype for parameter in dense}, key=str):
+            own = [parameter for parameter in dense if parameter.dtype == dtype]
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in own]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             with translate_peer_loss():
                 dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
@@ -398,6 +460,17 @@ class DdpTrainer(Trainer):
                 flat /= count
             for parameter, mean in zip(own, torch.split(flat, [p.numel() for p in own]), strict=True):
                 parameter.grad = mean.view(parameter.shape)
+
+    def _reduce_sparse(self, parameter: nn.Parameter, sparse_dim: int, count: int) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            shape = parameter.shape
+            indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
+            gradient = torch.sparse_coo_tensor(indices, parameter.new_empty(0, *shape[sparse_dim:]), shape)
+        gradient = gradient.coalesce()
+        with translate_peer_loss():
+            dist.all_reduce(gradient)
+        parameter.grad = gradient / count
 
     def idle(self, decision: Decision) -> int:
         """Take part in the collectives of ranks that still have data, as ``DistributedDataParallel.join`` does."""

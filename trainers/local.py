@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from paramserver.checkpoint import stage_copy
 from paramserver.consistency import Decision, decide
 from paramserver.limits import Limits
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import build_model
+from paramserver.parameters.model_tree import ModelTree
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
 from paramserver.runs.monitor import RunMonitor
-from trainers.base import Trainer
+from paramserver.trainers.base import Trainer
+
+log = logging.getLogger("paramserver")
 
 
 class LocalTrainer(Trainer):
@@ -23,13 +30,14 @@ class LocalTrainer(Trainer):
 
     Example::
 
-        >>> from trainers import LocalTrainer
+        >>> from paramserver.trainers import LocalTrainer
         >>> class Printing(LocalTrainer):
         ...     def on_before_backward(self, loss):
         ...         print(f"step {self.step}: loss {loss.item():.3f}")
     """
 
     for_mode = "local"
+    reports_served = True
 
     checkpoints: CheckpointManager
     monitor: RunMonitor
@@ -40,20 +48,35 @@ class LocalTrainer(Trainer):
         self.checkpoints.restore_model(self.model)
         self.updater = Updater(self.task, self.model, self.config.training)
         self.checkpoints.restore_optimizer(self.updater)
+        self.tree = ModelTree(self.model)
         self.set_optimizers(self.updater.parameters_of)
+        self.validates_averages = self.updater.validates_averages
         self.on_after_setup_optimizers()
         self.step, self.samples = self.monitor.step, self.monitor.samples
+        self.first_step = self.step
         self.prepare_data()
         self.seed_or_restore(self.checkpoints.trainer_part(self.trainer_index))
+        # What another thread can save while the main thread is in a hook: see ``_save_applied``. As the hook may return
+        # meanwhile, the lock is held during an update, and while a checkpoint is staged.
+        self._source_at_start = stage_copy(self.data.source.state_dict())
+        self._lock = threading.RLock()
+        self._committed = self.step
+        self._applied, self._applied_progress = self.step, replace(self.progress)
+        limit = self.process.stop_limit
+        self._before_limit, limit.at_limit = limit.at_limit, self._on_limit
 
     def agree(self) -> Decision:
         announcements = {self.trainer_index: self.announcement()}
         return decide(announcements, self.step, self.samples, self.limits, self.config.training.uneven_inputs)
 
     def step_optimizer(self, report: StepReport) -> StepResult:
-        self.updater.apply(report.version + 1, report.optimizer)
-        self.updater.optimizer.zero_grad()
-        self.samples += report.samples
+        with self._lock:
+            self.updater.apply(report.version + 1, report.optimizer)
+            self.updater.clear_gradients()
+            self.samples += report.samples
+            self.data.pop_served()
+            self._applied = report.version + 1
+            self._applied_progress = replace(self.progress, steps=self.progress.steps + 1)
         self.clock.lap("apply")
         step, lr = report.version + 1, self.updater.lr
         return StepResult(step, self.samples, report.loss, lr, report.seconds, optimizer=report.optimizer)
@@ -69,10 +92,49 @@ class LocalTrainer(Trainer):
     def save_part(self, reason: str, since: float) -> None:
         part = self.state_dict()
 
+        # Paused, as the files may be written here.
+        with self.process.stop_limit.paused():
+            self._commit(self.step, part, reason, since)
+
+    def _commit(self, step: int, part: Mapping[str, Any], reason: str, since: float) -> None:
         def collect(staged: StagedCheckpoint) -> None:
             self.checkpoints.commit(staged, {self.trainer_index: part}, time.perf_counter() - since)
 
-        self.checkpoints.save(self.step, self.model, self.updater, reason, since, collect)
+        with self._lock:
+            self.checkpoints.save(step, self.model, self.updater, reason, since, collect)
+            self._committed = step
+
+    def _on_limit(self, place: str) -> None:
+        """Called in the thread of ``StopLimit``: no other process can save."""
+        self._before_limit(place)
+        if place and self._lock.acquire(blocking=False):  # otherwise an update is in progress, or a commit
+            try:
+                if self._applied != self._committed:
+                    with self.process.stop_limit.paused():
+                        self._save_applied()
+            finally:
+                self._lock.release()
+
+    def _save_applied(self) -> None:
+        """Save what is applied, while the main thread is in a hook, perhaps of the next step.
+
+        The part of this trainer is what a server would know of it (``ParameterServer._substitute_parts``): the hook may
+        hold locks of the task, and samples of a batch that is not applied are served again.
+        """
+        if not self.data.source.repeatable:
+            log.warning("no checkpoint is made of a stream while a hook runs, as samples of its batch would be lost")
+            return
+        self.restore_parameters()
+        part = {
+            "trainer_index": self.trainer_index,
+            "buffer": None,
+            "applied": self.data.applied().state_dict(),
+            "source": self._source_at_start,
+            "random": None,
+            "resumes": self.monitor.resumes + 1,
+            "counters": vars(self._applied_progress) | {"seconds": self.seconds},
+        }
+        self._commit(self._applied, part, "interrupted", time.perf_counter())
 
     def send_records(self, records: Sequence[Record]) -> None:
         for record in records:

@@ -17,9 +17,9 @@ from torch import Tensor
 from paramserver.checkpoint import stage_copy, write_chunks
 from paramserver.checkpoint.sender import BackgroundSender
 from paramserver.config import num_servers_of
-from paramserver.consistency import Announcement, Decision, Verdict
+from paramserver.consistency import Announcement, Decision, Verdict, module_buffer_owner
 from paramserver.context import ProcessContext
-from paramserver.distributed.local_calls import MAX_PACKET_BYTES, LocalConnection
+from paramserver.distributed.local_calls import LocalConnection
 from paramserver.distributed.membership import Member, release_liveness_calls
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.rpc_calls import RemoteError, note_repeated
@@ -37,20 +37,22 @@ from paramserver.errors import (
 )
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.optim.distributed_optimizer import SharedOptimizer
-from paramserver.parameters.flat import FlatLayout, module_buffers, trainable_parameters
+from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.model import build_model, detached_state_dict, extra_state_dict, load_weights
+from paramserver.parameters.model_tree import ModelTree, PackedBuffers
+from paramserver.parameters.numerics import checksums
 from paramserver.parameters.sharding import full_shard
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.server.client import CallFailed, InFlightCall, ServerClient
 from paramserver.task import Hooks, Task
+from paramserver.trainers.base import Trainer, overrides
+from paramserver.trainers.gradient_buckets import GradientBuckets
 from paramserver.transport.base import GradientBucket, TrainerTransport
 from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import DataPosition, JoinReply, StepGrant, VersionView
 from paramserver.transport.rpc import RpcTrainerTransport
 from paramserver.transport.segments import attach_socket, can_attach
 from paramserver.transport.shared_memory import SharedMemoryTrainerTransport, socket_key
-from trainers.base import Trainer, overrides
-from trainers.gradient_buckets import GradientBuckets
 
 log = logging.getLogger("paramserver")
 
@@ -68,7 +70,7 @@ class RpcTrainer(Trainer):
 
     Example::
 
-        >>> from trainers import RpcTrainer
+        >>> from paramserver.trainers import RpcTrainer
         >>> class Clipped(RpcTrainer):
         ...     def on_after_backward(self):
         ...         torch.nn.utils.clip_grad_value_(self.unwrapped_model.parameters(), 1.0)
@@ -96,6 +98,8 @@ class RpcTrainer(Trainer):
         self._by_bucket = False
         self._version = 0  # that the next push is for
         self._loaded: int | None = None  # the version that the model is known to hold
+        self._known_buffers: PackedBuffers | None = None  # the module buffers that the server sent, or was sent, last
+        self._keeps_buffers = False  # a change of them between two steps is kept
         self._records_sent = time.monotonic()
         self._sending_records: InFlightCall[None] | None = None
         # A change through ``grad.data`` after backward cannot be noticed, so nothing is sent before these hooks ran.
@@ -126,6 +130,8 @@ class RpcTrainer(Trainer):
                     agent.worker_id,
                     agent.server_addresses,
                     blocks=lambda: self.data.blocks,
+                    # With cluster.elastic a signal lets this trainer leave.
+                    stop_limit=None if self.config.cluster.elastic else self.process.stop_limit,
                 )
             )
         )
@@ -148,6 +154,8 @@ class RpcTrainer(Trainer):
         self.step = reply.step
         self.lockstep = reply.lockstep
         self.receive_model(reply)
+        owner = module_buffer_owner(tuple(range(self.process.trainers)), self.config.training.uneven_inputs)
+        self._keeps_buffers = reply.data_position is None and self.trainer_index == owner
         self.optimizer = SharedOptimizer(self.server)
         self.on_after_setup_optimizers()
         self._start_data(reply)
@@ -170,9 +178,12 @@ class RpcTrainer(Trainer):
     def receive_model(self, reply: JoinReply) -> None:
         """Load the server's model, and choose the transport that keeps it current."""
         load_weights(self.model, {**detached_state_dict(self.model), **reply.model}, "the server")
-        self._map_model(reply.parameter_layout, reply.buffer_layout)
+        self._map_model(reply.parameter_layout)
+        self.tree = ModelTree(self.model)
         self.transport = self._make_transport(reply)
+        self.record("transport", transport=self.transport.name)
         self.set_optimizers(reply.parameters_of)
+        self.validates_averages = reply.validates_averages
         self._buckets = self.enter_context(
             closing(GradientBuckets(self.transport, self._parameters, self._send_bucket))
         )
@@ -182,31 +193,32 @@ class RpcTrainer(Trainer):
             how = f"after all gradients: {reply.barrier}" if reply.barrier else "bucket by bucket, as gradients arrive"
             log.info("trainer %d: the server updates parameters %s", self.trainer_index, how)
         # Trainers that run freely may have made updates since the reply; each step pulls its own version.
-        self._load_view(self.server.view_version(None))
+        view = self.server.view_version(None)
+        self._load_view(view)
+        self._load_buffers(view.buffers)
 
-    def _map_model(self, parameters: FlatLayout, buffers: FlatLayout) -> None:
-        """Find the tensors of this model that correspond to the slots of the server's layouts."""
-        self._layout, self._buffer_layout = parameters, buffers
-        own, own_buffers = trainable_parameters(self.model), module_buffers(self.model)
-        for slot in parameters.slots:
+    def _map_model(self, layout: FlatLayout) -> None:
+        """Find the parameters of this model that correspond to the slots of the server's layout."""
+        self._layout, own = layout, trainable_parameters(self.model)
+        for slot in layout.slots:
             if slot.name not in own or tuple(own[slot.name].shape) != slot.shape:
                 raise TaskError(
                     f"build_model must build the same model in every process, and parameter {slot.name} of shape "
                     f"{slot.shape} is on the server only; let nothing in it depend on the rank or on time"
                 )
-        self._parameters = [own[slot.name] for slot in parameters.slots]
-        self._buffers = [own_buffers[slot.name] for slot in buffers.slots]
+        self._parameters = [own[slot.name] for slot in layout.slots]
         trained = {id(parameter) for parameter in self._parameters}
-        self._frozen = [(n, p) for n, p in self.model.named_parameters() if id(p) not in trained]
+        self._frozen = {n: p for n, p in self.model.named_parameters() if id(p) not in trained}
+        self._frozen_sums = checksums(self._frozen)
+        self._changed_frozen: set[str] = set()
 
     def _make_transport(self, reply: JoinReply) -> TrainerTransport:
         """Choose shared memory if this process can reach the server's, else messages."""
         layout, timeout_s = reply.parameter_layout, self.config.cluster.timeout_s
         address = reply.segments_address
         if address is not None and can_attach(address, timeout_s) and (slots := self.server.share_segments()):
-            if reply.buffer_layout.total_bytes <= MAX_PACKET_BYTES // 2:  # module buffers are part of the messages
-                key = socket_key(self.trainer_index, reply.incarnation)
-                self.server.use_local(LocalConnection(attach_socket(address, key, timeout_s)))
+            key = socket_key(self.trainer_index, reply.incarnation)
+            self.server.use_local(LocalConnection(attach_socket(address, key, timeout_s)))
             return SharedMemoryTrainerTransport(
                 layout, self._parameters, address, slots, self.trainer_index, timeout_s, reply.incarnation
             )
@@ -236,11 +248,16 @@ class RpcTrainer(Trainer):
     def agree(self) -> Decision:
         grant, self._next_grant = self._next_grant, None
         if grant is None:
-            grant = self.server.announce(self.announcement())
+            announcement = self.announcement()
+            grant = self.server.announce(announcement, self._changed_buffers())
             self.clock.lap_shared("pull", wait=grant.held_s)
         self._grant = grant
         assert grant.decision is not None
+        if grant.decision.active:
+            self._keeps_buffers = grant.wants_buffers  # with ``join`` another trainer's may be kept from now on
         if self.trainer_index in grant.decision.active:
+            # Before hooks are called in which a task may change them: on_epoch_end, on_epoch_start.
+            self._load_buffers(grant.buffers)
             self._version = grant.decision.step
             if not self.parameters_of:
                 self.begin_pull()
@@ -277,22 +294,29 @@ class RpcTrainer(Trainer):
     def load_version(self) -> None:
         if self.parameters_of:
             if self._loaded != self._version:
-                self.sync_model()
+                self._load_parameters()
         elif self.transport.zero_copy:
             self.transport.map_version(self._grant.slot)
         else:
             self._finish_pull()
             self.transport.load(self._pulled)
-        self._load_buffers(self._grant.buffers)
         for parameter in self._parameters:
             parameter.grad = None
         self.clock.lap("pull")
 
-    @torch.no_grad()
-    def _load_buffers(self, flats: Sequence[Tensor]) -> None:
-        if self._buffers:
-            for own, value in zip(self._buffers, self._buffer_layout.views(flats).values(), strict=True):
-                own.copy_(value)
+    def _load_buffers(self, packed: PackedBuffers | None) -> None:
+        if packed is not None and self.tree is not None:
+            self.tree.load_buffers(packed)
+            self._known_buffers = packed
+
+    def _changed_buffers(self) -> PackedBuffers | None:
+        """Return the module buffers that changed since the server sent or received them; None if none is kept."""
+        if self.tree is None or self._known_buffers is None or not self._keeps_buffers:
+            return None
+        changed = self.tree.pack_changed_buffers(self._known_buffers)
+        if changed is not None:
+            self._known_buffers = self.tree.pack_buffers()
+        return changed
 
     def on_last_loss(self, loss: float, samples: int) -> None:
         if self._overlaps_backward:
@@ -320,10 +344,11 @@ class RpcTrainer(Trainer):
         result = self._push(report)
         # Load the parameters that this optimizer changed. Module buffers stay those of this trainer until the next
         # batch, as a graph of this one may need them.
-        view = VersionView(0, (), ())
+        view = VersionView(0, (), None)
         if not self.transport.zero_copy:
             view = self.server.view_version(result.step, self._left_out[report.optimizer])
-            self.wire_bytes += sum(flat.nbytes for flat in (*view.parameters, *view.buffers) if flat.is_contiguous())
+            self.wire_bytes += sum(flat.nbytes for flat in view.parameters if flat.is_contiguous())
+            self.wire_bytes += _bytes_of(view.buffers)
         self.transport.load_updated(view, self._numbers_of[report.optimizer])
         self._loaded = result.step
         self.clock.lap("pull")
@@ -345,11 +370,13 @@ class RpcTrainer(Trainer):
             # The backward of the context is local, and sends the push.
             self._pulled = self.transport.pull(lambda *_: self.optimizer.begin_step(self._context_id, *push))
         root = self.transport.backward_root(self._pulled)
-        buffers = self._pack_buffers() if self._grant.wants_buffers and self._buffers else []
+        buffers = None
+        if self._grant.wants_buffers and self.tree is not None:
+            buffers = self._known_buffers = self.tree.pack_buffers()
         report = self.number_push(report, used)
         push = report, buffers, self.next_announcement(report.version + 1)
         self.wire_bytes += self.transport.step_bytes(() if self.parameters_of else self._pulled)
-        self.wire_bytes += sum(flat.nbytes for flat in (*buffers, *self._grant.buffers))
+        self.wire_bytes += _bytes_of(buffers) + _bytes_of(self._grant.buffers)
         sent = {bucket: calls[-1] for bucket, calls in self._sent_buckets.items()}
         self._sent_buckets = {}
         if self._by_bucket:
@@ -411,30 +438,30 @@ class RpcTrainer(Trainer):
 
     def _check_gradients(self) -> None:
         """Refuse, by name, what would be lost."""
-        self.check_frozen(self._frozen)
         for slot, trained in zip(self._layout.slots, self._parameters, strict=True):
             if trained.grad is not None and trained.grad.layout is not torch.strided:
                 raise TaskError(f"the gradient of parameter {slot.name} is sparse; use dense ones (sparse=False)")
 
-    @torch.no_grad()
-    def _pack_buffers(self) -> list[Tensor]:
-        flats = self._buffer_layout.allocate()
-        for own, view in zip(self._buffers, self._buffer_layout.views(flats).values(), strict=True):
-            view.copy_(own)
-        return flats
-
     # Validation, checkpoints, records.
 
     def sync_model(self) -> None:
-        self._load_view(self.server.view_version(self.step))
+        view = self._load_parameters()
+        # Those of the owner are the version's, and hooks may have changed them since its last push.
+        if not (self.lockstep and self._keeps_buffers):
+            self._load_buffers(view.buffers)
+
+    def _load_parameters(self) -> VersionView:
+        """Load the parameters of the present version, and return that."""
+        view = self.server.view_version(self.step)
+        self._load_view(view)
         self._loaded = self.step
+        return view
 
     def _load_view(self, view: VersionView) -> None:
         if view.slot is None:
             self.transport.load(view.parameters)
         else:
             self.transport.map_version(view.slot)
-        self._load_buffers(view.buffers)
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
         decision = self._grant.decision
@@ -451,7 +478,8 @@ class RpcTrainer(Trainer):
     def save_part(self, reason: str, since: float) -> None:
         self.wait_saved()
         records = self._flush_records()
-        staging = self.server.stage_checkpoint(reason, self.extra_state())  # the server copies while this trainer does
+        # The server copies while this trainer does.
+        staging = self.server.stage_checkpoint(reason, self.extra_state(), self._changed_buffers())
         step, part = self.step, self.state_dict()
         takes_part = staging.wait()
         records.wait()  # records from before the checkpoint are stored before it is
@@ -467,8 +495,15 @@ class RpcTrainer(Trainer):
         self._sender.submit(send)
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what the modules' ``get_extra_state`` defines: no forward of the server's model changes it."""
-        on_cpu: dict[str, Any] = stage_copy(extra_state_dict(self.model))
+        """Return what the model of the server lacks: ``get_extra_state`` of the modules, and changed frozen parameters.
+
+        A task may change frozen parameters, such as those of a target network, also through ``.data``, so their values
+        are compared.
+        """
+        sums = checksums(self._frozen)
+        self._changed_frozen |= {name for name in sums if sums[name] != self._frozen_sums[name]}
+        frozen = {name: self._frozen[name].detach() for name in sorted(self._changed_frozen)}
+        on_cpu: dict[str, Any] = stage_copy({**extra_state_dict(self.model), **frozen})
         return on_cpu
 
     def wait_saved(self) -> None:
@@ -513,6 +548,10 @@ class RpcTrainer(Trainer):
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
+
+
+def _bytes_of(buffers: PackedBuffers | None) -> int:
+    return 0 if buffers is None else buffers.nbytes
 
 
 def _compact(positions: npt.NDArray[np.int64]) -> Sequence[int]:

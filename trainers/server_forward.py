@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from paramserver.errors import ModelIsElsewhere, TaskError
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.rng import restore_random_states
+from paramserver.trainers.rpc import RpcTrainer
 from paramserver.transport.autograd import recv_outputs
 from paramserver.transport.messages import JoinReply, ModelCall, ModelReply
-from trainers.rpc import RpcTrainer
 
 _PUBLIC = frozenset({"forward", "train", "eval", "training", "modules", "begin_step", "next_batch", "end_step"})
 _PUBLIC |= {"call_super_init"}  # read by the constructor of nn.Module
@@ -216,7 +216,8 @@ class ServedTrainer(RpcTrainer):
         self.start_from(self.join())
 
     def receive_model(self, reply: JoinReply) -> None:
-        """Do nothing: the model stays on the server."""
+        """Leave the model on the server, which is called by RPC."""
+        self.record("transport", transport="rpc")
 
     def extra_state(self) -> dict[str, Any]:
         """Return nothing: the model stays on the server."""
@@ -257,7 +258,7 @@ class ServedTrainer(RpcTrainer):
     def step_optimizer(self, report: StepReport) -> StepResult:
         report = self.number_push(report)
         announcement = self.next_announcement(report.version + 1)
-        return self.finish_step(self.optimizer.step(self._context_id, report, [], announcement))
+        return self.finish_step(self.optimizer.step(self._context_id, report, None, announcement))
 
     # Validation.
 

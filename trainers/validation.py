@@ -14,13 +14,15 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from paramserver.config import Config
 from paramserver.devices import Placement, move_to_device
 from paramserver.errors import TaskError
+from paramserver.importing import name_user_error
 from paramserver.metrics.records import WeightedSums
 from paramserver.parameters.model import autocast
+from paramserver.parameters.numerics import name_float64, to_number
 from paramserver.sources.base import Partition
 from paramserver.sources.data_loader import is_map_style, resolve_reading
 from paramserver.sources.sampler import SamplerOrder
 from paramserver.task import Task
-from trainers.data import collate_of
+from paramserver.trainers.data import collate_of
 
 
 class _SizedCollate:
@@ -31,8 +33,9 @@ class _SizedCollate:
         self._collate = collate
 
     def __call__(self, samples: list[Any]) -> tuple[Any, int]:
-        processed = [self._task.process_sample(sample) for sample in samples]
-        return self._collate(processed), len(samples)
+        with name_user_error("process_sample or collate, for a batch of validation_source,"):
+            processed = [self._task.process_sample(sample) for sample in samples]
+            return self._collate(processed), len(samples)
 
 
 class ValidationShare(Subset[Any]):
@@ -51,6 +54,17 @@ class ValidationShare(Subset[Any]):
     def __init__(self, dataset: Any, indices: Sequence[int], description: str) -> None:
         super().__init__(dataset, indices)
         self.description = description
+
+    def __getitem__(self, idx: int) -> Any:
+        with name_user_error(f"validation_source, index {self.indices[idx]} of the data set, position {idx},"):
+            return self.dataset[self.indices[idx]]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if not callable(getattr(self.dataset, "__getitems__", None)):
+            return [self[idx] for idx in indices]
+        own = [self.indices[idx] for idx in indices]
+        with name_user_error(f"validation_source, one of the indices {', '.join(map(str, own))} of the data set,"):
+            return list(self.dataset.__getitems__(own))  # type: ignore[attr-defined]
 
 
 class _ReiterableDataset(IterableDataset[Any]):
@@ -83,7 +97,8 @@ def validation_batches(task: Task, partition: Partition, config: Config) -> Data
     Raises:
         TaskError: the source is neither a data set nor an iterable, or there is no ``validation_step``.
     """
-    data = task.validation_source(partition)
+    with name_user_error("validation_source"):
+        data = task.validation_source(partition)
     if data is None:
         return None
     if type(task).validation_step is Task.validation_step:
@@ -91,6 +106,11 @@ def validation_batches(task: Task, partition: Partition, config: Config) -> Data
             f"{type(task).__name__} has a validation_source but no validation_step; write "
             "validation_step(self, model, batch, valid_batch_idx, batch_idx), which returns a dict of means"
         )
+    with name_user_error("what validation_source returned"):
+        return _batches_of(data, task, partition, config)
+
+
+def _batches_of(data: Any, task: Task, partition: Partition, config: Config) -> DataLoader[Any]:
     reading = resolve_reading(data, partition, config, "validation_source")
     collate = _SizedCollate(task, collate_of(task, reading, "validation_source"))
     size = None if reading.gives_batches else reading.config.training.batch_size
@@ -169,7 +189,9 @@ def evaluate(
     total = WeightedSums()
     with eval_mode(model), autocast(device, precision):
         for valid_batch_idx, (batch, samples) in enumerate(batches):
-            values = task.validation_step(model, as_input(batch), valid_batch_idx, batch_idx)
+            batch = as_input(batch)
+            with name_float64("validation_step", batch, model):
+                values = task.validation_step(model, batch, valid_batch_idx, batch_idx)
             where = f"validation_step, batch {valid_batch_idx}"
             if not isinstance(values, Mapping):
                 raise TaskError(
@@ -223,10 +245,7 @@ def _detach_metric(metric: Any) -> Any:
 def _number(value: Any, what: str) -> float:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise TaskError(f"{what} has shape {tuple(value.shape)}; each value must be one number, the mean")
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise TaskError(f"{what} is {value!r}; each value must be one number, the mean") from error
+    return to_number(value, what, "each value must be one number, the mean")
 
 
 @contextmanager

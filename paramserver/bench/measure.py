@@ -408,6 +408,7 @@ def _outcome(
         "cpu_s": {name: watch.all_used_s(pids, window.begin, window.end) for name, pids in processes.items()},
         "peak_rss_mb": {k: max((p[k] for p in peaks if p[k] is not None), default=None) for k in ("server", "trainer")},
         "staleness": summaries[0]["staleness"],
+        "transports": summaries[0]["transports"],
         "model_bytes": stamps[0].model_bytes,
         "predicted": _predicted(case, method, stamps[0], found["wire_bytes_per_step"]),
         **(_wire_bytes(case, stamps, window, wire) if case.mode.has_process_group else {}),

@@ -77,9 +77,10 @@ class Checkpoint:
             CheckpointError: there is no such object, or the file was not written by ``torch.save``.
         """
         # Imported here, because it imports torch: a launcher chooses a checkpoint without it.
-        from paramserver.checkpoint.serialization import load_archive
+        from paramserver.checkpoint.serialization import check_mapping, load_archive
 
-        return load_archive(self.file_path(name))
+        path = self.file_path(name)
+        return check_mapping(load_archive(path), str(path))
 
     def read_bytes(self, name: str) -> bytes:
         """Return the content of the file saved as ``name``."""
@@ -259,6 +260,11 @@ def choose_checkpoint(run: Path, which: str) -> Path:
     if found is not None and found.is_dir():
         return found
     there = ", ".join(str(step_of(path.name)) for path in list_complete(folder)) or "none"
+    if which == BEST:
+        raise CheckpointError(
+            f"checkpoint best of {run} must exist, and no validation has marked one, as only a run with "
+            f"checkpoint.best and a validation_source does; choose {LATEST}, or one of the steps {there}"
+        )
     raise CheckpointError(f"checkpoint {which} of {run} must exist; there are {LATEST} and the steps {there}")
 
 

@@ -8,7 +8,6 @@ This module imports neither torch nor numpy before an object is written.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -33,7 +32,7 @@ from paramserver.checkpoint.format import (
     why_incomplete,
 )
 from paramserver.errors import StorageError, TrainingError, UnsupportedConfiguration
-from paramserver.fileio import HashingFile, atomic_rename, atomic_write_text, fsync_folder
+from paramserver.fileio import DISK_CURES, HashingFile, atomic_rename, atomic_write_text, fsync_folder, then_resume
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,14 +63,6 @@ class ChunkedFile:
         return iter(self._chunks)
 
 
-_CURES = {
-    errno.ENOSPC: "free space on that disk, or lower checkpoint.keep",
-    errno.EDQUOT: "free space within your quota, or lower checkpoint.keep",
-    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
-    errno.EROFS: "choose a logging.run_dir on a disk that can be written",
-    errno.ENOENT: "leave the run's folder where it is while the run writes to it",
-    errno.EACCES: "give this user the right to write there, or choose another logging.run_dir",
-}
 _RAW = (bytes, ChunkedFile)
 _WHAT_TO_KEEP = "keep tensors, numpy arrays and plain values in it"
 
@@ -205,8 +196,8 @@ def explain_disk_errors(path: Path, what: str = "checkpoint") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        cure = _CURES.get(error.errno or 0, "check that disk")
-        raise StorageError(f"{what} {path} could not be written ({error}); {cure}, then --resume") from error
+        cure = DISK_CURES.get(error.errno or 0, "check that disk")
+        raise StorageError(f"{what} {path} could not be written ({error}); {cure}, {then_resume(path)}") from error
 
 
 def mark_best(folder: Path, step: int) -> None:

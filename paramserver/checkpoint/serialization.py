@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Mapping
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -118,11 +120,47 @@ def load_archive(path: Path | IO[bytes]) -> Any:
         CheckpointError: it is no such archive, or holds objects of other types.
     """
     try:
-        with safe_globals(_NUMPY):
+        with safe_globals(_NUMPY), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the protocol of a foreign pickle, which is about to be refused
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        cause = str(error).strip().split("\n")[0]
-        raise CheckpointError(f"{path} cannot be loaded ({type(error).__name__}: {cause})") from error
+    except Exception as error:  # a file of another kind makes the unpickler raise anything
+        what = path if isinstance(path, Path) else "a trainer's part of a checkpoint"
+        raise CheckpointError(f"{what} cannot be loaded ({_why_not_loaded(error)})") from error
+
+
+def _why_not_loaded(error: Exception) -> str:
+    """Return why ``torch.load`` refused a file."""
+    text = str(error)
+    if isinstance(error, pickle.UnpicklingError):
+        refused = re.search(r"GLOBAL (\S+)", text)
+        held = refused[1] if refused else "what no torch.save writes"
+        return f"it is a pickle with {held}, and only tensors and plain values are loaded"
+    if isinstance(error, OSError):
+        return error.strerror or text
+    cause = text.strip().split("\n")[0]
+    if isinstance(error, EOFError) or not cause:
+        return "it is empty, or ends too early"
+    return f"it is no file of torch.save: {type(error).__name__}: {cause}"
+
+
+def check_mapping(content: Any, what: str, names: Sequence[str] = ()) -> Mapping[str, Any]:
+    """Return ``content``, loaded from ``what``, if it is a dictionary with these names.
+
+    Raises:
+        CheckpointError: it is not; another program wrote the file.
+
+    Example::
+
+        >>> check_mapping({"step": 3}, "run.pt", ["step"])
+        {'step': 3}
+    """
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{what} must hold a dictionary, and holds {type(content).__name__}; another program wrote it"
+        )
+    if missing := [name for name in names if name not in content]:
+        raise CheckpointError(f"{what} must hold {', '.join(names)}, and lacks {missing[0]}; another program wrote it")
+    return content
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
@@ -149,8 +187,7 @@ def unpack(part: bytes) -> dict[str, Any]:
         >>> unpack(pack({"batch_idx": 7}))
         {'batch_idx': 7}
     """
-    state: dict[str, Any] = load_archive(io.BytesIO(part))
-    return state
+    return dict(check_mapping(load_archive(io.BytesIO(part)), "a trainer's part of a checkpoint"))
 
 
 def check_storable(state: Mapping[str, Any], task_name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import mmap
+import sys
 import threading
 import weakref
 from collections.abc import Hashable
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from paramserver.errors import TaskError
 
 _LARGE_BYTES = 2**20
 
@@ -72,10 +75,11 @@ class StagingPool:
         return self._bytes
 
 
+_NESTED = (dict, list, tuple)
 _Memo = dict[Hashable, torch.Tensor]
 
 
-def stage_copy(obj: Any, pool: StagingPool | None = None) -> Any:
+def stage_copy(obj: Any, pool: StagingPool | None = None, what: str = "a state") -> Any:
     """Copy nested dict, list and tuple of tensors so that the copy shares nothing that can change with the original.
 
     Every tensor (a parameter too) becomes a plain, contiguous CPU tensor with a storage of its own size: saving a view
@@ -85,9 +89,13 @@ def stage_copy(obj: Any, pool: StagingPool | None = None) -> Any:
     Args:
         obj: what is copied.
         pool: where large copies are made; None = in fresh memory.
+        what: names ``obj``, for the message.
 
     Returns:
         The same structure; classes of dictionaries and named tuples, and a ``state_dict``'s ``_metadata``, are kept.
+
+    Raises:
+        TaskError: it contains itself, or is nested too deeply.
 
     Example::
 
@@ -97,7 +105,30 @@ def stage_copy(obj: Any, pool: StagingPool | None = None) -> Any:
         >>> copied["bias"].tolist(), copied["bias"] is copied["tied"], copied["bias"].untyped_storage().nbytes()
         ([0.0, 1.0], True, 8)
     """
-    return _copied(obj, {}, pool)
+    try:
+        return _copied(obj, {}, pool)
+    except RecursionError:
+        pass
+    raise TaskError(
+        f"{what} holds {_why_too_deep(obj)}; store tensors, numbers, strings, and lists or dicts of them, each level "
+        "once"
+    )
+
+
+def _why_too_deep(obj: Any) -> str:
+    """Return where a nested value contains itself, or that it is nested too deeply."""
+    # No recursion: each entry is a value that is still to be looked at, with its path and the values around it.
+    left: list[tuple[Any, str, tuple[int, ...]]] = [(obj, "", ())]
+    while left:
+        value, path, around = left.pop()
+        if id(value) in around:
+            return f"itself (at {path or 'the top'})"
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, _NESTED) else ()
+        if len(around) < sys.getrecursionlimit():
+            left += [
+                (item, f"{path}[{key!r}]", (*around, id(value))) for key, item in items if isinstance(item, _NESTED)
+            ]
+    return "more nested levels than can be copied"
 
 
 def _copied(obj: Any, memo: _Memo, pool: StagingPool | None) -> Any:

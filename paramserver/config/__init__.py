@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         differences as differences,
         dump_yaml as dump_yaml,
         load_config as load_config,
+        without_old_defaults as without_old_defaults,
     )
     from paramserver.config.layers import KEYS as KEYS, SECTIONS as SECTIONS, Key as Key, Section as Section
     from paramserver.config.modes import MODES as MODES, Mode as Mode

@@ -185,13 +185,19 @@ def _backup_trainers(config: Config) -> str | None:
     return None
 
 
+# Whether the parameters are larger is not known yet. Where they are, a note of the server reports it.
+_ROUNDS_LITTLE = (None, "float32")
+
+
 def _wire_dtype(config: Config) -> str | None:
     dtype, transport = config.server.wire_dtype, config.server.transport
-    if transport != "shared_memory" or dtype == "float32" or server_computes(config) or not mode_of(config).has_servers:
+    if transport != "shared_memory" or dtype in _ROUNDS_LITTLE or server_computes(config):
+        return None
+    if not mode_of(config).has_servers:
         return None
     return (
-        f"server.wire_dtype ({dtype}) must be float32 with server.transport shared_memory, where parameters and "
-        "gradients are read and written in place; leave it out or choose rpc"
+        f"server.wire_dtype ({dtype}) must be null or float32 with server.transport shared_memory, where parameters "
+        "and gradients are read and written in place; leave it out or choose rpc"
     )
 
 
@@ -261,7 +267,7 @@ RELATIONS: tuple[Relation, ...] = (
         "cluster.colocate",
     ),
     _served("server.transport", ("auto", "rpc"), "no parameters are sent", _OR_TRAINER),
-    _served("server.wire_dtype", ("float32",), "no parameters are sent", _OR_TRAINER),
+    _served("server.wire_dtype", _ROUNDS_LITTLE, "no parameters are sent", _OR_TRAINER),
     _served("device.kind", ("auto", "cpu"), "trainers compute nothing but the loss", _OR_NUM_GPUS),
     _served("training.ema_decay", (None,), "no trainer has parameters to validate", _OR_TRAINER),
     Relation(("device.server", "cluster.num_servers", "cluster.colocate"), _one_server_on_gpu),

@@ -18,7 +18,7 @@ from paramserver.config.layers import (
     dotted_name,
 )
 from paramserver.config.parsing import dump, read_file
-from paramserver.config.schema import Config, format_value
+from paramserver.config.schema import Config, KeyPath, format_value
 
 _NO_FLAGS: Mapping[str, Any] = MappingProxyType({})
 
@@ -29,6 +29,8 @@ def load_config(
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] = _NO_FLAGS,
     base: Mapping[str, Any] | None = None,
+    stored: bool = False,
+    given: Mapping[str, Any] | None = None,
 ) -> Config:
     """Load the effective config. A flag overrides ``--set``, which overrides the file, which overrides the default.
 
@@ -37,6 +39,8 @@ def load_config(
         overrides: ``section.key=value`` strings, as after ``--set``; a later one overrides an earlier one.
         flags: values by dotted key; None for a flag that was not given.
         base: a stored config (``Config.to_mapping()``) instead of the file, when a run is resumed.
+        stored: the file is that of a run that is resumed, see ``without_old_defaults``.
+        given: the entries of ``base`` that this start was given; None = all of it is stored.
 
     Raises:
         UnsupportedConfiguration: an unknown key, a value that violates its rule, or values that contradict each other.
@@ -55,13 +59,40 @@ def load_config(
     if file is not None:
         source = str(file)
         document = read_file(Path(file))
-        settings.assign((), document.value, lambda path: f"{source}:{document.lines.get(path, 1)}")
+        value = without_old_defaults(document.value) if stored else document.value
+        settings.assign((), value, lambda path: f"{source}:{document.lines.get(path, 1)}")
     elif base is not None:
-        source = "the stored config"
-        settings.assign((), base, constant_origin(source))
+        source = "the stored config" if given is None else "the given config"
+        settings.assign((), base, lambda path: source if given and _holds(given, path) else "the stored config")
     apply_overrides(settings, overrides)
     apply_flags(settings, flags)
     return _checked(settings, source)
+
+
+def without_old_defaults(stored: Any) -> Any:
+    """Return what the ``config.yaml`` of a run holds, without defaults of an earlier version.
+
+    ``server.wire_dtype`` was float32 by default, which rounds float64.
+
+    Example::
+
+        >>> without_old_defaults({"server": {"wire_dtype": "float32", "bucket_mb": 4}})
+        {'server': {'bucket_mb': 4}}
+    """
+    server = stored.get("server") if isinstance(stored, Mapping) else None
+    if not isinstance(server, Mapping) or server.get("wire_dtype") != "float32":
+        return stored
+    return {**stored, "server": {name: value for name, value in server.items() if name != "wire_dtype"}}
+
+
+def _holds(mapping: Mapping[str, Any], path: KeyPath) -> bool:
+    """Return whether a nested mapping has an entry at ``path``."""
+    held: Any = mapping
+    for name in path:
+        if not isinstance(held, Mapping) or name not in held:
+            return False
+        held = held[name]
+    return bool(path)
 
 
 def config_from_mapping(mapping: Mapping[str, Any], origin: str | None = None) -> Config:

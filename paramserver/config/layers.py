@@ -99,15 +99,75 @@ def child_names(prefix: str) -> list[str]:
     return [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == prefix]
 
 
+# What the task builds, and so has no key. Names of optimizers, schedules and models in other frameworks.
+_OF_THE_TASK = {
+    **dict.fromkeys(("learning_rate", "base_lr", "init_lr", "initial_lr", "max_lr", "start_lr", "learningrate"), "lr"),
+    **{
+        name: name
+        for name in (
+            *("lr", "weight_decay", "momentum", "betas", "nesterov", "optimizer", "optim", "optimizers", "loss"),
+            *("scheduler", "schedule", "lr_scheduler", "lr_scheduler_type", "warmup_steps", "warmup_ratio", "gamma"),
+            *("model", "hidden_size", "num_layers", "dropout", "dataset", "data", "data_dir", "label_smoothing"),
+        )
+    },
+}
+# Names in other frameworks (Lightning, transformers, accelerate, DeepSpeed, keras) of what has a key here.
+_NAMED_ELSEWHERE = {
+    "training.max_epochs": ("epochs", "num_epochs", "n_epochs", "num_train_epochs", "nb_epochs", "epoch"),
+    "training.max_steps": ("num_steps", "total_steps", "iterations", "max_iters", "max_iterations"),
+    "training.max_seconds": ("max_time", "time_limit"),
+    "training.batch_size": (
+        *("train_batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu", "batchsize"),
+        *("micro_batch_size", "local_batch_size", "bs"),
+    ),
+    "training.validation_batch_size": ("eval_batch_size", "per_device_eval_batch_size", "val_batch_size"),
+    "training.accumulate_batches": (
+        *("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accumulation_steps", "accumulation_steps"),
+    ),
+    "training.clip_grad_norm": (
+        *("gradient_clip_val", "max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad", "clipnorm", "clip_norm"),
+    ),
+    "training.precision": ("dtype", "torch_dtype", "mixed_precision", "fp16", "bf16", "amp", "half_precision"),
+    "training.validate_every": ("val_check_interval", "check_val_every_n_epoch", "eval_steps", "eval_interval"),
+    "training.loader_workers": ("num_workers", "dataloader_num_workers", "n_workers"),
+    "training.patience": ("early_stopping_patience", "early_stopping"),
+    "checkpoint.every": ("save_steps", "save_every", "every_n_train_steps", "save_interval", "checkpoint_interval"),
+    "checkpoint.keep": ("save_total_limit", "save_top_k", "keep_last"),
+    "logging.log_every": ("logging_steps", "log_every_n_steps", "log_interval", "log_steps", "print_freq"),
+    "logging.run_dir": ("output_dir", "log_dir", "logdir", "default_root_dir", "save_dir", "out_dir"),
+    "logging.name": ("run_name", "experiment_name", "exp_name", "experiment"),
+    "mode": ("strategy", "distributed_backend", "accelerator", "distribution"),
+    "cluster.num_trainers": ("nproc_per_node", "num_processes", "devices", "n_gpu", "gpus", "workers", "trainers"),
+    "cluster.num_servers": ("num_ps", "servers", "parameter_servers"),
+    "init_from": ("pretrained", "load_from", "weights", "ckpt", "checkpoint_path"),
+    "seed": ("random_seed", "random_state", "manual_seed", "data_seed", "seed_everything"),
+}
+_KEY_OF = {other: key for key, others in _NAMED_ELSEWHERE.items() for other in others}
+
+
+def _named_elsewhere(leaf: str) -> str | None:
+    """Return what to write in place of a name that another framework uses."""
+    name = leaf.lower().replace("-", "_")
+    if name in _OF_THE_TASK:
+        return (
+            f"the task builds its model, optimizer and data; write task_args.{_OF_THE_TASK[name]}, an argument of the "
+            "task's constructor"
+        )
+    return f"write {_KEY_OF[name]}" if name in _KEY_OF else None
+
+
 def unknown_key_message(name: str) -> str:
     """Return the message that refuses ``name`` and suggests the key that was probably meant."""
     parent, _, leaf = name.rpartition(".")
-    if parent in KEYS:
+    cure = _named_elsewhere(leaf)
+    if parent in KEYS and not cure:
         return f"{name} is not a key: {parent} is a single value; write {parent}: <value>"
     # An existing key in the wrong section, where only one section has a key of this name.
     namesakes = [known for known in (*KEYS, *SECTIONS) if "." in known and known.rpartition(".")[2] == leaf]
     if len(namesakes) == 1:
         return f"{name} is not a key: {leaf} belongs to {namesakes[0].rpartition('.')[0]}; write {namesakes[0]}"
+    if cure:
+        return f"{name} is not a key: {cure}"
     if closest := _closest_key(name):
         return f"{name} is not a key; did you mean {closest}?"
     where = parent if parent in SECTIONS else ""

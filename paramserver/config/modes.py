@@ -46,20 +46,20 @@ MODES: dict[str, Mode] = {
     for mode in (
         Mode(
             name="rpc",
-            trainer_class="trainers:RpcTrainer",
-            served_trainer_class="trainers:ServedTrainer",
+            trainer_class="paramserver.trainers:RpcTrainer",
+            served_trainer_class="paramserver.trainers:ServedTrainer",
             has_servers=True,
             summary="ranks 0 to num_servers - 1 are parameter servers, the others are trainers",
         ),
         Mode(
             name="ddp",
-            trainer_class="trainers:DdpTrainer",
+            trainer_class="paramserver.trainers:DdpTrainer",
             has_process_group=True,
             summary="every rank is a trainer; gradients are averaged by all-reduce",
         ),
         Mode(
             name="local",
-            trainer_class="trainers:LocalTrainer",
+            trainer_class="paramserver.trainers:LocalTrainer",
             single_process=True,
             summary="one process, no communication",
         ),

@@ -118,10 +118,11 @@ def _to_str(value: Any, rule: Rule) -> str:
     if isinstance(value, PurePath):
         value = str(value)
     if rule.choices and value not in rule.choices:
-        closest = closest_match(format_value(value), rule.choices)
-        raise _BrokenRuleError(
-            f"be one of {', '.join(rule.choices)}", f"did you mean {closest}?" if closest else "choose one of them"
-        )
+        word = format_value(value)
+        known = next((cure for pattern, cure in rule.cures if re.fullmatch(pattern, word, re.IGNORECASE)), None)
+        closest = closest_match(word, rule.choices)
+        likely = f"did you mean {closest}?" if closest else "choose one of them"
+        raise _BrokenRuleError(f"be one of {', '.join(rule.choices)}", known or likely)
     if not isinstance(value, str):
         raise _BrokenRuleError("be text", "put it in quotes")
     if not value.strip():

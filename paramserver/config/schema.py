@@ -44,6 +44,8 @@ class Rule:
         above: exclusive lower bound of a number.
         pattern: a regular expression that the whole string, or each of a list, must match; `form` describes the value
             and `example` matches it.
+        cures: what to write instead of a word that is not among the choices: pairs of a regular expression, which the
+            whole word must match in any case, and the cure.
 
     Example::
 
@@ -60,6 +62,7 @@ class Rule:
     pattern: str = ""
     form: str = ""
     example: str = ""
+    cures: tuple[tuple[str, str], ...] = ()
 
     def describe(self) -> str:
         """Describe the rule in a few words, for messages and for the table of keys."""
@@ -125,8 +128,8 @@ def boolean() -> Rule:
     return Rule("bool")
 
 
-def one_of(*choices: str) -> Rule:
-    return Rule("str", choices=choices)
+def one_of(*choices: str, nullable: bool = False, cures: Mapping[str, str] | None = None) -> Rule:
+    return Rule("str", nullable=nullable, choices=choices, cures=tuple((cures or {}).items()))
 
 
 def string(pattern: str = "", form: str = "", example: str = "", *, nullable: bool = False) -> Rule:
@@ -163,6 +166,21 @@ def section(kind: type, help: str, *, nullable: bool = False) -> Any:
 
 LOADER_KEYS = ("batch_size", "loader_workers")
 """Keys of the section ``training`` that a DataLoader of the task replaces, unless they were given."""
+
+# The names that torch, Lightning, transformers, accelerate, DeepSpeed and keras give to precisions.
+_FLOAT32 = r"(torch\.)?(float|f(p|loat)?32|32(-true|-full)?|single|full|no|none|null|false)"
+_BFLOAT16 = r"(torch\.)?(bf16|bfloat16|mixed_bfloat16|bf16-(mixed|true|full)|amp_bf16|amp|mixed)"
+_FLOAT16 = r"(torch\.)?(f(p|loat)?16|half|16(-mixed|-true)?|mixed_float16|amp_fp16|fp16-mixed)"
+_TFLOAT32 = r"tf32|tensorfloat-?32|high|medium|highest"
+_FLOAT64 = r"(torch\.)?(double|f(p|loat)?64|64(-true)?)"
+_PRECISIONS = {
+    _BFLOAT16: "write bfloat16, which computes the forward in autocast; the parameters stay as the task makes them",
+    _FLOAT16: "write bfloat16, which has the range of float32 and needs no scaling of the loss, as float16 would",
+    _FLOAT32: "write float32",
+    _TFLOAT32: "write float32, and call torch.set_float32_matmul_precision in the task's constructor",
+    _FLOAT64: "write float32, which leaves the forward as it is, and return model.double() from build_model",
+}
+_WIRE_DTYPES = {_BFLOAT16: "write bfloat16", _FLOAT16: "write float16", _FLOAT32: "write float32"}
 
 _CLASS = string(
     r"[^:\s][^:\n]*:[^:\s]+", "module:Class or path/to/file.py:Class", "examples/digits.py:Digits", nullable=True
@@ -208,6 +226,9 @@ class ClusterConfig:
         "backend of torch.distributed in ddp; auto = nccl on GPUs, gloo otherwise",
     )
     timeout_s: float = key(60.0, positive_number(), "limit of every wait that no other key limits, in seconds")
+    stop_within_s: float = key(
+        15.0, positive_number(), "after a signal, limit of the step or hook that is in progress, in seconds"
+    )
     max_restarts: int = key(3, integer(0), "how often a rank that died starts again, if a supervisor started it")
     spares: int = key(0, integer(0), "processes that wait, torch imported, to take the role of a rank that died")
     elastic: bool = key(False, boolean(), "rpc: trainers beyond the first world may join a running job")
@@ -267,7 +288,9 @@ class TrainingConfig:
         Rule("float", nullable=True, minimum=0, maximum=1),
         "validate an exponential average of the parameters; this is its decay per step",
     )
-    precision: str = key("float32", one_of("float32", "bfloat16"), "precision of the forward; bfloat16 = autocast")
+    precision: str = key(
+        "float32", one_of("float32", "bfloat16", cures=_PRECISIONS), "precision of the forward; bfloat16 = autocast"
+    )
     validate_every: int = key(100, integer(0), "global steps between two validations; 0 = at the end only")
     uneven_inputs: str = key(
         "stop", one_of("stop", "join"), "stop = all trainers stop when one has no data; join = the others continue"
@@ -294,7 +317,11 @@ class ServerConfig:
     stale_scaling: str = key("none", one_of("none", "inverse"), "inverse = gradient / (1 + staleness)")
     compute: str = key("trainer", one_of("trainer", "server"), "where the forward runs")
     transport: str = key("auto", one_of("auto", "rpc", "shared_memory"), "how tensors are exchanged")
-    wire_dtype: str = key("float32", one_of("float32", "bfloat16", "float16"), "type of tensors in RPC messages")
+    wire_dtype: str | None = key(
+        None,
+        one_of("float32", "bfloat16", "float16", nullable=True, cures=_WIRE_DTYPES),
+        "type that parameters and gradients are rounded to in RPC messages, if theirs is larger; null = their own",
+    )
     bucket_mb: float | None = key(
         None,
         positive_number(nullable=True),

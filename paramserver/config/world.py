@@ -60,7 +60,7 @@ def trainer_of(config: Config) -> str:
     Example::
 
         >>> trainer_of(Config(mode="ddp"))
-        'trainers:DdpTrainer'
+        'paramserver.trainers:DdpTrainer'
     """
     mode = mode_of(config)
     return config.trainer or (mode.served_trainer_class if server_computes(config) else mode.trainer_class)

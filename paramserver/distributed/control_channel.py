@@ -37,10 +37,11 @@ _log = logging.getLogger(__name__)
 
 # Kind of the message, and length of the body that follows.
 _HEADER = struct.Struct("!BI")
-# Kinds below 253 belong to the users of a channel.
-_HEARTBEAT, _COMPLETE, _LOSS, _BYE = 0, 253, 254, 255
-# Body of a loss: the rank that is lost; the reason follows.
+# Kinds below 252 belong to the users of a channel.
+_HEARTBEAT, _OVER, _COMPLETE, _LOSS, _BYE = 0, 252, 253, 254, 255
 _RANK = struct.Struct("!I")
+# Body of a loss: the rank that is lost, and whether it was asked to end and did not; the reason follows.
+_LOST_RANK = struct.Struct("!I?")
 # A sender that waits for room checks this often whether the reading thread found the peer to be lost.
 _LOST_CHECK_S = 0.2
 _CLOSE_S = 5.0
@@ -146,6 +147,10 @@ class ControlChannel:
         on_lost: called in the reading thread when a peer is lost before this rank left, and repeatedly from then on
             until ``close``, as the owner may begin another wait. Must not block.
 
+    Attributes:
+        stuck: the lost rank, and why, if it was asked to end and did not; otherwise "".
+        on_over: called in the reading thread with the reason of another rank's ``send_over``. Must not block.
+
     Example::
 
         >>> with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -174,7 +179,10 @@ class ControlChannel:
         self._changed = threading.Condition()
         self._inbox: deque[ControlMessage] = deque()
         self._leaving = False
+        self._sent_over = False
+        self.on_over: Callable[[str], None] = lambda reason: None
         self.lost: PeerLost | None = None
+        self.stuck = ""
         self.last_progress = 0.0
         self._active: list[Connection] = []
         self._lost_after_s = math.inf
@@ -207,7 +215,7 @@ class ControlChannel:
             raise self.lost
 
     def send(self, peer: int, kind: int, body: bytes | memoryview = b"") -> None:
-        """Send a message of ``kind`` (1 to 253).
+        """Send a message of ``kind`` (1 to 251).
 
         Raises:
             PeerLost: that peer is gone.
@@ -294,16 +302,35 @@ class ControlChannel:
             connection.count_silence(min(elapsed_s, 2 * self._poll_s))
         elif message[0] == _BYE:
             self._active.remove(connection)
+        elif message[0] == _OVER:
+            reason = bytes(message[1]).decode()
+            self.send_over(reason)
+            self.on_over(reason)
         elif message[0] == _LOSS:
             body = bytes(message[1])
-            self.report_loss(_RANK.unpack_from(body)[0], body[_RANK.size :].decode())
+            rank, is_stuck = _LOST_RANK.unpack_from(body)
+            self.report_loss(rank, body[_LOST_RANK.size :].decode(), is_stuck)
         else:
             with self._changed:
                 self._inbox.append(ControlMessage(connection.peer, *message))
                 self._changed.notify_all()
 
-    def report_loss(self, rank: int, why: str) -> None:
-        """Inform all ranks, and the owner of this channel, that ``rank`` is lost. May be called from any thread."""
+    def send_over(self, reason: str) -> None:
+        """Inform all ranks, once, that the limit of a request to stop has passed. May be called from any thread."""
+        if not self._sent_over:
+            self._sent_over = True
+            for connection in list(self._connections.values()):
+                connection.try_send(_OVER, reason.encode(), _LOST_CHECK_S)
+
+    def report_loss(self, rank: int, why: str, is_stuck: bool = False) -> None:
+        """Inform all ranks, and the owner of this channel, that ``rank`` is lost. May be called from any thread.
+
+        Args:
+            rank: global rank.
+            why: follows its name in the error of every rank.
+            is_stuck: it was asked to end, and its limit has passed. Any other loss is an error, also after a signal:
+                the supervisor that notices it may end the other ranks by one.
+        """
         if self._leaving or self.lost is not None:
             return  # the peer ended later than this rank, or because of the first loss
         loss = PeerLost(f"rank {rank} is lost: {why}; look for its own error")
@@ -313,8 +340,9 @@ class ControlChannel:
             )
         # Also to the lost rank, which may continue later. The others have no connection to it, except rank 0.
         for connection in list(self._connections.values()):
-            connection.try_send(_LOSS, _RANK.pack(rank) + why.encode(), _LOST_CHECK_S)
+            connection.try_send(_LOSS, _LOST_RANK.pack(rank, is_stuck) + why.encode(), _LOST_CHECK_S)
         with self._changed:
+            self.stuck = f"rank {rank}: {why}" if is_stuck else ""
             self.lost = loss
             self._changed.notify_all()
 

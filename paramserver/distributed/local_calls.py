@@ -30,9 +30,13 @@ from paramserver.errors import DeadlineExceeded
 
 log = logging.getLogger("paramserver")
 
-# A call and its reply are one packet each, which the kernel copies.
+# A call and its reply are one packet each, which the kernel copies. A longer one is in a file in memory, and its
+# descriptor is sent instead: the file has no name, and the kernel frees it with the last process that has it.
 MAX_PACKET_BYTES = 64 * 1024
 _SEND_BUFFER_BYTES = 4 * MAX_PACKET_BYTES
+# At most 2 GiB are written at once.
+_WRITE_BYTES = 1 << 30
+_CLOSE_ON_EXEC = socket.MSG_CMSG_CLOEXEC
 
 
 def _tensor_of(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
@@ -50,24 +54,40 @@ _REDUCERS = {**copyreg.dispatch_table, Tensor: _reduce_tensor}
 
 
 def _pack(value: Any) -> bytes:
-    """Return the packet of a call or a reply.
-
-    Raises:
-        OSError: it is too long for one packet.
-    """
+    """Return a call or a reply as it is sent."""
     packed = io.BytesIO()
     pickler = pickle.Pickler(packed, protocol=pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = _REDUCERS
     pickler.dump(value)
-    if packed.tell() > MAX_PACKET_BYTES:
-        raise OSError(f"a packet of {packed.tell()} bytes is over {MAX_PACKET_BYTES}")
     return packed.getvalue()
 
 
+def _send_packet(connection: socket.socket, packed: bytes) -> None:
+    """Send what ``_pack`` returned, without waiting.
+
+    Raises:
+        OSError: the connection has ended, or too much is on its way, or no descriptor is left.
+    """
+    if len(packed) <= MAX_PACKET_BYTES:
+        connection.send(packed, socket.MSG_DONTWAIT)
+        return
+    with os.fdopen(os.memfd_create("paramserver-call", os.MFD_CLOEXEC), "w+b", buffering=0) as file:
+        for first in range(0, len(packed), _WRITE_BYTES):
+            file.write(packed[first : first + _WRITE_BYTES])
+        socket.send_fds(connection, [b"file"], [file.fileno()], socket.MSG_DONTWAIT)
+
+
 def _receive_packet(connection: socket.socket) -> bytes:
-    """Return the next packet; an empty one at the end of the connection."""
+    """Return the next packet; an empty one at the end of the connection, or if no descriptor is left for a long one."""
     try:
-        return connection.recv(MAX_PACKET_BYTES)
+        packet, descriptors, flags, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, 1, _CLOSE_ON_EXEC)
+        if flags & socket.MSG_CTRUNC:
+            return b""
+        for descriptor in descriptors:
+            with os.fdopen(descriptor, "rb", buffering=0) as file:
+                file.seek(0)  # the sender's position, which is at the end
+                packet = file.read()
+        return packet
     except OSError:  # the other end was closed with packets that it had not read
         return b""
 
@@ -101,23 +121,31 @@ class LocalCallServer:
     def __init__(self, handle: Callable[..., torch.futures.Future[Any]], timeout_s: float) -> None:
         self._handle = handle
         self._timeout_s = timeout_s
-        # Covers both tables, and each reply: a descriptor that is closed meanwhile could be another file by then.
+        # Covers both tables and ``_ended``, and each reply: a descriptor that is closed meanwhile could be another file
+        # by then.
         self._lock = threading.Lock()
+        self._ended = False  # no thread reads any more
         self._by_caller: dict[str, socket.socket] = {}
         self._connections: dict[int, socket.socket] = {}  # by descriptor
         self._closing = threading.Event()
         self._error: BaseException | None = None
 
     def connect(self, caller: str) -> socket.socket:
-        """Return the caller's end of a new connection; an earlier one of the same caller ends."""
+        """Return the caller's end of a new connection; an earlier one of the same caller ends.
+
+        After the end of the thread it is one that has ended too, so that the caller calls over RPC.
+        """
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (own, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         with self._lock:
+            if self._ended:
+                own.close()
+                return theirs
             if (earlier := self._by_caller.get(caller)) is not None:
                 _shut_down(earlier)
             self._by_caller[caller] = self._connections[own.fileno()] = own
-        self._epoll.register(own.fileno(), select.EPOLLIN)
+            self._epoll.register(own.fileno(), select.EPOLLIN)
         return theirs
 
     def __enter__(self) -> LocalCallServer:
@@ -150,12 +178,15 @@ class LocalCallServer:
             while not self._closing.is_set():
                 for descriptor, _ in self._epoll.poll():
                     if descriptor != self._wakeup_fd:
-                        self._serve(self._connections[descriptor])
+                        with self._lock:
+                            connection = self._connections[descriptor]
+                        self._serve(connection)
         except BaseException as error:
             self._error = error
             log.exception("the thread of local calls ends; trainers continue over RPC")
         finally:
             with self._lock:
+                self._ended = True
                 for connection in self._connections.values():
                     # Shut down first: a forked child may have it too, and the caller would wait for ever.
                     _shut_down(connection)
@@ -177,9 +208,12 @@ class LocalCallServer:
         try:
             packet = _pack((number, done.value()))
             with self._lock:
-                connection.send(packet, socket.MSG_DONTWAIT)
+                _send_packet(connection, packet)
         except OSError as error:
             log.debug("a reply does not reach its caller over the socket, which calls again over RPC: %s", error)
+            _shut_down(connection)
+        except Exception as error:  # noqa: BLE001 - whatever the pickler meets; torch only prints what a callback raises
+            log.warning("a reply cannot be pickled, so its caller, which calls again over RPC, gets that: %s", error)
             _shut_down(connection)
 
 
@@ -204,8 +238,8 @@ class LocalConnection:
         """
         self._number += 1
         try:
-            self._socket.send(_pack((self._number, target, kwargs)), socket.MSG_DONTWAIT)
-        except OSError:  # too long, or the connection has ended
+            _send_packet(self._socket, _pack((self._number, target, kwargs)))
+        except OSError:  # the connection has ended, or no descriptor is left
             return None
         future = self._waiting[self._number] = torch.futures.Future()
         return future

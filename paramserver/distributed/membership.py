@@ -31,6 +31,7 @@ class Member:
         left: it announced its end.
         lost: it died or was silent for too long.
         disconnected: its liveness call ended, so its process is gone or about to exit.
+        place: in the code of the user, where its main thread was at the last heartbeat; "" if nowhere.
     """
 
     index: int
@@ -44,6 +45,7 @@ class Member:
     left: bool = False
     lost: bool = False
     disconnected: bool = False
+    place: str = ""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.index} ({self.host_and_pid})"
@@ -90,7 +92,7 @@ class Members:
             member.last_heartbeat = self._clock()
             self._members[member.index] = member
 
-    def record_heartbeat(self, index: int, worker_id: int) -> bool:
+    def record_heartbeat(self, index: int, worker_id: int, place: str = "") -> bool:
         """Record a sign of life; return False if the process takes no part any more.
 
         One that arrives before ``join`` is ignored.
@@ -100,7 +102,7 @@ class Members:
             if member is None or member.worker_id != worker_id:
                 # Worker ids come from a counter: a smaller one belongs to a process that was replaced.
                 return member is None or member.worker_id < worker_id
-            member.last_heartbeat = self._clock()
+            member.last_heartbeat, member.place = self._clock(), place
             return not member.lost
 
     def leave(self, index: int) -> None:
@@ -149,23 +151,24 @@ class Members:
         return [m for m in self.present() if now - m.last_heartbeat > lost_after_s]
 
 
-_liveness_calls: list[torch.futures.Future[None]] = []
+_liveness_calls: dict[str, list[torch.futures.Future[None]]] = {}  # by the name of the caller, while that lives
 _liveness_lock = threading.Lock()
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def liveness_call() -> torch.futures.Future[None]:
+def liveness_call(caller: str) -> torch.futures.Future[None]:
     """RPC handler that is answered only by ``release_liveness_calls`` in this process, or by its death."""
     future: torch.futures.Future[None] = torch.futures.Future()
     with _liveness_lock:
-        _liveness_calls.append(future)
+        _liveness_calls.setdefault(caller, []).append(future)
     return future
 
 
 def release_liveness_calls() -> None:
     """Answer all open liveness calls: this process ends on purpose."""
     with _liveness_lock:
-        futures, _liveness_calls[:] = list(_liveness_calls), []
+        futures = [future for own in _liveness_calls.values() for future in own]
+        _liveness_calls.clear()
     # Outside of the lock: the callbacks of a future run in this thread.
     for future in futures:
         future.set_result(None)
@@ -179,9 +182,15 @@ def watch_peer(name: str, on_gone: Callable[[str | None], None]) -> None:
         on_gone: called in a thread of the agent, with None if the peer ended on purpose, or else with the reason. Must
             not block.
     """
-    future = rpc.rpc_async(name, liveness_call, timeout=0)  # 0 = no limit; an open call costs nothing
+    own_name = rpc.get_worker_info().name
+    future = rpc.rpc_async(name, liveness_call, args=(own_name,), timeout=0)  # 0 = no limit; it costs nothing
 
     def ended(done: torch.futures.Future[None]) -> None:
+        # What the peer watched this process by. Without a reply, which no process would receive: torch releases what
+        # it holds for the call with the future. A name is never used twice.
+        with _liveness_lock:
+            unanswered = _liveness_calls.pop(name, [])
+        del unanswered  # outside of the lock
         reason = None
         try:
             done.value()

@@ -29,9 +29,10 @@ from paramserver.cluster import (
 from paramserver.config import Config, config_from_mapping, differences, dump_yaml, num_servers_of
 from paramserver.config.deadlines import FROZEN_S
 from paramserver.distributed.abort_sockets import OpenedSockets
+from paramserver.distributed.name_lookups import disable_name_lookups
 from paramserver.distributed.resize import ResizeRequest, has_left, refusal, send_request
 from paramserver.distributed.rpc_calls import RemoteError, host_identity
-from paramserver.distributed.store_relay import CURE, StoreGuard, StoreTunnel, asks_for_token
+from paramserver.distributed.store_relay import CURE, NoStore, StoreGuard, StoreTunnel, asks_for_token
 from paramserver.distributed.timeouts import call_with_timeout, poll_until
 from paramserver.errors import (
     DeadlineExceeded,
@@ -47,6 +48,9 @@ log = logging.getLogger("paramserver")
 
 # How often rank 0 looks for the others.
 _POLL_S = 0.02
+
+# A store answers a ping within this time, or is asked again.
+_ANSWER_S = 1.0
 
 _FAILED = "failed"
 _UNREACHABLE = "unreachable"
@@ -453,7 +457,14 @@ def _wait_for_view(
             return None  # rank 0 may begin it in a later attempt
         if request is not None and (reason := refusal(store, request)):
             raise UnsupportedConfiguration(reason)
-        view = int(_get(store, "view", timeout_s, "the start of rank 0"))
+        try:
+            view = int(_get(store, "view", timeout_s, "the start of rank 0"))
+        except DeadlineExceeded as error:
+            where = host_and_port(identity.master_addr, identity.master_port)
+            raise MissingRanks(
+                f"{error}; the store at {where} answers, and may be that of another run: start {identity.name(0)}, or "
+                "correct --master_addr and --master_port"
+            ) from error
         return view if view >= first else None
 
     view = poll_until(time.monotonic() + timeout_s, current, interrupted)
@@ -462,7 +473,10 @@ def _wait_for_view(
     if interrupted.is_set():
         raise Interrupted("interrupted while waiting for rank 0")
     again = " again" if first > 1 else ""
-    raise MissingRanks(f"{identity.name(0)} did not start{again} within cluster.timeout_s ({timeout_s:g} s)")
+    raise MissingRanks(
+        f"{identity.name(0)} did not start{again} within cluster.timeout_s ({timeout_s:g} s); look for its own error "
+        "in its log, logs/rank-0.log of the run, and raise cluster.timeout_s if it was still starting"
+    )
 
 
 def open_store(
@@ -492,6 +506,7 @@ def open_store(
     host, port, token = identity.master_addr, identity.master_port, identity.token
     where = host_and_port(host, port)
     limit = timedelta(seconds=timeout_s)
+    disable_name_lookups()
     if identity.global_rank == 0 and not identity.store_is_hosted:
         listener = listener or bind_listener(host, port, chosen_interface(process_environ()))
         if token is None:
@@ -515,14 +530,21 @@ def open_store(
     if token is not None:
         assert resources is not None
         tunnel = resources.enter_context(closing(StoreTunnel(host, port, token, identity.global_rank)))
-        reach = tunnel.prove
-    reached = poll_until(deadline, reach, interrupted)
+        reach = lambda: tunnel.prove(max(deadline - time.monotonic(), _POLL_S))  # noqa: E731
+    try:
+        reached = poll_until(deadline, reach, interrupted)
+    except NoStore as other:
+        raise UnsupportedConfiguration(
+            f"{identity.name()} found no {identity.name(0)} at {where}: {other}; correct --master_addr and "
+            "--master_port, or give rank 0 a port that nothing else uses"
+        ) from other
     if reached is None:
         if interrupted.is_set():
             raise Interrupted("interrupted while waiting for rank 0")
         raise MissingRanks(
             f"{identity.name()} found no {identity.name(0)} at {where} within cluster.timeout_s ({timeout_s:g} s)"
-            f"{why_unknown(host)}; start {identity.name(0)}, or correct --master_addr and --master_port"
+            f"{why_unknown(host) or _why_silent(host, port)}; start {identity.name(0)}, or correct --master_addr and "
+            "--master_port"
         )
     if not reached:
         raise UnsupportedConfiguration(
@@ -542,12 +564,32 @@ def open_store(
 
 
 def _reachable(host: str, port: int) -> bool | None:
-    """Return whether a store is there that asks for no token; None if nothing accepts connections."""
+    """Return whether a store is there that asks for no token; None if nothing answers.
+
+    Raises:
+        NoStore: another service answers.
+    """
     try:
-        with socket.create_connection((host, port), timeout=1.0) as connection:
+        with socket.create_connection((host, port), timeout=_ANSWER_S) as connection:
             return not asks_for_token(connection)
+    except NoStore:
+        raise
     except OSError:
         return None
+
+
+def _why_silent(host: str, port: int) -> str:
+    """Return that something listens there that does not answer; nothing if none does."""
+    try:
+        socket.create_connection((host, port), timeout=_ANSWER_S).close()
+    except ConnectionResetError:
+        pass  # accepted, and ended before the call returned
+    except OSError:
+        return ""
+    return (
+        ": what listens there does not answer as a store does; it is frozen, or rank 0 has died and its "
+        "supervisor keeps the port (see logs/rank-0.log of the run), or it is another service"
+    )
 
 
 def why_unknown(host: str) -> str:

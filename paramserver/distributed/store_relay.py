@@ -38,8 +38,8 @@ _log = logging.getLogger("paramserver")
 
 # docs/torch-notes.md, "What a client of TCPStore sends first".
 _PING_START = b"\0" + struct.pack("<I", 0x3C85F7CE) + b"\r"
-_PING_NONCE = b"ping"
-_PING = _PING_START + _PING_NONCE
+PING_NONCE = b"ping"
+PING = _PING_START + PING_NONCE
 _MAGIC = b"paramserver token challenge 1\n"
 _NONCE_BYTES = _HMAC_BYTES = 32
 _ANSWER = struct.Struct(f"!I{_NONCE_BYTES}s")
@@ -57,12 +57,31 @@ _CHUNK_BYTES = 1 << 16
 CURE = f"give all ranks the same one, by cluster.token_file or {TOKEN_VARIABLE}"
 
 
+class NoStore(ConnectionError):  # noqa: N818 - named for what it states
+    """What answers at the address of rank 0 is no store."""
+
+
 def asks_for_token(connection: socket.socket) -> bool:
-    """Return whether the store at the other end of a new connection is guarded; False if it sends nothing in time."""
-    with suppress(OSError):
-        connection.sendall(_PING)
-        return connection.recv(len(_PING_NONCE)) == _MAGIC[: len(_PING_NONCE)]
-    return False
+    """Return whether the store at the other end of a new connection is guarded.
+
+    Raises:
+        NoStore: another service answers.
+        OSError: it ends the connection, or sends nothing within the timeout of ``connection``.
+    """
+    connection.sendall(PING)
+    answer = b""
+    while len(answer) < len(PING_NONCE):
+        answer += (chunk := connection.recv(len(PING_NONCE) - len(answer)))
+        if not chunk:
+            raise ConnectionError("it ended the connection")
+    return _is_challenge(answer)
+
+
+def _is_challenge(answer: bytes) -> bool:
+    """Return whether a store answers a ping with a challenge."""
+    if answer not in (PING_NONCE, _MAGIC[: len(PING_NONCE)]):
+        raise NoStore(f"what answers there is another service (it begins with {answer!r})")
+    return answer != PING_NONCE
 
 
 class _Relay(ABC):
@@ -204,7 +223,7 @@ class StoreGuard(_Relay):
     async def _open(self, near: socket.socket) -> socket.socket:
         peer = near.getpeername()[0]
         try:
-            await self._receive(near, len(_PING), _PING_START)
+            await self._receive(near, len(PING), _PING_START)
             challenge = _MAGIC + secrets.token_bytes(_NONCE_BYTES)
             await self._loop.sock_sendall(near, challenge)
             answer = await self._receive(near, _ANSWER.size)
@@ -236,18 +255,25 @@ class StoreTunnel(_Relay):
         self.port: int = listener.getsockname()[1]
         super().__init__(listener)
 
-    def prove(self) -> bool | None:
+    def prove(self, limit_s: float | None = None) -> bool | None:
         """Prove the token to rank 0, and verify that it knows it; None if it cannot be reached yet.
+
+        Args:
+            limit_s: for its answers; None = the usual time.
 
         Raises:
             UnsupportedConfiguration: rank 0 has another token, or none.
+            NoStore: another service answers.
         """
+        limit_s = _PROOF_S if limit_s is None else min(limit_s, _PROOF_S)
         try:
             found = socket.getaddrinfo(self._host.strip("[]"), self._host_port, type=socket.SOCK_STREAM)
             # IPv4 first: rank 0 listens there, unless its address is one of IPv6.
             self._family, _, _, _, self._address = min(found, key=lambda one: one[0] != socket.AF_INET)
-            proved = asyncio.wait_for(self._open_far(), _PROOF_S)
+            proved = asyncio.wait_for(self._open_far(), limit_s)
             asyncio.run_coroutine_threadsafe(proved, self._loop).result(2 * _PROOF_S).close()
+        except NoStore:
+            raise
         except (OSError, asyncio.TimeoutError, futures.TimeoutError):
             return None
         return True
@@ -268,9 +294,9 @@ class StoreTunnel(_Relay):
 
     async def _prove(self, far: socket.socket) -> None:
         where = f"rank 0 at {host_and_port(self._host, self._host_port)}"
-        await self._loop.sock_sendall(far, _PING)
-        challenge = await self._receive(far, len(_PING_NONCE))
-        if challenge == _PING_NONCE:
+        await self._loop.sock_sendall(far, PING)
+        challenge = await self._receive(far, len(PING_NONCE))
+        if not _is_challenge(challenge):
             raise UnsupportedConfiguration(
                 f"rank {self._rank} has a job token, from {self._token.source}, and {where} asks for none; {CURE}"
             )

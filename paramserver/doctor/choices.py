@@ -178,6 +178,7 @@ def _placed(placement: Placement) -> str:
 def _exchange(section: Section, config: Config, identity: ProcessIdentity | None) -> None:
     """How parameters and gradients are exchanged."""
     mode, server = mode_of(config), config.server
+    wire = f"in {server.wire_dtype or 'the type of the parameters'}"
     if not mode.has_servers:
         if mode.has_process_group:
             section.add("exchange", "all-reduce by DistributedDataParallel", why=f"mode is {config.mode}")
@@ -185,12 +186,12 @@ def _exchange(section: Section, config: Config, identity: ProcessIdentity | None
     if server_computes(config):
         text, why = "inputs and outputs over RPC", "server.compute is server"
     elif not server.shares_memory:
-        text, why = f"RPC, in {server.wire_dtype}", f"server.transport is {server.transport}"
+        text, why = f"RPC, {wire}", f"server.transport is {server.transport}"
     elif identity is None:
         text, why = "shared memory", f"server.transport is {server.transport}, and all ranks are on this host"
     else:
         text = "shared memory on the servers' host"
-        text += "" if server.transport == "shared_memory" else f", elsewhere RPC in {server.wire_dtype}"
+        text += "" if server.transport == "shared_memory" else f", elsewhere RPC, {wire}"
         why = f"server.transport is {server.transport}; the check between hosts shows which"
     section.add("exchange", text, why=why)
 

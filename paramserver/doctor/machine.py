@@ -164,19 +164,19 @@ def _interface_text(one: Interface) -> str:
 
 
 def _name_lookup(found: Diagnosis, section: Section) -> None:
-    # As TCPStore does for each connection; /etc/hosts rarely has a name for this form of the address.
+    # /etc/hosts rarely has a name for this form of the address.
     address = ("::ffff:127.0.0.1", 0)
     started = time.monotonic()
     with suppress(DeadlineExceeded, OSError):  # there is no name: what counts is how long it takes to learn that
         call_with_timeout(_LOOKUP_S, "the lookup", lambda: socket.getnameinfo(address, socket.NI_NUMERICSERV))
     took_s = time.monotonic() - started
     text = f"over {_LOOKUP_S:g} s" if took_s >= _LOOKUP_S else f"{took_s:.2g} s"
-    section.add("name of an address", text, took_s, "TCPStore looks it up for each connection")
+    section.add("name of an address", text, took_s, "of a connection, asked of a name server")
     if took_s >= _SLOW_LOOKUP_S:
         found.note(
-            f"a name server answers late or not at all: to look up the name of an address took {text}, and each rank "
-            "waits for that several times when it starts",
-            "correct /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1' for the ranks",
+            f"a name server answers late or not at all: to look up the name of an address took {text}; a start waits "
+            "for names of hosts that are not in /etc/hosts",
+            "correct /etc/resolv.conf, or name rank 0 by its address",
         )
 
 

@@ -31,7 +31,7 @@ from paramserver.rng import LOADERS, random_states, restore_random_states, seed_
 from paramserver.sources import Partition, make_source
 from paramserver.sources.data_loader import resolve_reading
 from paramserver.task import Task
-from trainers.validation import eval_mode
+from paramserver.trainers.validation import eval_mode
 
 # Methods of a LightningModule that are refused, as they would not be called, and what to do in their place. Those of
 # test and predict are not called either.

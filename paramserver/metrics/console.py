@@ -57,7 +57,7 @@ class Console(Sink):
             self._on_end(record)
 
     def _on_start(self, record: Record) -> None:
-        self._run_dir, self._first_step = record["run_dir"], record["step"]
+        self._run_dir, self._first_step = record["run_dir"], record.get("first_step", record["step"])
         for line in self._changes:
             self._print(line)
         ranks = "1 process" if record["world_size"] == 1 else f"{record['world_size']} processes"
@@ -107,7 +107,7 @@ class Progress(Sink):
         >>> progress = Progress(stream, "auto", total_steps=100)
         >>> progress.write({"kind": "train", "step": 10, "samples": 320, "loss": 0.5})
         >>> stream.getvalue().strip()
-        'step 10/100: loss 0.5'
+        'step 10/100: train loss 0.5'
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Progress(Sink):
 def _train_text(record: Record) -> str:
     rate = record.get("samples_per_second")
     losses = record.get("losses") or {"": record.get("loss")}
-    loss = "loss " + " ".join(f"{name} {_format_number(value)}".strip() for name, value in losses.items())
+    loss = "train loss " + " ".join(f"{name} {_format_number(value)}".strip() for name, value in losses.items())
     return loss if rate is None else f"{loss}, {rate:.0f} samples/s"
 
 
@@ -216,6 +216,7 @@ class _PlainLines:
         self._clock = clock
         self._start: tuple[float, int] | None = None
         self._shown_s: float | None = None
+        self._newest: tuple[int, str] | None = None  # that was not shown yet
 
     def set_total(self, unit: str, total: int) -> None:
         self._unit, self._total = unit, total
@@ -225,7 +226,9 @@ class _PlainLines:
         if self._start is None:
             self._start = now_s, done
         if not urgent and self._shown_s is not None and now_s - self._shown_s < _INTERVAL_S:
+            self._newest = done, text
             return
+        self._newest = None
         if not urgent:
             self._shown_s = now_s
         of_total = "" if self._total is None else f"/{self._total}"
@@ -244,7 +247,8 @@ class _PlainLines:
         pass
 
     def close(self) -> None:
-        pass
+        if self._newest is not None:  # the last line has the numbers of the summary
+            self.show(*self._newest, urgent=True)
 
     def abandon(self) -> None:
         pass

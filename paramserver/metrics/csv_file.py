@@ -37,7 +37,7 @@ class Csv(Sink):
         ...         sink.write({"time": 5.0, "kind": "train", "step": 1, "loss": 0.5})
         ...     print(path.read_text(), end="")
         step,time,name,value
-        1,5.0,Loss/train,0.5
+        1,5.0,train/loss,0.5
     """
 
     def __init__(self, path: Path, metrics_file: Path) -> None:

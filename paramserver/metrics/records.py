@@ -225,6 +225,11 @@ class PhaseClock:
         self._last = time.perf_counter()
         self._begin_step()
 
+    @property
+    def total_s(self) -> float:
+        """Seconds of all steps, and of the laps of the present one."""
+        return self.steps.total_s + sum(self._step.values())
+
     def lap(self, phase: str) -> None:
         """Attribute the time since the last lap to ``phase``."""
         now = time.perf_counter()

@@ -7,13 +7,13 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from paramserver.errors import StorageError, TaskError
-from paramserver.fileio import json_text
+from paramserver.fileio import json_text, then_resume
 from paramserver.importing import describe_user_error, load_object
 
 _log = logging.getLogger(__name__)
@@ -73,8 +73,14 @@ class Sink(ABC):
 class FanOut(Sink):
     """Writes every record to several sinks. Thread-safe: all sinks receive all records in the same order.
 
-    A sink that fails is logged once and dropped. The failure of a required sink is raised, after the other sinks have
+    A sink that fails is reported once and dropped. The failure of a required sink is raised, after the other sinks have
     received the record.
+
+    Args:
+        sinks: in the order in which they receive a record.
+
+    Attributes:
+        on_failure: is called, without a lock, with a sentence about a sink that failed.
 
     Example::
 
@@ -93,21 +99,25 @@ class FanOut(Sink):
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
+        self.on_failure: Callable[[str], None] = _log.warning
         self._sinks = list(sinks)
         self._dropped: list[Sink] = []
         self._lock = threading.Lock()
 
     def write(self, record: Record) -> None:
+        reports: list[str] = []
         with self._lock:
             # The lock is held while all sinks write, so that they agree on the order. A copy of the list: a sink that
             # fails is removed from it.
-            failures = [self._write_to(sink, record) for sink in list(self._sinks)]
+            failures = [self._write_to(sink, record, reports) for sink in list(self._sinks)]
         # After the loop and without the lock: every other sink has the record, and a handler of the error may write
         # another one.
+        for text in reports:
+            self.on_failure(text)
         _raise_first(failures)
 
-    def _write_to(self, sink: Sink, record: Record) -> Exception | None:
-        """Return the failure of a required sink; drop any other sink that fails."""
+    def _write_to(self, sink: Sink, record: Record, reports: list[str]) -> Exception | None:
+        """Return the failure of a required sink; drop any other sink that fails, and report it."""
         try:
             sink.write(record)
         except Exception as error:  # noqa: BLE001 - training continues without this sink
@@ -115,9 +125,7 @@ class FanOut(Sink):
                 return _storage_error(sink, error)
             self._sinks.remove(sink)
             self._dropped.append(sink)
-            _log.warning(
-                "%s failed (%s: %s) and gets no more records", type(sink).__name__, type(error).__name__, error
-            )
+            reports.append(f"{_describe(sink, error)} and gets no more records")
         return None
 
     def check(self) -> None:
@@ -130,11 +138,17 @@ class FanOut(Sink):
         with self._lock:
             # Emptied under the lock: a record that another thread writes from now on has no sink, and a second
             # ``close`` does nothing.
-            sinks, self._sinks = self._sinks, []
+            sinks, self._sinks = self._sinks, [sink for sink in self._sinks if isinstance(sink, OpenSink)]
             dropped, self._dropped = self._dropped, []
             for sink in dropped:
-                _close(sink, logging.DEBUG)  # its failure was logged when it was dropped
-            failures = [_close(sink, logging.WARNING) for sink in sinks]
+                _close(sink, [])  # its failure was reported when it was dropped
+            reports: list[str] = []
+            failures = [_close(sink, reports) for sink in sinks]
+        # Sinks that others close receive what is reported about those that are closed here.
+        for text in reports:
+            self.on_failure(text)
+        with self._lock:
+            self._sinks = []
         _raise_first(failures)
 
 
@@ -200,13 +214,17 @@ class OpenSink(Sink):
         """Leave it open."""
 
 
-def _close(sink: Sink, level: int) -> Exception | None:
+def _describe(sink: Sink, error: Exception) -> str:
+    return f"{type(sink).__name__} failed ({type(error).__name__}: {error})"
+
+
+def _close(sink: Sink, reports: list[str]) -> Exception | None:
     try:
         sink.close()
     except Exception as error:  # noqa: BLE001 - the other sinks must be closed too
         if sink.required:
             return _storage_error(sink, error)
-        _log.log(level, "%s failed when closed (%s: %s)", type(sink).__name__, type(error).__name__, error)
+        reports.append(f"{_describe(sink, error)} when it was closed; its last records may be lost")
     return None
 
 
@@ -311,5 +329,5 @@ class JsonLines(Sink):
     def _write_error(self, error: OSError) -> StorageError:
         return StorageError(
             f"metrics file {self.path} must be writable ({error}); free space there or choose another logging.run_dir, "
-            "then --resume"
+            f"{then_resume(self.path)}"
         )

@@ -15,19 +15,21 @@ def totals_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
     for one in trainers:
         steps.merge(one.steps)
     return {
-        "samples_served": sum(t.samples for t in trainers),
+        "samples_served": sum(t.samples for t in trainers) if trainers else None,
         "samples_left": None if not left or None in left else sum(n or 0 for n in left),
-        "step_ms": steps.summary_ms(),
+        "step_ms": steps.summary_ms() if steps.count else None,
         # Mean per step and trainer of each phase; their sum is the step. ``hidden`` overlaps them.
         "phases_ms": {
             name: round(sum(t.phases_s.get(name, 0.0) for t in trainers) / steps.count * 1e3, 4)
             for name in ((*PHASES, "hidden") if steps.count else ())
         },
-        "wire_bytes_per_step": sum(t.wire_bytes for t in trainers) / steps.count if steps.count else 0,
+        "wire_bytes_per_step": sum(t.wire_bytes for t in trainers) / steps.count if steps.count else None,
         "buffer": {
             name: round(sum(t.buffer.get(name, 0) for t in trainers), 4)
             for name in ("puts", "gets", "put_wait_s", "get_wait_s")
-        },
+        }
+        if trainers
+        else None,
         "trainers": [_trainer(t) for t in trainers],
     }
 
@@ -77,7 +79,7 @@ def summary_text(summary: Summary, run_dir: Path | str, first_step: int = 0) -> 
         steps        100
         samples      - applied
         time         -
-        loss         -
+        train loss   -
         checkpoint   none was written
         folder       runs/digits
     """
@@ -110,12 +112,40 @@ def _mode(summary: Summary) -> str:
     return ", ".join(parts)
 
 
+def transport_text(transports: Mapping[str, str] | None) -> str:
+    """Return the transport of all trainers, or that of each where they differ.
+
+    Example::
+
+        >>> transport_text({"0": "shared_memory", "1": "shared_memory"})
+        'shared_memory'
+        >>> transport_text({"0": "shared_memory", "1": "rpc", "2": "rpc"})
+        'shared_memory (trainer 0), rpc (trainers 1, 2)'
+    """
+    by_name: dict[str, list[str]] = {}
+    for trainer, name in (transports or {}).items():
+        by_name.setdefault(name, []).append(trainer)
+    if len(by_name) < 2:
+        return "".join(by_name)
+    return ", ".join(
+        f"{name} (trainer{'s' if len(trainers) > 1 else ''} {', '.join(trainers)})"
+        for name, trainers in by_name.items()
+    )
+
+
 def _samples(summary: Summary) -> str:
     text = f"{_number(summary.get('samples'))} applied"
     for key, word in (("samples_served", "served"), ("samples_left", "left")):
         if summary.get(key) is not None:
             text += f", {_number(summary[key])} {word}"
     return text
+
+
+def _train_loss(summary: Summary) -> str:
+    by_optimizer = summary.get("train_losses") or {}
+    if not by_optimizer:
+        return _number(summary.get("train_loss"))
+    return ", ".join(f"{name} {_number(value)}" for name, value in by_optimizer.items())
 
 
 def _validation(summary: Summary) -> str:
@@ -211,12 +241,14 @@ _LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("error", lambda summary: str(summary.get("error") or "").split("\n")[0]),
     ("reason", lambda summary: str(summary.get("reason") or "")),
     ("mode", _mode),
+    ("transport", lambda summary: transport_text(summary.get("transports"))),
     ("steps", lambda summary: _number(summary.get("steps"))),
     ("samples", _samples),
     ("time", lambda summary: "-" if (s := summary.get("seconds")) is None else f"{s:.1f} s"),
+    ("recovery", lambda summary: f"{s:.1f} s after losses" if (s := summary.get("recovery_s")) else ""),
     ("speed", lambda summary: "" if (rate := summary.get("samples_per_second")) is None else f"{rate:.0f} samples/s"),
-    ("loss", lambda summary: _number(summary.get("train_loss"))),
-    ("validation", _validation),
+    ("train loss", _train_loss),
+    ("valid", _validation),
     ("step", lambda summary: _statistics(summary.get("step_ms"), ("mean", "p50", "p95", "max"), " ms")),
     ("phases", _phases(_OWN_PATH)),
     ("overlapped", _phases(_OVERLAPPED)),
@@ -226,5 +258,6 @@ _LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("data", _starved),
     ("cores", core_wait_text),
     ("faults", _faults),
+    ("sinks", lambda summary: "; ".join(summary.get("sink_failures") or ())),
     ("checkpoint", lambda summary: "none was written" if (path := summary.get("checkpoint")) is None else str(path)),
 )

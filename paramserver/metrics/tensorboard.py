@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Scalar = tuple[str, float]
 
 _TRAIN = {
-    "loss": "Loss/train",
+    "loss": "train/loss",
     "samples_per_second": "samples_per_second",
     "step_ms": "step_ms",
 }
@@ -28,7 +28,7 @@ _CHECKPOINT = ("seconds", "pause_ms")
 def _train(record: Record) -> Iterator[Scalar]:
     yield from _tagged(record, _TRAIN)
     for name, loss in record.get("losses", {}).items():
-        yield f"Loss/train/{name}", loss
+        yield f"train/loss/{name}", loss
     rates = record.get("lr") or []
     for index, rate in enumerate(rates):
         # One group has the plain tag, which is the same for all runs that are compared.
@@ -37,7 +37,7 @@ def _train(record: Record) -> Iterator[Scalar]:
 
 def _validation(record: Record) -> Iterator[Scalar]:
     for name, value in record["values"].items():
-        yield "Loss/valid" if name == "loss" else f"valid/{name}", value
+        yield f"valid/{name}", value
 
 
 def _buffer(record: Record) -> Iterator[Scalar]:
@@ -89,7 +89,7 @@ def scalars(record: Record) -> list[Scalar]:
     Example::
 
         >>> scalars({"time": 0.0, "kind": "validation", "step": 1, "values": {"loss": 0.5, "accuracy": 0.75}})
-        [('Loss/valid', 0.5), ('valid/accuracy', 0.75)]
+        [('valid/loss', 0.5), ('valid/accuracy', 0.75)]
     """
     kind = _KINDS.get(record["kind"])
     return list(kind(record)) if kind else []

@@ -7,6 +7,7 @@ decided in coordinator_protocol.py, the processes to start and to end in tracker
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -34,6 +35,7 @@ from paramserver.online.tracker import (
     TrackerEvent,
 )
 from paramserver.online.tracker_managed import ManagedSimulations
+from paramserver.online.unfinished import UnfinishedMessages
 from paramserver.online.zmq_import import peer_host, receive_parts, resolve_listen_address, zmq
 
 _MAX_MESSAGES_AT_ONCE = 256
@@ -44,7 +46,7 @@ _KILL_TIMEOUT_S = 6.0
 _log = logging.getLogger("paramserver.coordinator")
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
-"""Called with (kind, details): started, restarted, given_up, complete, silent, exited, finish."""
+"""Called with (kind, details): started, restarted, given_up, complete, silent, exited, refused, finish."""
 
 
 class SimulationCoordinator:
@@ -234,7 +236,8 @@ class SimulationCoordinator:
             with self._lock:
                 now = time.monotonic()
                 for simulation, attempt, exit_code in self._runner.poll_exited() if self._runner else ():
-                    self._tracker.on_exit(simulation, attempt, exit_code, now)
+                    assert self._runner is not None
+                    self._tracker.on_exit(simulation, attempt, exit_code, now, self._runner.last_line(simulation))
                 actions = [] if self._handler.over else self._tracker.poll(now)
                 drain = self._handler.drain() if self._tracker.done and not self._finished else []
             # Outside of the lock: starting a process and recording an event take time.
@@ -255,8 +258,12 @@ class SimulationCoordinator:
     def _handle_messages(self, router: RouterSocket) -> None:
         for (peer, frames), host in router.receive(_MAX_MESSAGES_AT_ONCE):
             with self._lock:
+                known = self._handler.first_refusals
                 replies = self._handler.handle(peer, frames, time.monotonic(), host)
+                refusals = [text for kind, text in self._handler.first_refusals.items() if kind not in known]
             router.send(replies)
+            for text in refusals:  # outside of the lock
+                self._on_event("refused", {"text": text})
 
     def _carry_out(self, router: RouterSocket, action: Action) -> None:
         if isinstance(action, TrackerEvent):
@@ -294,8 +301,10 @@ class SimulationCoordinator:
             self._runner.poll_exited()
 
 
-# What a trainer reports grows with the number of simulations that it knows, by some 20 bytes each.
+# What a trainer sends grows with the number of simulations that it knows, by some 20 bytes each; it also knows those in
+# whose place others were started. The limit is that of one message, and of all together that have begun to arrive.
 _MAX_MESSAGE_BYTES = 64 * 2**20
+_SPARE_BYTES, _BYTES_PER_SIMULATION = 2**20, 256
 # JOIN has header, token and JSON.
 _MAX_PARTS = 3
 _LINGER_MS = 1000
@@ -317,17 +326,23 @@ class RouterSocket:
 
     def __init__(self, config: SimulationsConfig, port: int | None = None) -> None:
         host = resolve_listen_address(config.address)
+        self._max_bytes = _MAX_MESSAGE_BYTES
+        if config.count is not None:
+            self._max_bytes = min(self._max_bytes, _SPARE_BYTES + _BYTES_PER_SIMULATION * config.count)
         self._context: zmq.Context[Any] = zmq.Context()
         self._security: ServerSecurity | None = None
+        self._unfinished: UnfinishedMessages | None = None
         self._router = self._context.socket(zmq.ROUTER)
         try:
             self._security = ServerSecurity(self._context, config.keys)
             self._security.protect(self._router)
             self._router.linger = _LINGER_MS
-            self._router.maxmsgsize = _MAX_MESSAGE_BYTES
+            self._router.sndtimeo = 0  # the thread that serves all peers must not wait for one of them
+            self._router.maxmsgsize = self._max_bytes
             # A peer that reconnects with its routing id replaces its old connection.
             self._router.router_handover = True
             self._router.ipv6 = ":" in host
+            self._unfinished = UnfinishedMessages(self._router, self._max_bytes, self._max_bytes)
             self._bind(host, config, port)
         except BaseException:
             self.close()
@@ -357,17 +372,23 @@ class RouterSocket:
 
     def poll(self, descriptors: Iterable[int], timeout_s: float) -> None:
         """Wait until a message has arrived, a file descriptor is readable, or the time is over."""
-        watched: list[Any] = [self._router, *descriptors]
-        zmq.zmq_poll([(one, zmq.POLLIN) for one in watched], round(1000 * timeout_s))
+        assert self._unfinished is not None
+        watched: list[Any] = [self._router, self._unfinished.events, *descriptors]
+        timeout_s = min(timeout_s, max(0.0, self._unfinished.check_at - time.monotonic()))
+        zmq.zmq_poll([(one, zmq.POLLIN) for one in watched], math.ceil(1000 * timeout_s))
 
     def receive(self, max_messages: int) -> Iterable[tuple[Message, str]]:
         """The messages that have arrived, up to a number, each with the host that it came from; does not block."""
+        assert self._unfinished is not None
         for _ in range(max_messages):
-            frames = receive_parts(self._router, _MAX_PARTS, _MAX_MESSAGE_BYTES)
+            frames = receive_parts(self._router, _MAX_PARTS, self._max_bytes)
             if frames is None:
+                self._unfinished.check(no_message_left=True)
                 return
+            self._unfinished.received(frames[0])
             peer, *rest = (frame.bytes for frame in frames)
             yield (peer, rest), peer_host(frames)
+        self._unfinished.check(no_message_left=False)
 
     def send(self, messages: Sequence[Message]) -> None:
         """Send messages without blocking: a ROUTER drops what it cannot deliver."""
@@ -376,6 +397,8 @@ class RouterSocket:
 
     def close(self) -> None:
         """Close the socket; messages have a second to leave."""
+        if self._unfinished is not None:
+            self._unfinished.close()
         self._router.close()
         if self._security is not None:
             self._security.close()

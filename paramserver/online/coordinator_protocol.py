@@ -73,6 +73,7 @@ class RequestHandler:
 
     Attributes:
         refused: kind -> messages that were refused.
+        first_refusals: kind -> the first message of this kind that a trainer has refused, and why.
         over: whether the run needs no more samples.
         record: called with each HELLO, BYE and FINISH of a client from outside, before it is answered.
 
@@ -104,6 +105,7 @@ class RequestHandler:
         self.spec = spec
         self.tracker = tracker
         self.refused: Counter[str] = Counter()
+        self.first_refusals: dict[str, str] = {}
         self.over = False
         self.record: Callable[[Header], None] = lambda header: None
         self._token = token
@@ -298,6 +300,7 @@ class RequestHandler:
         trainer = self._find_trainer(peer, index)
         report = SimulationReport.unpack(_single_frame(body, "REPORT"))
         trainer.last_seen_s, trainer.counters = now, report.counters
+        self.first_refusals = {**report.first_refusals, **self.first_refusals}
         self.tracker.on_report(index, report, now)
         # A trainer whose reports get no reply concludes that the coordinator is gone.
         return [_to(peer, Header(MessageKind.READY))]

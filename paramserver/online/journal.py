@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from paramserver.errors import TrainingError
 from paramserver.online.protocol import Header, MessageKind
 
 
@@ -45,8 +46,14 @@ class CoordinatorJournal:
             file.unlink(missing_ok=True)
         elif file.exists():
             # The last line is incomplete where the process died while it wrote: its client got no answer.
-            for line in file.read_text(encoding="utf-8").split("\n")[:-1]:
-                self._read(json.loads(line))
+            for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
+                try:
+                    self._read(json.loads(line))
+                except (ValueError, LookupError, TypeError, RecursionError) as error:
+                    raise TrainingError(
+                        f"{file}, line {number}, must be what the coordinator wrote there ({error}); the simulations "
+                        "cannot continue: start the run again, from a checkpoint with --resume"
+                    ) from error
 
     def _read(self, entry: dict[str, Any]) -> None:
         if "port" in entry:

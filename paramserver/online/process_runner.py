@@ -25,6 +25,8 @@ from paramserver.online.tracker import StartProcess, log_file
 
 # The guard kills its group itself; the runner kills a guard that does not.
 _GUARD_GRACE_S = GRACE_S + 1.0
+# Of the output of a simulation, for messages.
+_LAST_BYTES, _MAX_CHARACTERS = 4096, 400
 
 
 class ProcessRunner:
@@ -36,7 +38,7 @@ class ProcessRunner:
     Args:
         spec: with a command or function.
         logs: folder of the output.
-        folders: where the function's module is searched.
+        folders: where the function's module and the files of the command are searched.
         environ: of this process; None = its own.
 
     Raises:
@@ -76,7 +78,7 @@ class ProcessRunner:
         # Registered before the first process starts: if a later one fails to start, kill_all() finds the others.
         self._running[start.simulation] = running = _Running(start, [])
         with log_file(self._logs, start.simulation).open("ab", buffering=0) as log:
-            title = f"--- simulation {start.simulation}, attempt {start.attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
+            title = f"{_title(start.simulation)} {start.attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
             log.write(f"{title}: {shlex.join(arguments)}\n".encode())
             if self._command.by_srun:
                 running.guards.append(self._spawn(arguments, environment, log.fileno()))
@@ -120,6 +122,19 @@ class ProcessRunner:
                 found.append((simulation, running.start.attempt, code))
         return found
 
+    def last_line(self, simulation: int) -> str:
+        """The last line that the present attempt of a simulation wrote; empty if it wrote none."""
+        try:
+            with log_file(self._logs, simulation).open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _LAST_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()
+        except FileNotFoundError:
+            return ""  # the user has removed it
+        line = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        if _title(simulation) in line:  # perhaps after what an earlier attempt wrote, whose last line had no end
+            return ""
+        return "".join(one if one.isprintable() else " " for one in line[:_MAX_CHARACTERS])
+
     @property
     def exit_pipes(self) -> list[int]:
         """File descriptors, one of which becomes readable whenever a process ends."""
@@ -133,6 +148,11 @@ class ProcessRunner:
     def running(self) -> list[int]:
         """Simulations of which at least one process has not ended."""
         return list(self._running)
+
+
+def _title(simulation: int) -> str:
+    """How the first line of each attempt in the log begins."""
+    return f"--- simulation {simulation}, attempt"
 
 
 @dataclass
@@ -201,11 +221,12 @@ class LaunchCommand:
     """The command that starts the processes of a simulation, checked before any is started.
 
     ``simulations.command`` is split as by a shell. Then {simulation}, {attempt} and the names of parameters are filled
-    in, numbers with all of their digits. No shell runs it.
+    in, numbers with all of their digits. No shell runs it. The path of a file, which the program has if it contains a
+    slash and an argument also if it contains a dot, is relative to the first of ``folders`` that has this file.
 
     Args:
         spec: with a command or function.
-        folders: where the function's module is searched.
+        folders: where the function's module and the files of the command are searched.
         environ: of this process.
 
     Attributes:
@@ -228,6 +249,7 @@ class LaunchCommand:
 
     def __init__(self, spec: IngestSpec, folders: Sequence[Path], environ: Mapping[str, str]) -> None:
         self._names = tuple(name for name, _, _ in spec.parameters)
+        self._folders = tuple(folders)
         launcher = spec.config.launcher
         self.by_srun = launcher == "srun" or (launcher == "auto" and in_slurm_allocation(environ))
         search = environ.get("PATH")
@@ -268,17 +290,32 @@ class LaunchCommand:
                 f"{key} has {{{unknown[0]}}}, but only {', '.join(f'{{{name}}}' for name in known)} are filled in; "
                 f"write {{{{{unknown[0]}}}}} for literal braces"
             )
-        if not _PLACEHOLDER.search(words[0]) and shutil.which(words[0], path=search) is None:
+        if not _PLACEHOLDER.search(words[0]) and shutil.which(self._find_files(words)[0], path=search) is None:
             raise UnsupportedConfiguration(
-                f"{key} begins with {words[0]}, which is no program on the PATH or in the current folder; correct it"
+                f"{key} begins with {words[0]}, which is no program on the PATH, in the config's folder or in the "
+                "current folder; correct it"
             )
         return words
+
+    def _find_files(self, words: Sequence[str]) -> list[str]:
+        """The words, with absolute paths in place of those that are relative to a folder."""
+        # A program without a slash is one of the PATH, and an argument without a slash or a dot is seldom a file.
+        return [self._find_file(word, "/." if i else "/") for i, word in enumerate(words)]
+
+    def _find_file(self, word: str, marks: str) -> str:
+        if not any(mark in word for mark in marks):
+            return word
+        # Path.is_file would raise for a word that is too long for a path. An absolute one stays what it is.
+        candidates = ((folder / word).absolute() for folder in self._folders)
+        return next((str(path) for path in candidates if os.path.isfile(path)), word)  # noqa: PTH113
 
     def arguments(self, start: StartProcess) -> list[str]:
         """The program and its arguments for one attempt of a simulation."""
         values = dict(zip(self._names, map(repr, start.parameters), strict=True))
         values.update(simulation=str(start.simulation), attempt=str(start.attempt))
-        words = [_fill_in(word, values) for word in self._words] if self._has_placeholders else self._words
+        words = self._words
+        if self._has_placeholders:
+            words = self._find_files([_fill_in(word, values) for word in words])
         return [*self._srun, *words] if self.by_srun else words
 
 

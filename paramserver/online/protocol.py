@@ -404,6 +404,7 @@ class SimulationReport:
         counters: totals for logs and summaries: received, duplicated, refused and others.
         pending: simulations of which samples have arrived that are not in the buffer yet.
         lost: simulation -> samples that died with a trainer which this one replaces.
+        first_refusals: kind -> the first message of this kind that was refused, and why.
     """
 
     received: Mapping[int, int]
@@ -411,6 +412,7 @@ class SimulationReport:
     counters: Mapping[str, Any] = field(default_factory=dict)
     pending: Sequence[int] = ()
     lost: Mapping[int, int] = field(default_factory=dict)
+    first_refusals: Mapping[str, str] = field(default_factory=dict)
 
     def pack(self) -> bytes:
         return pack_json(asdict(self))
@@ -423,7 +425,9 @@ class SimulationReport:
             received = {int(key): int(n) for key, n in body["received"].items()}
             active = tuple((int(simulation), int(member)) for simulation, member in body["active"])
             lost = {int(key): int(n) for key, n in body["lost"].items()}
-            return cls(received, active, dict(body["counters"]), tuple(int(number) for number in body["pending"]), lost)
+            pending = tuple(int(number) for number in body["pending"])
+            refusals = {str(kind): str(text) for kind, text in body["first_refusals"].items()}
+            return cls(received, active, dict(body["counters"]), pending, lost, refusals)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise MalformedMessage(f"this is no report of a trainer ({error})") from error
 

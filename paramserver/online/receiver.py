@@ -36,6 +36,7 @@ from paramserver.online.protocol import (
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.security import ServerSecurity, secure_trainer_socket
 from paramserver.online.spec import ReceiverSpec
+from paramserver.online.unfinished import UnfinishedMessages
 from paramserver.online.validator import (
     REASONS,
     ClientSession,
@@ -115,7 +116,7 @@ class SampleReceiver:
             last simulation has ended and all samples are returned, or this receiver is closed.
 
         Raises:
-            SourceError: the coordinator refused this trainer, or is silent.
+            SourceError: the coordinator refused this trainer or its keys, or is silent.
             UnsupportedConfiguration: the address is not of this machine, or pyzmq is missing.
         """
         return self._queue.get(GROUP, timeout_s)
@@ -200,11 +201,13 @@ class _ReceiverLoop:
             security = opening.enter_context(ServerSecurity(context, self.spec.keys))
             self._clients = opening.enter_context(self._socket(context, zmq.ROUTER))
             security.protect(self._clients)
-            self._bind()
+            self._bind(opening)
             self._coordinator = opening.enter_context(self._socket(context, zmq.DEALER))
             # With its own routing id the trainer is recognized after a reconnect. It is random, so that no client can
             # take it over.
             self._coordinator.routing_id = b"trainer" + secrets.token_bytes(16)
+            # Without a high-water mark a send fails only if there is no connection any more, see _send_to_coordinator.
+            self._coordinator.sndhwm = 0
             secure_trainer_socket(self._coordinator, self.spec.keys)
             self._coordinator.connect(self.spec.coordinator_address)
             self._opened = opening.pop_all()
@@ -213,15 +216,18 @@ class _ReceiverLoop:
     def _socket(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
         opened = context.socket(kind)
         opened.linger = _LINGER_MS
+        opened.sndtimeo = 0  # the thread that serves all clients must not wait for one of them
         opened.ipv6 = ":" in self.spec.host
         return opened
 
-    def _bind(self) -> None:
+    def _bind(self, opening: ExitStack) -> None:
         largest_bytes = max((descriptor.num_bytes for descriptor in self.spec.ingest.descriptors), default=0)
         self._clients.maxmsgsize = 2 * largest_bytes + _SPARE_BYTES
         # Header, descriptor and the fields of a sample, or header, parameters and secret.
         self._max_parts = max(2 + len(self.spec.ingest.fields), 3)
         self._max_bytes = 2 * self.spec.ingest.sample_bytes + _SPARE_BYTES
+        self._unfinished = UnfinishedMessages(self._clients, self._max_bytes)
+        opening.callback(self._unfinished.close)
         # A client that reconnects with its routing id replaces its old connection.
         self._clients.router_handover = True
         try:
@@ -245,15 +251,16 @@ class _ReceiverLoop:
         """Run until the queue is closed.
 
         Raises:
-            SourceError: the coordinator refused this trainer, or is silent.
+            SourceError: the coordinator refused this trainer or its keys, or is silent.
         """
         poller = zmq.Poller()
-        for one in (self._clients, self._coordinator, self.wakeup.fileno()):
+        for one in (self._clients, self._unfinished.events, self._coordinator, self.wakeup.fileno()):
             poller.register(one, zmq.POLLIN)
         self._poller = poller
         self._join()
         while not self.queue.closed:
-            due = dict(poller.poll(max(0, int(1000 * (self._report_at - time.monotonic())) + 1)))
+            wake_at = self._report_at if self._refusal else min(self._report_at, self._unfinished.check_at)
+            due = dict(poller.poll(max(0, int(1000 * (wake_at - time.monotonic())) + 1)))
             # The order of the steps matters:
             # 1. Clear the wakeup before the queue is read: what is stored in between sets it again and is not missed.
             if self.wakeup.fileno() in due:
@@ -265,6 +272,8 @@ class _ReceiverLoop:
                 self._receive_from_coordinator()
             # 4. A bounded number of messages; poll() returns at once if there are more.
             no_message_left = self._receive_from_clients() if self._clients in due else True
+            if self._refusal is None:  # otherwise messages that are finished stay in the socket
+                self._unfinished.check(no_message_left)
             # 5. One ACK per client for all of the above, and the report last, so that it includes this iteration.
             self._send_acks()
             self._report()
@@ -275,21 +284,34 @@ class _ReceiverLoop:
                 self.queue.finish()
         if not self.sends_over:
             return
+        # The buffer may have stored samples since the last iteration; after OVER a client reads no ACK.
+        self._process_stored()
+        self._send_acks()
         for session in self.validator.sessions():
             self._send(session.peer, session.header.reply(MessageKind.OVER), NO_MORE_SAMPLES)
-        # send() on a DEALER without a connection blocks, so ask first.
-        if self._coordinator.poll(0, zmq.POLLOUT):
-            self._coordinator.send_multipart([self._header(MessageKind.OVER)])
+        self._send_to_coordinator(MessageKind.OVER)
 
     # The coordinator.
 
     def _join(self) -> None:
         joined = TrainerJoined(self.address, dict(self.stats.stored), self.received_log.inherited_counts())
-        self._coordinator.send_multipart([self._header(MessageKind.JOIN), self.spec.token, joined.pack()])
+        self._send_to_coordinator(MessageKind.JOIN, self.spec.token, joined.pack())
         self._report_at = time.monotonic() + self.report_interval_s
 
-    def _header(self, kind: MessageKind) -> bytes:
-        return Header(kind, simulation=self.spec.trainer_index).pack()
+    def _send_to_coordinator(self, kind: MessageKind, *frames: bytes) -> None:
+        try:
+            self._coordinator.send_multipart([Header(kind, simulation=self.spec.trainer_index).pack(), *frames])
+        except zmq.Again as error:
+            raise self._connection_refused() from error
+
+    def _connection_refused(self) -> SourceError:
+        # ZeroMQ does not reconnect after a failed handshake. A connection that is lost is made again, and what is sent
+        # meanwhile waits in the socket.
+        return _source_error(
+            f"the coordinator at {self.spec.coordinator_address} has refused the connection of trainer "
+            f"{self.spec.trainer_index}; simulations.keys ({self.spec.keys or 'null'}) must hold the same keys on the "
+            "hosts of all ranks"
+        )
 
     def _receive_from_coordinator(self) -> None:
         while (frames := _receive(self._coordinator)) is not None:
@@ -319,16 +341,16 @@ class _ReceiverLoop:
         if self._refusal is None:
             _log.warning("trainer %d was refused by the coordinator on rank 0: %s", self.spec.trainer_index, reason)
             self._poller.unregister(self._clients)
+            self._poller.unregister(self._unfinished.events)
         self._refusal, self._ready = reason, False
 
     def _report(self) -> None:
         now = time.monotonic()
         if now < self._report_at:
             return
-        # Without a connection a send would block; the check below notices the silence.
-        if self._ready and self._coordinator.poll(0, zmq.POLLOUT):
+        if self._ready:
             report = self.stats.make_report(self.queue.pending_simulations())
-            self._coordinator.send_multipart([self._header(MessageKind.REPORT), report.pack()])
+            self._send_to_coordinator(MessageKind.REPORT, report.pack())
         self._reported_at, self._report_at = now, now + self.report_interval_s
         # Early reports do not count as unanswered, so the check keeps its own interval.
         if now - self._checked_at >= self.report_interval_s:
@@ -338,6 +360,9 @@ class _ReceiverLoop:
             self._check_coordinator()
 
     def _check_coordinator(self) -> None:
+        # A trainer that was never READY has sent nothing since JOIN, which can be sent before the handshake fails.
+        if not self._coordinator.poll(0, zmq.POLLOUT):
+            raise self._connection_refused()
         # Counted in unanswered reports and not in seconds: a process that was suspended has waited for no answer.
         self._reports_unanswered += 1
         if self._reports_unanswered * self.report_interval_s > self.spec.timeout_s and not self._over:
@@ -345,9 +370,11 @@ class _ReceiverLoop:
                 raise _source_error(
                     f"trainer {self.spec.trainer_index} was refused by the coordinator on rank 0: {self._refusal}"
                 )
+            keys = "" if self.spec.keys is None else f", or its keys are not those of this host ({self.spec.keys})"
             raise _source_error(
                 f"trainer {self.spec.trainer_index} received nothing from the coordinator at "
-                f"{self.spec.coordinator_address} for {self.spec.timeout_s:g} s; rank 0 is gone or cannot be reached"
+                f"{self.spec.coordinator_address} for {self.spec.timeout_s:g} s; rank 0 is gone or cannot be "
+                f"reached{keys}"
             )
 
     # The clients.
@@ -362,6 +389,7 @@ class _ReceiverLoop:
             if message is None:
                 no_message_left = True
                 break
+            self._unfinished.received(message[0])
             peer, frames = bytes(message[0]), message[1:]
             if self._over:
                 self._refuse_late(peer, frames)
@@ -475,6 +503,7 @@ class ReceiveStats:
         self._sample_bytes = sample_bytes
         self._trainer_index = trainer_index
         self._logged: set[tuple[Reason, str]] = set()
+        self._first_refusals: dict[str, str] = {}
         self._changed: set[int] = set()
         self._active: set[tuple[int, int]] = set()
 
@@ -494,13 +523,9 @@ class ReceiveStats:
         if (outcome.reason, sender) in self._logged or len(self._logged) >= _MAX_LOGGED:
             return
         self._logged.add((outcome.reason, sender))
-        _log.warning(
-            "trainer %d refused a message of %s: %s; more of this kind (%s) are counted and not logged",
-            self._trainer_index,
-            sender,
-            outcome.text,
-            outcome.reason,
-        )
+        text = f"trainer {self._trainer_index} refused a message of {sender}: {outcome.text}"
+        self._first_refusals.setdefault(outcome.reason, text)
+        _log.warning("%s; more of this kind (%s) are counted and not logged", text, outcome.reason)
 
     def record_stored(self, samples: Sequence[SampleAccepted]) -> set[int]:
         """Count samples that the buffer has stored; returns their simulations."""
@@ -530,7 +555,9 @@ class ReceiveStats:
     def make_report(self, pending: Sequence[int]) -> SimulationReport:
         """What has changed since the last report, the counters, and the ``pending`` simulations."""
         received = {simulation: self.stored[simulation] for simulation in sorted(self._changed)}
-        report = SimulationReport(received, sorted(self._active), self.counters(), pending, self.lost)
+        report = SimulationReport(
+            received, sorted(self._active), self.counters(), pending, self.lost, self._first_refusals
+        )
         self._changed, self._active = set(), set()
         return report
 

@@ -14,7 +14,7 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ _HELLO_TIMEOUT_S = 60.0
 _MAX_LOGGED = 20
 # While there is room in the window, replies are received this often: a receive costs more than sending a small sample.
 _RECEIVE_INTERVAL_S = 0.1
+# Of trainers that have not sent OVER yet when another process has.
+_LAST_ACKS_S = 2.0
 
 _logger = logging.getLogger("paramserver.client")
 
@@ -158,8 +160,21 @@ class SampleSender:
             while not self._finish():
                 pass  # another coordinator has taken the place of the one that knew this client
         except RunOver:
-            if any(trainer.in_flight for trainer in self._trainers.values()):
+            if not self._last_acks():
                 raise
+
+    def _last_acks(self) -> bool:
+        """Return whether all samples are acknowledged once the run is over.
+
+        Each trainer sends OVER after its last ACK, but that of one process may overtake the ACK of another.
+        """
+        deadline = time.monotonic() + _LAST_ACKS_S
+        for trainer in self._trainers.values():
+            with suppress(RunOver):
+                while trainer.in_flight and not trainer.is_lost() and time.monotonic() < deadline:
+                    trainer.socket.poll(_poll_ms(deadline))
+                    self._process(trainer, trainer.receive_acks())
+        return not any(trainer.in_flight for trainer in self._trainers.values())
 
     def _finish(self) -> bool:
         self.flush()

@@ -50,6 +50,7 @@ class Simulation:
         reported_silent: whether its silence was reported and lasts.
         kill_reason: why the run ends its process; None = it does not.
         exit_error: how its process ended without being killed by the run, if not with exit code 0.
+        last_line: the last line that its process wrote, if it has ended.
         settled_at: for each trainer the number of the report by which all samples are counted; empty = not known.
     """
 
@@ -70,6 +71,7 @@ class Simulation:
     reported_silent: bool = False
     kill_reason: str | None = None
     exit_error: str | None = None
+    last_line: str = ""
     settled_at: list[int] = field(default_factory=list)
 
     @property
@@ -284,8 +286,8 @@ class SimulationTracker(ABC):
         """No more simulations come from outside. Returns why this must be refused; None = it must not."""
         return "the run starts its simulations itself, and knows which is the last"
 
-    def on_exit(self, number: int, attempt: int, exit_code: int, now: float) -> None:
-        """The process of a simulation ended; only for simulations that the run starts."""
+    def on_exit(self, number: int, attempt: int, exit_code: int, now: float, last_line: str = "") -> None:
+        """The process of a simulation ended, after this line of output; only for simulations that the run starts."""
 
     @abstractmethod
     def poll(self, now: float) -> list[Action]:

@@ -101,7 +101,7 @@ class ManagedSimulations(SimulationTracker):
                 simulation.since_s = now
                 simulation.settled_at[trainer_index] = self._num_reports[trainer_index] + 1
 
-    def on_exit(self, number: int, attempt: int, exit_code: int, now: float) -> None:
+    def on_exit(self, number: int, attempt: int, exit_code: int, now: float, last_line: str = "") -> None:
         simulation = self.simulations[number]
         if not simulation.process_alive or attempt != simulation.attempt:
             return
@@ -109,6 +109,7 @@ class ManagedSimulations(SimulationTracker):
         if simulation.kill_reason is not None:
             return
         simulation.exit_error = None if exit_code == 0 else describe_exit(exit_code)
+        simulation.last_line = last_line
         if not simulation.ended and (exit_code == 0 or self._may_have_sent_all(simulation)):
             simulation.set_state(SimulationState.SETTLING, now)
             self._expect_reports(simulation)
@@ -155,9 +156,11 @@ class ManagedSimulations(SimulationTracker):
             self._close(simulation)
             if self._is_complete(simulation):
                 return [self._complete(simulation, now)]
-        return self._fail_attempt(
-            simulation, simulation.kill_reason or simulation.exit_error or self._too_few(simulation)
-        )
+        reason = simulation.kill_reason or simulation.exit_error or self._too_few(simulation)
+        # The run knows that the process failed, the process why.
+        if simulation.kill_reason is None and simulation.last_line:
+            reason = f'{reason}, and its last line is "{simulation.last_line}"'
+        return self._fail_attempt(simulation, reason)
 
     def _check_process(self, simulation: Simulation, now: float) -> list[Action]:
         """Kill a process that is silent, or that runs on after its last sample."""

@@ -6,7 +6,9 @@ Every module of the package that uses the network takes ``zmq`` from here.
 import ipaddress
 import os
 import socket
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from paramserver.errors import UnsupportedConfiguration
@@ -72,25 +74,47 @@ def receive_parts(router: Any, max_parts: int, max_bytes: int) -> list[Any] | No
             fits = False
             del frames[1:]
     if not fits:
-        _disconnect(router, frames[0])
+        with suppress(zmq.ZMQError):  # the connection has ended
+            end_connection(router, frames[0].get(zmq.SRCFD))
     return frames
 
 
-def _disconnect(router: Any, frame: Any) -> None:
-    """End the TCP connection that a message came from. A ROUTER has no call for this."""
+@contextmanager
+def connection_of(router: Any, fd: int) -> Iterator[socket.socket | None]:
+    """A TCP connection of a bound socket, by the number of its file descriptor, for ``with``; None if it has ended."""
     port = router.last_endpoint.rstrip(b"\0").rpartition(b":")[2].decode()
+    with ExitStack() as opened:
+        connection = None
+        # Of a copy, so that ZeroMQ may close its own. The number of a connection that has ended may belong to something
+        # else meanwhile: only one of this socket is given.
+        with suppress(OSError, IndexError):
+            found = opened.enter_context(_from_copy(os.dup(fd)))
+            connection = found if str(found.getsockname()[1]) == port and found.getpeername() else None
+        yield connection
+
+
+def _from_copy(fd: int) -> socket.socket:
     try:
-        connection = socket.socket(fileno=os.dup(frame.get(zmq.SRCFD)))
-    except (OSError, zmq.ZMQError):
-        return  # it is closed already
-    with connection:
-        try:
-            # The number of a connection that has ended meanwhile may belong to something else: only one of this socket
-            # is shut down. Its I/O thread then closes it as if the client had.
-            if str(connection.getsockname()[1]) == port:
-                connection.shutdown(socket.SHUT_RDWR)
-        except (OSError, IndexError):
-            return
+        return socket.socket(fileno=fd)
+    except OSError:
+        os.close(fd)
+        raise
+
+
+def end_connection(router: Any, fd: int) -> str | None:
+    """End a TCP connection of a bound socket; returns the host of the peer, None if it has ended already.
+
+    A ROUTER has no call for this. Its I/O thread then closes the connection as if the client had.
+    """
+    with connection_of(router, fd) as connection, suppress(OSError):  # the client may end it at this moment
+        if connection is not None:
+            host = str(connection.getpeername()[0])
+            # Reset when ZeroMQ closes it: otherwise a client whose send waits for room would wait on, as the kernel
+            # announces no more room after a shutdown.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.shutdown(socket.SHUT_RDWR)
+            return host
+    return None
 
 
 def peer_host(frames: Sequence[Any]) -> str:

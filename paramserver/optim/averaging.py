@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-# In the optimizer's state of each parameter, so that it is sharded, staged, stored and restored like that.
-_AVERAGE = "average"
+# In the optimizer's state of each parameter, so that it is sharded, staged, stored and restored like that. An optimizer
+# may have an entry "average" of its own, which was the name in earlier versions.
+_AVERAGE = "ema_average"
+_EARLIER = "average"
 
 
 class AverageParameters:
@@ -66,6 +68,14 @@ def averages(states: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> d
         names: of the parameters, in the order of the optimizer.
     """
     return {names[number]: state[_AVERAGE] for number, state in states.items() if _AVERAGE in state}
+
+
+def rename_averages(optimizer: torch.optim.Optimizer) -> None:
+    """Give the averages of an earlier version the present name; optimizers of torch have none of their own."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        for state in optimizer.state.values():
+            if _EARLIER in state:
+                state[_AVERAGE] = state.pop(_EARLIER)
 
 
 def drop_averages(optimizer: torch.optim.Optimizer) -> None:

@@ -49,6 +49,14 @@ def is_elementwise(optimizer: torch.optim.Optimizer, servers: int) -> bool:
         kinds = [is_elementwise(own, servers) for own in optimizer.by_name.values()]  # each is checked
         return all(kinds)
     kind = type(optimizer)
+    if any(
+        getattr(kind, name) is not getattr(torch.optim.Optimizer, name) for name in ("state_dict", "load_state_dict")
+    ):
+        raise TaskError(
+            f"optimizer ({kind.__name__}) must keep its state by parameter, with state_dict and load_state_dict of "
+            f"torch.optim.Optimizer, with cluster.num_servers ({servers}), as each server has a part of it; set "
+            "cluster.num_servers: 1"
+        )
     declared = None if has_foreign_hooks(optimizer) and not hasattr(kind, _ATTRIBUTE) else _declared_kind(kind)
     if declared not in _KINDS:
         raise TaskError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paramserver.errors import UnsupportedConfiguration
+from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import ThreadTeam
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
@@ -140,6 +140,12 @@ class ShardUpdater:
         for number, (optimizer, parameter) in enumerate(self._numbered()):
             if parameter in optimizer.state:
                 found[number] = optimizer.state[parameter]
+        for optimizer in optimizers_of(self.optimizer):
+            if not all(isinstance(key, Tensor) for key in optimizer.state):
+                raise TaskError(
+                    f"the state of {type(optimizer).__name__} must belong to parameters, with more than one server, as "
+                    "each has those of its own; set cluster.num_servers: 1"
+                )
         return found
 
     def _numbered(self) -> list[tuple[torch.optim.Optimizer, Tensor]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +15,9 @@ from torch import Tensor, nn
 from paramserver.config import TrainingConfig
 from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration
 from paramserver.limits import is_due
-from paramserver.optim.averaging import AverageParameters, averages, drop_averages
-from paramserver.optim.named_optimizers import NamedOptimizers, joined_states, shared_parameters
+from paramserver.optim.averaging import AverageParameters, averages, drop_averages, rename_averages
+from paramserver.optim.modes import SwitchedOptimizer, copied_parameters, has_modes, parameters_of
+from paramserver.optim.named_optimizers import NamedOptimizers, joined_states, optimizers_of, shared_parameters
 from paramserver.optim.parallel_step import ParallelStep, ThreadTeam
 from paramserver.parameters.numerics import check_gradient_norm
 from paramserver.task import Task
@@ -70,6 +73,19 @@ class Updater:
             for name, own in self.optimizer.by_name.items():
                 params = [p for group in own.param_groups for p in group["params"]]
                 self.parameters_of[name] = tuple(names[id(p)] for p in params)
+        self._with_modes = [SwitchedOptimizer(own) for own in optimizers_of(self.optimizer) if has_modes(own)]
+        for own in optimizers_of(self.optimizer) if training.ema_decay is not None else ():
+            reason = "whose eval() gives the parameters that are validated" if has_modes(own) else None
+            if "state" not in own.state_dict():
+                reason = "whose state_dict() has no entry state, where averages are kept"
+            if reason is not None:
+                raise UnsupportedConfiguration(
+                    f"training.ema_decay ({training.ema_decay}) must be null with {type(own).__name__}, {reason}; "
+                    "leave it out"
+                )
+        for switched in self._with_modes:
+            with copied_parameters(switched.optimizer):
+                switched.optimizer.train()
         self._schedules = _schedules_of(task, self.optimizer)
         self._parallel_step: ParallelStep | None = None
         self.clip_grad_norm = training.clip_grad_norm
@@ -95,6 +111,21 @@ class Updater:
             self._parallel_step()
         # After the optimizer: torch warns, and skips the first learning rate, in the other order.
         self.on_update(optimizer)
+
+    @property
+    def validates_averages(self) -> bool:
+        """Whether validations are of ``averages()`` in place of the parameters."""
+        return self._averages_parameters or bool(self._with_modes)
+
+    @property
+    def with_modes(self) -> str | None:
+        """The class of an optimizer that has ``train()`` and ``eval()``; None if there is none."""
+        return next((type(switched.optimizer).__name__ for switched in self._with_modes), None)
+
+    def clear_gradients(self) -> None:
+        """Release all gradients of the model, also those of parameters that are in no optimizer."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def use_threads(self, team: ThreadTeam) -> None:
         """Step parameters with all threads of ``team`` from now on, if the optimizer allows it."""
@@ -140,28 +171,61 @@ class Updater:
 
     @property
     def lr(self) -> tuple[float, ...]:
-        """The learning rate of each parameter group."""
-        # A user's optimizer may have no learning rate.
-        return tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
+        """The learning rate of each parameter group that has one: an optimizer may compute it in each step."""
+        return tuple(float(g["lr"]) for g in self.optimizer.param_groups if g.get("lr") is not None)
 
     def averages(self, states: Mapping[int, Mapping[str, Any]] | None = None) -> dict[str, Tensor]:
-        """Return the average of each parameter that was stepped, by name; empty without ``training.ema_decay``.
+        """Return what is validated in place of a parameter, by its name; empty if the parameters are.
+
+        With ``training.ema_decay`` that is the average of each parameter that was stepped, and with optimizers that
+        have modes each of their parameters in ``eval()``.
 
         Args:
             states: of the optimizer, by parameter; None for those of this process.
         """
+        if self._with_modes:
+            with self._evaluation_mode() as evaluated:
+                return evaluated
         if states is None:
             states = joined_states(self.optimizer, self.optimizer.state_dict())
         return averages(states, self._names)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of ``optimizer`` and ``scheduler`` (None without one); of several of them, by name."""
+        """Return the states of ``optimizer`` and ``scheduler`` (None without one); of several of them, by name.
+
+        Optimizers that have modes are in ``eval()``. Their ``parameters`` are then given as they are in ``eval()``,
+        which belong to that state, and as they are trained.
+        """
+        if not self._with_modes:
+            return self._state_dict()
+        trained = {name: p.detach() for name, p in zip(self._names, parameters_of(self.optimizer), strict=True)}
+        with self._evaluation_mode() as evaluated:
+            state = copy.deepcopy(self._state_dict())  # ``train()`` may write to the state of an optimizer
+        return {**state, "parameters": {"eval": evaluated, "train": trained}}
+
+    @contextmanager
+    def _evaluation_mode(self) -> Iterator[dict[str, Tensor]]:
+        """Let the optimizers that have modes be in ``eval()``; yields copies of their parameters, by name."""
+        names = dict(zip(map(id, parameters_of(self.optimizer)), self._names, strict=True))
+        with ExitStack() as stack:
+            for switched in self._with_modes:
+                stack.enter_context(switched.evaluation_mode())
+            parameters = [p for switched in self._with_modes for p in parameters_of(switched.optimizer)]
+            yield {names[id(p)]: p.detach().clone() for p in parameters}
+
+    @torch.no_grad()
+    def _write(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in zip(self._names, parameters_of(self.optimizer), strict=True):
+            if name in values:
+                parameter.copy_(values[name])
+
+    def _state_dict(self) -> dict[str, Any]:
         states = {name: schedule.scheduler.state_dict() for name, schedule in self._schedules.items()}
         scheduler = states if self.parameters_of else states.get("")
         return {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load ``state_dict()``.
+        """Load ``state_dict()``. If it has no ``parameters`` of ``eval()``, the model has these.
 
         Raises:
             CheckpointError: it is of another optimizer or scheduler.
@@ -174,33 +238,81 @@ class Updater:
                     f"the stored state has optimizers {', '.join(map(str, stored))}, and build_optimizer returns "
                     f"{', '.join(by_name)}; resume with the task and the task_args that it was stored with"
                 )
+        parameters = state.get("parameters", {})
+        for switched in self._with_modes:
+            # Before the state is loaded, as the mode of an optimizer may not be part of it.
+            with copied_parameters(switched.optimizer):
+                switched.optimizer.eval()
+        self._write(parameters.get("eval", {}))
         for name, optimizer in by_name.items():
             _load(optimizer, stored[name])
-            if not self._averages_parameters:
-                drop_averages(optimizer)
+            _check_loaded(optimizer, stored[name])
+            if isinstance(getattr(optimizer, "state", None), Mapping):
+                rename_averages(optimizer)
+                if not self._averages_parameters:
+                    drop_averages(optimizer)
             if name in self._schedules and (own := schedules.get(name)) is not None:
                 _load(self._schedules[name].scheduler, own)
                 # The steps before the stop count; otherwise a schedule that is stepped first warns of that.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
+        for switched in self._with_modes:
+            switched.optimizer.train()
+        # What ``train()`` makes of the parameters of ``eval()`` is rounded.
+        self._write(parameters.get("train", {}))
 
 
 def _load(owner: Any, state: dict[str, Any]) -> None:
     """Call ``owner.load_state_dict(state)``; refuse the state of another class, which torch notices late or never."""
     cause: Exception | None = None
+    # Not all of ``defaults``: torch adds some to it when a state is loaded, which no group has.
+    needed = set(getattr(owner, "defaults", None) or ())
+    needed = needed.intersection(*getattr(owner, "param_groups", ()))
     try:
         owner.load_state_dict(state)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         cause = error
-    defaults = set(getattr(owner, "defaults", ()))
-    # If torch accepted it, the groups are those of the owner now, and what another torch version lacked is filled in.
-    groups = owner.param_groups if cause is None and defaults else state.get("param_groups", ())
-    lacking = sorted({name for group in groups for name in defaults - set(group)})
+    # If it was accepted, the groups are those of the owner now, and what another torch version lacked is filled in.
+    groups: Sequence[Mapping[str, Any]] = ()
+    if needed:
+        groups = owner.param_groups if cause is None else state.get("param_groups", ())
+    lacking = sorted({name for group in groups for name in needed - set(group)})
     if lacking or cause is not None:
         reason = f"its groups lack {', '.join(lacking)}" if lacking else f"{type(cause).__name__}: {cause}"
         raise CheckpointError(
             f"the stored state is not one of this {type(owner).__name__} ({reason}); resume with the task and the "
             "task_args that it was stored with"
         ) from cause
+
+
+def _check_loaded(optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> None:
+    """Give each entry of the state the type that it was stored with; refuse an optimizer that has taken over nothing.
+
+    ``torch.optim.Optimizer.load_state_dict`` converts every tensor but a step to the type of its parameter, and makes
+    another text of a text.
+    """
+    if not (stored.get("state") and "param_groups" in stored):
+        return  # a layout of the optimizer's own
+    states, own = stored["state"], getattr(optimizer, "state", {})
+    if not optimizer.state_dict().get("state"):
+        raise CheckpointError(
+            f"{type(optimizer).__name__}.load_state_dict does not take over what its state_dict returns; define both, "
+            "for what the optimizer wraps too"
+        )
+    numbers = [number for group in stored["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):
+        if number in states and parameter in own:
+            own[parameter] = _as_stored(own[parameter], states[number])
+
+
+def _as_stored(own: Any, value: Any) -> Any:
+    if isinstance(own, Tensor) and isinstance(value, Tensor):
+        is_cast = own.dtype != value.dtype and own.shape == value.shape and torch.equal(own, value.to(own))
+        return value.to(own.device, copy=True) if is_cast else own
+    if isinstance(own, dict) and isinstance(value, dict):
+        return type(own)((name, _as_stored(item, value[name]) if name in value else item) for name, item in own.items())
+    if isinstance(own, (list, tuple)) and type(own) is type(value) and len(own) == len(value):
+        return type(own)(map(_as_stored, own, value))
+    return value if isinstance(value, (str, bytes)) else own
 
 
 def build_optimizer(task: Task, model: nn.Module, ema_decay: float | None = None) -> torch.optim.Optimizer:
@@ -213,12 +325,26 @@ def build_optimizer(task: Task, model: nn.Module, ema_decay: float | None = None
     by_name = dict(built) if isinstance(built, Mapping) else {"": built}
     for optimizer in by_name.values():
         _check_optimizer(optimizer, model, task_name)
+        _initialize(optimizer)
         if ema_decay is not None:
             optimizer.register_step_post_hook(AverageParameters(ema_decay))
     if not isinstance(built, Mapping):
         return built
     _check_names(by_name, task_name)
     return NamedOptimizers(by_name)
+
+
+def _initialize(optimizer: torch.optim.Optimizer) -> None:
+    """Give hooks to an optimizer that does not call ``Optimizer.__init__``, as torch does for one that is unpickled."""
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+        if not hasattr(optimizer, "defaults"):
+            optimizer.defaults = {}
+        torch.optim.Optimizer.__setstate__(optimizer, {})
+    if not isinstance(state := optimizer.state_dict(), dict):
+        raise TaskError(
+            f"{type(optimizer).__name__}.state_dict() returned {type(state).__name__}; it must return a dict, as "
+            "that of torch.optim.Optimizer does"
+        )
 
 
 def _check_names(by_name: Mapping[str, torch.optim.Optimizer], task_name: str) -> None:
@@ -240,6 +366,11 @@ def _check_optimizer(optimizer: object, model: nn.Module, task_name: str) -> Non
         raise TaskError(
             f"{task_name}.build_optimizer returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer, "
             "or a dict of them by name"
+        )
+    if hasattr(optimizer, "consolidate_state_dict"):
+        raise TaskError(
+            f"{type(optimizer).__name__} divides its state among ranks, which a checkpoint of rank 0 lacks; use the "
+            "optimizer that it wraps"
         )
     # Refused now: gradients come from trainers, so a step on the server has no loss to evaluate.
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")

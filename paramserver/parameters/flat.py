@@ -117,6 +117,20 @@ def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride())
 
 
+def has_gaps(tensor: Tensor, slot: TensorSlot) -> bool:
+    """Return whether a tensor has gaps in memory, so that its slot has other strides.
+
+    Example::
+
+        >>> layout = FlatLayout.of([("part", part := torch.ones(4, 4)[:, :3])])
+        >>> has_gaps(part, layout.slots[0]), has_gaps(part.contiguous(), layout.slots[0])
+        (True, False)
+    """
+    # An expanded tensor has a stride of 0 instead: its elements are one in memory, and cannot be written separately.
+    expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.numel() > 0 and tuple(tensor.stride()) != slot.stride and not expanded
+
+
 class FlatTensors:
     """Named tensors moved into flat tensors: afterwards each of them is a view of ``flats``.
 
@@ -206,8 +220,3 @@ def _check_separate_memory(tensors: Mapping[str, Tensor]) -> None:
 def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters that are trained, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def module_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the module buffers (BatchNorm statistics, for example) by name."""
-    return dict(model.named_buffers())

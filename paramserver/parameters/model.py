@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from paramserver.devices import Placement
 from paramserver.errors import CheckpointError, TaskError
+from paramserver.parameters.model_tree import is_writable, set_buffer
 from paramserver.rng import seed_all
 from paramserver.task import Task
 
@@ -45,7 +48,7 @@ def build_model(task: Task, seed: int, placement: Placement) -> nn.Module:
         raise TaskError(
             f"{type(task).__name__}.build_model returned {type(model).__name__}; it must return a torch.nn.Module"
         )
-    lazy = next((name for name, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)), None)
+    lazy = next((name for name, t in chain(model.named_parameters(), model.named_buffers()) if is_lazy(t)), None)
     if lazy is not None:
         raise TaskError(
             f"{type(task).__name__}.build_model returned a model whose {lazy} has no shape yet; call the model once "
@@ -55,16 +58,25 @@ def build_model(task: Task, seed: int, placement: Placement) -> nn.Module:
         raise TaskError(
             f"{type(task).__name__}.build_model returned a model without a parameter that requires a gradient"
         )
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.layout is torch.strided and not is_writable(buffer):
+                # An expanded one, to which neither a load nor the broadcast of DDP can write.
+                module._buffers[name] = buffer.clone()
     return model.to(placement.device) if len(placement.devices) == 1 else model
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: str) -> None:
+def load_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], origin: str, late_buffers: Sequence[str] = ()
+) -> None:
     """Copy stored weights into the model: all of them, or none if any does not fit.
 
     Args:
         model: to load into.
         weights: a ``state_dict()``.
         origin: where they come from, for messages.
+        late_buffers: the module buffers that had another shape or dtype than as built, or were not there; the model
+            gets them as they are stored.
 
     Raises:
         CheckpointError: they are of another model; the message names the first differences.
@@ -84,6 +96,9 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: str) -
             f"{origin} holds {type(weights).__name__}, and must hold a state_dict; give the model.pt of a checkpoint, "
             "or what torch.save(model.state_dict(), ...) wrote"
         )
+    for name in late_buffers:
+        value = weights.get(name)
+        set_buffer(model, name, value if value is None else value.clone())
     own = model.state_dict()
     problems = [f"{name} is missing there" for name in own if name not in weights]
     problems += [f"{name} is not in this model" for name in weights if name not in own]
@@ -110,10 +125,11 @@ def detached_state_dict(model: nn.Module) -> dict[str, Any]:
     return {n: t.detach() if isinstance(t, Tensor) else t for n, t in model.state_dict().items()}
 
 
-def untrained_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the part of the state that no optimizer changes: module buffers, frozen parameters and extra state."""
-    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    return {name: value for name, value in detached_state_dict(model).items() if name not in trained}
+def frozen_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return the part of the state that no step changes: frozen parameters and extra state."""
+    changed = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    changed |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return {name: value for name, value in detached_state_dict(model).items() if name not in changed}
 
 
 def extra_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -1,14 +1,21 @@
-"""Checks for NaN and infinity: of each loss, of gradients by the norm that clipping computes, of what is saved."""
+"""Checks for NaN and infinity: of each loss, of gradients by the norm that clipping computes, of what is saved.
+
+``name_float64`` explains errors of float64 batches.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from paramserver.errors import NotFinite, TaskError
+from paramserver.errors import NotFinite, TaskError, TrainingError
+from paramserver.importing import describe_user_error
 
 
 def check_gradient_norm(norm: float, step: int) -> None:
@@ -101,14 +108,103 @@ def check_loss(loss: object, trainer_index: int, batch_idx: int, optimizer: str 
         raise TaskError(
             f"{where}: {origin} a tensor of shape {tuple(loss.shape)}; the loss must be one number: take .mean()"
         )
+    if loss.is_complex():
+        raise TaskError(
+            f"{where}: {origin} a complex number ({loss.dtype}); the loss must be real: take .abs(), or .real"
+        )
     if not loss.requires_grad:
         raise TaskError(
             f"{where}: the loss does not depend on a trained parameter; compute it from model(...) with gradients on"
         )
-    value = float(loss.detach())
+    value = to_number(loss, f"{where}: the loss", "it must be one real number on a device that holds values")
     if value != value or value in (float("inf"), float("-inf")):
         raise NotFinite(
             f"{where}: the loss is {value}; nothing of this {unit} was applied. "
             "Lower the learning rate, set training.clip_grad_norm, or look at the batch"
         )
     return value
+
+
+@contextmanager
+def name_float64(what: str, batch: Any, model: nn.Module) -> Iterator[None]:
+    """Raise a ``TaskError`` that names the float64 tensors of ``batch`` in place of an error that they cause.
+
+    Example::
+
+        >>> model, batch = nn.Linear(1, 1), {"parameters": torch.ones(2, 1, dtype=torch.float64)}
+        >>> with name_float64("training_step", batch, model):  # doctest: +ELLIPSIS
+        ...     model(batch["parameters"])
+        Traceback (most recent call last):
+        paramserver.errors.TaskError: training_step: RuntimeError: ...; batch["parameters"] is float64, and ...
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError, TrainingError) as error:
+        # A TrainingError is that of a server which computes the forward; the traceback of the server follows its text.
+        raised = str(error).partition("\n")[0] if isinstance(error, TrainingError) else describe_user_error(error)
+        # torch names the dtypes of an operation and not the tensors, in other words in each of its functions. One that
+        # needs whole numbers is not helped by another float.
+        if not re.search(r"double|float64|datatype", str(error), re.IGNORECASE) or re.search(r"\bLong\b", str(error)):
+            raise
+        found = list(_float64_in(batch, "batch"))
+        # With server.compute: server the parameters are elsewhere.
+        dtypes = {p.dtype for p in getattr(model, "parameters", list)() if p.is_floating_point()}
+        if not found or torch.float64 in dtypes:
+            raise
+        own = str(next(iter(dtypes), torch.float32)).removeprefix("torch.")
+        raise TaskError(
+            f"{what}: {raised}; {', '.join(found)} {'is' if len(found) == 1 else 'are'} float64, and the model is "
+            f"{own}: convert with {found[0]}.to(torch.{own})"
+        ) from error
+
+
+def _float64_in(value: Any, name: str) -> Iterator[str]:
+    """How the task writes each float64 tensor of a batch."""
+    if isinstance(value, Tensor):
+        if value.dtype == torch.float64:
+            yield name
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _float64_in(item, f'{name}["{key}"]' if isinstance(key, str) else f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _float64_in(item, f"{name}[{index}]")
+
+
+def to_number(value: Any, what: str, cure: str) -> float:
+    """Return a value that the task gave as a number.
+
+    Args:
+        value: a number, or a tensor or array with one element.
+        what: names it, for the message.
+        cure: the rule and the cure; ends the message.
+
+    Raises:
+        TaskError: it is not one real number.
+
+    Example::
+
+        >>> to_number(torch.tensor([2.5]), "the loss", "take .mean()")
+        2.5
+    """
+    try:
+        if isinstance(value, (str, bytes, bytearray)):
+            raise TypeError  # text that float() reads would be a number by accident
+        number = value.detach() if isinstance(value, torch.Tensor) else value
+        return float(number.item() if hasattr(number, "item") else number)
+    except (TypeError, ValueError, RuntimeError, OverflowError, NotImplementedError) as error:
+        raise TaskError(f"{what} is {describe_value(value)}; {cure}") from error
+
+
+def describe_value(value: Any) -> str:
+    """Describe a value for a message: type, shape and dtype of a tensor or array, the value itself of others.
+
+    Example::
+
+        >>> describe_value(torch.ones(3)), describe_value(None)
+        ('a Tensor of shape (3,) and torch.float32', 'None')
+    """
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__} ({text[:57]}...)"

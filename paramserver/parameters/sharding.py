@@ -37,7 +37,7 @@ class Shard:
     """What one server owns.
 
     Attributes:
-        ranges: ``(group, first element, end)`` of each range of a flat tensor; none is empty.
+        ranges: ``(group, first element, end)`` of each range of a flat tensor; empty only if the flat tensor is.
         slices: of tensors, one after the other in the ranges.
         layout: of the slices in the ranges: a whole tensor has its own shape, a part of one has one dimension.
 
@@ -91,7 +91,7 @@ def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Sha
 
     Returns:
         A shard for each server. Every element is in exactly one. A shard is at most as large as the mean and one
-        largest unsplit part. With several shards, tensors without elements are in none: they are never stepped.
+        largest unsplit part.
 
     Raises:
         UnsupportedConfiguration: there are more servers than parts.
@@ -117,7 +117,7 @@ def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Sha
             )
         for own, part in zip(parts, pairwise([first, *_nearest(boundaries, targets), end]), strict=True):
             own.append(part)
-    return tuple(_shard(layout, own) for own in parts)
+    return _with_empty_tensors(layout, [_shard(layout, own) for own in parts])
 
 
 # In elements; a multiple of every kernel's vector width, so that a cut within a tensor changes no rounding.
@@ -212,7 +212,8 @@ def _sections(layout: FlatLayout, servers: int) -> list[tuple[int, int]]:
     # A server's part of a section is at least as large as a tensor that is not split.
     least = max(layout.total_bytes / _SECTIONS, servers * _LARGE_BYTES)
     cuts, has_large = [0], False
-    spans = sorted(_spans(layout))
+    if not (spans := sorted(_spans(layout))):
+        return [(0, 0)]
     for (first, end), following in zip(spans, [*(start for start, _ in spans[1:]), layout.total_bytes], strict=True):
         has_large = has_large or end - first > large
         if has_large and following - cuts[-1] >= least:
@@ -268,6 +269,35 @@ def _shard(layout: FlatLayout, parts: Sequence[tuple[int, int]]) -> Shard:
     return Shard(tuple(ranges), tuple(slices), FlatLayout(dtypes, tuple(e - f for _, f, e in ranges), tuple(slots)))
 
 
+def _with_empty_tensors(layout: FlatLayout, shards: Sequence[Shard]) -> tuple[Shard, ...]:
+    """Add each tensor without elements to a shard with a range at its place: an optimizer has a state of it too."""
+    ranges = [list(shard.ranges) for shard in shards]
+    owned = [list(zip(shard.slices, shard.layout.slots, strict=True)) for shard in shards]
+    for number, slot in enumerate(layout.slots):
+        if slot.numel:
+            continue
+        at = (
+            (server, own_number, slot.offset - first)
+            for server, own in enumerate(ranges)
+            for own_number, (group, first, end) in enumerate(own)
+            if group == slot.group and first <= slot.offset <= end
+        )
+        if (place := next(at, None)) is None:  # no tensor of its dtype has elements
+            place = 0, len(ranges[0]), 0
+            ranges[0].append((slot.group, 0, 0))
+        server, own_number, offset = place
+        piece = ShardSlice(number, 0, 0)
+        owned[server].append((piece, TensorSlot(slot.name, own_number, offset, slot.shape, slot.stride)))
+    made = []
+    for own_ranges, own in zip(ranges, owned, strict=True):
+        own.sort(key=lambda entry: entry[0].slot)
+        dtypes = tuple(layout.dtypes[group] for group, _, _ in own_ranges)
+        sizes = tuple(end - first for _, first, end in own_ranges)
+        own_layout = FlatLayout(dtypes, sizes, tuple(slot for _, slot in own))
+        made.append(Shard(tuple(own_ranges), tuple(piece for piece, _ in own), own_layout))
+    return tuple(made)
+
+
 # The state of an optimizer.
 
 # ``State`` is that of one parameter, by name; ``States`` are those of several, by their index in the optimizer.
@@ -290,9 +320,13 @@ def get_hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]
 def _sliced(value: Any, slot: TensorSlot, piece: ShardSlice) -> Any:
     """Return what a slice of a parameter has of the state of the whole.
 
-    A tensor of the parameter's shape is sliced like the parameter, in the order of its memory; everything else is for
-    the whole parameter, and is kept.
+    A tensor of the parameter's shape, also in a container, is sliced like the parameter, in the order of its memory;
+    everything else is for the whole parameter, and is kept.
     """
+    if isinstance(value, dict):
+        return {name: _sliced(item, slot, piece) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_sliced(item, slot, piece) for item in value])
     if not isinstance(value, Tensor):
         return value
     if piece.length == slot.numel or tuple(value.shape) != slot.shape:
@@ -306,15 +340,22 @@ def join_state(parts: Sequence[tuple[ShardSlice, Mapping[str, Any]]], slot: Tens
     first, state = parts[0]
     if first.length == slot.numel:
         return dict(state)
-    return {name: _joined(name, value, parts, slot) for name, value in state.items()}
+    pieces = [piece for piece, _ in parts]
+    return {name: _joined([own[name] for _, own in parts], pieces, slot) for name in state}
 
 
-def _joined(name: str, value: Any, parts: Sequence[tuple[ShardSlice, Mapping[str, Any]]], slot: TensorSlot) -> Any:
-    if not isinstance(value, Tensor) or tuple(value.shape) != (parts[0][0].length,):
+def _joined(values: Sequence[Any], pieces: Sequence[ShardSlice], slot: TensorSlot) -> Any:
+    """Return a value of the whole parameter from those of its slices: undoes ``_sliced``."""
+    value = values[0]
+    if isinstance(value, dict):
+        return {name: _joined([own[name] for own in values], pieces, slot) for name in value}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_joined(items, pieces, slot) for items in zip(*values, strict=True)])
+    if not isinstance(value, Tensor) or tuple(value.shape) != (pieces[0].length,):
         return value
     memory = torch.empty(slot.numel, dtype=value.dtype)
-    for piece, state in parts:
-        memory[piece.start : piece.start + piece.length] = state[name]
+    for piece, own in zip(pieces, values, strict=True):
+        memory[piece.start : piece.start + piece.length] = own
     return memory.as_strided(slot.shape, slot.stride)
 
 

@@ -62,7 +62,7 @@ CPU_OF_SAMPLES = Figure("CPU time of 1000 samples", "s", _cpu_of_samples, -1)
 STALENESS = tuple(
     Figure(f"staleness {name}", "versions", _inside("staleness", name), -1) for name in ("mean", "p95", "max")
 )
-LOSS = Figure("last loss", "", lambda r: r.loss[-1][2] if r.loss else None, -1)
+LOSS = Figure("train loss", "", lambda r: r.loss[-1][2] if r.loss else None, -1)
 TIME_TO_TARGET = Figure("time to the target", "s", lambda r: r.time_to_target_s, -1)
 SAMPLES_TO_TARGET = Figure("samples to the target", "", lambda r: r.samples_to_target, -1)
 FIGURES = (

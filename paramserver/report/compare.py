@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.report.cases import FIGURES, SPEED, Figure, ReportCase, cases_of
-from paramserver.report.conditions import machine_names
+from paramserver.report.conditions import machine_names, transports_of
 from paramserver.report.formatting import (
     first_line,
     format_estimate,
@@ -137,6 +137,10 @@ def compare(before: Results, after: Results) -> Comparison:
         notes.append(
             f"A ran on {join_names(a)}, B on {join_names(b)}: the figures include the difference of the machines."
         )
+    for name, change in ((name, (old[name], new[name])) for name in changes):
+        used = [transports_of(case) for case in change]
+        if all(used) and used[0] != used[1]:
+            notes.append(f"{name} used {used[0]} as its transport in A, and {used[1]} in B: not only the code differs.")
     return Comparison(changes, broken, tuple(notes))
 
 

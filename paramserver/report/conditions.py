@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from paramserver.metrics.summary import transport_text
 from paramserver.report.cases import ReportCase
 from paramserver.report.formatting import format_number, join_names, plural, quoted
 from paramserver.report.results import CaseResult
@@ -55,11 +56,17 @@ def method_text(cases: Sequence[ReportCase]) -> str:
     return text
 
 
+def transports_of(case: ReportCase) -> str:
+    """What the trainers of a case used to exchange parameters and gradients; empty without a server."""
+    return join_names(_distinct(transport_text(one.transports) for one in case.results))
+
+
 def comparability_warnings(cases: Sequence[ReportCase]) -> list[str]:
-    """Sentences about different machines, commits or versions, which make a comparison of ``cases`` doubtful."""
+    """Sentences about different machines, transports, commits or versions, which make a comparison doubtful."""
     found = []
     for what, get in (
         ("machines", _machine),
+        ("transports", lambda one: transport_text(one.transports)),
         ("commits", lambda one: _text(one.environment.get("commit"))[:12]),
         ("versions of torch", lambda one: _version(one, "torch")),
         ("versions of Python", lambda one: _version(one, "python")),

@@ -142,6 +142,12 @@ class Run:
         except ValueError:
             return 0.0
 
+    @property
+    def transports(self) -> dict[str, str]:
+        """By trainer, from the records: a run that was killed has no summary."""
+        used = [one for one in self.records if one.get("kind") == "transport"]
+        return {str(one.get("trainer")): str(one.get("transport")) for one in used}
+
     def keys(self) -> dict[str, Any]:
         """The config keys that this run uses, by dotted name: those of servers only where there are servers."""
         unused = (*_NOT_OF_THE_CASE, *(MODES[self.mode].unused_prefixes if self.mode in MODES else ()))
@@ -305,6 +311,7 @@ def _result(run: Run, case: str, repeat: int, varying: set[str], baseline: str |
         "per_process": speed / (run.servers + run.trainers) if isinstance(speed, int | float) else None,
         **{name: summary.get(name) for name in ("seconds", "steps", "samples", "samples_per_second", "step_ms")},
         **{name: summary.get(name) for name in ("phases_ms", "wire_bytes_per_step", "staleness", "peak_rss_mb")},
+        "transports": run.transports,
         **learning_curves(run.records, summary),
         "environment": {
             **{name: environment.get(name) for name in ("versions", "host", "command")},

@@ -291,8 +291,8 @@ def _legend_below(figure: Figure, axes: Axes, columns: int) -> None:
 def _learning(cases: Sequence[ReportCase]) -> Iterator[Picture]:
     axes_of = ((SECONDS, "seconds", "seconds of training"), (SAMPLES, "samples", "samples"))
     for axis, name, label in axes_of:
-        caption = f"Training loss against {label}: mean and range of the repeats."
-        yield from _lines(cases, loss_against(axis), f"loss-{name}", label, "training loss", caption)
+        caption = f"Train loss against {label}: mean and range of the repeats."
+        yield from _lines(cases, loss_against(axis), f"loss-{name}", label, "train loss", caption)
     results = [one for case in cases for one in case.completed]
     for i, metric in enumerate(metric_names(results)[:_METRICS]):
         for axis, name, label in axes_of:

@@ -33,6 +33,7 @@ class CaseResult:
         scenario: a disturbance, such as {"slow": {"trainer": 1, "factor": 5.0, "probability": 1.0}}.
         wall_s: from the start of its first process to the end of its last; ``seconds`` is the measured training.
         per_trainer: samples/s of each trainer; ``per_process``: of all, divided by the number of trainers and servers.
+        transports: of parameters and gradients, by the index of each trainer, where there is a server.
         model_bytes: of the parameters that are trained.
         wire_bytes_source: the source of ``wire_bytes_per_step``, where the trainers did not count it.
         step_bins: counts by bin, as ``DurationHistogram`` has them.
@@ -59,6 +60,7 @@ class CaseResult:
     samples_per_second: float | None = None
     per_trainer: tuple[float | None, ...] = ()
     per_process: float | None = None
+    transports: Mapping[str, str] = field(default_factory=dict)
     step_ms: Numbers = field(default_factory=dict)
     step_bins: Mapping[int, int] = field(default_factory=dict)
     phases_ms: Numbers = field(default_factory=dict)
@@ -169,6 +171,10 @@ _OPTIONAL: dict[str, Rule] = {
     **dict.fromkeys(("wall_s", "seconds", "samples_per_second", "per_process"), _FIGURE),
     **dict.fromkeys(("steps", "samples", "model_bytes"), _COUNT),
     "per_trainer": (lambda v: isinstance(v, list) and all(x is None or _is_number(x) for x in v), "a list of numbers"),
+    "transports": (
+        lambda v: isinstance(v, dict) and all(isinstance(name, str) for name in v.values()),
+        "a mapping of trainers to names",
+    ),
     **dict.fromkeys(("step_ms", "phases_ms", "cpu_s", "peak_rss_mb"), _NUMBERS),
     "step_bins": (lambda v: _are_counts(v, 4), "a mapping of bins to counts"),
     "wire_bytes_per_step": _FIGURE,

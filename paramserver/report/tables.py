@@ -26,6 +26,7 @@ from paramserver.report.cases import (
     quoted_name,
     scaling_families,
 )
+from paramserver.report.conditions import transports_of
 from paramserver.report.formatting import (
     DASH,
     first_line,
@@ -89,6 +90,8 @@ def throughput_table(cases: Sequence[ReportCase]) -> Table:
         "per process": lambda case: _value(case.estimate(PER_PROCESS)),
         "per trainer": lambda case: " / ".join(map(_value, case.trainer_speeds())) or DASH,
     }
+    if any(map(transports_of, timed)):
+        columns["transport"] = lambda case: transports_of(case) or DASH
     return _case_table(timed, columns)
 
 
@@ -132,7 +135,7 @@ def phases_table(cases: Sequence[ReportCase]) -> Table:
 
 
 def learning_table(cases: Sequence[ReportCase]) -> Table:
-    """What each case learned: the last loss and validation, and the way to the target."""
+    """What each case learned: the last losses of training and validation, and the way to the target."""
 
     def reached(case: ReportCase) -> str:
         known = [value is not None for value in case.values(TIME_TO_TARGET).values()]
@@ -140,8 +143,8 @@ def learning_table(cases: Sequence[ReportCase]) -> Table:
         return f"{sum(known)} of {len(case.completed)}" if has_target else DASH
 
     columns = {
-        "last loss": _estimate_of(LOSS),
-        "last validation": _last_validation,
+        "train loss": _estimate_of(LOSS),
+        "valid": _last_validation,
         "to the target (s)": _estimate_of(TIME_TO_TARGET),
         "to the target (samples)": _estimate_of(SAMPLES_TO_TARGET),
         "reached it": reached,

@@ -38,6 +38,9 @@ def parse_target(text: str) -> Target:
         >>> first_reached([(320.0, 1.0, {"accuracy": 0.9}), (640.0, 2.0, {"accuracy": 0.96})], target)
         (640.0, 2.0)
 
+        >>> parse_target("valid/loss=0.1") == parse_target("Loss/valid=0.1") == parse_target("loss=0.1")
+        True
+
     Raises:
         UnsupportedConfiguration: ``text`` is not of this form.
     """
@@ -50,6 +53,8 @@ def parse_target(text: str) -> Target:
         raise UnsupportedConfiguration(
             f"--target ({text}) must be the name of a validation metric and a number; write for example accuracy=0.95"
         )
+    # As in TensorBoard, and as it was there in earlier versions.
+    name = {"Loss/valid": "loss"}.get(name, name.removeprefix("valid/"))
     return Target(name, value, any(part in name.lower() for part in _SMALLER))
 
 

@@ -20,6 +20,7 @@ from paramserver.checkpoint import find_checkpoint, read_checkpoint
 from paramserver.checkpoint.format import BEST, LATEST, read_pointer, remove, step_of
 from paramserver.config import Config
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.runs.losses import LossLog
 from paramserver.runs.resume import check_writable
 from paramserver.runs.rundir import RunDir, not_writable, read_mapping, write_text
 
@@ -146,6 +147,7 @@ def resume_transaction(run: RunDir) -> Iterator[None]:
     journal = ResumeJournal(run)
     with run.reserve(resuming=True):
         check_writable(run)
+        LossLog(run.losses_file)  # rank 0 reads it, which may be another process: a damaged one is refused here
         with run.lock(resuming=True):
             journal.roll_back()  # of an attempt that was killed
             first_step = step_of((run.chosen or find_checkpoint(run.path)).name) or 0

@@ -26,6 +26,7 @@ from paramserver.checkpoint import (
     unpack,
 )
 from paramserver.checkpoint.save import restore_best_pointer
+from paramserver.checkpoint.serialization import check_mapping
 from paramserver.config import Config, num_trainers_of, world_size_of
 from paramserver.config.deadlines import LAST_WRITE_S
 from paramserver.errors import StorageError, TrainingError
@@ -33,10 +34,14 @@ from paramserver.metrics.records import TrainerTotals, make_record
 from paramserver.optim.averaging import averaged_state_dict
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import detached_state_dict, load_weights
+from paramserver.parameters.model_tree import buffer_kinds, changed_kinds
 from paramserver.parameters.numerics import check_parameters_finite
 from paramserver.runs.monitor import RunMonitor
 from paramserver.runs.reshard import reshard_parts
 from paramserver.runs.rundir import RunDir
+
+# The parameters as they are trained, where those of ``model`` are what an optimizer's ``eval()`` makes of them.
+_TRAINED = "trained"
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +98,8 @@ def load_for_resume(config: Config, run: RunDir) -> ResumeState:
         checkpoint.file_path(name)
     for index in range(checkpoint.num_trainers):  # a wrong number ends at the first part that is missing
         checkpoint.file_path(f"trainer-{index}")
-    state = checkpoint.load("run")
+    file = str(checkpoint.file_path("run"))
+    state = check_mapping(checkpoint.load("run"), file, ("step", "resumes", "scheduler"))
     if checkpoint.num_trainers == num_trainers_of(config):
         return ResumeState(checkpoint, state, None)
     # Another number of trainers: samples and positions move to the new ones, and a new one gets new random states.
@@ -131,11 +137,12 @@ class CheckpointManager:
         run: its folder, locked by this process.
         monitor: its state is part of every checkpoint.
         resume: what the run resumes from; None for a new one.
-        initial_weights: of ``init_from``, where it is given.
+        initial_weights: of ``init_from``, where it is given; their origin and late buffers (see ``load_weights``).
         view: how often servers of this run have started, this one included; see ``consistency/ledger.py``.
 
     Attributes:
         checkpoint: the one that the run resumed from.
+        is_closed: ``close`` was called.
         consistency_state, ledger_state: of the checkpoint, for the consistency model and the ledger of pushes.
         simulations: of an online run; its state is saved and its figures are in the summary.
         simulations_state: of the checkpoint.
@@ -162,7 +169,7 @@ class CheckpointManager:
         run: RunDir,
         monitor: RunMonitor,
         resume: ResumeState | None = None,
-        initial_weights: tuple[str, Mapping[str, Any]] | None = None,
+        initial_weights: tuple[Mapping[str, Any], str, Sequence[str]] | None = None,
         view: int = 1,
     ) -> None:
         self.config = config
@@ -172,6 +179,7 @@ class CheckpointManager:
         self.initial_weights = initial_weights
         self.view = view
         self.pauses_s: list[float] = []
+        self.is_closed = False
         self.consistency_state: Mapping[str, Any] = {}
         self.ledger_state: Mapping[str, Any] = {"rows": {}}
         self.simulations: SimulationsState | None = None
@@ -179,6 +187,7 @@ class CheckpointManager:
         self.writer = CheckpointWriter(run.checkpoints_dir, config.checkpoint.keep, config.checkpoint.background)
         self._pool = StagingPool()
         self._resume = resume
+        self._buffers_as_built: dict[str, tuple[object, ...]] | None = None
         if resume is not None:
             monitor.load_state_dict(resume.run)
             self.consistency_state = resume.run.get("consistency", {})
@@ -192,20 +201,27 @@ class CheckpointManager:
 
     def restore_model(self, model: nn.Module) -> None:
         """Load the checkpoint's weights, or those of ``init_from``, into the model; nothing for a new run."""
-        if self.checkpoint is not None:
-            load_weights(model, self.checkpoint.load("model"), str(self.checkpoint.path))
+        self._buffers_as_built = buffer_kinds(model)
+        if self._resume is not None:
+            checkpoint, late = self._resume.checkpoint, self._resume.run.get("late_buffers", ())
+            load_weights(model, checkpoint.load("model"), str(checkpoint.path), late)
         elif self.initial_weights is not None:
-            origin, weights = self.initial_weights
-            load_weights(model, weights, origin)
+            load_weights(model, *self.initial_weights)
+
+    def late_buffers(self, model: nn.Module) -> list[str]:
+        """Return the module buffers that have another shape or dtype than as built, or were registered since."""
+        as_built = self._buffers_as_built
+        return [] if as_built is None else changed_kinds(as_built, buffer_kinds(model))
 
     def updater_state(self) -> dict[str, Any] | None:
         """Return the state of optimizer and schedule to load; None in a new run."""
         if self._resume is None:
             return None
-        return {
-            "optimizer": self._resume.checkpoint.load("optimizer"),
-            "scheduler": self._resume.run["scheduler"],
-        }
+        checkpoint = self._resume.checkpoint
+        state = {"optimizer": checkpoint.load("optimizer"), "scheduler": self._resume.run["scheduler"]}
+        if _TRAINED in checkpoint.names:
+            state["parameters"] = {"train": checkpoint.load(_TRAINED)}
+        return state
 
     def restore_optimizer(self, updater: Updater) -> None:
         """Load the state of optimizer and schedule; nothing for a new run."""
@@ -306,12 +322,18 @@ class CheckpointManager:
             "scheduler": state["scheduler"],
             "consistency": dict(consistency or {}),
             "ledger": dict(ledger or {"rows": {}}),
+            "late_buffers": self.late_buffers(model),
         }
+        parameters, weights = state.get("parameters"), detached_state_dict(model)
+        if parameters is not None:
+            weights = averaged_state_dict(model, parameters["eval"])
         objects = {
-            "model": stage_copy(detached_state_dict(model), self._pool),
+            "model": stage_copy(weights, self._pool),
             "optimizer": stage_copy(state["optimizer"], self._pool),
             "run": stage_copy(run_state),
         }
+        if parameters is not None:
+            objects[_TRAINED] = stage_copy(parameters["train"], self._pool)
         if self.config.training.ema_decay is not None:
             objects["ema"] = stage_copy(averaged_state_dict(model, updater.averages()), self._pool)
         self._pool.trim()
@@ -391,6 +413,7 @@ class CheckpointManager:
         Raises:
             StorageError: as ``RunMonitor.close``.
         """
+        self.is_closed = True
         folders = [self.run.logs_dir]
         if self.config.logging.tensorboard and find_spec("tensorboard") is not None:
             folders.append(self.run.tensorboard_dir)

@@ -46,9 +46,12 @@ class RunMonitor:
 
     Attributes:
         step, samples, seconds, epoch, loss: of the newest update.
-        first_samples: how many samples were applied before this start; 0 in a new run.
+        train_loss, train_losses: of the newest ``train`` record; by optimizer where there are several.
+        first_samples, first_seconds: samples and training time before this start, or since the last loss of it.
         validation: the values of the newest validation, by name.
         best: the best value of ``checkpoint.best.metric``; None where none is configured.
+        sink_failures: sentences about sinks that failed and were dropped.
+        transports: of parameters and gradients, by the index of each trainer, where there is a server.
         improved_step: the step of the newest validation that was the best.
         staleness, dropped_pushes: of the gradients that the server applied, and those that came too late for it.
         resumes: how often the run was resumed.
@@ -66,14 +69,18 @@ class RunMonitor:
         self.config = config
         self.losses = losses
         self.step = self.samples = self.first_samples = self.epoch = self.resumes = self.dropped_pushes = 0
-        self.seconds = 0.0
+        self.seconds = self.first_seconds = 0.0
         self.loss: float | None = None
+        self.train_loss: float | None = None
+        self.train_losses: dict[str, float] = {}
         self.validation: dict[str, float] = {}
+        self.transports: dict[int, str] = {}
         self.improved_step: int | None = None
         self.staleness = StalenessHistogram()
         best = config.checkpoint.best
         self.best = None if best is None else BestMetric(best.metric, best.mode, config.training.min_delta)
         self.resume_note: str | None = None
+        self.sink_failures: list[str] = []
         self._sink = sink
         self._summary_file = summary_file
         # Re-entrant: a method that holds it writes records, and ``record`` takes it.
@@ -89,6 +96,8 @@ class RunMonitor:
     def record(self, record: Record) -> None:
         """Write a record to the sink, and after it the values over all trainers that it completes."""
         with self._lock:
+            if record["kind"] == "transport":
+                self.transports[record["trainer"]] = record["transport"]
             self._sink.write(record)
             if self._reducer is not None:
                 self._write_all(self._reducer.add(record))
@@ -101,8 +110,16 @@ class RunMonitor:
         """Record one sentence for the user."""
         self.record(make_record("note", self.step, rank=0, text=text))
 
+    def sink_failed(self, text: str) -> None:
+        """Record that a sink failed, which does not end the run."""
+        self.sink_failures.append(text)
+        self.note(text)
+
     def run_started(self, record: Record) -> None:
-        """Write the first record of this start, and after it what the user should know about resuming."""
+        """Write the first record of this session, and after it what the user should know about resuming."""
+        if self.losses is not None:
+            with self._lock:  # a trainer may be lost at the same time
+                self.losses.session_began(self.step, self.samples)
         self.record(record)
         if self.resume_note is not None:
             self.note(self.resume_note)
@@ -155,6 +172,8 @@ class RunMonitor:
                 self.staleness.add(trainer_index, versions)
             self.step, self.samples, self.loss = result.step, result.samples, result.loss
             self.seconds = result.seconds
+            if self.losses is not None:
+                self.losses.update_made(self.seconds - self.first_seconds)
             self._window.add(result)
             if result.step % self.config.logging.log_every == 0:
                 self._close_window()
@@ -165,7 +184,9 @@ class RunMonitor:
             self.dropped_pushes += 1
 
     def _close_window(self) -> None:
-        self.record(self._window.to_record(self.epoch))
+        record = self._window.to_record(self.epoch)
+        self.train_loss, self.train_losses = record["loss"], record.get("losses", {})
+        self.record(record)
         window = self.staleness.pop_window()
         if window["histogram"]:
             each = self.staleness.by_trainer()
@@ -245,7 +266,7 @@ class RunMonitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, and count this as a resume. ``resume_note`` is set where the best metric changed."""
         self.step, self.samples, self.seconds = state["step"], state["samples"], state["seconds"]
-        self.first_samples = self.samples
+        self.first_samples, self.first_seconds = self.samples, self.seconds
         self.validation = dict(state["validation"])
         self._validated_step = state.get("validated_step")
         self.epoch = state["epoch"]
@@ -264,6 +285,12 @@ class RunMonitor:
     def suspend(self) -> None:
         """Close the sink; the run continues with another monitor."""
         self._sink.close()
+        self._end_session()
+
+    def _end_session(self) -> None:
+        if self.losses is not None:
+            with self._lock:
+                self.losses.end_session()
 
     def close(
         self,
@@ -302,10 +329,12 @@ class RunMonitor:
             except StorageError as failure:
                 failures.append(failure)
 
+        losses = self.losses
+
         def summarized() -> dict[str, Any]:
-            config, losses = self.config, self.losses
+            config = self.config
             failed = (status, error) if status == "failed" or not failures else ("failed", str(failures[0]))
-            seconds = max((t.seconds for t in totals), default=self.seconds)
+            seconds, first_samples, recovery_s = self._time_of_start(totals)
             has_servers, staleness = mode_of(config).has_servers, self.staleness
             # docs/interface.md, section 5. An unknown value is None.
             return {
@@ -315,11 +344,15 @@ class RunMonitor:
                 "consistency": config.server.consistency if has_servers else None,
                 "num_servers": num_servers_of(config),
                 "num_trainers": num_trainers_of(config),
+                "transports": {str(i): self.transports[i] for i in sorted(self.transports)} if has_servers else None,
                 "steps": self.step,
                 "samples": self.samples,
                 "seconds": seconds,
-                "samples_per_second": (self.samples - self.first_samples) / seconds if seconds else None,
-                "train_loss": self.loss,
+                "recovery_s": recovery_s,
+                "samples_per_second": (self.samples - first_samples) / seconds if seconds else None,
+                "train_loss": self.train_loss,
+                **({"train_losses": self.train_losses} if self.train_losses else {}),
+                "last_step_loss": self.loss,
                 "validation": self.validation,
                 **totals_of(totals),
                 "staleness": {
@@ -340,6 +373,7 @@ class RunMonitor:
                     "trainer": round(max((t.peak_rss_mb for t in totals), default=0.0), 1) or None,
                 },
                 "checkpoint": checkpoint,
+                "sink_failures": list(self.sink_failures),
                 "checkpoint_pause_ms": [round(pause_s * 1e3, 3) for pause_s in checkpoint_pauses_s],
                 "error": failed[1],
                 **(simulations or {}),
@@ -353,11 +387,23 @@ class RunMonitor:
         summary = summarized()
         attempt(lambda: self.record(make_record("end", self.step, status=summary["status"], summary=summary)))
         attempt(self._sink.close)
+        if self.sink_failures != summary["sink_failures"]:  # one that failed when it was closed
+            summary = summarized()
+            attempt(lambda: write_json(self._summary_file, summary))
+        attempt(self._end_session)  # the last: it adds the time of this session to that of the earlier ones
         if failures and status != "failed":
             raise failures[0]
         for failure in failures:
             _log.error("%s", failure)
         return summary
+
+    def _time_of_start(self, totals: Sequence[TrainerTotals]) -> tuple[float, int, float]:
+        """Return the training time of this start of the run, its samples before that, and the time after losses."""
+        # The clock of a trainer is more recent than its last report, and that of a replaced one is its own.
+        own = max([self.seconds - self.first_seconds, *(t.seconds for t in totals)])
+        if self.losses is None or self.losses.first_samples is None:
+            return own, self.first_samples, 0.0
+        return own + self.losses.seconds, self.losses.first_samples, round(self.losses.recovery_s, 3)
 
 
 def kinds_recorded_later(state: Mapping[str, Any]) -> set[str]:

@@ -18,6 +18,8 @@ from paramserver.runs.rundir import RunDir, newest_first, read_mapping
 
 # Keys that may differ between two attempts of one job: where the processes run, and how many there are.
 _KEYS_OF_ATTEMPT = ("device.", "logging.run_dir", "logging.progress", "cluster.master_", "cluster.num_")
+# What an attempt of an earlier version stored by default.
+_OLD_DEFAULT = "server.wire_dtype: float32 -> null"
 # How a run ended that lost nothing; another attempt is an ordinary resume.
 _ENDED_WELL = ("completed", "interrupted")
 
@@ -85,7 +87,7 @@ def _folders(run: RunDir) -> list[Path]:
 
 def _files(run: RunDir) -> list[Path]:
     described = (run.config_file, run.environment_file, run.summary_file, run.metrics_file, run.superseded_file)
-    return _existing(*described, run.checkpoints_dir / LATEST, run.checkpoints_dir / BEST)
+    return _existing(*described, run.losses_file, run.checkpoints_dir / LATEST, run.checkpoints_dir / BEST)
 
 
 def _existing(*paths: Path) -> list[Path]:
@@ -209,4 +211,5 @@ def _run_of_job(config: Config, job: Job) -> RunDir | None:
 
 
 def _changes(stored: Config, config: Config) -> Iterator[str]:
-    return (line for line in differences(stored, config) if not line.startswith(_KEYS_OF_ATTEMPT))
+    found = (line for line in differences(stored, config) if not line.startswith(_KEYS_OF_ATTEMPT))
+    return (line for line in found if line != _OLD_DEFAULT)

@@ -144,7 +144,8 @@ class RunDir:
             try:
                 yield
             finally:
-                (self.path / ".reserved").unlink(missing_ok=True)
+                with explain_disk_errors(self.path / ".reserved", "file"):
+                    (self.path / ".reserved").unlink(missing_ok=True)
 
 
 @contextmanager
@@ -171,7 +172,8 @@ def _locked(folder: Path, name: str, resuming: bool) -> Iterator[None]:
             yield
         finally:
             # Before the release, or this would remove the file of the next holder.
-            holder_file.unlink(missing_ok=True)
+            with explain_disk_errors(holder_file, "file"):
+                holder_file.unlink(missing_ok=True)
     finally:
         file_lock.release()
 
@@ -190,7 +192,7 @@ def _holder(holder_file: Path) -> str | None:
     try:
         holder = json.loads(holder_file.read_text())
         return f"process {holder['pid']} on host {holder['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
 
 
@@ -267,7 +269,7 @@ def read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
         return {}
     try:
         content = parse(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
 

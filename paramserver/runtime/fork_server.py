@@ -49,7 +49,7 @@ class ForkServer:
         timeout_s: for the import and a fork. Without an answer by then, ranks have to be started in another way.
 
     Attributes:
-        failed: a fork was not made.
+        failed: why a fork was not made; empty if all were.
 
     Example::
 
@@ -60,9 +60,12 @@ class ForkServer:
 
     def __init__(self, environ: Mapping[str, str], log_file: Path, guard: RankGuard, timeout_s: float) -> None:
         self._guard, self._timeout_s = guard, timeout_s
+        # Of an earlier attempt of the run.
+        self._log_start = log_file.stat().st_size if log_file.exists() else 0
         self._process, self._link = start_importing("--fork_server", environ, log_file)
         self._guard.add(self._process.pid)
-        self.failed = False
+        self._log_file = log_file
+        self.failed = ""
 
     def fork(
         self, arguments: Sequence[str], descriptors: Sequence[int], is_stopping: Callable[[], bool]
@@ -84,11 +87,24 @@ class ForkServer:
                 send_role(self._link, [str(os.getpid()), *arguments], descriptors)
                 pid = self._receive_pid(is_stopping)
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except (OSError, ValueError):  # it has ended, or is too slow, or the fork is not a child of this process
-                self.failed = True
+            except (OSError, ValueError) as error:
+                # It has ended, or is too slow, or the fork is not a child of this process.
                 self._close(0.0)
+                self.failed = self._describe(error)
                 return None
         return ForkedProcess(pid)
+
+    def _describe(self, error: Exception) -> str:
+        """Return why there is no fork: the last line that the fork server wrote, or else how it ended."""
+        try:
+            written = self._log_file.read_bytes()[self._log_start :].decode(errors="replace").strip()
+        except OSError:
+            written = ""
+        if written:
+            return written.splitlines()[-1]
+        if isinstance(error, TimeoutError):
+            return f"the process to fork them from did not answer within {self._timeout_s:g} s"
+        return f"the process to fork them from ended without a message ({type(error).__name__}: {error})"
 
     def _receive_pid(self, is_stopping: Callable[[], bool]) -> int:
         deadline = time.monotonic() + self._timeout_s
@@ -142,7 +158,9 @@ def serve_forks(descriptor: int) -> list[str] | None:
     with socket.socket(fileno=descriptor) as link:
         import_modules()
         # A fork has only the thread that called it; what another thread holds would stay locked in it for ever.
-        if len(list(Path("/proc/self/task").iterdir())) > 1:
+        _end_library_threads()
+        if names := _other_threads():
+            print(f"the process to fork them from has other threads ({', '.join(names)}), which a fork would lose")
             return None
         while (role := receive_role(link)) is not None:
             (supervisor, *arguments), descriptors = role
@@ -151,6 +169,20 @@ def serve_forks(descriptor: int) -> list[str] | None:
             for received in descriptors:
                 os.close(received)
     return None if role is None else assume_role(arguments, descriptors)
+
+
+def _end_library_threads() -> None:
+    """Let libraries end threads of their own: OpenBLAS, which numpy loads, does so at a fork, and starts them again."""
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _other_threads() -> list[str]:
+    """Return the names of all threads but this one."""
+    own = threading.get_native_id()
+    tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != own]
+    return [(task / "comm").read_text().strip() for task in tasks]
 
 
 def _fork(link: socket.socket, supervisor: int) -> bool:

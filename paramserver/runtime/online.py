@@ -42,7 +42,10 @@ def start_coordinator(
     assert config.simulations is not None
 
     def record(event: str, details: Mapping[str, Any]) -> None:
-        monitor.record(make_record("simulation", monitor.step, rank=0, event=event, **details))
+        if event == "refused":
+            monitor.note(details["text"])
+        else:
+            monitor.record(make_record("simulation", monitor.step, rank=0, event=event, **details))
 
     coordinator = SimulationCoordinator(
         IngestSpec.from_config(config.simulations),

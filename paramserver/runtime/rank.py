@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import faulthandler
 import gc
 import logging
+import math
 import os
+import resource
 import shlex
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from paramserver._trainers import FORMER_NAME_NOTE, former_name_is_used
 from paramserver.checkpoint import load_chosen, remove_leftovers
-from paramserver.checkpoint.format import LATEST
+from paramserver.checkpoint.format import LATEST, step_name
 from paramserver.cluster import (
     ProcessIdentity,
     allocated_gpus,
@@ -38,18 +43,22 @@ from paramserver.config import (
     with_world_size,
     world_size_of,
 )
+from paramserver.config.deadlines import GRACE_S, LAST_WRITE_S
 from paramserver.consistency import Decision
-from paramserver.context import ProcessContext, StartupTimer, StopRequest, set_trainer_index
+from paramserver.context import ProcessContext, StartupTimer, StopLimit, StopRequest, set_trainer_index
 from paramserver.devices import Placement, place_server, place_trainer, require_visible_gpus
 from paramserver.distributed.rendezvous import LeftRun, Rendezvous, job_store, join_rendezvous
 from paramserver.distributed.resize import ResizeRequest, mark_carried_out, pending_requests, refuse, resized
 from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.distributed.session import rpc_server
+from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.errors import (
     CheckpointError,
+    DeadlineExceeded,
     Evicted,
     Interrupted,
     MissingRanks,
+    ParamserverError,
     PeerFailed,
     PeerLost,
     RunEnded,
@@ -60,7 +69,7 @@ from paramserver.errors import (
 )
 from paramserver.importing import load_object, source_file
 from paramserver.metrics import Csv, FanOut, JsonLines, OpenSink, Sink, TensorBoard, make_sinks
-from paramserver.metrics.records import TrainerTotals, make_record
+from paramserver.metrics.records import Record, TrainerTotals, make_record
 from paramserver.runs.attempt import furthest_step, reserve_run, start_transaction
 from paramserver.runs.checkpoint_manager import CheckpointManager, load_for_resume
 from paramserver.runs.losses import LossLog
@@ -84,12 +93,17 @@ if TYPE_CHECKING:
 
     from paramserver.distributed.membership import Member
     from paramserver.server.parameter_server import ParameterServer
-    from trainers import Trainer
+    from paramserver.trainers import Trainer
 
 log = logging.getLogger("paramserver")
 
 # Once the run has ended, other processes have this long to disconnect.
 _DISCONNECT_S = 5.0
+# For the summary of a process whose main thread does not react.
+_CLOSE_S = 5.0
+
+# Of a rank with few peers: sockets, pipes, records and shared memory.
+_DESCRIPTORS = 64
 
 # Between two attempts to join servers that are lost: how soon is limited by the start of a process anyway.
 _REJOIN_S = 0.2
@@ -139,6 +153,17 @@ class RankPlan:
     on_task: Callable[[Role, Task], None] = lambda role, task: None
 
 
+def _check_descriptors() -> None:
+    """Refuse to start a rank with too few descriptors: TensorPipe aborts the process where it finds none.
+
+    Raises:
+        OSError: ``describe_error`` makes a sentence of it.
+    """
+    used, (limit, _) = len(list(Path("/proc/self/fd").iterdir())), resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit - used < _DESCRIPTORS:
+        raise OSError(errno.EMFILE, f"{used} are open, and a rank needs {_DESCRIPTORS} more")
+
+
 def run_rank(plan: RankPlan) -> dict[str, Any] | None:
     """Run one rank: find its role, join the others, open the run, then serve or train until the run ends.
 
@@ -154,12 +179,19 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
     config, identity = plan.config, plan.identity
     timer = StartupTimer(plan.began)
     timer.mark("interpreter and imports")
+    if not mode_of(config).single_process:
+        _check_descriptors()
     with StopRequest(restore=not plan.ends_process) as stop, ExitStack() as stack:
         for sink in plan.sinks:
             stack.callback(sink.close)
+        acknowledge = partial(print, file=sys.stderr, flush=True)  # of a supervised rank: its log
+        limit = stack.enter_context(StopLimit(stop, config.cluster.stop_within_s, acknowledge))
+        limit.end = partial(_end_interrupted, plan, stop, None, ())
         # Role, task and devices. Errors of the user's input are raised here, before any process waits for another.
         ranks = roles(config, identity.world_size)
         role, trainers = ranks[identity.global_rank], sum(r.kind == "trainer" for r in ranks)
+        if config.cluster.elastic and role.kind == "trainer":
+            limit.limit_s = math.inf  # a signal asks it to leave, which may be refused
         task = make_task(config, plan.folders, plan.create_task)
         plan.on_task(role, task)
         log.info("task %s, defined in %s", type(task).__name__, source_file(type(task)))
@@ -167,7 +199,8 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
             # The launcher starts all ranks again after a loss: those that live must not wait for others.
             cluster, server = replace(config.cluster, max_restarts=0), replace(config.server, on_loss="fail")
             config = replace(config, cluster=cluster, server=server)
-        process = ProcessContext(config, identity, role, trainers, place_rank(identity, ranks, config), stop, timer)
+        placement = place_rank(identity, ranks, config)
+        process = ProcessContext(config, identity, role, trainers, placement, stop, timer, stop_limit=limit)
         if role.kind == "trainer":
             task.devices, task.config = process.placement.devices, config
             process.kept.callbacks = make_callbacks(task)
@@ -350,7 +383,10 @@ class RankSession:
 
     def _report(self, kind: str) -> None:
         """Report that this process begins a view, or has left the run."""
-        record = make_record(kind, None, rank=self.plan.identity.global_rank, view=self.view)
+        self._write(make_record(kind, None, rank=self.plan.identity.global_rank, view=self.view))
+
+    def _write(self, record: Record) -> None:
+        """Write a record to what shows the run, not to the run folder."""
         for sink in self.plan.sinks:
             sink.write(record)
 
@@ -388,8 +424,18 @@ class RankSession:
         work: Callable[[], Decision]
         if self.plan.report is not None:
             process = replace(process, end_now=partial(_end_now, self.plan.report, checkpoints, totals))
+        limit = process.stop_limit
+        # In a hook of its own such a process does nothing for others, and no other one can end the run.
+        ends_alone = role.kind == "server" or mode_of(config).single_process
+        limit.at_limit = partial(_on_limit, run.log_file(identity.global_rank), limit if ends_alone else None)
+        limit.end = partial(_end_interrupted, self.plan, process.stop, checkpoints, totals)
         if role.kind == "trainer":
-            trainer = trainer_class(config, self.plan.folders)(process, task, checkpoints, rendezvous)
+            own_class = trainer_class(config, self.plan.folders)
+            # Other ranks than those of a supervisor have the log on the console.
+            supervised_first = not (self.plan.writes_log or self.plan.replaces or process.session)
+            if supervised_first and role.trainer_index == 0 and former_name_is_used():
+                self._write(make_record("note", None, rank=identity.global_rank, text=FORMER_NAME_NOTE))
+            trainer = own_class(process, task, checkpoints, rendezvous)
             work = partial(_train, trainer, totals, self)
             self._watch(stack, run, lambda: (trainer.step, trainer.progress.batch_idx))
         else:
@@ -399,8 +445,11 @@ class RankSession:
                 self._watch(stack, run, lambda: monitor.step)
             work = partial(_serve, process, task, checkpoints, rendezvous, totals, self, stack)
         if checkpoints is not None:
-            return _run_and_summarize(checkpoints, work, totals)
-        _reason(work())
+            return _run_and_summarize(checkpoints, work, totals, limit)
+        try:
+            _reason(work())
+        except Interrupted as interrupted:
+            raise Interrupted(f"interrupted ({interrupted})") from interrupted
         return None
 
     def _watch(self, stack: ExitStack, run: RunDir, progress: Callable[[], object]) -> None:
@@ -569,13 +618,16 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
             sinks.append(TensorBoard(run.tensorboard_dir, purge_step))
         if "csv" in config.logging.sinks:
             sinks.append(Csv(run.csv_file, run.metrics_file))
-        monitor = RunMonitor(config, FanOut([*sinks, *own_sinks, *map(OpenSink, plan.sinks)]), run.summary_file, losses)
+        fan_out = FanOut([*sinks, *own_sinks, *map(OpenSink, plan.sinks)])
+        monitor = RunMonitor(config, fan_out, run.summary_file, losses)
+        fan_out.on_failure = monitor.sink_failed
         checkpoints = CheckpointManager(config, run, monitor, resume, weights, view)
         monitor.run_started(
             make_record(
                 "start",
                 monitor.step,
                 rank=0,
+                first_step=monitor.step if losses.first_step is None else losses.first_step,
                 name=run.name,
                 mode=config.mode,
                 world_size=process.identity.world_size,
@@ -588,30 +640,48 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
         yield checkpoints
 
 
-def _initial_weights(config: Config) -> tuple[str, Any] | None:
+def _initial_weights(config: Config) -> tuple[Any, str, Sequence[str]] | None:
     """Load the weights that ``init_from`` names: a model.pt, or the verified one of a run's newest checkpoint."""
     if config.init_from is None:
         return None
-    import torch
 
     path = Path(config.init_from)
     try:
         if path.is_dir():
-            checkpoint, (weights,) = load_chosen(path, LATEST, "model")
-            return str(checkpoint.file_path("model")), weights
-        return str(path), torch.load(path, weights_only=True, map_location="cpu")
-    except CheckpointError as error:
-        raise CheckpointError(f"init_from ({path}): {error}") from error
-    except Exception as error:  # torch.load raises many types for a file of another kind
-        cause = str(error).strip().split("\n")[0].partition(". ")[0]  # torch continues with advice to trust the file
+            checkpoint, (weights, run) = load_chosen(path, LATEST, "model", "run")
+            return weights, str(checkpoint.file_path("model")), run.get("late_buffers", ())
+        return _state_dict(path), str(path), ()
+    except (CheckpointError, OSError) as error:  # OSError: such as a name that is too long for a file
         raise CheckpointError(
-            f"init_from ({path}) cannot be loaded as a model.pt ({type(error).__name__}: {cause}); give the model.pt "
-            "of a checkpoint, or what torch.save(model.state_dict(), ...) wrote"
+            f"init_from ({path}): {error}; give a run, the model.pt of a checkpoint, or what "
+            "torch.save(model.state_dict(), ...) wrote"
         ) from error
 
 
+# Under these names other frameworks keep the weights, together with other things.
+_INNER = ("state_dict", "model_state_dict", "model", "module", "weights", "net")
+
+
+def _state_dict(path: Path) -> Any:
+    """Load what a file of ``torch.save`` holds.
+
+    Raises:
+        CheckpointError: it is another file, or holds weights together with other things.
+    """
+    from paramserver.checkpoint.serialization import load_archive
+
+    found = load_archive(path)  # ``load_weights`` compares it with the model
+    held = found if isinstance(found, Mapping) else {}
+    if inner := next((name for name in _INNER if isinstance(held.get(name), Mapping)), None):
+        raise CheckpointError(
+            f"{path} holds the weights under {inner!r}, together with other things; store that entry in a file of "
+            "its own"
+        )
+    return found
+
+
 def _run_and_summarize(
-    checkpoints: CheckpointManager, work: Callable[[], Decision], totals: Sequence[TrainerTotals]
+    checkpoints: CheckpointManager, work: Callable[[], Decision], totals: Sequence[TrainerTotals], limit: StopLimit
 ) -> dict[str, Any]:
     """Run ``work`` and write the summary, however it ends.
 
@@ -619,6 +689,7 @@ def _run_and_summarize(
         checkpoints: of the run.
         work: serves or trains until the run ends, and returns the decision that ended it.
         totals: of the trainers; ``work`` fills it.
+        limit: paused while files are written.
     """
     try:
         reason = _reason(work())
@@ -626,44 +697,86 @@ def _run_and_summarize(
         checkpoints.suspend()  # the run continues in another session
         raise
     except Interrupted as interrupted:
-        checkpoints.close("interrupted", totals, str(interrupted))
-        step = checkpoints.monitor.step
-        saved = "nothing was saved yet"
-        if checkpoints.checkpoint is not None and step == checkpoints.checkpoint.step:
-            command = f"python -m paramserver.launch --resume {shlex.quote(str(checkpoints.checkpoint.path))}"
-            saved = f"no step was made, so the run is as it was before. Resume with: {command}"
-        elif checkpoints.last_checkpoint is not None:
-            saved = f"its checkpoint is written. Resume with: {checkpoints.run.resume_command}"
-        raise Interrupted(f"interrupted ({interrupted}) after step {step}; {saved}") from interrupted
+        with limit.paused():
+            checkpoints.close("interrupted", totals, str(interrupted))
+        raise _interruption(checkpoints, str(interrupted)) from interrupted
     except BaseException as error:
         # A PeerFailed already names the rank and its error.
         text = str(error) if isinstance(error, PeerFailed) else f"{type(error).__name__}: {error}"
         checkpoints.close("failed", totals, error=text)
         raise
-    summary = checkpoints.close("completed", totals, reason)
+    with limit.paused():
+        summary = checkpoints.close("completed", totals, reason)
     if summary["status"] == "failed":
         raise TrainingError(summary["error"])
     return summary
+
+
+def _interruption(checkpoints: CheckpointManager, reason: str) -> Interrupted:
+    """Return the error of a run that ends for ``reason``, with what was saved. ``checkpoints`` are closed."""
+    step, started_from, last = checkpoints.monitor.step, checkpoints.checkpoint, checkpoints.last_checkpoint
+    saved = "nothing was saved yet"
+    if started_from is not None and step == started_from.step:
+        command = f"python -m paramserver.launch --resume {shlex.quote(str(started_from.path))}"
+        saved = f"no step was made, so the run is as it was before. Resume with: {command}"
+    elif last is not None:
+        is_last = last == step_name(step)
+        which = "its checkpoint is written" if is_last else f"the last checkpoint is {last}"
+        saved = f"{which}. Resume with: {checkpoints.run.resume_command}"
+    return Interrupted(f"interrupted ({reason}) after step {step}; {saved}")
+
+
+def _on_limit(log_file: Path, limit: StopLimit | None, place: str) -> None:
+    """If the main thread is in a hook, append all stacks to the log of this rank; with ``limit`` end it soon."""
+    if place and limit is not None:
+        limit.hurry()
+    if place and log_file.parent.is_dir():
+        with log_file.open("a") as file:
+            print(f"the limit of cluster.stop_within_s has passed in {place}:", file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+
+
+def _end_interrupted(
+    plan: RankPlan,
+    stop: StopRequest,
+    checkpoints: CheckpointManager | None,
+    totals: Sequence[TrainerTotals],
+    place: str,
+) -> None:
+    """End this process, which has not ended by itself, in the thread of ``StopLimit``."""
+    what = f"did not return from {place}" if place else "did not end"
+    limit_s = plan.config.cluster.stop_within_s
+    reason = f"{stop.state()[1]}; {plan.identity.name()} {what} within cluster.stop_within_s ({limit_s:g} s)"
+    if plan.report is not None:
+        _end_now(plan.report, checkpoints, totals, Interrupted(reason))
+    stop.raise_in_main_thread(Interrupted(reason))
 
 
 def _end_now(
     report: Callable[[BaseException], int],
     checkpoints: CheckpointManager | None,
     totals: Sequence[TrainerTotals],
-    error: Exception,
-) -> None:
-    """End this process in another thread than the main one, which does not react. Does not return."""
-    exit_code = TrainingError.exit_code
+    error: ParamserverError,
+) -> NoReturn:
+    """End this process in another thread than the main one, which does not react."""
     try:
         log.warning("the main thread of this process waits or computes, so the process ends without it")
-        if checkpoints is not None:
-            checkpoints.close("failed", totals, error=f"{type(error).__name__}: {error}")
+        if checkpoints is not None and not checkpoints.is_closed:
+            status = "interrupted" if isinstance(error, Interrupted) else "failed"
+            texts = (str(error), None) if isinstance(error, Interrupted) else ("", f"{type(error).__name__}: {error}")
+            # The main thread may hold any lock, so this may never return.
+            limit_s = LAST_WRITE_S if checkpoints.writer.pending() else _CLOSE_S
+            with suppress(DeadlineExceeded):
+                call_with_timeout(limit_s, "the summary", lambda: checkpoints.close(status, totals, *texts))
+        if isinstance(error, Interrupted):
+            interrupted = Interrupted(f"interrupted ({error})")
+            error = interrupted if checkpoints is None else _interruption(checkpoints, str(error))
     finally:
         try:
-            exit_code = report(error)
+            report(error)
             sys.stderr.flush()
         finally:
-            os._exit(exit_code)
+            os._exit(error.exit_code)
 
 
 def _reason(decision: Decision) -> str:
@@ -697,6 +810,7 @@ def _serve(
     from paramserver.optim.parallel_step import ThreadTeam, num_spare_threads
     from paramserver.server.parameter_server import ParameterServer
     from paramserver.server.shard_process import serve_shard
+    from paramserver.server.update_executor import UpdateExecutor
     from paramserver.transport.segments import SegmentHost
 
     if checkpoints is None:
@@ -713,6 +827,7 @@ def _serve(
     if config.server.shares_memory:
         segments = stack.enter_context(SegmentHost("paramserver", config.cluster.timeout_s))
         local_calls = stack.enter_context(serve_local_calls(config.cluster.timeout_s))
+    updates = stack.enter_context(closing(UpdateExecutor(config.cluster.timeout_s)))
     server = ParameterServer(
         task,
         config,
@@ -722,6 +837,7 @@ def _serve(
         segments,
         on_trainer_lost,
         local_calls,
+        updates.submit,
     )
     # Registered before the agent starts: its first call may arrive at once.
     register_server(server)
@@ -742,20 +858,24 @@ def _serve(
             server.coordinator.shut_down(server.error or server.last_decision, _DISCONNECT_S)
         # While the agent still runs: without it trainers would take the end for a loss.
         release_liveness_calls()
+        # Before the caller closes the checkpoints and the summary: nothing is applied or staged after that.
+        updates.close()
     if server.error is not None:
         session.next_resize = None  # its requests are read again in the next view
         raise server.error
     assert server.last_decision is not None
-    return server.last_decision
+    return replace(server.last_decision, reason="; ".join([server.last_decision.reason, *server.left_behind]))
 
 
 def _wait_until_finished(
     server: ParameterServer, process: ProcessContext, rendezvous: Rendezvous, session: RankSession
 ) -> None:
     """Check heartbeats and requests until the server has finished; fail it if not all processes join in time."""
-    config = process.config
+    config, limit = process.config, process.stop_limit
     deadline = time.monotonic() + config.cluster.timeout_s
+    over_at: float | None = None
     while not server.finished.wait(config.server.heartbeat_s):
+        limit.beat()
         server.check_heartbeats()
         if (unreachable := rendezvous.unreachable()) is not None:
             server.reconnect(unreachable)
@@ -764,6 +884,9 @@ def _wait_until_finished(
             _resize(server, process, rendezvous, session, server.check_absences())
             if process.stop.event.is_set():
                 server.request_stop()
+            if limit.is_over:
+                over_at = over_at or time.monotonic()
+                _end_without(server, limit, rendezvous.trainer_ranks, time.monotonic() - over_at)
             continue
         missing = server.missing()
         if missing and (late := _absent(server, rendezvous, session, time.monotonic() > deadline)):
@@ -779,6 +902,17 @@ def _wait_until_finished(
         elif missing and time.monotonic() > deadline:
             names, limit_s = ", ".join(missing), config.cluster.timeout_s
             server.fail(MissingRanks(f"{names} did not arrive within cluster.timeout_s ({limit_s:g} s)"))
+
+
+def _end_without(server: ParameterServer, limit: StopLimit, ranks: Sequence[int], over_s: float) -> None:
+    """End the run without the trainers that do not, ``over_s`` seconds after the limit of a request to stop."""
+    name = f"cluster.stop_within_s ({limit.limit_s:g} s)"
+    if over_s < 2 * GRACE_S:
+        server.end_without(name, ranks, also_waiting=over_s >= GRACE_S)
+    elif not (server.members.present() or server.saves_alone):
+        # An update of the other servers, or one of the user's optimizer, does not end.
+        reason = "; ".join([limit.stop.state()[1], *server.left_behind])
+        server.fail(Interrupted(f"{reason}; an update that was in progress did not end within {name}"))
 
 
 def _absent(server: ParameterServer, rendezvous: Rendezvous, session: RankSession, is_late: bool) -> set[int]:
@@ -869,12 +1003,13 @@ def trainer_class(config: Config, folders: Sequence[Path]) -> Any:
     if getattr(found, "for_mode", None) not in (None, config.mode):
         raise UnsupportedConfiguration(
             f"trainer ({config.trainer}) is for mode {found.for_mode}, and the config has {config.mode}; derive it "
-            "from the class in trainers that fits, or change mode"
+            "from the class in paramserver.trainers that fits, or change mode"
         )
     if getattr(found, "computes", None) not in (None, config.server.compute):
         raise UnsupportedConfiguration(
             f"trainer ({config.trainer}) is for server.compute: {found.computes}, and the config has "
-            f"{config.server.compute}; derive it from the class in trainers that fits, or change server.compute"
+            f"{config.server.compute}; derive it from the class in paramserver.trainers that fits, or change "
+            "server.compute"
         )
     return found
 

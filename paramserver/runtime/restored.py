@@ -37,7 +37,10 @@ class EvaluationTrainer:
         self.logged: dict[str, float] = {}
 
     def log(self, name: str, value: Any, reduce: str = "mean") -> None:
-        self.logged[name] = float(value)
+        from paramserver.parameters.numerics import to_number
+
+        cure = "it must be one number: log .mean() or .norm(), or each element by a name of its own"
+        self.logged[name] = to_number(value, f"self.log({name!r}, value): the value", cure)
 
     def all_gather(self, value: Any) -> list[Any]:
         from paramserver.checkpoint import stage_copy
@@ -84,12 +87,12 @@ def restore(run_dir: Path, which: str, overrides: Sequence[str]) -> Restored:
         which = str(step_of(run.chosen.name))
     # Everything is read at once: a run in progress may remove the checkpoint while the model is built.
     name = "model" if config.training.ema_decay is None else "ema"
-    checkpoint, (weights, part) = load_chosen(run.path, which, name, "trainer-0")
+    checkpoint, (weights, part, state) = load_chosen(run.path, which, name, "trainer-0", "run")
     folders = code_folders(overrides=overrides, recorded=run.task_folders())
     task = make_task(config, folders)
     placement, task.trainer = place_trainer(config, 0, 1), EvaluationTrainer()
     task.devices, task.config = placement.devices, config
     model = build_model(task, config.seed, placement)
-    load_weights(model, weights, str(checkpoint.path))
+    load_weights(model, weights, str(checkpoint.path), state.get("late_buffers", ()))
     restore_task(task, part["task"], {})
     return Restored(config, folders, checkpoint, task, model, placement, part["counters"]["batch_idx"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import select
 import selectors
 import signal
@@ -28,12 +29,13 @@ from typing import Any, NoReturn
 from paramserver import errors
 from paramserver.cluster import SUPERVISED, bind_listener, child_environment, process_environ
 from paramserver.config import Config, Deadlines, Role, dump_yaml, mode_of, num_trainers_of, roles, world_size_of
-from paramserver.config.deadlines import GRACE_S
-from paramserver.errors import Interrupted, ParamserverError, TrainingError
+from paramserver.config.deadlines import GRACE_S, SAME_SIGNAL_S
+from paramserver.errors import Interrupted, ParamserverError, StorageError, TrainingError
+from paramserver.fileio import DISK_CURES
 from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
 from paramserver.process_utils import OWN_GROUP, cpu_ticks, is_stopped, kill_group
-from paramserver.runs.rundir import RunDir, write_json
+from paramserver.runs.rundir import RunDir, read_mapping, write_json
 from paramserver.runtime.fork_server import ForkedProcess, ForkServer
 from paramserver.runtime.preloaded import role_arguments
 from paramserver.runtime.rank_guard import RankGuard
@@ -163,7 +165,10 @@ class Supervisor:
         self._has_started = False
         self._signal: int | None = None
         self._interrupted_twice = False
-        self._signal_forwarded = False
+        self._signalled_at = 0.0
+        self._acknowledged = False
+        self._ended_at: float | None = None
+        self._unforwarded: int | None = None
         self._is_failing = False
         self._kill_at: float | None = None
         self._failed: list[_RankProcess] = []
@@ -198,9 +203,10 @@ class Supervisor:
                 self._start_due()
                 self._keep_spares()
                 # Here and not in the signal's handler, so that ranks that start after the signal receive it too.
-                if self._signal is not None and not self._signal_forwarded:
-                    self._signal_forwarded = True
-                    self._signal_ranks(self._signal)
+                if (received := self._unforwarded) is not None:
+                    self._unforwarded = None
+                    self._note(self._acknowledgement(received))
+                    self._signal_ranks(received)
                 self._limit_end()
                 if self._kill_at is not None and time.monotonic() > self._kill_at:
                     self._signal_ranks(signal.SIGKILL)
@@ -235,7 +241,7 @@ class Supervisor:
             for role in roles(self.config, world_size_of(self.config)):
                 self._start_rank(role, fork_server)
             if fork_server.failed and self._signal is None:
-                self._note(f"each rank imports torch itself, as they could not be forked; see {start_log}")
+                self._note(f"each rank imports torch itself, which takes longer: {fork_server.failed}")
 
     def _start_process(
         self,
@@ -327,7 +333,7 @@ class Supervisor:
             rank.left = True
             self._note(f"{rank.title} has left the run, which continues without it")
             return
-        if record["kind"] == "lost" and not rank.trains:
+        if record["kind"] == "lost" and rank.global_rank != 0 and not rank.trains:
             rank.view = 0  # it waits for rank 0 to return, which it does not once the run is completed
         if record["kind"] == "start":
             self._has_started = True
@@ -383,7 +389,8 @@ class Supervisor:
             return
         starts_again = self._starts_due or not self._ranks[0].trains
         if self._trainers_were_interrupted and starts_again and self._signal is None:
-            self._signal = signal.SIGTERM  # rank 0 would wait for them
+            self._signal = signal.SIGTERM
+            self._signal_ranks(self._signal)  # rank 0 would wait for them
         if rank.global_rank == 0 and exit_code == Interrupted.exit_code and self._summary is None:
             self._limit(GRACE_S)  # between two views: the others would wait for it
         if rank.failure is not None and exit_code != Interrupted.exit_code and not self._is_failing:
@@ -423,6 +430,11 @@ class Supervisor:
     def _trainers_were_interrupted(self) -> bool:
         """Whether a signal to a rank has ended all trainers, so that none waits for a server."""
         trainers = [rank for rank in self._ranks if rank.role.kind == "trainer"]
+        # With another failure the supervisor signals the ranks itself: that is a consequence, unless rank 0 had stored
+        # that a signal ended the run.
+        concluded = self._summary is not None and self._summary["status"] == "interrupted"
+        if self._signal is None and not concluded and any(signal.SIGTERM in rank.sent for rank in trainers):
+            return False
         return bool(trainers) and all(rank.exit_code == Interrupted.exit_code for rank in trainers)
 
     def _continues_without(self, rank: _RankProcess) -> bool:
@@ -469,7 +481,7 @@ class Supervisor:
     def _restart_all(self) -> None:
         if any(r.exit_code is None for r in self._ranks):
             return
-        self._restarting_all, self._kill_at, self._summary = False, None, None
+        self._restarting_all, self._kill_at, self._summary, self._ended_at = False, None, None, None
         self._has_started = False  # until rank 0 has removed the summary of the end that these ranks came to
         self._failed.clear()
 
@@ -531,6 +543,13 @@ class Supervisor:
         """Limit the time of ranks that remain when the run has ended. Until then the ranks watch each other."""
         if self._summary is not None or (self._has_started and self.run.summary_file.exists()):
             self._limit(self._deadlines.ended_s)
+            self._ended_at = self._ended_at or time.monotonic()
+            interrupted = self._summary is not None and self._summary["status"] == "interrupted"
+            if self._signal is not None and interrupted and time.monotonic() - self._ended_at > GRACE_S:
+                # They do not react; a scheduler would soon kill all.
+                for rank in self._ranks[1:]:
+                    if signal.SIGKILL not in rank.sent:
+                        rank.send_signal(signal.SIGKILL)
             for rank in self._ranks:
                 if self._is_late(rank) and signal.SIGKILL not in rank.sent:
                     rank.send_signal(signal.SIGKILL)
@@ -564,7 +583,20 @@ class Supervisor:
         if number == signal.SIGINT and self._signal is not None:
             self._interrupted_twice = True
             self._signal_ranks(signal.SIGKILL)
-        self._signal = self._signal or number
+        if self._signal is None or time.monotonic() - self._signalled_at > SAME_SIGNAL_S:
+            self._unforwarded = number
+        if self._signal is None:
+            self._signal, self._signalled_at = number, time.monotonic()
+
+    def _acknowledgement(self, number: int) -> str:
+        name = f"signal {signal.Signals(number).name}"
+        if number != self._signal or self._acknowledged:
+            return f"{name}: the run ends now, with what is applied"
+        self._acknowledged = True
+        return (
+            f"{name}: the run ends once the present step or hook returns, or without it after "
+            f"cluster.stop_within_s ({self.config.cluster.stop_within_s:g} s); a second Ctrl-C ends it at once"
+        )
 
     def _kill_remaining(self) -> None:
         """End all ranks, also after an error here: no rank outlives its supervisor."""
@@ -580,8 +612,9 @@ class Supervisor:
         """Read the summary that rank 0 stored before it died, if it did not send it."""
         if self._summary is None and self._has_started and self.run.summary_file.exists():
             # Of this start: rank 0 removes an earlier one before its record "start".
-            summary = json.loads(self.run.summary_file.read_text())
-            self._on_record(self._ranks[0], make_record("end", summary["steps"], summary=summary))
+            summary = read_mapping(self.run.summary_file, json.loads)
+            if "status" in summary:  # else it was damaged meanwhile, and counts as none
+                self._on_record(self._ranks[0], make_record("end", summary.get("steps"), summary=summary))
 
     def _note_late_losses(self) -> None:
         for rank in self._failed:
@@ -658,7 +691,10 @@ class Supervisor:
                 "checkpoint": self._latest_checkpoint(),
                 "error": error,
             }
-            write_json(self.run.summary_file, summary)
+            try:
+                write_json(self.run.summary_file, summary)
+            except StorageError as refusal:
+                self._note(f"warning: {refusal}")  # what ended the run is raised, and printed last
 
     def _latest_checkpoint(self) -> str | None:
         latest = self.run.checkpoints_dir / "latest"
@@ -759,16 +795,36 @@ class EventPipe(Sink):
         """Do nothing: the pipe stays open for an error until the process ends."""
 
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES)
-
-
 def first_error(error: BaseException) -> BaseException:
     """Return what ended the run: a disk that also refuses the last files, while an error is handled, is not that."""
-    while True:
+    seen: set[int] = set()
+    while id(error) not in seen:
+        seen.add(id(error))
         refusal = error if isinstance(error, OSError) else error.__cause__
-        if not isinstance(refusal, OSError) or refusal.errno not in _DISK_ERRORS or refusal.__context__ is None:
+        if not isinstance(refusal, OSError) or refusal.errno not in DISK_CURES or refusal.__context__ is None:
             return error
-        error = refusal.__context__
+        before = refusal.__context__
+        if isinstance(before, FileNotFoundError) and isinstance(refusal, FileNotFoundError):
+            return error  # one refusal: ``Path.mkdir`` makes parents while it handles the error of the folder
+        error = before
+    return error
+
+
+def _descriptor_shortage(error: BaseException) -> str | None:
+    """Return what to do if a process has no descriptor left, which shows in many kinds of errors; None if it has."""
+    found: BaseException | None = error
+    seen: set[int] = set()  # one error that several threads raise may be among its own causes
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        number = found.errno if isinstance(found, OSError) else None
+        if number in (errno.EMFILE, errno.ENFILE) or "too many open files" in str(found).lower():
+            limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return (
+                f"this process may have {limit} files and sockets open, and needs more ({found}); raise the limit, for "
+                f"example ulimit -n {min(max(4096, 4 * limit), highest) if highest > limit else 4096}, and start again"
+            )
+        found = found.__cause__ or found.__context__
+    return None
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
@@ -781,6 +837,8 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     """
     error = first_error(error)
     exit_code = error.exit_code if isinstance(error, ParamserverError) else 1
+    if (shortage := _descriptor_shortage(error)) is not None:
+        return {"kind": "TrainingError", "message": shortage, "exit_code": 1, "traceback": ""}
     text = str(error) if isinstance(error, ParamserverError) else f"{type(error).__name__}: {error}"
     self_explanatory = exit_code != 1 or (isinstance(error, ParamserverError) and error.self_explanatory)
     lines = [] if self_explanatory else traceback.format_exception(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
@@ -25,9 +25,11 @@ from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import Evicted, RunEnded, TrainingError, ViewChanged
 from paramserver.metrics.records import StepReport, StepResult
+from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.runs.monitor import RunMonitor
 from paramserver.server.coordinator import ShardCoordinator
 from paramserver.server.parameter_store import ParameterStore
+from paramserver.server.update_executor import ComputeFn, compute_now
 from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.transport.base import ServerTransport
 from paramserver.transport.messages import Future, PendingReplies, Push, StepGrant, VersionView, push_id
@@ -38,6 +40,11 @@ ReleaseFn = Callable[[], None]
 
 class Aggregator:
     """Carries out what the consistency model decides. Every call holds the lock of the ``ParameterServer``.
+
+    That lock covers decisions and tables. An update is computed without it, by ``compute``: from the decision on until
+    its result is here, ``_busy`` keeps every other update, grant and exclusive task back, and so parameters, optimizer
+    and schedule belong to the computation. Announcements, pushes, joins and losses are recorded meanwhile; a trainer
+    that is lost then has its gradients in the update all the same. If the run fails meanwhile, the result is dropped.
 
     A trainer announces its next step (``announce``, or together with a push). Once the consistency model allows the
     step, the trainer gets a ``StepGrant`` with the version to pull. Its push waits here until the model names it in an
@@ -55,6 +62,7 @@ class Aggregator:
         fail: ends the run with an error.
         coordinator: of the other servers, if there are several.
         clock: in seconds, for measurements only.
+        compute: computes an update without the lock.
     """
 
     def __init__(
@@ -67,6 +75,7 @@ class Aggregator:
         fail: Callable[[Exception], None],
         coordinator: ShardCoordinator | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        compute: ComputeFn = compute_now,
     ) -> None:
         self.rules = rules
         self.ledger = ledger
@@ -80,6 +89,7 @@ class Aggregator:
         self._fail = fail
         self._coordinator = coordinator
         self._clock = clock
+        self._compute = compute
         self._epoch = monitor.epoch
         self._seconds = monitor.seconds
         self._announcements = PendingReplies()
@@ -87,6 +97,7 @@ class Aggregator:
         self._results: dict[int, StepResult] = {}  # of pushes whose reply waits for the next grant
         self._pushes: dict[int, Push] = {}  # complete, not applied yet
         self._incomplete: dict[int, Push] = {}  # reported, with gradients still on their way
+        self._buffer_owners: set[int] = set()  # whose module buffers were wanted with their last grants
         self._granted: dict[int, int] = {}  # the version that each trainer was granted and has not pushed for
         # Of the last push of each trainer, and of its last announcement with its number: for a repeated message.
         self._replies: dict[int, Future] = {}
@@ -95,13 +106,17 @@ class Aggregator:
         self._resize = ""  # why this view of the run ends
         self._exclusive: deque[Callable[[ReleaseFn], None]] = deque()
         self._processing = self._process_again = False
-        self._busy = False  # other servers are at work; nothing else may start
-        self._applying = False  # on an update, which ``rules.step`` counts already
+        self._busy = False  # an update or an exclusive task is in progress; nothing else may start
+        self._applying = False  # it is an update, which ``rules.step`` counts already
 
     # Announcements.
 
     def announce(
-        self, trainer_index: int, announcement: Announcement, number: int = 0
+        self,
+        trainer_index: int,
+        announcement: Announcement,
+        number: int = 0,
+        buffers: PackedBuffers | None = None,
     ) -> torch.futures.Future[StepGrant]:
         """Reply with a ``StepGrant`` once the consistency model lets the trainer continue.
 
@@ -109,6 +124,7 @@ class Aggregator:
             trainer_index: of the trainer.
             announcement: of its next step.
             number: of the announcement, from 1; one that is repeated gets the same reply. 0: it is never repeated.
+            buffers: see ``keep_buffers``.
 
         Raises:
             RunEnded: the other trainers have ended the run.
@@ -122,6 +138,7 @@ class Aggregator:
                 raise ViewChanged(self._resize)
             raise RunEnded(f"the run ended before trainer {trainer_index} took part in it")
         self.add(trainer_index)
+        self.keep_buffers(trainer_index, buffers)
         future: torch.futures.Future[StepGrant] = torch.futures.Future()
         if number:
             self._announced[trainer_index] = number, future
@@ -148,6 +165,7 @@ class Aggregator:
         if (incomplete := self._incomplete.pop(trainer_index, None)) is not None:
             waiting.append(incomplete.future)
         self._granted.pop(trainer_index, None)
+        self._buffer_owners.discard(trainer_index)
         self._results.pop(trainer_index, None)
         self._replies.pop(trainer_index, None)
         self._announced.pop(trainer_index, None)
@@ -172,6 +190,16 @@ class Aggregator:
     def version(self) -> int:
         """The newest version that is complete; while an update is applied, the one before it."""
         return self.rules.step - self._applying
+
+    @property
+    def waiting(self) -> Set[int]:
+        """Trainers that wait for a reply to an announcement, a push or ``wait_version``."""
+        return {
+            *self._announcements.parts.keys(),
+            *self._version_waits.parts.keys(),
+            *self._pushes.keys(),
+            *self._incomplete.keys(),
+        }
 
     @property
     def segments_in_use(self) -> set[str | None]:
@@ -200,6 +228,13 @@ class Aggregator:
         """Whether the trainers have been sent the end of the run, and not only of the view."""
         return self.ended and not self._resize
 
+    def keep_buffers(self, trainer_index: int, changed: PackedBuffers | None) -> None:
+        """Keep the module buffers that a trainer changed between two steps: in a validation, or in hooks."""
+        if trainer_index in self._buffer_owners:
+            changed = changed or self.transports[trainer_index].changed_buffers()
+        if changed is not None:
+            self.store.merge_buffers(changed)
+
     def _enqueue(self, trainer_index: int, announcement: Announcement, future: Future) -> None:
         own, reason = Stop.NO, ""
         if self.stop.event.is_set():
@@ -216,8 +251,8 @@ class Aggregator:
     def _process(self) -> None:
         """Apply every update that is due, then grant every step that is allowed. An error ends the run.
 
-        Not re-entrant: a call from within returns at once, and the loop picks up what was added. While other servers
-        are at work (``_busy``) nothing is done; ``_release`` continues.
+        Not re-entrant: a call from within returns at once, and the loop picks up what was added. While an update is
+        computed (``_busy``) nothing is done; ``_release`` continues.
         """
         if self._processing:
             self._process_again = True
@@ -257,7 +292,7 @@ class Aggregator:
                 self._coordinator.begin_update(going)
 
     def _release(self) -> None:
-        """Continue after an exclusive task or an update on several servers."""
+        """Continue after an exclusive task or an update."""
         self._busy = False
         self._process()
 
@@ -273,13 +308,16 @@ class Aggregator:
         if decision.verdict is Verdict.GO:
             self._enter_epoch(decision.samples)
         if trainer_index not in decision.active:
+            if decision.active:
+                self._buffer_owners.discard(trainer_index)
             future.set_result(StepGrant(decision, result=result, held_s=held_s))
             return
         transport = self.transports[trainer_index]
         slot = transport.pin_version()
-        buffers = tuple(self.store.snapshot_of_buffers()) if transport.sends_buffers else ()
+        buffers = self.store.buffers if transport.sends_buffers else None
         self._granted[trainer_index] = decision.step
         wants_buffers = self.rules.wants_buffers_from(trainer_index)
+        (self._buffer_owners.add if wants_buffers else self._buffer_owners.discard)(trainer_index)
         future.set_result(StepGrant(decision, slot, buffers, wants_buffers, result, held_s))
 
     def _enter_epoch(self, samples: int) -> None:
@@ -328,7 +366,7 @@ class Aggregator:
         self,
         held: Mapping[Tensor, Tensor],
         report: StepReport,
-        buffers: Sequence[Tensor],
+        buffers: PackedBuffers | None,
         announcement: Announcement | None,
     ) -> torch.futures.Future[StepGrant]:
         """Accept the gradients that a distributed-autograd context holds.
@@ -349,7 +387,7 @@ class Aggregator:
         return future
 
     def push_in_place(
-        self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
+        self, report: StepReport, buffers: PackedBuffers | None, announcement: Announcement | None
     ) -> torch.futures.Future[StepGrant]:
         """Keep the report of a push until its gradients have arrived: see ``gradients_arrived``."""
         if (reply := self._find_reply(report)) is not None:
@@ -418,13 +456,12 @@ class Aggregator:
         if self.batch_began is None:
             self._enter_epoch(self.rules.samples - sum(push.report.samples for push in pushes))
         started = self._clock()
-        if self._coordinator is None:
-            self.store.apply(self.rules.step, update, pushes)
-            self._after_update(update, pushes, started)
-            return
         self._busy = self._applying = True
-        applied = partial(self._shards_applied, update, pushes, started)
-        self._coordinator.apply(self.rules.step, update, pushes, self._versions_in_use(), applied)
+        applied = partial(self._update_applied, update, pushes, started)
+        if self._coordinator is None:
+            self._compute(partial(self.store.apply, self.rules.step, update, pushes), lambda _: applied())
+        else:
+            self._coordinator.apply(self.rules.step, update, pushes, self._versions_in_use(), applied)
 
     def _versions_in_use(self) -> set[int]:
         """Versions that trainers may still pull from other servers, or validate there."""
@@ -432,7 +469,7 @@ class Aggregator:
         pulled = {self._granted[i] for i in remote if i in self._granted}
         return pulled | self.store.retained_versions if remote else set()
 
-    def _shards_applied(self, update: Update, pushes: Sequence[Push], started: float) -> None:
+    def _update_applied(self, update: Update, pushes: Sequence[Push], started: float) -> None:
         self._applying = False
         self._after_update(update, pushes, started)
         self._release()
@@ -502,7 +539,7 @@ class Aggregator:
         if version not in (None, self.rules.step):
             return transport.view_retained(*self.store.retained(version))
         slot, flats = transport.view_version()
-        buffers = tuple(self.store.snapshot_of_buffers()) if transport.sends_buffers else ()
+        buffers = self.store.buffers if transport.sends_buffers else None
         return VersionView(slot, tuple(without_values(flats, held)), buffers)
 
     def pop_waiters(self) -> list[Future]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paramserver.config import Config, Deadlines, num_servers_of
 from paramserver.consistency import Announcement, Decision, TrainerId
+from paramserver.context import StopLimit
 from paramserver.distributed.abort_sockets import abort_connections
 from paramserver.distributed.local_calls import LocalConnection
 from paramserver.distributed.membership import Heartbeat, Member, watch_peer
@@ -33,6 +34,7 @@ from paramserver.distributed.rpc_calls import (
 from paramserver.distributed.session import SERVER_NAME, server_name
 from paramserver.errors import DeadlineExceeded, PeerLost
 from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums
+from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.server.coordinator import ShardCoordinator
 from paramserver.server.parameter_server import ParameterServer
 from paramserver.server.shard_server import ShardServer
@@ -180,21 +182,26 @@ class ServerConnection(ABC):
         self._numbers = count(1)
         self._changed = threading.Condition()
         self._lost: PeerLost | None = None
+        self._stop_limit: StopLimit | None = None
         self._heartbeat: Heartbeat | None = None
         self._local: LocalConnection | None = None  # used by the training thread only
         watch_peer(SERVER_NAME, lambda reason: self._mark_lost(reason or "it ended before this process did"))
 
     @abstractmethod
-    def _send_heartbeat(self) -> torch.futures.Future[None]:
+    def _send_heartbeat(self) -> torch.futures.Future[Any]:
         """Call the handler that records this process as alive, within ``server.lost_after_s``."""
+
+    def _on_heartbeat(self, reply: Any) -> None:
+        """Called with each reply to a heartbeat, in its thread."""
 
     def start_heartbeat(self) -> None:
         """Start the thread that reports this process as alive and notices a server that does not reply."""
 
         def beat() -> None:
-            refusal = self._send_heartbeat().wait()
-            if isinstance(refusal, RemoteError):
-                raise refusal.error()
+            reply = self._send_heartbeat().wait()
+            if isinstance(reply, RemoteError):
+                raise reply.error()
+            self._on_heartbeat(reply)
 
         def on_lost(error: PeerLost) -> None:
             # Its class shows whether the server refused the heartbeat.
@@ -306,6 +313,8 @@ class ServerConnection(ABC):
             local = self._local
         if local is not None:
             local.break_off()
+        if self._stop_limit is not None:
+            self._stop_limit.hurry()
 
     def raise_if_lost(self) -> None:
         """Raise ``PeerLost`` if the server is lost."""
@@ -402,6 +411,8 @@ class ServerClient(ServerConnection):
         worker_id: of this process's agent.
         addresses: of the servers' agents.
         blocks: returns whether this trainer's full buffer blocks simulations; called by the heartbeat's thread.
+        stop_limit: of this process; requests to stop are passed on to the server, and those of the server to it. None
+            if a signal to this process does not end the run.
     """
 
     def __init__(
@@ -411,19 +422,27 @@ class ServerClient(ServerConnection):
         worker_id: int,
         addresses: Sequence[str],
         blocks: Callable[[], bool] = lambda: False,
+        stop_limit: StopLimit | None = None,
     ) -> None:
         super().__init__(config, index, addresses)
         self._worker_id = worker_id
         self._blocks = blocks
+        self._stop_limit = stop_limit
         self._id = TrainerId(index, 0, 0)  # until it has joined
         self._sequence = self._announced = 0
         self._shard_servers: list[str] = []
         # For the task and custom trainers. Steps address the server by name; see distributed/rpc_calls.py.
         self.rref = rpc.remote(SERVER_NAME, get_parameter_server)
 
-    def _send_heartbeat(self) -> torch.futures.Future[None]:
-        timeout_s = self.config.server.lost_after_s
-        return send(SERVER_NAME, timeout_s, ParameterServer.heartbeat, self.index, self._worker_id, self._blocks())
+    def _send_heartbeat(self) -> torch.futures.Future[str]:
+        timeout_s, limit = self.config.server.lost_after_s, self._stop_limit
+        own = self.index, self._worker_id, self._blocks()
+        about = ("", "") if limit is None else (limit.place(), limit.stop.state()[1])
+        return send(SERVER_NAME, timeout_s, ParameterServer.heartbeat, *own, *about)
+
+    def _on_heartbeat(self, reply: Any) -> None:
+        if self._stop_limit is not None and isinstance(reply, str) and reply:
+            self._stop_limit.stop.request(reply)
 
     def close(self) -> None:
         super().close()
@@ -468,10 +487,13 @@ class ServerClient(ServerConnection):
 
     # A step.
 
-    def announce(self, announcement: Announcement) -> StepGrant:
-        """Announce the next step; returns once the consistency model lets this trainer continue."""
+    def announce(self, announcement: Announcement, buffers: PackedBuffers | None = None) -> StepGrant:
+        """Announce the next step; returns once the consistency model lets this trainer continue.
+
+        ``buffers`` are the module buffers that were changed since the last push, and are to be kept.
+        """
         self._announced += 1
-        return self.call_deferred(ParameterServer.announce, self._id, announcement, self._announced)
+        return self.call_deferred(ParameterServer.announce, self._id, announcement, self._announced, buffers)
 
     def pull(self, version: int, held: Iterable[GradientBucket] = ()) -> list[InFlightCall[tuple[Tensor, ...]]]:
         """Pull a version inside this thread's distributed-autograd context: a call for each server, in order.
@@ -513,7 +535,7 @@ class ServerClient(ServerConnection):
             raise PeerLost(f"{who} is lost: the gradients did not reach it ({reason})") from error
 
     def push(
-        self, context_id: int, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
+        self, context_id: int, report: StepReport, buffers: PackedBuffers | None, announcement: Announcement | None
     ) -> StepGrant:
         """Report that the gradients of a context are complete; returns once they are applied or dropped."""
         named = context_id, push_id(report), report.version
@@ -528,7 +550,7 @@ class ServerClient(ServerConnection):
     def push_in_place(
         self,
         report: StepReport,
-        buffers: Sequence[Tensor],
+        buffers: PackedBuffers | None,
         announcement: Announcement | None,
         buckets: Sequence[InFlightCall[Any]] = (),
     ) -> InFlightCall[StepGrant]:
@@ -597,9 +619,14 @@ class ServerClient(ServerConnection):
         """Report the share of a validation that a decision named, without waiting for the other trainers."""
         self.call(ParameterServer.report_validation_share, self._id, version, share, sums)
 
-    def stage_checkpoint(self, reason: str, extra_state: Mapping[str, Any]) -> InFlightCall[bool]:
-        """Take part in a checkpoint; the reply, whether to send a part, comes once model and optimizer are copied."""
-        return self.begin_deferred(ParameterServer.stage_checkpoint, self._id, reason, extra_state)
+    def stage_checkpoint(
+        self, reason: str, extra_state: Mapping[str, Any], buffers: PackedBuffers | None = None
+    ) -> InFlightCall[bool]:
+        """Take part in a checkpoint; the reply, whether to send a part, comes once model and optimizer are copied.
+
+        ``buffers`` as for ``announce``.
+        """
+        return self.begin_deferred(ParameterServer.stage_checkpoint, self._id, reason, extra_state, buffers)
 
     def send_part_chunk(self, step: int, chunk: Tensor) -> None:
         """Send the next chunk of this trainer's part of a checkpoint."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from paramserver.parameters.numerics import check_gradient_norm
 from paramserver.parameters.sharding import Shard, States, get_hyperparameters, merge_state, plan_shards, split_state
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.shard_server import ShardServer
+from paramserver.server.update_executor import ComputeFn, compute_now
 from paramserver.transport.messages import ApplyRequest, Future, Push, ShardAssignment, merge_used, push_id
 
 _log = logging.getLogger("paramserver")
@@ -51,7 +53,8 @@ class ShardCoordinator:
     """Assigns a shard of the parameters to each server and keeps all servers at one version. Server 0 owns shard 0.
 
     No method blocks: what depends on replies of other servers is a callback, which runs in a thread of the RPC agent
-    and takes the lock of the ``ParameterServer`` that owns this object.
+    and takes the lock of the ``ParameterServer`` that owns this object. Server 0's own part of an update is computed
+    without the lock, and its result is one reply more.
 
     Args:
         config: of the run.
@@ -63,6 +66,7 @@ class ShardCoordinator:
         fail: ends the run with an error.
         on_lost: called with a shard server that is lost, and the reason.
         all_ready: called when the last server is ready.
+        compute: computes without the lock.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class ShardCoordinator:
         fail: Callable[[ParamserverError], None],
         on_lost: Callable[[Member, str], None],
         all_ready: Callable[[], None],
+        compute: ComputeFn = compute_now,
     ) -> None:
         self.config = config
         self.num_servers = num_servers_of(config)
@@ -91,6 +96,7 @@ class ShardCoordinator:
         self._fail = fail
         self._on_lost = on_lost
         self._all_ready = all_ready
+        self._compute = compute
         self._members = Members()
         self._ready: set[int] = set()
         self._ended = False
@@ -227,9 +233,17 @@ class ShardCoordinator:
         request = ApplyRequest(version, named, factors, used, groups, frozenset(versions_in_use))
         # The others start before this server averages its own shard, so that all work at the same time.
         replies = [send_deferred(name, ShardServer.apply, request) for name in self._names]
-        by_bucket = self._store.apply_by_bucket(pushes)
-        if not by_bucket:
+
+        def compute_own() -> float | None:
+            if self._store.apply_by_bucket(pushes):
+                return None
             self._store.begin_update(update, pushes)
+            if clip is not None:
+                return updater.norm()
+            updater.step()
+            return None
+
+        own = self._compute_own(compute_own)
 
         def finish(_: Sequence[Any]) -> None:
             self._store.updater.on_update(pushes[0].report.optimizer)
@@ -237,10 +251,8 @@ class ShardCoordinator:
             on_applied()
 
         if clip is not None:
-            self._when_all(replies, lambda norms: self._apply_clipped(version, clip, norms, finish))
+            self._when_all([own, *replies], lambda norms: self._apply_clipped(version, clip, norms, finish))
             return
-        if not by_bucket:
-            updater.step()
         self._unconfirmed = replies
         finished = False
 
@@ -251,14 +263,20 @@ class ShardCoordinator:
                 finish(())
 
         def finish_if_prepared() -> None:
-            if not finished and self._is_prepared(request):
+            if not finished and own.done() and self._is_prepared(request):
                 finish_once(())
 
         # Whichever comes first. An error in a reply ends the run also later.
-        self._when_all(replies, finish_once)
-        if by_bucket and self._begun[0] == version:
-            for reply in self._begun[2]:
+        self._when_all([own, *replies], finish_once)
+        if self._begun[0] == version:
+            for reply in (own, *self._begun[2]):
                 reply.add_done_callback(lambda _: self._run(finish_if_prepared))
+
+    def _compute_own(self, work: Callable[[], Any]) -> Future:
+        """Compute this server's part; an error ends the run, and the future that is returned gets no value."""
+        own: Future = torch.futures.Future()
+        self._compute(work, own.set_result)
+        return own
 
     def _is_prepared(self, request: ApplyRequest) -> bool:
         """Return whether all other servers have computed this very update, so that its version is made already."""
@@ -288,25 +306,29 @@ class ShardCoordinator:
         self, version: int, max_norm: float, norms: Sequence[float], then: Callable[[Sequence[Any]], None]
     ) -> None:
         updater = self._store.shard_updater
-        total = sum(norm**2 for norm in [updater.norm(), *norms]) ** 0.5
+        total = sum(norm**2 for norm in norms) ** 0.5
         check_gradient_norm(total, version)
         factor = min(max_norm / (total + _TINY), 1.0)
-        timeout_s, groups = self.config.cluster.timeout_s, get_hyperparameters(updater.optimizer)
-        replies = [send(name, timeout_s, ShardServer.apply_clipped, factor, groups) for name in self._names]
-        updater.scale(factor)
-        updater.step()
-        self._when_all(replies, then)
+        groups = get_hyperparameters(updater.optimizer)
+        replies = [send_deferred(name, ShardServer.apply_clipped, factor, groups) for name in self._names]
 
-    def collect_state(self, then: Callable[[dict[str, Any]], None]) -> None:
-        """Collect what a checkpoint stores: the weights into the model, and the states, which ``then`` receives.
+        def compute_own() -> None:
+            updater.scale(factor)
+            updater.step()
 
-        No update may be applied meanwhile.
+        self._when_all([self._compute_own(compute_own), *replies], then)
+
+    def collect_state(self, then: Callable[[Callable[[], dict[str, Any]]], None]) -> None:
+        """Collect what a checkpoint stores from all servers.
+
+        ``then`` gets a function that writes the weights into the model and returns the states. No update may be applied
+        before it has been called.
         """
         timeout_s, weights = self.config.cluster.timeout_s, not self.shares_memory
 
         def collect(_: Sequence[Any]) -> None:
             replies = [send(name, timeout_s, ShardServer.collect_state, weights) for name in self._names]
-            self._when_all(replies, lambda parts: then(self._merge(parts)))
+            self._when_all(replies, lambda parts: then(partial(self._merge, parts)))
 
         unconfirmed, self._unconfirmed = self._unconfirmed, []
         if unconfirmed:
@@ -333,13 +355,17 @@ class ShardCoordinator:
         return [self._members.get(index).name for index in range(1, self.num_servers)]
 
     def _when_all(self, replies: Sequence[torch.futures.Future[Any]], then: Callable[[list[Any]], None]) -> None:
-        """Call ``then`` with all replies; the first error among them ends the run instead."""
+        """Call ``then`` with all replies; the first error among them ends the run instead.
+
+        They are those of the other servers, in order, after this server's own part if that is among them.
+        """
         torch.futures.collect_all(list(replies)).add_done_callback(lambda _: self._on_replies(replies, then))
 
     def _on_replies(self, replies: Sequence[Future], then: Callable[[list[Any]], None]) -> None:
         def use() -> None:
             # collect_all completes at the first error, when other replies may still be missing.
-            values = [self._value(index, future) for index, future in enumerate(replies, 1) if future.done()]
+            first = self.num_servers - len(replies)
+            values = [self._value(index, future) for index, future in enumerate(replies, first) if future.done()]
             assert len(values) == len(replies), "a missing reply follows an error, which was raised"
             then(values)
 

@@ -21,7 +21,8 @@ from paramserver.devices import CPU, move_to_device, place_server
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.metrics.records import StepReport
 from paramserver.parameters.flat import FlatLayout
-from paramserver.parameters.model import build_model, detached_state_dict, load_weights
+from paramserver.parameters.model import build_model, frozen_state_dict
+from paramserver.parameters.model_tree import ModelTree, PackedBuffers, set_buffer
 from paramserver.rng import PrivateRng, random_states
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.task import Task
@@ -40,7 +41,9 @@ class ModelReplica:
     Args:
         model: as the task built it.
         trained: names of the trained parameters; the others are shared with ``model``.
-        buffers: the module buffers that the replica uses and changes, by name.
+
+    Attributes:
+        tree: of the replica, whose module buffers are its own.
 
     Raises:
         UnsupportedConfiguration: the model cannot be copied, or the copy does not use the new parameters.
@@ -48,20 +51,19 @@ class ModelReplica:
     Example::
 
         >>> model = nn.Linear(2, 1, bias=False)
-        >>> replica = ModelReplica(model, ["weight"], {})
+        >>> replica = ModelReplica(model, ["weight"])
         >>> replica.bind({"weight": torch.ones(1, 2)})
         >>> replica.module(torch.tensor([[2.0, 3.0]])).item()
         5.0
     """
 
-    def __init__(self, model: nn.Module, trained: Sequence[str], buffers: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, trained: Sequence[str]) -> None:
         parameters = dict(model.named_parameters())
         # By ``data``: a leaf that shares the server's version counter would fail in backward after every update.
         self.leaves = {name: nn.Parameter(parameters[name].data) for name in trained}
         # deepcopy takes what the memo contains as the copy, so no memory of parameters is copied.
         memo: dict[int, Any] = {id(parameter): parameter for parameter in parameters.values()}
         memo |= {id(parameters[name]): leaf for name, leaf in self.leaves.items()}
-        memo |= {id(buffer): buffers[name] for name, buffer in model.named_buffers()}
         try:
             self.module = copy.deepcopy(model, memo)
         except Exception as error:
@@ -76,6 +78,7 @@ class ModelReplica:
                     f"parameter {name} of the model ({type(self.module).__name__}) cannot be replaced in a copy; "
                     "use server.compute: trainer"
                 )
+        self.tree = ModelTree(self.module)
         self._training_as_built = [(module, module.training) for module in self.module.modules()]
         self._bound: Mapping[str, Tensor] | None = None
 
@@ -86,6 +89,13 @@ class ModelReplica:
         for name, leaf in self.leaves.items():
             leaf.data = tensors[name]
         self._bound = tensors
+
+    def take_buffers(self, other: ModelReplica) -> None:
+        """Compute with the module buffers of another replica from now on: with its tensors themselves."""
+        own = self.tree.buffers()
+        for name, buffer in other.tree.buffers().items():
+            if own.get(name) is not buffer:
+                set_buffer(self.module, name, buffer)
 
     def set_training(self, training: bool | None) -> None:
         """Call ``train()`` or ``eval()``; None restores the mode in which the task built each module."""
@@ -98,7 +108,7 @@ class ServedTransport(ServerTransport):
 
     Args:
         model: a module on the devices that compute; its own parameters are not used.
-        parameters: layout of the trained parameters, and ``buffers`` that of the module buffers.
+        parameters: layout of the trained parameters.
         snapshot: returns the current version, immutable: parameters and module buffers.
         device: that the inputs are moved to.
     """
@@ -109,24 +119,24 @@ class ServedTransport(ServerTransport):
         self,
         model: nn.Module,
         parameters: FlatLayout,
-        buffers: FlatLayout,
-        snapshot: Callable[[], tuple[Flats, Flats]],
+        snapshot: Callable[[], tuple[Flats, PackedBuffers]],
         device: torch.device,
     ) -> None:
         self._model = model
-        self._parameter_layout, self._buffer_layout = parameters, buffers
+        self._parameter_layout = parameters
         self._snapshot = snapshot
         self._device = device
         self._devices = {name: parameter.device for name, parameter in model.named_parameters()}
         self._trained = [slot.name for slot in parameters.slots]
-        # This trainer's own: they change from call to call, and its push brings them to the server.
-        self._buffers = {name: torch.empty_like(buffer) for name, buffer in model.named_buffers()}
         self._replicas: list[ModelReplica] = []
+        # Computed last. Its module buffers are this trainer's: they change from call to call, and a push stores them.
+        self._last: ModelReplica | None = None
+        self._known_buffers: PackedBuffers | None = None  # that the server has, as far as this trainer changed none
         self._batches: list[int] = []  # of each call of the step that records gradients
         self._tensors: dict[str, Tensor] = {}
         self._gradients = parameters.allocate()
         self._used: list[bool] = []
-        self._pinned: tuple[Flats, Flats] | None = None  # not bound yet
+        self._pinned: tuple[Flats, PackedBuffers] | None = None  # not bound yet
 
     # Versions. These methods hold the server's lock, so they only note the version; the next call binds it.
 
@@ -140,17 +150,20 @@ class ServedTransport(ServerTransport):
     def view_version(self) -> tuple[int | None, Flats]:
         return self.pin_version(), ()
 
-    def view_retained(self, parameters: Flats, buffers: Flats) -> VersionView:
+    def view_retained(self, parameters: Flats, buffers: PackedBuffers) -> VersionView:
         self._pinned = parameters, buffers
-        return VersionView(0, (), ())
+        return VersionView(0, (), None)
 
     @torch.no_grad()
-    def _bind(self, parameters: Flats, buffers: Flats) -> None:
+    def _bind(self, parameters: Flats, buffers: PackedBuffers) -> None:
         views = self._parameter_layout.views(parameters)
         self._tensors = {name: view.to(self._devices[name]) for name, view in views.items()}
-        for name, value in self._buffer_layout.views(buffers).items():
-            self._buffers[name].copy_(value)
         self._batches = []
+        if not self._replicas:
+            self._replicas.append(ModelReplica(self._model, self._trained))
+        self._last = self._replicas[0]
+        self._last.tree.load_buffers(buffers)
+        self._known_buffers = buffers
 
     # Calls, without the server's lock: trainers compute at the same time, each on its own transport.
 
@@ -178,10 +191,13 @@ class ServedTransport(ServerTransport):
         """
         number = len(self._batches)
         if number == len(self._replicas):
-            self._replicas.append(ModelReplica(self._model, self._trained, self._buffers))
+            self._replicas.append(ModelReplica(self._model, self._trained))
         if call.wants_grad:
             self._batches.append(call.batch)
         replica = self._replicas[number]
+        if self._last is not None and self._last is not replica:
+            replica.take_buffers(self._last)
+        self._last = replica
         replica.bind(self._tensors)
         replica.set_training(call.training)
         return replica
@@ -198,6 +214,8 @@ class ServedTransport(ServerTransport):
                     "model can follow; make it a method, or use server.compute: trainer"
                 )
         calls = list(zip(self._batches, self._replicas, strict=False))
+        for _, replica in calls:
+            replica.tree.check_parameters()
         # In the order of a backward on a trainer: the calls of a batch from the last to the first, batch after batch.
         batches = [
             [replica for batch, replica in reversed(calls) if batch == wanted] for wanted in sorted({*self._batches})
@@ -210,11 +228,17 @@ class ServedTransport(ServerTransport):
         return list(self._gradients) if any(self._used) else None
 
     @torch.no_grad()
-    def complete_push(self, report: StepReport, buffers: Flats) -> tuple[StepReport, Flats]:
-        flats = self._buffer_layout.allocate()
-        for name, view in self._buffer_layout.views(flats).items():
-            view.copy_(self._buffers[name])
-        return replace(report, used=None if all(self._used) else tuple(self._used)), flats
+    def complete_push(
+        self, report: StepReport, buffers: PackedBuffers | None
+    ) -> tuple[StepReport, PackedBuffers | None]:
+        if self._last is not None:
+            buffers = self._known_buffers = self._last.tree.pack_buffers()
+        return replace(report, used=None if all(self._used) else tuple(self._used)), buffers
+
+    def changed_buffers(self) -> PackedBuffers | None:
+        if self._last is None or self._known_buffers is None:
+            return None
+        return self._last.tree.pack_changed_buffers(self._known_buffers)
 
     def unpin(self) -> None:
         """Do nothing: a snapshot exists as long as it is referenced."""
@@ -281,8 +305,7 @@ class ModelService:
     def new_transport(self) -> ServedTransport:
         """Return the transport of a trainer that joins; it can call the model immediately."""
         if self._model is not self._store.model:  # what is not trained never changes after the start
-            load_weights(self._model, detached_state_dict(self._store.model), "the server")
-        parameters, buffers = self._store.parameters.layout, self._store.buffers.layout
-        transport = ServedTransport(self._model, parameters, buffers, self._store.snapshot, self._device)
+            self._model.load_state_dict(frozen_state_dict(self._store.model), strict=False)
+        transport = ServedTransport(self._model, self._store.parameters.layout, self._store.snapshot, self._device)
         transport.pin_version()
         return transport

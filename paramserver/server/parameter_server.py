@@ -1,15 +1,18 @@
 """The parameter server: the handlers that trainers call.
 
-Handlers never block: a reply that depends on other trainers is a future. Errors are returned as values.
+Handlers never block: a reply that depends on other trainers is a future, and what is computed from parameters or
+optimizer is a job of the update thread, which does not hold the lock. Errors are returned as values.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -18,7 +21,9 @@ from torch import Tensor, nn
 
 from paramserver.checkpoint import stage_copy
 from paramserver.config import Config, num_servers_of, server_computes
+from paramserver.config.deadlines import GRACE_S
 from paramserver.consistency import Announcement, Decision, Ledger, Sync, TrainerId, make_consistency
+from paramserver.consistency.base import end
 from paramserver.context import StopRequest
 from paramserver.devices import place_parameters, to_cpu
 from paramserver.distributed.local_calls import LocalCallServer
@@ -26,6 +31,7 @@ from paramserver.distributed.membership import Member, Members, watch_peer
 from paramserver.distributed.rpc_agent import current_context_id, release_context
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import (
+    DeadlineExceeded,
     Evicted,
     ParamserverError,
     PeerLost,
@@ -38,14 +44,16 @@ from paramserver.errors import (
 )
 from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums
 from paramserver.optim.bucket_updates import BucketUpdates
-from paramserver.parameters.model import untrained_state_dict
-from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, UpdaterState
+from paramserver.parameters.model import frozen_state_dict
+from paramserver.parameters.model_tree import PackedBuffers
+from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, StagedCheckpoint, UpdaterState
 from paramserver.server.aggregator import Aggregator
 from paramserver.server.coordinator import CollectedState, ShardCoordinator
 from paramserver.server.gathers import Gathers
 from paramserver.server.model_service import ModelService, ServedTransport
-from paramserver.server.parameter_store import ParameterStore, check_several_optimizers
+from paramserver.server.parameter_store import ParameterStore, check_optimizers
 from paramserver.server.repeated_calls import LastReplies, executed_once
+from paramserver.server.update_executor import SubmitFn, run_now
 from paramserver.server.update_pipeline import UpdatePipeline, plan_buckets
 from paramserver.server.validations import Validations
 from paramserver.task import Task
@@ -67,6 +75,8 @@ from paramserver.transport.rpc import RpcServerTransport, WireVersion
 from paramserver.transport.segments import SegmentHost
 from paramserver.transport.shared_memory import ServerSharedMemory
 
+T = TypeVar("T")
+
 
 class TutorialMethods(nn.Module):
     """The public methods of the server in PyTorch's RPC tutorial. Trainers of this package do not call them.
@@ -82,9 +92,11 @@ class TutorialMethods(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """Return the model's output at the current version, computed on the server, with its gradient recorded."""
         self._require_all_parameters()
-        with self._lock:
-            flats = pull(self.store.leaves, to_cpu(self.store.snapshot()[0]))
-        return self.store.forward(flats, inputs)
+        return self.store.forward(pull(self.store.leaves, to_cpu(self._current_parameters())), inputs)
+
+    @abstractmethod
+    def _current_parameters(self) -> list[Tensor]:
+        """Return the parameters of the current version; the caller waits while an update is computed."""
 
     def get_dist_gradients(self, context_id: int) -> dict[str, Tensor]:
         """Return the gradients that a distributed-autograd context holds, by parameter name, on the CPU."""
@@ -121,6 +133,8 @@ class ParameterServer(TutorialMethods):
         segments: allocates memory that processes of this host share; None if all tensors are sent over RPC.
         on_trainer_lost: called with a trainer whose place another process may take.
         local_calls: serves the calls of trainers that share memory; None if these are made over RPC too.
+        submit: runs a job after those that were submitted before: ``UpdateExecutor.submit``. Without it updates are
+            computed under the lock, by the handlers.
 
     Example::
 
@@ -139,6 +153,7 @@ class ParameterServer(TutorialMethods):
         segments: SegmentHost | None = None,
         on_trainer_lost: Callable[[Member], None] = lambda member: None,
         local_calls: LocalCallServer | None = None,
+        submit: SubmitFn = run_now,
     ) -> None:
         super().__init__()
         self.config = config
@@ -151,9 +166,13 @@ class ParameterServer(TutorialMethods):
         self.error: ParamserverError | None = None
         self.totals: dict[int, TrainerTotals] = {}
         self.last_decision: Decision | None = None
-        # Held by every handler that touches the store or the aggregator. Re-entrant: an error inside a handler calls
-        # ``fail``, which takes it again. Futures are completed outside of it where their callbacks could take long.
+        # Held by every handler that touches the store or the aggregator, and never while an update is computed or a
+        # checkpoint staged: those are jobs of the update thread. They have parameters, optimizer and schedule to
+        # themselves, because ``Aggregator`` begins nothing else before they are done. Re-entrant: an error inside a
+        # handler calls ``fail``, which takes it again. Futures are completed outside of it where their callbacks could
+        # take long.
         self._lock = threading.RLock()
+        self._submit = submit
         # Held while the loss of a trainer is handled and reported, so that another process takes its place after that.
         # Taken before ``_lock``.
         self._loss_lock = threading.Lock()
@@ -173,8 +192,8 @@ class ParameterServer(TutorialMethods):
         # that run freely, or whose server has them on a GPU, read snapshots instead.
         in_place = (rules.lockstep or several) and segments is not None and device.type == "cpu"
         self.store = store = ParameterStore(task, config, self._shared_memory.allocate_parameters if in_place else None)
+        check_optimizers(config, store)
         if store.updater.parameters_of:
-            check_several_optimizers(config, store)
             assert isinstance(rules, Sync)
             rules.several_updates = True
         self._model_service = ModelService(task, config, store) if server_computes(config) else None
@@ -198,6 +217,7 @@ class ParameterServer(TutorialMethods):
                 self.fail,
                 lambda member, reason: self._change_view(f"{member} is lost: {reason}"),
                 self._start_if_complete,
+                self._compute,
             )
         self.is_whole = self.coordinator is None
         codec = make_codec(config.server, store.device)
@@ -207,7 +227,7 @@ class ParameterServer(TutorialMethods):
         if self.coordinator is not None:
             self.coordinator.buckets = self._buckets
         if self._buckets:
-            store.pipeline = UpdatePipeline(BucketUpdates(store.shard_updater, self._buckets[0]), codec)
+            store.pipeline = UpdatePipeline(BucketUpdates(store.shard_updater, self._buckets[0]), codec, submit)
             self._wire = WireVersion(self._buckets[0].layout, codec, store.pipeline.snapshot)
         self.aggregator = Aggregator(
             rules,
@@ -217,8 +237,10 @@ class ParameterServer(TutorialMethods):
             stop,
             lambda error: self.fail(RemoteError.of(error).error()),
             self.coordinator,
+            compute=self._compute,
         )
         self.aggregator.pipeline = store.pipeline
+        self._stop = stop
         self._on_trainer_lost = on_trainer_lost
         self._local_calls = local_calls
         self.started = False  # all trainers and servers have joined
@@ -241,6 +263,12 @@ class ParameterServer(TutorialMethods):
         self._gathers = Gathers()
         self._staging_reason = ""
         self._parts = PartCollector(checkpoints)
+        self.left_behind: list[str] = []  # the trainers that did not end in time after a request to stop
+        self._ends_without = False  # that time is over: whatever ``server.on_loss`` is, the others end without the lost
+        self.saves_alone = False  # no trainer is left, and what is applied is being saved
+        # Of each trainer: when the last chunk of its part arrived, or could first be sent; infinite while it waits for
+        # the copy of model and optimizer.
+        self._chunk_at: dict[int, float] = {}
 
     # Joining and leaving.
 
@@ -255,6 +283,30 @@ class ParameterServer(TutorialMethods):
             ViewChanged: they have finished this view of the run.
             Evicted: the message was sent to an earlier server, or another process has joined since it was sent.
         """
+        index, future = member.index, None
+        while future is None:
+            # Not under ``_loss_lock``, which ``_lose`` takes.
+            for present in self._find_earlier(member):
+                self._lose(present, "another process joined in its place")
+            with self._loss_lock, self._lock:
+                # Again: of processes that join as one trainer at once, another one may have joined in between.
+                if self._find_earlier(member):
+                    continue
+                # First: if it is refused, the one that is present keeps its incarnation.
+                self.members.join(member)
+                member.incarnation = self.aggregator.ledger.admit(index)
+                self.aggregator.epoch_samples = epoch_samples
+                self.aggregator.transports[index] = self._make_transport(
+                    TrainerId(index, self.view, member.incarnation)
+                )
+                future = self._joins.add(index, None)
+        # Without the lock: the liveness call is an RPC, and its callback runs in a thread of the agent.
+        watch_peer(member.name, lambda reason: self._on_disconnect(member, reason))
+        self._start_if_complete()
+        return future
+
+    def _find_earlier(self, member: Member) -> list[Member]:
+        """Return the process that has the place of one that joins, if there is one; raise if it may not take it."""
         index = member.index
         with self._lock:
             self._check_running()
@@ -265,19 +317,7 @@ class ParameterServer(TutorialMethods):
             earlier = [present for present in self.members.present() if present.index == index]
             if member.view != self.view or any(present.worker_id > member.worker_id for present in earlier):
                 raise Evicted(f"trainer {index} asked to join too late; the run continues without this process")
-        for present in earlier:
-            self._lose(present, "another process joined in its place")
-        with self._loss_lock, self._lock:
-            self._check_running()
-            member.incarnation = self.aggregator.ledger.admit(index)
-            self.members.join(member)
-            self.aggregator.epoch_samples = epoch_samples
-            self.aggregator.transports[index] = self._make_transport(TrainerId(index, self.view, member.incarnation))
-            future = self._joins.add(index, None)
-        # Without the lock: the liveness call is an RPC, and its callback runs in a thread of the agent.
-        watch_peer(member.name, lambda reason: self._on_disconnect(member, reason))
-        self._start_if_complete()
-        return future
+            return earlier
 
     def report_source(self, sender: TrainerId, position: DataPosition) -> None:
         """Record where the data of a trainer starts in this view, before its first announcement."""
@@ -317,8 +357,8 @@ class ParameterServer(TutorialMethods):
     def _join_reply(self, trainer_index: int) -> JoinReply:
         coordinator = self.coordinator
         with self._lock:
-            model = stage_copy(untrained_state_dict(self.store.model)) if self._model_service is None else {}
-            layouts = self.store.parameters.layout, self.store.buffers.layout
+            model = stage_copy(frozen_state_dict(self.store.model)) if self._model_service is None else {}
+            layout = self.store.parameters.layout
             rules, row = self.aggregator.rules, self.aggregator.ledger[trainer_index]
             if coordinator is not None and not coordinator.shares_memory:
                 self._shared_memory.disable()
@@ -332,7 +372,7 @@ class ParameterServer(TutorialMethods):
         stored_part = self.checkpoints.trainer_part(trainer_index, newest=position is not None)
         return JoinReply(
             model,
-            *layouts,
+            layout,
             rules.step,
             rules.lockstep,
             self._shared_memory.address,
@@ -343,6 +383,7 @@ class ParameterServer(TutorialMethods):
             position,
             self._barrier,
             self.store.updater.parameters_of,
+            self.store.updater.validates_averages,
         )
 
     @executed_once
@@ -370,20 +411,33 @@ class ParameterServer(TutorialMethods):
             self.aggregator.transports[trainer_index], snapshots = made
             return snapshots
 
-    def heartbeat(self, trainer_index: int, worker_id: int, blocks: bool = False) -> None:
+    def heartbeat(
+        self, trainer_index: int, worker_id: int, blocks: bool = False, place: str = "", stop: str = ""
+    ) -> str:
         """Record a sign of life, and whether the trainer's full buffer blocks simulations.
+
+        Args:
+            trainer_index, worker_id, blocks: of the trainer.
+            place: where in the code of the user its main thread is; see ``place_of_user_code``.
+            stop: why a signal to it requests the end of the run.
+
+        Returns:
+            Why the run is to end; "" if it is not.
 
         Raises:
             Evicted: the process takes no part any more.
             PeerLost: the run has failed, or another view begins; the trainer may wait for something else meanwhile.
         """
         self._check_running()
-        if not self.members.record_heartbeat(trainer_index, worker_id):
+        if not self.members.record_heartbeat(trainer_index, worker_id, place):
             raise Evicted(f"trainer {trainer_index} was taken for lost, and the run continues without this process")
-        # Only a change takes the lock, which is held during an update.
+        # Only a change takes the lock.
         if blocks is not self.aggregator.rules.blocks(trainer_index):
             with self._lock:
                 self.aggregator.set_blocks(trainer_index, blocks)
+        if stop and not self._stop.event.is_set():
+            self._stop.request(stop)
+        return self._stop.state()[1]
 
     def leave(self, sender: TrainerId, totals: TrainerTotals, decision: Decision) -> None:
         """A trainer has finished; after the last one the server ends."""
@@ -507,6 +561,55 @@ class ParameterServer(TutorialMethods):
         with self._lock:
             self.aggregator.request_stop()
 
+    def end_without(self, limit: str, ranks: Sequence[int], also_waiting: bool) -> None:
+        """Lose the trainers that keep a run from ending, and save what is applied if none is left.
+
+        Args:
+            limit: that has passed, for the user.
+            ranks: of the trainers.
+            also_waiting: lose also those that wait for a reply of this server.
+        """
+        self._ends_without = True
+        with self._lock:
+            waiting = set() if also_waiting else self._waiting()
+        for member in self.members.present():
+            if member.index not in waiting and not self._takes_part_in_checkpoint(member.index):
+                place = f"did not return from {member.place}" if member.place else "did not end"
+                self.left_behind.append(f"rank {ranks[member.index]} (trainer {member.index}) {place} within {limit}")
+                self._lose(member, f"it {place} within {limit}")
+        if not self.members.present() and not self.finished.is_set():
+            self._save_alone()
+
+    def _waiting(self) -> set[int]:
+        """Return the trainers that wait for a reply."""
+        tables = (self._joins, self._stagings, *self._validations.tables, *self._gathers.tables)
+        return {index for table in tables for index in table.parts} | self.aggregator.waiting
+
+    def _takes_part_in_checkpoint(self, trainer_index: int) -> bool:
+        """Whether a trainer waits for a checkpoint to be staged, or chunks of its part have arrived lately."""
+        return time.monotonic() - self._chunk_at.get(trainer_index, -math.inf) < GRACE_S
+
+    def _save_alone(self) -> None:
+        """Save what is applied, and end the run: no trainer is left."""
+
+        def save(updater: UpdaterState) -> dict[int, None]:
+            with self._lock:
+                if self.finished.is_set() or self.last_decision is not None:
+                    return {}
+                self.saves_alone = True
+                is_due = self._staged != self._checkpoint_due()
+            if is_due:
+                self._staging_reason = "interrupted"
+                self._stage(updater, time.perf_counter(), ())
+            with self._lock:
+                rules = self.aggregator.rules
+                self.last_decision = end(*self._stop.state(), rules.step, rules.samples)
+            self._parts.commit_if_complete()
+            self.finished.set()
+            return {}
+
+        self._with_updater_state(lambda updater: self._complete({}, lambda: save(updater)))
+
     def _on_disconnect(self, member: Member, reason: str | None) -> None:
         """A trainer's process disconnected, on purpose (None) or because it is lost."""
         self.members.mark_disconnected(member)
@@ -541,14 +644,15 @@ class ParameterServer(TutorialMethods):
                 if self.error is not None or not self.members.lose(member):
                     return
                 loss = f"{member} is lost: {reason}"
-                if on_loss == "fail":
+                if on_loss == "fail" and not self._ends_without:
                     self.fail(PeerLost(loss))
                 elif self.started and not self._can_continue_without(index):
                     self._change_view(loss)
                 else:
                     self._forget(index)
                 # A run that ends at the loss may be started again: then it returns to a checkpoint for this loss.
-                returns = on_loss == "fail" or isinstance(self.error, ViewChanged)
+                ends = on_loss == "fail" and not self._ends_without
+                returns = ends or isinstance(self.error, ViewChanged)
             # Without the lock: it writes a file.
             self.monitor.trainer_lost(index, loss, returns)
             self._on_trainer_lost(member)
@@ -557,9 +661,9 @@ class ParameterServer(TutorialMethods):
         """Whether no update needs what only the lost trainer could still send, and another process can replace it."""
         if self.last_decision is not None:
             return True  # one has left, so the last version is validated and staged
-        if self.config.server.on_loss == "rollback" or trainer_index not in self._sources:
+        if trainer_index not in self._sources or (self.config.server.on_loss == "rollback" and not self._ends_without):
             return False  # in the latter case it is not known where its data starts
-        if self.aggregator.ended:
+        if self.aggregator.ended and not self._ends_without:
             # Another one has to validate and save; one that has joined since takes no part in that.
             return bool(self.aggregator.rules.participants - {trainer_index})
         # Its gradients may be on server 0 and not on the others, which would wait for them.
@@ -568,7 +672,9 @@ class ParameterServer(TutorialMethods):
 
     def _forget(self, trainer_index: int) -> None:
         if trainer_index in self._joins.parts:
-            self._joins.pop(trainer_index)
+            # It may live, and another process have its place: it has no heartbeat yet that would be refused.
+            evicted = Evicted(f"another process joined as trainer {trainer_index}; the run continues without this one")
+            self._joins.pop(trainer_index)[0].set_result(RemoteError.of(evicted))
         self.aggregator.remove(trainer_index)
         for table in (self._stagings, *self._validations.tables, *self._gathers.tables):
             if trainer_index in table.parts:
@@ -622,10 +728,52 @@ class ParameterServer(TutorialMethods):
         Raises:
             Evicted: it was lost, also if its message was sent before that, or another process has taken its place.
         """
-        index = sender.trainer_index
-        if not self.aggregator.ledger.is_current(sender) or index not in self.aggregator.transports:
-            raise Evicted(f"trainer {index} was taken for lost, and the run continues without this process")
-        return index
+        if not self._is_present(sender):
+            raise Evicted(
+                f"trainer {sender.trainer_index} was taken for lost, and the run continues without this process"
+            )
+        return sender.trainer_index
+
+    def _is_present(self, sender: TrainerId) -> bool:
+        return self.aggregator.ledger.is_current(sender) and sender.trainer_index in self.aggregator.transports
+
+    def _compute(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Run ``work`` without the lock, after what was submitted before, and then ``then`` with it.
+
+        An error ends the run, also one of a user that is no ``Exception``, as the thread must continue. If the
+        run has failed meanwhile, every caller has its reply, and the result is dropped.
+        """
+
+        def job() -> None:
+            try:
+                result = work()
+                with self._lock:
+                    if self.error is None:
+                        then(result)
+            except BaseException as error:  # noqa: BLE001 - ends the run and is sent to every trainer
+                self.fail(RemoteError.of(error).error())
+
+        self._submit(job)
+
+    def _current_parameters(self) -> list[Tensor]:
+        found: list[list[Tensor]] = []
+        is_read, timeout_s = threading.Event(), self.config.cluster.timeout_s
+
+        def read(release: Callable[[], None]) -> None:
+            found.append(self.store.snapshot()[0])
+            is_read.set()
+            release()
+
+        with self._lock:
+            self._check_running()
+            self.aggregator.run_exclusively(read)
+        # No trainer of this package calls this, so only a call of the user waits here.
+        if not is_read.wait(timeout_s):
+            raise DeadlineExceeded(
+                f"the server was not done with its update within cluster.timeout_s ({timeout_s:g} s), so it cannot run "
+                "the forward; raise cluster.timeout_s"
+            )
+        return found[0]
 
     def _complete(self, futures: Mapping[int, Future], make_replies: Callable[[], Mapping[int, Any]]) -> None:
         """Reply to each trainer with its own value; an error ends the run and is the reply to all."""
@@ -643,11 +791,17 @@ class ParameterServer(TutorialMethods):
     # Steps: see ``Aggregator``.
 
     def announce(
-        self, sender: TrainerId, announcement: Announcement, number: int = 0
+        self, sender: TrainerId, announcement: Announcement, number: int = 0, buffers: PackedBuffers | None = None
     ) -> torch.futures.Future[StepGrant]:
-        """Reply once the consistency model lets the trainer continue; to the same ``number`` again as before."""
+        """Reply once the consistency model lets the trainer continue; to the same ``number`` again as before.
+
+        Args:
+            sender, announcement: of the next step.
+            number: of the announcement.
+            buffers: the module buffers that the trainer has changed since its last push, and that are to be kept.
+        """
         with self._lock:
-            return self.aggregator.announce(self._admit(sender), announcement, number)
+            return self.aggregator.announce(self._admit(sender), announcement, number, buffers)
 
     def pull(self, sender: TrainerId, held: Collection[int] = ()) -> tuple[Tensor, ...]:
         """Return the version that the trainer was granted, recorded in its distributed-autograd context.
@@ -677,7 +831,11 @@ class ParameterServer(TutorialMethods):
             return self.aggregator.receive_bucket(self._admit(sender), version, number, gradient, revision, has_all)
 
     def push(
-        self, context_id: int, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None = None
+        self,
+        context_id: int,
+        report: StepReport,
+        buffers: PackedBuffers | None,
+        announcement: Announcement | None = None,
     ) -> torch.futures.Future[StepGrant]:
         """Accept the gradients that a context holds; reply once they are applied or dropped.
 
@@ -689,7 +847,7 @@ class ParameterServer(TutorialMethods):
             return self.aggregator.push(held, report, buffers, announcement)
 
     def push_in_place(
-        self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None = None
+        self, report: StepReport, buffers: PackedBuffers | None, announcement: Announcement | None = None
     ) -> torch.futures.Future[StepGrant]:
         """Accept a push whose gradients may still be incomplete: in shared memory, or as buckets on their way."""
         with self._lock:
@@ -773,7 +931,8 @@ class ParameterServer(TutorialMethods):
 
         Where trainers wait for each other and none of them evaluates, they get the missing shares to evaluate.
         """
-        with self._lock:  # until they are recorded: another handler could record a later version first
+
+        def finish(release: Callable[[], None]) -> None:
             rules = self.aggregator.rules
             for version in self._validations.versions():
                 if not rules.lockstep and version in self.store.retained_versions:
@@ -785,6 +944,12 @@ class ParameterServer(TutorialMethods):
                 if complete:
                     sums, futures = self._validations.pop(version)
                     self._complete(futures, partial(self._record_validation, version, sums, futures))
+            release()
+
+        # With the lock until they are recorded: another handler could record a later version first. While no update is
+        # computed: schedules follow a validation, and an update reads what they set.
+        with self._lock:
+            self.aggregator.run_exclusively(finish)
 
     def _record_validation(
         self, version: int, sums: WeightedSums, trainers: Collection[int]
@@ -799,7 +964,11 @@ class ParameterServer(TutorialMethods):
 
     @executed_once
     def stage_checkpoint(
-        self, sender: TrainerId, reason: str, extra_state: Mapping[str, Any] | None = None
+        self,
+        sender: TrainerId,
+        reason: str,
+        extra_state: Mapping[str, Any] | None = None,
+        buffers: PackedBuffers | None = None,
     ) -> torch.futures.Future[bool]:
         """Take part in a checkpoint of the current version; reply once model and optimizer are copied.
 
@@ -810,6 +979,7 @@ class ParameterServer(TutorialMethods):
             sender: the trainer.
             reason: see ``StagedCheckpoint``.
             extra_state: see ``extra_state_dict``. That of the first trainer is saved, as in ddp.
+            buffers: as in ``announce``.
 
         Returns:
             Whether the trainer is to send its part; not if it joined after the others had saved this version.
@@ -819,7 +989,8 @@ class ParameterServer(TutorialMethods):
             if self._staged == self._checkpoint_due():
                 return completed_future(False)
             self._staging_reason = reason
-            future = self._stagings.add(trainer_index, extra_state or {})
+            self.aggregator.keep_buffers(trainer_index, buffers)
+            future = self._stagings.add(trainer_index, (sender, extra_state or {}))
         self._finish_staging()
         return future
 
@@ -830,37 +1001,43 @@ class ParameterServer(TutorialMethods):
 
     def _finish_staging(self) -> None:
         with self._lock:
-            rules, ledger = self.aggregator.rules, self.aggregator.ledger
-            if not self._stagings.has_all(rules.participants):
+            if not self._stagings.has_all(self.aggregator.rules.participants):
                 return
-            extra_states, futures, arrival_s = self._stagings.pop_all()
+            staged_by, futures, arrival_s = self._stagings.pop_all()
+            self._chunk_at |= dict.fromkeys(futures, math.inf)
 
-        # Under the lock: no update may be applied between the copies of model, optimizer and rules.
         def stage(updater: UpdaterState) -> dict[int, bool]:
-            with self._lock:
-                self._staged = self._checkpoint_due()
-                if extra_state := extra_states[min(extra_states)]:
-                    self.store.model.load_state_dict(extra_state, strict=False)  # its own modules make no forward
-                since = min(arrival_s.values())
-                present = futures.keys() & self.aggregator.transports.keys()
-                collect = partial(self._parts.start, taking_part=present, substitutes=self._substitute_parts())
-                self.checkpoints.save(
-                    rules.step,
-                    self.store.model,
-                    updater,
-                    self._staging_reason,
-                    since,
-                    collect,
-                    rules.state_dict(),
-                    ledger.state_dict(),
-                )
-                return dict.fromkeys(futures, True)
+            if extra_state := staged_by[min(staged_by)][1]:
+                self.store.model.load_state_dict(extra_state, strict=False)  # its own modules make no forward
+            self._stage(updater, min(arrival_s.values()), [sender for sender, _ in staged_by.values()])
+            return dict.fromkeys(futures, True)
 
         def stage_and_reply(updater: UpdaterState) -> None:
             self._complete(futures, lambda: stage(updater))
+            with self._lock:
+                self._chunk_at |= dict.fromkeys(futures, time.monotonic())
             self._parts.commit_if_complete()  # at once if every trainer was lost meanwhile
 
         self._with_updater_state(stage_and_reply)
+
+    def _stage(self, updater: UpdaterState, since: float, senders: Sequence[TrainerId]) -> None:
+        """Stage a checkpoint of the current version, of which these trainers send their parts.
+
+        No update is applied between the copies of model, optimizer and rules; the lock is held for the last only.
+        """
+        rules, ledger = self.aggregator.rules, self.aggregator.ledger
+        with self._lock:
+            self._staged = self._checkpoint_due()
+            states, substitutes = (rules.state_dict(), ledger.state_dict()), self._substitute_parts()
+
+        def collect(staged: StagedCheckpoint) -> None:
+            # A trainer that was lost since, also if another process has its place, sends no part. With the lock:
+            # ``_forget`` replaces the part of one that is lost from now on.
+            with self._lock:
+                present = {sender.trainer_index for sender in senders if self._is_present(sender)}
+                self._parts.start(staged, present, substitutes)
+
+        self.checkpoints.save(rules.step, self.store.model, updater, self._staging_reason, since, collect, *states)
 
     def _substitute_parts(self) -> dict[int, dict[str, Any]]:
         """Return, for each trainer, what its part of a checkpoint is replaced with if it is lost before that is sent.
@@ -893,28 +1070,32 @@ class ParameterServer(TutorialMethods):
         }
 
     def _with_updater_state(self, then: Callable[[UpdaterState], None]) -> None:
-        """Call ``then`` with the state of optimizer and schedule, once the model holds all parameters."""
-        coordinator = self.coordinator
-        if coordinator is None:
-            then(self.store.updater)
-            return
+        """Call ``then`` with the state of optimizer and schedule, once the model holds all parameters.
 
-        def collect(release: Callable[[], None]) -> None:
-            def collected(state: dict[str, Any]) -> None:
-                then(CollectedState(state, self.store.updater))
-                release()
+        Without the lock, in the update thread, while no update is applied.
+        """
+        coordinator, updater = self.coordinator, self.store.updater
 
-            coordinator.collect_state(collected)
+        def begin(release: Callable[[], None]) -> None:
+            if coordinator is None:
+                self._compute(lambda: then(updater), lambda _: release())
+            else:
+                # In the order of calls: what server 0 has to write for the others comes before it is read.
+                coordinator.collect_state(
+                    lambda merge: self._compute(lambda: then(CollectedState(merge(), updater)), lambda _: release())
+                )
 
         with self._lock:
-            self.aggregator.run_exclusively(collect)
+            self.aggregator.run_exclusively(begin)
 
     @executed_once
     def receive_part_chunk(self, sender: TrainerId, step: int, chunk: Tensor) -> None:
         """Accept a chunk of a trainer's part of the checkpoint of ``step``, also from a run that has failed since."""
         # With the lock: its substitute must not replace the part of a trainer between the two calls.
         with self._lock:
-            self._parts.add_chunk(self._index_of(sender), step, chunk)
+            trainer_index = self._index_of(sender)
+            self._parts.add_chunk(trainer_index, step, chunk)
+            self._chunk_at[trainer_index] = time.monotonic()
 
     @executed_once
     def finish_part(self, sender: TrainerId, step: int, pause_s: float) -> torch.futures.Future[None]:
@@ -977,13 +1158,19 @@ class ParameterServer(TutorialMethods):
         """Reply with the average of each parameter, by name, during a validation, in which no update is applied."""
         future: torch.futures.Future[dict[str, Tensor]] = torch.futures.Future()
         with self._lock:
-            self._admit(sender)
-            self._with_updater_state(lambda updater: future.set_result(updater.averages()))
+            index = self._admit(sender)
+            self._with_updater_state(
+                lambda updater: self._complete({index: future}, lambda: {index: updater.averages()})
+            )
         return future
 
     def optimizer_state(self) -> torch.futures.Future[dict[str, Any]]:
         """Reply with the optimizer's ``state_dict`` when no update is in progress."""
         future: torch.futures.Future[dict[str, Any]] = torch.futures.Future()
+
+        def copy(updater: UpdaterState) -> None:
+            self._complete({0: future}, lambda: {0: stage_copy(updater.state_dict()["optimizer"])})
+
         with self._lock:
-            self._with_updater_state(lambda updater: future.set_result(stage_copy(updater.state_dict()["optimizer"])))
+            self._with_updater_state(copy)
         return future

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paramserver.config import Config
+from paramserver.config import Config, num_servers_of
 from paramserver.consistency import Update
-from paramserver.devices import CPU, move_to_device, place_parameters, to_cpu
+from paramserver.devices import CPU, move_to_device, place_parameters
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import WORTHWHILE_BYTES, ThreadTeam
 from paramserver.optim.shard_updater import ShardUpdater, staleness_factor
 from paramserver.optim.updater import Updater
-from paramserver.parameters.flat import FlatLayout, FlatTensors, module_buffers, trainable_parameters
+from paramserver.parameters.flat import FlatLayout, FlatTensors, trainable_parameters
 from paramserver.parameters.model import build_model
+from paramserver.parameters.model_tree import ModelTree, PackedBuffers
 from paramserver.parameters.sharding import Shard, full_shard
 from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.task import Task
@@ -27,24 +29,38 @@ from paramserver.transport.messages import Push, merge_used
 Flats = list[Tensor]
 
 
-def check_several_optimizers(config: Config, store: ParameterStore) -> None:
-    """Refuse the keys with which several optimizers do not work.
+def check_optimizers(config: Config, store: ParameterStore) -> None:
+    """Refuse the keys with which several optimizers do not work, or one that has ``train()`` and ``eval()``.
 
     Raises:
         UnsupportedConfiguration: one of them has such a value.
     """
-    server = config.server
-    refused: list[tuple[str, object, object]] = [
-        ("server.compute", server.compute, "trainer"),
-        ("server.consistency", server.consistency, "sync"),
+    server, updater = config.server, store.updater
+    compute = ("server.compute", server.compute, "trainer")
+    consistency = ("server.consistency", server.consistency, "sync")
+    several: list[tuple[str, object, object]] = [
+        compute,
+        consistency,
         ("server.backup_trainers", server.backup_trainers, 0),
         ("device.server", store.device.type, "cpu"),
     ]
-    for key, value, must in refused:
+    modes: list[tuple[str, object, object]] = [
+        compute,
+        consistency,
+        ("cluster.num_servers", num_servers_of(config), 1),
+        ("device.server", store.device.type, "cpu"),
+    ]
+    for key, value, must in several if updater.parameters_of else ():
         if value != must:
             raise UnsupportedConfiguration(
-                f"{key} ({value}) must be {must} with several optimizers ({', '.join(store.updater.parameters_of)}), "
+                f"{key} ({value}) must be {must} with several optimizers ({', '.join(updater.parameters_of)}), "
                 f"as all trainers make each update together, from the same parameters; set {key}: {must}"
+            )
+    for key, value, must in modes if updater.with_modes else ():
+        if value != must:
+            raise UnsupportedConfiguration(
+                f"{key} ({value}) must be {must} with {updater.with_modes}, whose train() and eval() exchange all "
+                f"parameters at once; set {key}: {must}"
             )
 
 
@@ -83,17 +99,20 @@ class ParameterStore:
         self.device = placement.device
         self.model = build_model(task, config.seed, placement)
         self.parameters = FlatTensors(trainable_parameters(self.model), allocate, config.server.bucket_bytes)
-        self.buffers = FlatTensors(module_buffers(self.model))
         self.updater = Updater(task, self.model, config.training)
+        self._tree = ModelTree(self.model)
         if any(isinstance(optimizer, torch.optim.SparseAdam) for optimizer in optimizers_of(self.updater.optimizer)):
             raise TaskError("SparseAdam needs sparse gradients, which cannot be averaged on a server; use Adam")
         self.assign_shard(full_shard(self.parameters.layout))
         self.pipeline: UpdatePipeline | None = None  # set where updates are made bucket by bucket
         self._stale_scaling = config.server.stale_scaling
+        # Covers the snapshots and the module buffers: a copy that is made while the optimizer writes, for a
+        # trainer that joins meanwhile, must not be kept for the version after it. Taken after the lock of the server.
+        self._snapshot_lock = threading.RLock()
         self._snapshot: Flats | None = None
         self._shard_snapshot: Flats | None = None
-        self._buffer_snapshot: Flats | None = None
-        self._retained: dict[int, tuple[Flats, Flats]] = {}
+        self._buffers: PackedBuffers | None = None
+        self._retained: dict[int, tuple[Flats, PackedBuffers]] = {}
 
     def assign_shard(self, shard: Shard) -> None:
         """Update only this shard from now on; initially the shard is everything."""
@@ -111,31 +130,41 @@ class ParameterStore:
 
     # Reading.
 
-    def snapshot(self) -> tuple[Flats, Flats]:
+    def snapshot(self) -> tuple[Flats, PackedBuffers]:
         """Return parameters and module buffers of the current version, immutable; the buffers on the CPU."""
-        if self._snapshot is None:
-            self._snapshot = self.parameters.clone()
-        return self._snapshot, self.snapshot_of_buffers()
+        with self._snapshot_lock:
+            if self._snapshot is None:
+                self._snapshot = self.parameters.clone()
+            return self._snapshot, self.buffers
 
-    def snapshot_of_buffers(self) -> Flats:
-        """Return the module buffers alone, on the CPU."""
-        if self._buffer_snapshot is None:
-            self._buffer_snapshot = to_cpu(self.buffers.clone())
-        return self._buffer_snapshot
+    @property
+    def buffers(self) -> PackedBuffers:
+        """The module buffers of the current version, on the CPU."""
+        with self._snapshot_lock:
+            if self._buffers is None:  # of the start, or of the checkpoint
+                self._buffers = self._tree.pack_buffers()
+            return self._buffers
+
+    def merge_buffers(self, changed: PackedBuffers) -> None:
+        """Replace some module buffers, which a trainer changed between two steps."""
+        with self._snapshot_lock:
+            self._tree.load_buffers(changed, partial=True)
+            self._buffers = None
 
     def shard_snapshot(self) -> Flats:
         """Return the parameters of this server's shard: with one server, all of them."""
         if self.shard.layout is self.parameters.layout:
             return self.snapshot()[0]
-        if self._shard_snapshot is None:
-            self._shard_snapshot = self.shard_updater.clone()
-        return self._shard_snapshot
+        with self._snapshot_lock:
+            if self._shard_snapshot is None:
+                self._shard_snapshot = self.shard_updater.clone()
+            return self._shard_snapshot
 
     def retain(self, version: int) -> None:
         """Retain the current version under this number until ``drop``."""
         self._retained[version] = self.snapshot()
 
-    def retained(self, version: int) -> tuple[Flats, Flats]:
+    def retained(self, version: int) -> tuple[Flats, PackedBuffers]:
         """Return parameters and module buffers of a retained version."""
         return self._retained[version]
 
@@ -161,6 +190,8 @@ class ParameterStore:
     def apply(self, version: int, update: Update, pushes: Sequence[Push]) -> None:
         """Apply an update: mean of the gradients, clipping, optimizer step, schedule, module buffers.
 
+        Without the lock of the server, while nothing else writes parameters, optimizer or schedule.
+
         Args:
             version: the version that results.
             update: whose gradients, and how stale each is.
@@ -174,35 +205,38 @@ class ParameterStore:
         self.finish_update(update, pushes)
 
     def apply_by_bucket(self, pushes: Sequence[Push]) -> bool:
-        """Step the optimizer over the shard bucket by bucket; False, and nothing, where that is not how it is done.
-
-        It is not where all gradients are in shared memory, which holds them in one piece.
-        """
-        if self.pipeline is None:
-            return False
-        if all(push.segment_key is not None for push in pushes):
-            self.pipeline.version_changed()
+        """Step the optimizer over the shard bucket by bucket; False, and nothing, where that is not how it is done."""
+        if self.pipeline is None or _are_shared(pushes):
             return False
         cut, used = self.pipeline.updates.cut, merge_used([push.report.used for push in pushes])
-        self._snapshot = self._shard_snapshot = self._buffer_snapshot = None
+        self._drop_snapshots()
         self.pipeline.commit([p.gradients if p.segment_key is None else cut(p.gradients) for p in pushes], used)
         return True
 
     def begin_update(self, update: Update, pushes: Sequence[Push]) -> None:
         """Average the gradients and assign them to the parameters."""
-        # Before the optimizer writes: a snapshot of this version must not be taken while it is half updated.
-        self._snapshot = self._shard_snapshot = self._buffer_snapshot = None
+        # Before the optimizer writes, so that its temporary tensors take their memory.
+        self._drop_snapshots()
         mean = self.shard_updater.average([push.gradients for push in pushes], self.gradient_factors(update))
         self.shard_updater.assign_gradients(mean, merge_used([push.report.used for push in pushes]))
 
     def finish_update(self, update: Update, pushes: Sequence[Push]) -> None:
         """Release the gradients and store the module buffers, after the optimizer's step."""
-        self._snapshot = self._shard_snapshot = None
         self.shard_updater.clear_gradients()
         self.parameters.check_views()
         buffers = pushes[update.trainers.index(update.buffers_from)].buffers
-        if buffers:
-            self.buffers.copy_(buffers)
+        with self._snapshot_lock:
+            if buffers is not None:
+                self._tree.load_buffers(buffers)
+                self._buffers = buffers
+            # Again: a trainer that joined may have read meanwhile. Its copy is of no version.
+            self._drop_snapshots()
+        if self.pipeline is not None and _are_shared(pushes):
+            self.pipeline.version_changed()
+
+    def _drop_snapshots(self) -> None:
+        with self._snapshot_lock:
+            self._snapshot = self._shard_snapshot = None
 
     def gradient_factors(self, update: Update) -> list[float]:
         """Return the factor of each gradient of an update (``server.stale_scaling``)."""
@@ -214,3 +248,8 @@ class ParameterStore:
         """Return the gradients that a context holds by parameter name, zero for those it does not hold."""
         flats = [held[leaf] if leaf in held else torch.zeros_like(leaf) for leaf in self.leaves]
         return self.parameters.layout.views(flats)
+
+
+def _are_shared(pushes: Sequence[Push]) -> bool:
+    """Return whether all gradients are in shared memory, which holds them in one piece and not in buckets."""
+    return all(push.segment_key is not None for push in pushes)

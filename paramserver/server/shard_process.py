@@ -14,6 +14,7 @@ from paramserver.distributed.session import rpc_shard_server
 from paramserver.errors import PeerLost, PeerRefused
 from paramserver.server.client import ShardCoordinatorClient
 from paramserver.server.shard_server import ShardServer
+from paramserver.server.update_executor import UpdateExecutor
 from paramserver.task import Task
 
 # A signal to this process is passed on after at most this time, even if heartbeats are rarer.
@@ -45,7 +46,8 @@ def serve_shard(
             assignment = client.join(Member(index, name, index, rendezvous.host_and_pid, kind="server"))
             on_joined()
             client.start_heartbeat()
-            server = ShardServer(task, config, index, assignment, rendezvous.view)
+            updates = stack.enter_context(closing(UpdateExecutor(config.cluster.timeout_s)))
+            server = ShardServer(task, config, index, assignment, rendezvous.view, updates.submit)
             register_server(server)
             client.report_ready(server.shares_memory)
             return _wait_for_end(server, client, process)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -24,12 +25,17 @@ from paramserver.optim.updater import build_optimizer
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.model import build_model
 from paramserver.parameters.sharding import States
+from paramserver.server.update_executor import SubmitFn, run_now
 from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.task import Task
 from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment
 from paramserver.transport.rpc import PushAssembly, WireVersion, without_values
 from paramserver.transport.segments import attach, can_attach
+
+log = logging.getLogger("paramserver")
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -40,6 +46,14 @@ class _Preparation:
     groups: list[dict[str, Any]]
     reply: Future = field(default_factory=torch.futures.Future)
     pushes: tuple[PushId, ...] | None = None
+    is_submitted: bool = False
+
+    def request(self, version: int) -> ApplyRequest | None:
+        """Return the request for the update, if it is computed and server 0 requests what it has begun."""
+        if self.pushes is None:
+            return None
+        named = tuple((push, None) for push in self.pushes)
+        return ApplyRequest(version, named, (1.0,) * len(named), None, self.groups, frozenset())
 
 
 class ShardServer:
@@ -54,19 +68,32 @@ class ShardServer:
     update, server 0 makes the version without waiting for another reply. A message for that version may then arrive
     here before the request for the update does; it proves that the version was made, so it is written first.
 
+    The lock covers the tables, and an update is computed without it, in the update thread. Server 0 requests nothing
+    else before it has the reply, and grants the version after that, so whatever arrives meanwhile is recorded for later
+    or concerns earlier versions, of which a snapshot was retained. The one exception is a version that was prepared: it
+    only has to be written, at once and under the lock, as server 0 may have granted it already.
+
     Args:
         task: builds the same model and optimizer as on server 0.
         config: of the run.
         server_index: at least 1.
         assignment: the reply of server 0 to ``join``.
         view: of server 0.
+        submit: runs a job after those that were submitted before: ``UpdateExecutor.submit``. Without it updates are
+            computed under the lock, by the handlers.
 
     Raises:
         UnsupportedConfiguration: the memory of server 0 must be shared and cannot be reached.
     """
 
     def __init__(
-        self, task: Task, config: Config, server_index: int, assignment: ShardAssignment, view: int = 1
+        self,
+        task: Task,
+        config: Config,
+        server_index: int,
+        assignment: ShardAssignment,
+        view: int = 1,
+        submit: SubmitFn = run_now,
     ) -> None:
         self.config = config
         self.server_index = server_index
@@ -74,8 +101,9 @@ class ShardServer:
         self.version = assignment.step
         self.finished = threading.Event()
         self.outcome: Decision | RemoteError | None = None
-        # Held by every handler: RPC worker threads call them concurrently.
+        # Held by every handler, and never while an update is computed: RPC worker threads call them concurrently.
         self._lock = threading.RLock()
+        self._submit = submit
         self._layout = assignment.parameter_layout
         self._segments_address = self._check_segments(assignment.segments_address)
         self._segments_key = assignment.segments_key
@@ -94,7 +122,7 @@ class ShardServer:
         self.shard_updater = self._build(task, assignment)
         codec, self._pipeline = make_codec(config.server), None
         if assignment.buckets is not None:
-            self._pipeline = UpdatePipeline(BucketUpdates(self.shard_updater, assignment.buckets), codec)
+            self._pipeline = UpdatePipeline(BucketUpdates(self.shard_updater, assignment.buckets), codec, submit)
         self._wire = WireVersion((assignment.buckets or assignment.shard).layout, codec, self._current)
 
     @property
@@ -185,6 +213,8 @@ class ShardServer:
                 return completed_future(None)  # a repeated message, of an update that has been made since
             if pipeline is not None and self._pushed.get(trainer_index) == version:
                 return pipeline.add(trainer_index, number, None)  # a repeated message, of a push that is complete
+            if self._is_late(trainer_index, version):
+                return completed_future(None)
             kept = self._assembly_of(trainer_index, version).add_bucket(number, gradient, revision)
             if pipeline is None:
                 return completed_future(None)
@@ -196,6 +226,8 @@ class ShardServer:
         # In a thread of distributed autograd, inside the trainer's backward, which fails with an error from here.
         with self._lock:
             trainer_index = self._admit(sender)
+            if self._is_late(trainer_index, version):
+                return
             self._assembly_of(trainer_index, version).add_first(gradient)
             self._accept_if_complete(trainer_index)
 
@@ -205,6 +237,8 @@ class ShardServer:
             trainer_index = self._admit(push)
             if trainer_index in self._pushes and self._pushes[trainer_index][0] == push:
                 return  # it was sent again
+            if self._is_late(trainer_index, version):
+                return
             self._assembly_of(trainer_index, version)
             self._reported[trainer_index] = push
             self._accept_if_complete(trainer_index)
@@ -215,6 +249,8 @@ class ShardServer:
             trainer_index = self._admit(push)
             if trainer_index in self._pushes and self._pushes[trainer_index][0] == push:
                 return  # it was sent again
+            if self._is_late(trainer_index, version):
+                return
             # Handed over before the trainer's context ends, which would release them.
             held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
             if self._assembly_of(trainer_index, version).complete(held) is None:
@@ -252,10 +288,18 @@ class ShardServer:
                 table.pop(index, None)
         return index
 
+    def _is_late(self, trainer_index: int, version: int) -> bool:
+        """Return whether a message is of an earlier push than the trainer's present one; no caller waits for its reply.
+
+        The versions of a trainer's pushes grow, and the network may hold a repeated message back.
+        """
+        present = self._assemblies.get(trainer_index)
+        return version < max(self._pushed.get(trainer_index, 0), 0 if present is None else present[0])
+
     def _assembly_of(self, trainer_index: int, version: int) -> PushAssembly:
-        """Return the assembly of a push; one for an earlier version of the trainer is discarded."""
+        """Return the assembly of a push that is not late; one for an earlier version of the trainer is discarded."""
         known = self._assemblies.get(trainer_index)
-        if known is None or known[0] != version:
+        if known is None or known[0] < version:
             known = self._assemblies[trainer_index] = version, PushAssembly(self._leaves, self._wire.codec)
         return known[1]
 
@@ -294,25 +338,39 @@ class ShardServer:
 
     def _prepare(self) -> None:
         """Compute the next version, and report it, if the pushes of all its trainers are here."""
-        preparation = self._preparation
-        if preparation is None or preparation.pushes is not None:
+        preparation, pipeline = self._preparation, self._pipeline
+        if preparation is None or preparation.is_submitted:
             return
         if any(self._pushed.get(index) != self.version for index in preparation.trainers):
             return
-        assert self._pipeline is not None
-        if not self._pipeline.updates.possible:
+        assert pipeline is not None
+        if not pipeline.updates.possible:
             return  # the optimizer is stepped once, when server 0 requests it
+        preparation.is_submitted = True
         pushes = [self._pushes[index] for index in preparation.trainers]
-        self._pipeline.prepare([gradients for _, gradients in pushes])
-        preparation.pushes = tuple(push for push, _ in pushes)
-        preparation.reply.set_result(preparation.pushes)
+
+        def prepare() -> None:
+            try:
+                pipeline.prepare([gradients for _, gradients in pushes])
+            except Exception as error:  # noqa: BLE001 - the update computes it again, and its error is the reply
+                log.debug("server %d computes the version with its update: %s", self.server_index, error)
+                return
+            with self._lock:
+                # The request may have been here first, and the version been made by it.
+                if preparation is self._preparation:
+                    preparation.pushes = tuple(push for push, _ in pushes)
+                    preparation.reply.set_result(preparation.pushes)
+
+        self._submit(prepare)
 
     def _reach(self, version: int) -> None:
         """Make the version that was prepared if this one is called for: server 0 has made it."""
-        preparation = self._preparation
-        if preparation is not None and preparation.pushes is not None and version == self.version + 1:
-            named = tuple((push, None) for push in preparation.pushes)
-            self._apply(ApplyRequest(version, named, (1.0,) * len(named), None, preparation.groups, frozenset()))
+        request = None if self._preparation is None else self._preparation.request(version)
+        if request is not None and version == self.version + 1:
+            # Every bucket is computed, so this only writes, and no job is left that reads.
+            self._prepare_memory(request)
+            self._make(request, self._take_gradients(request))
+            self._made(request)
 
     def _end_preparation(self) -> None:
         if self._preparation is not None and self._preparation.pushes is None:
@@ -324,6 +382,9 @@ class ShardServer:
         with self._lock:
             if request.version == self.version and {push for push, _ in request.pushes} == self._made_of:
                 return completed_future(None)  # a message for this version arrived before its request
+            if self._preparation is not None and self._preparation.request(request.version) == request:
+                self._reach(request.version)  # at once: server 0 may have granted the version already
+                return completed_future(None)
             if request.version != self.version + 1:
                 raise TrainingError(
                     f"server {self.server_index} holds version {self.version} and cannot make {request.version}"
@@ -333,11 +394,21 @@ class ShardServer:
             self._process()
             return future
 
-    def apply_clipped(self, factor: float, groups: Sequence[Mapping[str, Any]]) -> None:
+    def apply_clipped(self, factor: float, groups: Sequence[Mapping[str, Any]]) -> torch.futures.Future[None]:
         """Make the version whose norm was the reply of ``apply``, with the gradients multiplied by ``factor``."""
-        with self._lock:
+        future: torch.futures.Future[None] = torch.futures.Future()
+
+        def step() -> None:
             self.shard_updater.scale(factor)
-            self._step(groups)
+            self.shard_updater.step(groups)
+
+        def made(_: None) -> None:
+            self.version += 1
+            self._snapshot = None
+            future.set_result(None)
+
+        self._compute(step, made, future)
+        return future
 
     def collect_state(self, weights: bool) -> tuple[list[Tensor] | None, States]:
         """Return what a checkpoint stores of this shard. Server 0 requests no update meanwhile."""
@@ -366,52 +437,85 @@ class ShardServer:
         arrived = {push for push, _ in self._pushes.values()}
         if any(key is None and push not in arrived for push, key in request.pushes):
             return
-        # Cleared first: completing the future may let server 0 send the next request before this returns.
         self._request = self._reply = None
-        try:
-            reply: Any = self._apply(request)
-        except Exception as error:  # noqa: BLE001 - returned to server 0, which ends the run with it
-            reply = RemoteError.of(error, f"server {self.server_index}")
-        future.set_result(reply)
+        self._end_preparation()
+        self._prepare_memory(request)
+        taken = self._take_gradients(request)
 
-    def _apply(self, request: ApplyRequest) -> float | None:
+        def made(reply: float | None) -> None:
+            if request.groups is not None:
+                self._made(request)
+            future.set_result(reply)
+
+        self._compute(partial(self._make, request, taken), made, future)
+
+    def _compute(self, work: Callable[[], T], then: Callable[[T], None], reply: Future) -> None:
+        """Run ``work`` without the lock, after what was submitted before, and then ``then`` with it.
+
+        An error is the value of ``reply``, with which server 0 ends the run.
+        """
+
+        def job() -> None:
+            try:
+                result = work()
+                with self._lock:
+                    then(result)
+            except BaseException as error:  # noqa: BLE001 - returned to server 0; the thread must continue
+                reply.set_result(RemoteError.of(error, f"server {self.server_index}"))
+
+        self._submit(job)
+
+    def _prepare_memory(self, request: ApplyRequest) -> None:
+        """Retain the versions that trainers may still pull. Called with the lock held."""
         in_use = request.retained_versions
         # Before the optimizer writes: trainers that were granted the current version may still pull it.
         current = {self.version: self._current()} if self.version in in_use else {}
         self._retained = {v: flats for v, flats in self._retained.items() if v in in_use} | current
-        gradients = [self._gradients(push, key) for push, key in request.pushes]
-        if self._pipeline is not None and any(key is None for _, key in request.pushes):
+
+    def _take_gradients(self, request: ApplyRequest) -> dict[PushId, list[Tensor]]:
+        """Return the gradients of the pushes that were sent. Called with the lock held: other pushes replace them."""
+        taken = {}
+        for push, segment_key in request.pushes:
+            if segment_key is None:
+                taken[push] = self._pushes[push.trainer_index][1]
+                self._pushes[push.trainer_index] = push, []
+        return taken
+
+    def _make(self, request: ApplyRequest, taken: Mapping[PushId, list[Tensor]]) -> float | None:
+        """Make the version, or return the norm of the gradients if it is clipped by that."""
+        gradients = [self._shared(push, key) if key is not None else taken[push] for push, key in request.pushes]
+        if self._is_by_bucket(request):
+            assert self._pipeline is not None
             cut, keys = self._pipeline.updates.cut, [key for _, key in request.pushes]
             in_buckets = [own if key is None else cut(own) for key, own in zip(keys, gradients, strict=True)]
             self._pipeline.commit(in_buckets, request.used, request.groups)
-            self._end_preparation()
-            self._made_of = {push for push, _ in request.pushes}
-            self.version += 1
             return None
         self.shard_updater.assign_gradients(self.shard_updater.average(gradients, request.factors), request.used)
         if request.groups is None:
             return self.shard_updater.norm()
-        self._step(request.groups)
+        self.shard_updater.step(request.groups)
+        if self._pipeline is not None:
+            self._pipeline.version_changed()
         return None
 
-    def _gradients(self, push: PushId, segment_key: str | None) -> list[Tensor]:
-        trainer_index = push.trainer_index
-        if segment_key is None:
-            gradients = self._pushes[trainer_index][1]
-            self._pushes[trainer_index] = push, []
-            return gradients
+    def _made(self, request: ApplyRequest) -> None:
+        """The version that was requested is made. Called with the lock held."""
+        if self._is_by_bucket(request):
+            self._made_of = {push for push, _ in request.pushes}
+        self._end_preparation()
+        self._snapshot = None
+        self.version += 1
+
+    def _is_by_bucket(self, request: ApplyRequest) -> bool:
+        return self._pipeline is not None and any(key is None for _, key in request.pushes)
+
+    def _shared(self, push: PushId, segment_key: str) -> list[Tensor]:
+        """Return the gradients of a push that are in shared memory."""
         # Attached at the first push: a segment exists only once its trainer shares memory. A process that takes the
         # place of a trainer has a segment of its own.
+        trainer_index = push.trainer_index
         known = self._shared_gradients.get(trainer_index)
         if known is None or known[0] != segment_key:
             flats = self.shard_updater.shard.slice_flats(self._attach(segment_key))
             known = self._shared_gradients[trainer_index] = segment_key, flats
         return known[1]
-
-    def _step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        self.shard_updater.step(groups)
-        self.version += 1
-        self._snapshot = None
-        if self._pipeline is not None:
-            self._pipeline.version_changed()
-            self._end_preparation()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +16,11 @@ from paramserver.optim.bucket_updates import BucketUpdates, UpdatedBucket, why_n
 from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard, split_ranges
+from paramserver.server.update_executor import SubmitFn, run_now
 from paramserver.transport.compression import WireCodec
 from paramserver.transport.messages import Future
+
+log = logging.getLogger("paramserver")
 
 # Of a shard, without ``server.bucket_mb``. More buckets overlap more of the update with its transfer, and cost more
 # messages; larger ones than these gain nothing.
@@ -64,12 +70,17 @@ class UpdatePipeline:
     parameter and no state of the optimizer changes, so an update that is not decided needs no undoing. In memory are,
     in addition to the gradients, at most one more version and its optimizer state.
 
-    The lock of the server covers all calls. Only a trainer's first gradient of a bucket counts: if another one follows
-    it, or if it lacks that of a parameter, the bucket is computed with the commit.
+    Only a trainer's first gradient of a bucket counts: if another one follows it, or if it lacks that of a parameter,
+    the bucket is computed with the commit.
+
+    Thread-safe. Handlers of a server call ``begin``, ``add`` and ``abandon_update``, which only submit what is to be
+    computed; jobs that were submitted call ``prepare`` and ``commit``. As jobs run one after the other, none computes
+    from parameters that another one writes.
 
     Args:
         updates: computes and writes buckets.
         codec: of the run.
+        submit: runs a job after those that were submitted before, like ``UpdateExecutor.submit``.
 
     Example::
 
@@ -91,11 +102,17 @@ class UpdatePipeline:
         ([-2.0, -2.0], frozenset({0}))
     """
 
-    def __init__(self, updates: BucketUpdates, codec: WireCodec) -> None:
+    def __init__(self, updates: BucketUpdates, codec: WireCodec, submit: SubmitFn = run_now) -> None:
         self.updates = updates
         self.sent_early: frozenset[int] = frozenset()
         """Buckets of the current version that its trainers received before it was committed."""
         self._codec = codec
+        self._submit = submit
+        # Covers all tables. Taken after the lock of the server; not held while a bucket is computed, nor while futures
+        # are completed. Re-entrant: ``submit`` may run a job at once.
+        self._lock = threading.RLock()
+        self._step = object()  # another one once what was submitted is of no use any more
+        self._submitted: set[int] = set()  # buckets that are being computed, or wait for that
         self._snapshot: list[Tensor] | None = None
         self._trainers: tuple[int, ...] = ()
         self._groups: list[dict[str, Any]] = []
@@ -113,10 +130,12 @@ class UpdatePipeline:
             trainers: of the step, in the order in which their gradients are added.
             groups: the optimizer's hyper-parameters in this step; None for those of this process.
         """
-        self._trainers = tuple(trainers) if self.updates.possible else ()
-        self._groups = self.updates.hyperparameters() if groups is None else groups
-        for bucket in list(self._arrived):
-            self._compute(bucket)
+        with self._lock:
+            self._trainers = tuple(trainers) if self.updates.possible else ()
+            self._groups = self.updates.hyperparameters() if groups is None else groups
+            self._step, self._submitted = object(), set()  # an earlier one may have named other trainers
+            for bucket in list(self._arrived):
+                self._compute_if_complete(bucket)
 
     def add(self, trainer_index: int, bucket: int, gradient: Tensor | None, has_all: bool = True) -> Future:
         """Add a gradient; reply with the next version of the bucket, or None once there is no other way to get it.
@@ -127,37 +146,61 @@ class UpdatePipeline:
             gradient: the same tensor as before, or None, if the message is repeated.
             has_all: no parameter of the bucket lacks its gradient.
         """
-        # A repeated message gets the reply to the first.
-        future: Future = self._waiting.setdefault((bucket, trainer_index), torch.futures.Future())
-        if gradient is not None:
-            held = self._arrived.setdefault(bucket, {})
-            if not has_all or held.setdefault(trainer_index, gradient) is not gradient:
-                self._exclude(bucket)
-        if bucket in self._excluded or bucket in self._computed:
+        with self._lock:
+            # A repeated message gets the reply to the first.
+            future: Future = self._waiting.setdefault((bucket, trainer_index), torch.futures.Future())
+            if gradient is not None:
+                held = self._arrived.setdefault(bucket, {})
+                if not has_all or held.setdefault(trainer_index, gradient) is not gradient:
+                    self._exclude(bucket)
+            if not (is_decided := bucket in self._excluded or bucket in self._computed):
+                self._compute_if_complete(bucket)
+        if is_decided:
             self._reply(bucket)
-        else:
-            self._compute(bucket)
         return future
 
-    def _compute(self, bucket: int) -> None:
+    def _compute_if_complete(self, bucket: int) -> None:
+        """Submit the computation of a bucket once all of its gradients are here. Called with the lock held."""
         held = self._arrived.get(bucket, {})
-        if bucket in self._excluded or not self._trainers or not all(index in held for index in self._trainers):
+        if bucket in self._excluded or bucket in self._submitted:
             return
+        if not self._trainers or not all(index in held for index in self._trainers):
+            return
+        self._submitted.add(bucket)
         gradients = [held[index] for index in self._trainers]
-        updated = self._computed[bucket] = self.updates.compute(bucket, gradients, None, self._groups)
-        layout = self.updates.buckets.layout
-        self._replies[bucket] = self._codec.encode_one(layout, bucket, updated.parameters)
+        self._submit(partial(self._compute, bucket, gradients, self._groups, self._step))
+
+    def _compute(self, bucket: int, gradients: Sequence[Tensor], groups: list[dict[str, Any]], step: object) -> None:
+        if step is not self._step:
+            return  # the update was made, or abandoned
+        updated = reply = None
+        try:
+            updated = self.updates.compute(bucket, gradients, None, groups)
+            reply = self._codec.encode_one(self.updates.buckets.layout, bucket, updated.parameters)
+        except Exception as error:  # noqa: BLE001 - the commit computes the bucket again, and its error ends the run
+            log.debug("bucket %d is computed with the commit: %s", bucket, error)
+        with self._lock:
+            if step is not self._step:
+                return
+            if updated is None or reply is None:
+                self._exclude(bucket)
+            elif bucket not in self._excluded:  # by another gradient, which arrived meanwhile
+                self._computed[bucket], self._replies[bucket] = updated, reply
         self._reply(bucket)
 
     def _exclude(self, bucket: int) -> None:
+        """Compute a bucket with the commit only. Called with the lock held; ``_reply`` follows."""
         self._excluded.add(bucket)
         self._computed.pop(bucket, None)
         self._replies.pop(bucket, None)
-        self._reply(bucket)
 
     def _reply(self, bucket: int) -> None:
-        for key in [key for key in self._waiting if key[0] == bucket]:
-            self._waiting.pop(key).set_result(self._replies.get(bucket))
+        """Complete the futures of a bucket that was computed or excluded."""
+        with self._lock:
+            reply = self._replies.get(bucket)
+            futures = [self._waiting.pop(key) for key in [key for key in self._waiting if key[0] == bucket]]
+        for future in futures:
+            future.set_result(reply)
 
     def prepare(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         """Compute what is left of the version, so that ``commit`` with the same gradients only writes it.
@@ -165,9 +208,15 @@ class UpdatePipeline:
         Args:
             gradients: as for ``commit``; every parameter has a gradient of some trainer.
         """
+        with self._lock:
+            step, groups, computed = self._step, self._groups, set(self._computed)
         for bucket, of_trainers in enumerate(zip(*gradients, strict=True)):
-            if bucket not in self._computed:
-                self._prepared[bucket] = self.updates.compute(bucket, of_trainers, None, self._groups)
+            if bucket not in computed:
+                updated = self.updates.compute(bucket, of_trainers, None, groups)
+                with self._lock:
+                    if step is not self._step:
+                        return
+                    self._prepared[bucket] = updated
 
     def commit(
         self,
@@ -186,45 +235,61 @@ class UpdatePipeline:
             self.updates.step_whole(gradients, used, groups)
             self.version_changed()
             return
-        known = self._computed if groups == self._groups else {}
-        if groups == self._groups and used is None:
-            known = self._prepared | self._computed
+        with self._lock:
+            sent = set(self._computed)
+            known = dict(self._computed) if groups == self._groups else {}
+            if groups == self._groups and used is None:
+                known = self._prepared | self._computed
         updated, early = [], set()
         for bucket, of_trainers in enumerate(zip(*gradients, strict=True)):
             computed = known.get(bucket)
             if computed is not None and computed.is_from(of_trainers):
-                early |= {bucket} & self._computed.keys()
+                early |= {bucket} & sent
             else:
                 computed = self.updates.compute(bucket, of_trainers, used, groups)
             updated.append(computed)
         self.updates.write(updated)
+        with self._lock:
+            self._snapshot = [bucket.parameters for bucket in updated]
+            self.sent_early = frozenset(early)
         self.abandon_update()
-        self._snapshot = [bucket.parameters for bucket in updated]
-        self.sent_early = frozenset(early)
 
     def abandon_update(self) -> None:
         """Drop what was computed in advance, and compute nothing more before the next ``begin``."""
-        self._trainers = ()
-        for table in (self._arrived, self._computed, self._prepared, self._replies, self._excluded):
-            table.clear()
-        for future in self.pop_waiters():
+        with self._lock:
+            self._trainers, self._step = (), object()
+            for table in (
+                self._arrived,
+                self._computed,
+                self._prepared,
+                self._replies,
+                self._excluded,
+                self._submitted,
+            ):
+                table.clear()
+            waiting = self.pop_waiters()
+        for future in waiting:
             future.set_result(None)
 
     def version_changed(self) -> None:
         """The next version was made in another way than by ``commit``."""
-        self._snapshot, self.sent_early = None, frozenset()
+        with self._lock:
+            self._snapshot, self.sent_early = None, frozenset()
         self.abandon_update()
 
     def pop_waiters(self) -> list[Future]:
         """Remove and return the futures of all calls that wait; the caller replies to them."""
-        waiting, self._waiting = list(self._waiting.values()), {}
+        with self._lock:
+            waiting, self._waiting = list(self._waiting.values()), {}
         return waiting
 
     def snapshot(self) -> list[Tensor]:
         """Return the current version in buckets, immutable, and the same list for as long as it is current."""
-        if self._snapshot is None:
-            self._snapshot = self.updates.clone()
-        return self._snapshot
+        # With the lock: a copy that is made while ``commit`` writes must not be kept after it.
+        with self._lock:
+            if self._snapshot is None:
+                self._snapshot = self.updates.clone()
+            return self._snapshot
 
     def leave_out(self, version: Sequence[Tensor], held: Collection[int]) -> tuple[Tensor, ...]:
         """Return what is sent of the current version to a trainer that received the buckets ``held`` of it early.

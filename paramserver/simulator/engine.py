@@ -68,7 +68,7 @@ class Store:
         self.model, self.device = None, CPU.device
         layout = SimpleNamespace(total_bytes=0)
         self.parameters = SimpleNamespace(layout=layout, flats=[], tensors={})
-        self.buffers = self.shard = self.parameters
+        self.buffers, self.shard = None, self.parameters
         self.leaves: list[Any] = []
         self.pipeline = None
         self.updater = SimpleNamespace(
@@ -77,6 +77,8 @@ class Store:
             on_validation_end=lambda version, means, since: None,
             state_dict=dict,
             parameters_of={},
+            with_modes=None,
+            validates_averages=False,
         )
         self.held: set[int] = set()
 
@@ -84,19 +86,16 @@ class Store:
         self.version += 1
         _current.applied(self.node, self.version, version, pushes)
 
-    def snapshot_of_buffers(self) -> list[Any]:
-        return []
-
     def shard_snapshot(self) -> list[Any]:
         return []
 
     def retain(self, version: int) -> None:
         self.held.add(version)
 
-    def retained(self, version: int) -> tuple[list[Any], list[Any]]:
+    def retained(self, version: int) -> tuple[list[Any], None]:
         if version not in self.held:
             raise KeyError(version)
-        return [], []
+        return [], None
 
     @property
     def retained_versions(self) -> frozenset[int]:
@@ -230,6 +229,7 @@ class Node:
             world.num_trainers,
             self.checkpoints,
             self.stop,
+            submit=partial(world.submit, self),
         )
 
     def record(self, record: dict[str, Any]) -> None:
@@ -570,6 +570,10 @@ class World(ABC):
         """Return the number of samples of a push."""
         return len(positions)
 
+    def submit(self, node: Node, job: Callable[[], None]) -> None:
+        """Run what the update thread of a server computes; an update takes no time here."""
+        job()
+
     # What a subclass may check or count.
 
     def before_event(self) -> None:
@@ -843,7 +847,7 @@ def environment() -> Iterator[None]:
         "current_context_id": lambda: 0,
         "release_context": lambda context_id: None,
         "dist_autograd": SimpleNamespace(get_gradients=lambda key: key),
-        "untrained_state_dict": lambda model: {},
+        "frozen_state_dict": lambda model: {},
         "stage_copy": lambda state: state,
     }
     names = vars(parameter_server)

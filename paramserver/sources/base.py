@@ -152,6 +152,11 @@ class Source(ABC):
         """How many samples one pass over the data has for all trainers together; None if unknown."""
         return None
 
+    @property
+    def failed_at(self) -> str:
+        """Which of its samples the source was reading when it raised, by a name of its own; empty if it has none."""
+        return ""
+
     # Start and end.
 
     def connect(self, receiver_spec: ReceiverSpec) -> None:

@@ -356,6 +356,10 @@ class DatasetSource(Source):
                     where = f"trainer {self.partition.index}: the source raised at sample {position}"
                     raise SourceError(f"{where}: {failure}")
 
+    @property
+    def failed_at(self) -> str:
+        return self._reader.failed_at
+
     def _results(
         self, position: int
     ) -> Generator[tuple[list[int], Sequence[Any], BaseException | str | None], None, None]:
@@ -379,6 +383,10 @@ class DatasetSource(Source):
     def close(self) -> None:
         if (loader := self._loader) is not None:
             loader.kill()
+
+    def indices_of(self, keys: Sequence[int]) -> Sequence[int]:
+        """Return the indices in the data set of these keys, which differ where a sampler repeats indices."""
+        return self._reader.in_dataset(keys)
 
     def fetch(self, key: Any) -> Any:
         if isinstance(key, tuple):

@@ -168,7 +168,8 @@ class Feeder:
         except (GeneratorExit, SourceError, UnsupportedConfiguration):
             raise
         except BaseException as error:  # a user's source may raise anything, a ValueError as well
+            at = f" at {self.source.failed_at}" if self.source.failed_at else ""
             raise SourceError(
-                f"trainer {self.trainer_index}: the source raised at sample {position}: {error!r}\n"
+                f"trainer {self.trainer_index}: the source raised at sample {position}: {error!r}{at}\n"
                 f"{traceback.format_exc()}"
             ) from error

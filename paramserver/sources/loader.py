@@ -218,7 +218,8 @@ class _Reads(Dataset[bytes]):
         if error is not None:
             lines = "".join(traceback.format_exception(error))
             info = get_worker_info()
-            failure = f"{error!r} in DataLoader worker process {info.id if info else 0}\n{lines}"
+            worker = info.id if info else 0
+            failure = f"{error!r} at {self.reader.failed_at} in DataLoader worker process {worker}\n{lines}"
         try:
             return pickle.dumps((keys, stack_samples(samples), failure), pickle.HIGHEST_PROTOCOL)
         except Exception as reason:  # noqa: BLE001 - pickle calls methods of the user's classes

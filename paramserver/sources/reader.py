@@ -21,6 +21,9 @@ class SampleReader:
         seed: of the run.
         wraps: an index may be greater than the length of the data set, see ``SamplerOrder``.
 
+    Attributes:
+        failed_at: which sample the last read that raised was reading, for messages.
+
     Example::
 
         >>> import random
@@ -40,6 +43,7 @@ class SampleReader:
         self.wraps = wraps
         self.rows = TensorRows.of(dataset)  # if it has no code of the user that could draw
         self.reads_groups = hasattr(dataset, "__getitems__")
+        self.failed_at = ""
         self._draws = False
 
     def read(self, epoch: int, indices: Sequence[Any], skip: int = 0) -> tuple[Sequence[Any], BaseException | None]:
@@ -81,8 +85,9 @@ class SampleReader:
 
     def _read(self, epoch: int | None, indices: Sequence[int], skip: int) -> tuple[list[Any], BaseException | None]:
         samples: list[Any] = []
-        inside = self.in_dataset(indices)
+        inside: Sequence[int] = ()
         try:
+            inside = self.in_dataset(indices)
             if self.reads_groups:
                 if epoch is not None:
                     seed_read(self.seed, epoch, indices[0])
@@ -93,5 +98,9 @@ class SampleReader:
                         seed_read(self.seed, epoch, index)
                     samples.append(self.dataset[at])
         except BaseException as error:  # noqa: BLE001 - returned with the samples before it
+            if self.reads_groups or not inside:
+                self.failed_at = f"one of the indices {', '.join(map(str, inside or indices))} of the data set"
+            else:
+                self.failed_at = f"index {inside[skip + len(samples)]} of the data set"
             return samples, error
         return samples, None

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from paramserver.errors import TaskError
+from paramserver.importing import name_user_error
 from paramserver.rng import GeneratorStates, seed_order
 
 Index: TypeAlias = "int | tuple[int, ...]"
@@ -107,7 +108,8 @@ class SamplerOrder:
                 for part in _parts(self._copy):
                     if hasattr(part, "set_epoch"):
                         part.set_epoch(n)
-                order = [self._index(item) for item in islice(self._copy, self._max_length + 1)]
+                with name_user_error(f"the sampler ({self.name}), in pass {n},"):
+                    order = [self._index(item) for item in islice(self._copy, self._max_length + 1)]
             finally:
                 before.restore()
             self._next = n + 1

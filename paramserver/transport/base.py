@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paramserver.metrics.records import StepReport
+from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.transport.messages import VersionView
 
 
@@ -75,9 +76,9 @@ class ServerTransport(ABC):
             Its slot and no tensors, or None and its tensors.
         """
 
-    def view_retained(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> VersionView:
+    def view_retained(self, parameters: Sequence[Tensor], buffers: PackedBuffers) -> VersionView:
         """Return a past version that the server has retained, for validation."""
-        return VersionView(None, tuple(parameters), tuple(buffers))
+        return VersionView(None, tuple(parameters), buffers)
 
     def receive_bucket(self, flat_index: int, gradient: Tensor, revision: int = 0) -> Tensor:
         """Receive a gradient that is sent before the push; see ``TrainerTransport.buckets``.
@@ -95,12 +96,18 @@ class ServerTransport(ABC):
             held: the gradients of the distributed-autograd context, by leaf.
         """
 
-    def complete_push(self, report: StepReport, buffers: Sequence[Tensor]) -> tuple[StepReport, Sequence[Tensor]]:
+    def complete_push(
+        self, report: StepReport, buffers: PackedBuffers | None
+    ) -> tuple[StepReport, PackedBuffers | None]:
         """Return the report and the module buffers of a push, completed by what only the server knows.
 
         Call it after ``collect_gradients``.
         """
         return report, buffers
+
+    def changed_buffers(self) -> PackedBuffers | None:
+        """Return the module buffers that changed on the server since the trainer's last push; None if none did."""
+        return None
 
     @abstractmethod
     def unpin(self) -> None:

@@ -63,7 +63,11 @@ class WireCodec(ABC):
 
 
 class CastCodec(WireCodec):
-    """Rounds to ``dtype`` where that is smaller (``server.wire_dtype``); parameters of a server are on ``device``.
+    """Rounds to ``dtype`` where that is smaller (``server.wire_dtype``), and nothing if it is None.
+
+    Args:
+        dtype: of the tensors that are sent, unless their own is as small.
+        device: of the parameters, on a server.
 
     Example::
 
@@ -78,13 +82,15 @@ class CastCodec(WireCodec):
 
     name = "cast"
 
-    def __init__(self, dtype: torch.dtype, device: torch.device = CPU.device) -> None:
+    def __init__(self, dtype: torch.dtype | None, device: torch.device = CPU.device) -> None:
         self.dtype = dtype
         self.device = device
 
     def wire_layout(self, layout: FlatLayout) -> FlatLayout:
-        smaller = self.dtype.itemsize
-        dtypes = tuple(self.dtype if not d.is_complex and smaller < d.itemsize else d for d in layout.dtypes)
+        own = self.dtype
+        if own is None:
+            return layout
+        dtypes = tuple(own if not d.is_complex and own.itemsize < d.itemsize else d for d in layout.dtypes)
         return replace(layout, dtypes=dtypes)
 
     def encode(self, layout: FlatLayout, flats: list[Tensor]) -> list[Tensor]:
@@ -119,4 +125,4 @@ def make_codec(config: ServerConfig, device: torch.device = CPU.device) -> WireC
         config: of the run.
         device: of the parameters, on a server.
     """
-    return CastCodec(getattr(torch, config.wire_dtype), device)
+    return CastCodec(None if config.wire_dtype is None else getattr(torch, config.wire_dtype), device)

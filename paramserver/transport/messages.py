@@ -13,6 +13,7 @@ from torch import Tensor
 from paramserver.consistency import Announcement, Decision, PushId
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.parameters.flat import FlatLayout
+from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.sharding import Shard, States
 
 Future: TypeAlias = "torch.futures.Future[Any]"
@@ -23,8 +24,8 @@ class JoinReply:
     """The reply to a trainer that joins: everything that no step changes, and where the run starts.
 
     Attributes:
-        model: what the optimizer does not change of the model's ``state_dict()``.
-        parameter_layout: of the trained parameters, and ``buffer_layout`` of the module buffers, in flat tensors.
+        model: of the model's ``state_dict()`` what no step changes: frozen parameters, and extra state.
+        parameter_layout: of the trained parameters in flat tensors.
         step: the version that the run starts with.
         lockstep: all trainers take every step together.
         segments_address: where processes of the server's host attach its memory; None if it is not shared.
@@ -34,12 +35,12 @@ class JoinReply:
         data_position: where the data of a lost trainer continues that this process replaces; None for others.
         barrier: why an update waits for the gradients of all buckets; empty if each is updated as these arrive.
         parameters_of: the names of the parameters of each optimizer; empty if there is one without a name.
+        validates_averages: a validation is of the server's ``averages`` in place of the parameters.
     """
 
     model: dict[str, Any]
-    # The server's layouts, not the trainer's own: both sides must divide the flat tensors at the same places.
+    # The server's layout, not the trainer's own: both sides must divide the flat tensors at the same places.
     parameter_layout: FlatLayout
-    buffer_layout: FlatLayout
     step: int
     lockstep: bool
     segments_address: str | None
@@ -50,6 +51,7 @@ class JoinReply:
     data_position: DataPosition | None = None
     barrier: str = ""
     parameters_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    validates_averages: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,14 @@ class OptimizerCall:
         loss: of this trainer.
         samples: of the batch, with its first call; 0 with others.
         used: whether each parameter of the optimizer has a gradient.
+        sparse: of each gradient the number of sparse dimensions; 0 if it is dense, or there is none.
     """
 
     name: str = ""
     loss: float = 0.0
     samples: int = 0
     used: tuple[bool, ...] = ()
+    sparse: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"optimize({self.name!r})" if self.name else "none"
@@ -144,7 +148,7 @@ class StepGrant:
     Attributes:
         decision: what to do next; None in the reply to a push without an announcement.
         slot: where the transport of the trainer finds the version.
-        buffers: module buffers of the version; empty for a trainer that takes no part in the step.
+        buffers: module buffers of the version; None for a trainer that takes no part in the step.
         wants_buffers: the push of this step brings the trainer's own module buffers.
         result: of the push that the announcement was sent with.
         held_s: how long the reply waited for other trainers.
@@ -152,7 +156,7 @@ class StepGrant:
 
     decision: Decision | None = None
     slot: int = 0
-    buffers: tuple[Tensor, ...] = ()
+    buffers: PackedBuffers | None = None
     wants_buffers: bool = False
     result: StepResult | None = None
     held_s: float = 0.0
@@ -164,7 +168,7 @@ class VersionView:
 
     slot: int | None
     parameters: tuple[Tensor, ...]
-    buffers: tuple[Tensor, ...]
+    buffers: PackedBuffers | None
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,7 @@ class Push:
 
     gradients: list[Tensor]
     report: StepReport
-    buffers: Sequence[Tensor]
+    buffers: PackedBuffers | None
     announcement: Announcement | None
     future: Future
     arrival_s: float

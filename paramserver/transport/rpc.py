@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from paramserver.devices import pins_memory, to_cpu
-from paramserver.parameters.flat import FlatLayout
+from paramserver.parameters.flat import FlatLayout, has_gaps
+from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.sharding import Shard
 from paramserver.transport.autograd import pull, push_root
 from paramserver.transport.base import GradientBucket, ServerTransport, TrainerTransport
@@ -159,9 +160,9 @@ class RpcServerTransport(ServerTransport):
     def view_version(self) -> tuple[None, Sequence[Tensor]]:
         return None, self._outgoing.current()
 
-    def view_retained(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> VersionView:
+    def view_retained(self, parameters: Sequence[Tensor], buffers: PackedBuffers) -> VersionView:
         flats = parameters if self._shard is None else self._shard.copy_flats(parameters)
-        return VersionView(None, tuple(to_cpu(list(flats))), tuple(buffers))
+        return VersionView(None, tuple(to_cpu(list(flats))), buffers)
 
     def receive_first(self, gradient: Tensor) -> None:
         """Receive the gradient that passed through distributed autograd."""
@@ -224,6 +225,8 @@ class RpcTrainerTransport(TrainerTransport):
         pinned = any(pins_memory(parameter.device) for parameter in parameters)
         self._first = list(accumulate((len(shard.ranges) for shard in shards[:-1]), initial=0))
         self._targets: list[tuple[int, int, int | None]] = []
+        # Of each parameter that is split and has other strides than its slot: a tensor with those of the slot.
+        self._dense: dict[int, Tensor] = {}
         self.gradient_views = self._map_gradients(codec.wire_layout(layout), pinned)
         self.ranges = {
             GradientBucket(server_index, flat_index): shard.slots_of_range(flat_index)
@@ -253,11 +256,14 @@ class RpcTrainerTransport(TrainerTransport):
         return list(wire.views(wholes).values())
 
     def _make_dense(self, number: int) -> None:
-        """Give a split parameter the strides of its slot, so that a slice of its memory is the slice of a server."""
+        """Give a split parameter, or a copy of it, its slot's strides: a slice of memory is then a server's."""
         parameter, slot = self._parameters[number], self._layout.slots[number]
-        if tuple(parameter.stride()) != slot.stride:
+        if has_gaps(parameter, slot) and number not in self._dense:
+            # The parameter keeps its strides, as kernels may round differently over other ones.
             dense = torch.empty_strided(slot.shape, slot.stride, dtype=parameter.dtype, device=parameter.device)
-            parameter.data = dense.copy_(parameter.detach())
+            self._dense[number] = dense.copy_(parameter.detach())
+        elif tuple(parameter.stride()) != slot.stride and number not in self._dense:
+            parameter.data = parameter.detach().contiguous()
 
     def map_version(self, slot: int) -> None:
         raise AssertionError("versions are received with the reply to a pull")
@@ -281,10 +287,13 @@ class RpcTrainerTransport(TrainerTransport):
             if numbers is None or number in numbers
         ]
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        for number, dense in self._dense.items():
+            if numbers is None or number in numbers:
+                self._parameters[number].copy_(dense)
 
     def _target(self, number: int, start: int, length: int | None) -> Tensor:
         parameter = self._parameters[number]
-        return parameter if length is None else _slice(parameter.detach(), start, length)
+        return parameter if length is None else _slice(self._dense.get(number, parameter.detach()), start, length)
 
     def bucket_tensor(self, bucket: GradientBucket) -> Tensor:
         return self._gather(self._first[bucket.server_index] + bucket.flat_index)
@@ -317,6 +326,8 @@ def _part(whole: Tensor, first: int, end: int) -> Tensor:
     """Return elements of a tensor, as a tensor over the same memory that RPC sends without a copy."""
     # By numpy, which keeps the memory alive: RPC would copy a view, as it sends storages.
     item = whole.itemsize
+    if first == end:  # numpy's strides of nothing are no tensor's
+        return whole[first:end].clone()
     return torch.from_numpy(whole.view(torch.uint8)[first * item : end * item].numpy()).view(whole.dtype)
 
 

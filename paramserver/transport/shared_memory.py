@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from paramserver.config import ServerConfig
 from paramserver.devices import CPU
 from paramserver.errors import TaskError, UnsupportedConfiguration
-from paramserver.parameters.flat import FlatLayout
+from paramserver.parameters.flat import FlatLayout, has_gaps
 from paramserver.parameters.sharding import Shard
 from paramserver.transport.autograd import pull
 from paramserver.transport.base import ServerTransport, TrainerTransport
@@ -212,6 +212,8 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         ]
         gradients = attach(address, gradients_key(trainer_index, incarnation), layout, timeout_s)
         self.gradient_views = list(layout.views(gradients).values())
+        # Parameters with gaps in memory: kernels may round differently over the slot's memory, which has none.
+        self._copied = [n for n, p in enumerate(parameters) if self._on_cpu and has_gaps(p, layout.slots[n])]
         self._slot: int | None = None
         self._tensor_versions: list[int] = []
         # The leaf requires a gradient: the context of a step holds it once its backward has run.
@@ -223,9 +225,11 @@ class SharedMemoryTrainerTransport(TrainerTransport):
 
     @torch.no_grad()
     def map_version(self, slot: int) -> None:
-        # On the CPU a slot that is mapped already holds the new version too, so nothing is to be done.
+        # On the CPU a slot that is mapped already holds the new version too, so only copies are to be made.
         if not self._on_cpu or slot != self._slot:
             self._set_parameters(self._snapshots[slot])
+        else:
+            self._copy(self._copied, self._snapshots[slot])
         self._slot = slot
         # Read after the assignment. The server's writes come from another process and do not count; only changes made
         # here do.
@@ -241,20 +245,24 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         # What the server wrote is in place already, and autograd of this process does not know of it.
         if self._on_cpu:
             torch.autograd.graph.increment_version([self._parameters[number] for number in numbers])
-        else:
-            with torch.no_grad():
-                for number in numbers:
-                    self._parameters[number].copy_(self._snapshots[0][number])
+        with torch.no_grad():
+            self._copy([n for n in numbers if not self._on_cpu or n in self._copied], self._snapshots[0])
         self._tensor_versions = [parameter._version for parameter in self._parameters]
 
     def _set_parameters(self, views: list[Tensor]) -> None:
         if not self._on_cpu:
             torch._foreach_copy_(self._parameters, views)
             return
-        for parameter, view in zip(self._parameters, views, strict=True):
+        self._copy(self._copied, views)
+        for number, (parameter, view) in enumerate(zip(self._parameters, views, strict=True)):
             # Assigning ``data`` keeps the parameter objects that the optimizer, hooks and the user's references have.
             # It hides a change from autograd, so it is done between steps only, when no graph is alive.
-            parameter.data = view
+            if number not in self._copied:
+                parameter.data = view
+
+    def _copy(self, numbers: Iterable[int], views: Sequence[Tensor]) -> None:
+        for number in numbers:
+            self._parameters[number].copy_(views[number])
 
     def backward_root(self, pulled: Sequence[Tensor]) -> Tensor:
         if self._on_cpu:  # elsewhere the parameters are copies, and a change of them is lost

@@ -31,7 +31,7 @@ def simulate(program, run, *arguments, parameters=GIVEN, secret=None):
     given = SimulationEnvironment(run.address, 3, tuple(parameters), 0, 0, 1, None, secret)
     environ = {**os.environ, **({} if arguments else given.to_environ())}
     command = [str(build(program)), *map(str, arguments)]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=150, check=False)
 
 
 @pytest.mark.parametrize("program", LANGUAGES)

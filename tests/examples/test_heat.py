@@ -75,7 +75,7 @@ def test_a_program_that_starts_a_simulation_needs_no_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('torch is not for simulations')")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     arguments = ["--n", 3, "--steps", 2, "--file", file, "--parameters", *GIVEN]
-    subprocess.run([sys.executable, HERE / "simulate.py", *map(str, arguments)], env=environ, check=True, timeout=60)
+    subprocess.run([sys.executable, HERE / "simulate.py", *map(str, arguments)], env=environ, check=True, timeout=150)
     with np.load(file) as stored:
         assert stored["temperature"].shape == (2, 3, 3)
 
@@ -423,7 +423,7 @@ def test_training_on_stored_simulations_lowers_the_error(tmp_path, launched):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=150,
     )
     assert made.returncode == 0, made.stderr
     assert made.stdout.startswith("data/heat: 1 MB, ")

@@ -330,7 +330,7 @@ def launch(folder, *flags, **values):
         command("--config", EXAMPLE / "config.yaml", *flags),
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=150,
         env=environment(),
         cwd=folder,
         check=False,

@@ -31,10 +31,11 @@ class CountsSamples(Task):
 
     Args:
         folder: for these files. Steps are slow until it has a file ``fast``.
+        step_s: duration of a slow step.
     """
 
-    def __init__(self, folder):
-        self.folder = Path(folder)
+    def __init__(self, folder, step_s=0.05):
+        self.folder, self.step_s = Path(folder), step_s
 
     def build_model(self):
         if os.environ.get("FAILURE") == "raise":
@@ -51,7 +52,7 @@ class CountsSamples(Task):
 
     def training_step(self, model, batch, batch_idx):
         if not (self.folder / "fast").exists():
-            select.select([], [], [], 0.05)
+            select.select([], [], [], self.step_s)
         with (self.folder / f"indices-{os.getpid()}").open("a") as file:
             file.write("".join(f"{index}\n" for index in batch[0].tolist()))
         return -model(batch[0]).sum()

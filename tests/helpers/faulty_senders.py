@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from paramserver.checkpoint import serialization
-from trainers import DdpTrainer, RpcTrainer
+from paramserver.trainers import DdpTrainer, RpcTrainer
 
 
 class DelayedParts:

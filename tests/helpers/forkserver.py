@@ -56,7 +56,7 @@ class ForkServer:
         with child_socket:
             command = [sys.executable, __file__, str(child_socket.fileno()), *self.modules]
             self.process = subprocess.Popen(command, pass_fds=[child_socket.fileno()], env=self.environ)
-        self.socket.settimeout(60)
+        self.socket.settimeout(150)
         assert self.socket.recv(100) == READY
         return self
 
@@ -84,7 +84,7 @@ class ForkServer:
         os.close(writing)
         return ForkedRun(reading, output)
 
-    def run(self, arguments, folder, timeout_s=60, environ=None, program="launch"):
+    def run(self, arguments, folder, timeout_s=150, environ=None, program="launch"):
         """``start`` and wait for the end; return the exit code and the output."""
         with self.start(arguments, folder, environ, program) as run:
             return run.wait(timeout_s), run.output.read_text()
@@ -122,7 +122,7 @@ class ForkedRun:
     def __init__(self, reading, output):
         self.output = output
         self._reading = reading
-        self.pid = int(self._read_line(30))
+        self.pid = int(self._read_line(150))
 
     def _read_line(self, timeout_s):
         """The next line that the supervisor writes; an empty one if it died."""
@@ -139,12 +139,12 @@ class ForkedRun:
     def _text(self):
         return self.output.read_text() if self.output.exists() else "no output"
 
-    def wait(self, timeout_s=60):
+    def wait(self, timeout_s=150):
         """The exit code; None if the supervisor was killed."""
         line = self._read_line(timeout_s)
         return int(line) if line else None
 
-    def join(self, timeout_s=30):
+    def join(self, timeout_s=150):
         """After ``wait``: wait until the process has ended, and so has closed its ports."""
         self._read_line(timeout_s)
 

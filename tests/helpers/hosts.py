@@ -172,7 +172,7 @@ class Ranks:
         assert codes == [0] * len(codes), [self.output(rank) for rank in sorted(self.runs)]
         return FinishedRun(0, self.output(0), self.run_dir)
 
-    def wait_for(self, reached, timeout_s=60):
+    def wait_for(self, reached, timeout_s=150):
         """Wait until ``reached`` returns something true."""
         deadline = time.monotonic() + timeout_s
         while not (found := reached()):

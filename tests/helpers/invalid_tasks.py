@@ -2,6 +2,7 @@
 
 import resource
 import shutil
+import subprocess
 from pathlib import Path
 
 import torch
@@ -55,6 +56,19 @@ class FailsAtBatch(ReferenceTask):
         """From here on the disk takes no byte more in any file, as one that is full."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         return loss
+
+
+class NamesFloat64(ReferenceTask):
+    """Samples are dictionaries, as those of simulations; the parameters are float64 and the model is not."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Flatten(), nn.Linear(36, 5))
+
+    def _data(self, samples, seed):
+        return [{"parameters": torch.zeros(36, dtype=torch.float64), "label": 0} for _ in range(samples)]
+
+    def training_step(self, model, batch, batch_idx):
+        return nn.functional.cross_entropy(model(batch["parameters"]), batch["label"])
 
 
 class Diverges(ReferenceTask):
@@ -165,6 +179,9 @@ class ChangesRunFolder(ReferenceTask):
 
     def remove_logs(self):
         shutil.rmtree(self.run_dir / "logs")
+
+    def make_immutable(self):
+        subprocess.run(["chattr", "+i", self.run_dir], check=True)
 
     def remove_tensorboard(self):
         shutil.rmtree(self.run_dir / "tensorboard")

@@ -13,6 +13,7 @@ from typing import Any
 
 # Daemon threads of this project; daemon threads of libraries may stay.
 OUR_THREADS = (
+    "updates",
     "colocated-trainer",
     "feeder",
     "coordinator",
@@ -25,6 +26,7 @@ OUR_THREADS = (
     "local-calls",
     "store-relay",
     "watchdog",
+    "stop-limit",
     "fault-director",
     "zap-authenticator",
 )

@@ -147,6 +147,7 @@ class Sender:
     def __init__(self, context, address, name=None):
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
+        self.socket.sndtimeo = round(1000 * PATIENCE_S)
         if name is not None:
             self.socket.routing_id = name
         self.socket.connect(address)

@@ -5,7 +5,7 @@ from collections import Counter
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from trainers import DdpTrainer, RpcTrainer
+from paramserver.trainers import DdpTrainer, RpcTrainer
 
 
 class Counts:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.optim import DistributedOptimizer
 from torch.nn import functional as F
 
-from trainers.server_forward import ServedTrainer
+from paramserver.trainers.server_forward import ServedTrainer
 
 
 class Branching(nn.Module):

@@ -1,5 +1,6 @@
 """Tasks that signals stop, with sources of both kinds and validation scores that a test chooses."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -92,3 +93,51 @@ class DiesAtTheStart(ReferenceTask):
             if whom == "parent":
                 os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)  # without this rank the others do not start
+
+
+class NeverReturns(ReferenceTask):
+    """Trainers block in a hook for ever, unless the file ``returns`` exists in the folder ``marks``.
+
+    Args:
+        marks: folder for a file of each process that blocks, with its process id.
+        hook: in which.
+        count: at which call of it.
+        trainers: which.
+        how: ``lock`` (handlers of signals run), ``call`` (none runs, other threads do) or ``interpreter`` (none does).
+    """
+
+    def __init__(self, marks, hook="training_step", count=5, trainers=(0,), how="lock", **options):
+        super().__init__(**options)
+        self.marks, self.hook, self.count, self.trainers, self.how = Path(marks), hook, count, tuple(trainers), how
+        self.calls = 0
+
+    def _block_in(self, hook):
+        index = -1 if self.trainer is None else self.trainer.trainer_index
+        if hook != self.hook or index not in self.trainers or (self.marks / "returns").exists():
+            return
+        self.calls += 1
+        if self.calls == self.count:
+            (self.marks / f"blocks-{index}").write_text(str(os.getpid()))
+            if self.how == "lock":
+                lock = threading.Lock()
+                lock.acquire()
+                lock.acquire()
+            # A call that a signal interrupts begins anew, before a handler runs.
+            library = ctypes.CDLL(None) if self.how == "call" else ctypes.PyDLL(None)
+            library.pthread_mutex_lock(mutex := ctypes.create_string_buffer(64))
+            library.pthread_mutex_lock(mutex)
+
+    def build_model(self):
+        self._block_in("build_model")
+        return super().build_model()
+
+    def training_step(self, model, batch, batch_idx):
+        self._block_in("training_step")
+        return super().training_step(model, batch, batch_idx)
+
+    def validation_step(self, *arguments):
+        self._block_in("validation_step")
+        return super().validation_step(*arguments)
+
+    def on_checkpoint(self, state):
+        self._block_in("on_checkpoint")

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
 MISSING = [name for name in NEEDED if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
 REASON = f"{', '.join(MISSING)} must be on PATH (Debian: apt-get install slurm-wlm munge), as root"
-START_S = 30.0
+START_S = 150.0
 
 CONFIG = """
 ClusterName=test

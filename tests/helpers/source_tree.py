@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("paramserver", "trainers")
+FOLDERS = {"paramserver": "paramserver", "trainers": "paramserver.trainers"}
+"""The folders of the top level that hold the package, and what each is imported as."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,10 @@ class Module:
 def modules(root: Path = ROOT) -> list[Module]:
     """Every module of the package under ``root``."""
     found = []
-    for path in sorted(file for package in PACKAGES for file in (root / package).rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    # Links are not followed: the files of trainers/ are found once.
+    for path in sorted(file for folder in FOLDERS for file in (root / folder).rglob("*.py")):
+        top, *parts = path.relative_to(root).with_suffix("").parts
+        name = ".".join([FOLDERS[top], *(parts[:-1] if parts[-1] == "__init__" else parts)])
         found.append(Module(name, path, ast.parse(path.read_text(encoding="utf-8"))))
     return found
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paramserver.rng import seed_all
-from trainers import RpcTrainer
+from paramserver.trainers import RpcTrainer
 
 # The task.
 

@@ -318,6 +318,23 @@ class UnfreezesLayer(ReferenceTask):
             self.trainer.unwrapped_model.frozen.requires_grad_(True)
 
 
+class FreezesLayer(ReferenceTask):
+    """Trains a layer for three batches of six."""
+
+    def on_batch_start(self, batch_idx):
+        self.trainer.unwrapped_model.first.requires_grad_(batch_idx % 6 < 3)
+
+
+class ChangesFrozen(ReferenceTask):
+    """A frozen layer follows a trained one, as a target network does: under ``no_grad``, and through ``.data``."""
+
+    def on_batch_end(self, batch_idx):
+        model = self.trainer.unwrapped_model
+        with torch.no_grad():
+            model.frozen.weight.lerp_(model.square.weight, 0.1)
+        model.frozen.bias.data = model.norm.bias.data.clone()
+
+
 class StopsRun(ReferenceTask):
     """Trainer 1, or the only one, ends the run in its sixth batch, and gives another reason right after."""
 

@@ -4,7 +4,6 @@ import os
 import signal
 from collections import Counter
 from dataclasses import replace
-from unittest import mock
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -13,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.optim import DistributedOptimizer
 
 from paramserver.distributed.local_calls import LocalConnection
-from trainers import DdpTrainer, RpcTrainer, ddp
+from paramserver.trainers import DdpTrainer, RpcTrainer, ddp
 
 
 class CountingTrainer(DdpTrainer):
@@ -99,14 +98,6 @@ class LocalTrainer(RpcTrainer):
             self.log(f"{way} {handler}", count)
         self.log("steps", totals.steps.count)
         super().leave(totals, decision)
-
-
-class LargeBuffersTrainer(LocalTrainer):
-    """Takes any module buffers for too large for a packet."""
-
-    def _make_transport(self, reply):
-        with mock.patch("trainers.rpc.MAX_PACKET_BYTES", 0):
-            return super()._make_transport(reply)
 
 
 class TutorialTrainer(RpcTrainer):

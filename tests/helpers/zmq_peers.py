@@ -20,6 +20,8 @@ class Peers:
     def open(self, kind, keys=None):
         opened = self.context.socket(kind)
         opened.linger = 0
+        # A DEALER whose handshake was refused has no peer any more: a send would wait forever.
+        opened.sndtimeo = round(1000 * DEADLINE_S)
         if keys is not None:
             secure_trainer_socket(opened, keys)
         self._sockets.append(opened)

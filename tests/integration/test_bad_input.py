@@ -204,6 +204,19 @@ def test_an_error_in_a_rank_is_reported_once_and_keeps_earlier_checkpoints(tmp_p
     assert_failed_with(finished, "returned a tensor of shape (3,)", [3], 5)
 
 
+@pytest.mark.processes
+@pytest.mark.claim("float64-parameters")
+@pytest.mark.parametrize("mode", ["local", "ddp", "rpc", "server"])
+def test_a_float64_tensor_of_a_batch_is_named_in_every_mode(tmp_path, mode):
+    config = {"mode": "rpc", "server": {"compute": "server"}} if mode == "server" else {"mode": mode}
+    message = error_message(launch(tmp_path, task=invalid_task("NamesFloat64"), **config))
+    cure = (
+        'batch["parameters"] is float64, and the model is float32: convert with batch["parameters"].to(torch.float32)'
+    )
+    assert re.search(r"training_step: .* dtype.* Double and Float", message)
+    assert message.endswith(f"{cure}\n")
+
+
 def test_a_validation_batch_of_several_shapes(start):
     finished = start(task=invalid_task("ChangesInValidation"), **EVERY_3)
     assert "these differ: (Tensor 1x6x6, int) and (Tensor 1x6x7, int)" in error_message(finished)

@@ -39,14 +39,14 @@ def state(kind, step, generation):
         return {"a": b"%d %d" % (step, generation) * 50, "b": b"%d" % generation}
     import torch
 
-    return {"a": {"weight": torch.full((64,), float(step)), "generation": generation}, "b": [generation]}
+    return {"a": {"weight": torch.full((64,), float(step)), "generation": generation}, "b": {"generation": generation}}
 
 
 def generation_in(checkpoint, kind):
     if kind == "bytes":
         return int(checkpoint.read_bytes("b"))
-    assert checkpoint.load("a")["generation"] == checkpoint.load("b")[0]
-    return checkpoint.load("b")[0]
+    assert checkpoint.load("a")["generation"] == checkpoint.load("b")["generation"]
+    return checkpoint.load("b")["generation"]
 
 
 def die_at(point):

@@ -14,7 +14,7 @@ from paramserver.errors import CheckpointError
 
 
 def write(run, step):
-    return write_checkpoint(run / "checkpoints", step, {"model": torch.tensor(step)}, {"mode": "local"})
+    return write_checkpoint(run / "checkpoints", step, {"model": {"step": torch.tensor(step)}}, {"mode": "local"})
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_latest_and_best_are_looked_for_again(run, monkeypatch, which, during, t
     mark_best(run / "checkpoints", 4)
     racer = Racer(monkeypatch, run, times, during)
     checkpoint, (model,) = load_chosen(run, which, "model")
-    assert (checkpoint.step, int(model), racer.left) == (4 + times, 4 + times, 0)
+    assert (checkpoint.step, int(model["step"]), racer.left) == (4 + times, 4 + times, 0)
 
 
 def test_it_gives_up_after_the_maximum_of_attempts(run, monkeypatch):
@@ -92,11 +92,11 @@ def test_a_step_that_is_replaced_by_another_of_its_number_is_read_again(run, mon
 
     def replaced(path, manifest):
         monkeypatch.setattr(load, "check_digests", original)
-        write_checkpoint(run / "checkpoints", 4, {"model": torch.arange(9)}, {"mode": "local"})
+        write_checkpoint(run / "checkpoints", 4, {"model": {"step": torch.arange(9)}}, {"mode": "local"})
         return original(path, manifest)
 
     monkeypatch.setattr(load, "check_digests", replaced)
-    assert load_chosen(run, "4", "model")[1][0].tolist() == list(range(9))
+    assert load_chosen(run, "4", "model")[1][0]["step"].tolist() == list(range(9))
 
 
 def test_what_is_damaged_is_refused_at_once(run):

@@ -52,7 +52,7 @@ def simulate(bare, arguments="", identity="", environ=None):
     """Without site-packages, the current folder, and variables of Python."""
     program = SIMULATION.format(arguments=arguments, identity=identity)
     command = [sys.executable, "-I", "-S", "-c", program, str(bare), json.dumps(ABSENT)]
-    done = subprocess.run(command, env=environ or {}, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environ or {}, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     absent, loaded, sent, alive = json.loads(done.stdout)

@@ -25,7 +25,7 @@ from launching import (
     write_config,
 )
 
-from trainers.ddp import _UNWIND_S as UNWIND_S
+from paramserver.trainers.ddp import _UNWIND_S as UNWIND_S
 
 pytestmark = pytest.mark.processes
 

@@ -18,7 +18,7 @@ from launching import FinishedRun, environment, fork_server, resume, write_confi
 pytestmark = pytest.mark.processes
 
 EPOCHS = 6
-LIMIT_S = 60
+LIMIT_S = 150
 
 
 class Job:

@@ -159,7 +159,7 @@ def test_an_average_is_dropped_and_begun_by_a_resume(tmp_path):
     run = train(tmp_path, "local", 1, **CONFIG)
     assert resume(run, "--set", "training.max_steps=12", "--set", "training.ema_decay=null").code == 0
     assert not (run.run_dir / "checkpoints" / "step-00000012" / "ema.pt").exists()
-    assert all("average" not in state for state in run.load("optimizer")["state"].values())
+    assert all("ema_average" not in state for state in run.load("optimizer")["state"].values())
     assert resume(run, "--set", "training.max_steps=14", "--set", "training.ema_decay=0.5").code == 0
     assert differing_tensors(run.load("ema"), run.load("model")) != []
 

@@ -122,7 +122,7 @@ class Own(ReferenceTask):
         text=True,
         env=environment(),
         cwd=tmp_path,
-        timeout=60,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr

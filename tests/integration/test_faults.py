@@ -21,7 +21,7 @@ from launching import (
 )
 
 from paramserver.errors import PeerLost
-from trainers.ddp_control import translate_peer_loss
+from paramserver.trainers.ddp_control import translate_peer_loss
 
 pytestmark = pytest.mark.processes
 
@@ -230,7 +230,7 @@ def test_an_interrupt_while_ranks_start_is_an_interruption(tmp_path, later_s):
     await_file(finished.run_dir / "logs" / "rank-2.log")
     time.sleep(later_s)  # when the signal comes is what is tested
     os.killpg(run.pid, signal.SIGINT)
-    _, output = run.communicate(timeout=60)
+    _, output = run.communicate(timeout=150)
     assert run.returncode == 3, output
     assert "interrupted" in output.splitlines()[-1]
     assert finished.summary["status"] == "interrupted"
@@ -253,6 +253,7 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path):
     [
         ("rpc", "UnfreezesLayer", {}, "parameter frozen.weight was frozen when the run began"),
         ("ddp", "UnfreezesLayer", {}, "parameter frozen.weight was frozen when the run began"),
+        ("ddp", "FreezesLayer", {}, "parameter first.weight was frozen after the start of the run, and gradients"),
         ("ddp", "BypassesWrapper", {"how": "unwrapped"}, "training_step did not call the model that it was given"),
         ("ddp", "BypassesWrapper", {"how": "no_grad"}, "training_step did not call the model that it was given"),
         ("ddp", "UsesPartsOfModel", {"how": "attribute"}, "training_step may only call the model"),

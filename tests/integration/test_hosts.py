@@ -3,9 +3,10 @@
 import shutil
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import name_tasks
 import pytest
 from hosts import FOLDER, PORT, Hosts, Ranks, name_of, start_ranks, write_configs
 from launching import TASKS, FinishedRun, assert_equal_runs, differing_tensors, environment, train
@@ -63,6 +64,42 @@ def test_ddp_over_two_hosts_is_the_run_of_one(one_host):
         assert all(hosts.moved_bytes(number) > 2 * written_bytes(whole) for number in (0, 1))
         assert files_of(hosts, 1) == ["logs/rank-1.log"]
         assert "checkpoints/latest" in files_of(hosts, 0)
+
+
+@contextmanager
+def name_servers(hosts, numbers, names):
+    """A name server on each host; yields what one was asked and did not answer, as a function of the host."""
+    with ExitStack() as stack:
+        for number in numbers:
+            words = [f"{name}={address}" for name, address in names.items()]
+            command = [sys.executable, str(HELPERS / "name_server.py"), str(FOLDER / "questions"), *words]
+            server = stack.enter_context(hosts.start(number, command, environment()))
+            stack.callback(server.kill)
+            assert server.stdout.readline() == "listens\n"
+            mount = "echo nameserver 127.0.0.1 > /tmp/resolv.conf; mount --bind /tmp/resolv.conf /etc/resolv.conf"
+            hosts.run(number, "sh", "-c", mount)
+
+        def unanswered(number):
+            file = hosts.path(number, FOLDER / "questions")
+            return file.read_text().splitlines() if file.exists() else []
+
+        yield unanswered
+
+
+@pytest.mark.claim("name-server")
+@pytest.mark.parametrize("mode", ["rpc", "ddp"])
+def test_ranks_find_hosts_by_a_name_server_that_they_ask_for_nothing_else(mode):
+    hosts_file = dict.fromkeys(range(2), "127.0.0.1 localhost\n")  # no names of the hosts
+    run = {"task": f"{HELPERS / 'name_tasks.py'}:LooksUpAName", "training": {"max_steps": 2}, "cluster": CLUSTER}
+    placement = [0, 0, 1] if mode == "rpc" else [0, 1]
+    with Hosts(2, names=hosts_file) as hosts:
+        names = {name_of(number): hosts.address(number) for number in range(2)}
+        with (
+            name_servers(hosts, range(2), {**names, name_tasks.NAME: name_tasks.ADDRESS}) as unanswered,
+            start_ranks(hosts, placement, mode=mode, master=name_of(0), **run) as ranks,
+        ):
+            assert ranks.finish().summary["steps"] == 2
+            assert [unanswered(number) for number in range(2)] == [[], []]
 
 
 def test_shared_memory_within_a_host_and_rpc_between_hosts_in_one_run(one_host):

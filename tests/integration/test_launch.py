@@ -52,7 +52,7 @@ def test_one_rank_per_terminal_in_any_order_is_the_same_run(tmp_path, supervised
         rank: start(tmp_path, "--config", config, "--rank", rank, "--world-size", len(order), "--master-port", port)
         for rank in order
     }
-    outputs = {rank: process.communicate(timeout=90)[0] for rank, process in ranks.items()}
+    outputs = {rank: process.communicate(timeout=150)[0] for rank, process in ranks.items()}
     assert [process.returncode for process in ranks.values()] == [0] * len(order), outputs
     by_hand = FinishedRun(0, "", tmp_path / "runs" / "by-hand")
     assert "completed" in outputs[0]
@@ -179,7 +179,7 @@ def test_the_python_interface_gives_the_same_run(tmp_path, supervised):
             text=True,
             env=environment(PYTHONPATH=str(TASKS.parent)),
             cwd=tmp_path,
-            timeout=90,
+            timeout=150,
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -256,7 +256,7 @@ def test_ranks_started_by_hand_name_the_lost_rank_last(tmp_path, lost):
     config = write_config(tmp_path, mode="ddp", task="FaultyTask", task_args=task_args, logging={"name": "run"})
     common = ("--config", config, "--world_size", 2, "--master_port", free_port())
     ranks = [start(tmp_path, *common, "--rank", rank) for rank in (0, 1)]
-    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=150)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == ([-9, 1] if lost == 0 else [1, -9]), outputs
     above, last = outputs[1 - lost].rstrip().rsplit("\n", 1)
     assert re.fullmatch(
@@ -330,7 +330,7 @@ def test_a_script_is_run_from_another_folder_than_its_task(tmp_path):
     )
     program = [sys.executable, "project/script.py"]
     done = subprocess.run(
-        program, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=60, check=False
+        program, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=150, check=False
     )
     assert (done.returncode, done.stdout) == (0, "completed\n"), done.stderr
 
@@ -346,7 +346,7 @@ def test_a_script_that_runs_at_its_top_level_does_not_start_runs_in_its_ranks(tm
     )
     env = environment(PYTHONPATH=str(TASKS.parent))
     program = [sys.executable, str(script)]
-    done = subprocess.run(program, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=150, check=False)
     assert done.returncode == 1
     assert "put the call under if __name__" in done.stderr
 
@@ -368,7 +368,7 @@ class Refuses(ReferenceTask):
     port, path = free_port(), f"{TASKS.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     common = ("--config", config, "--world_size", 3, "--master_port", port)
     ranks = [start(tmp_path, *common, "--rank", rank, PYTHONPATH=path) for rank in range(3)]
-    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=150)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2, 2], outputs
     for output in outputs:
         assert "there is nothing to train with; copy the files to data" in output

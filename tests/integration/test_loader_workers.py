@@ -123,7 +123,7 @@ def test_a_script_that_starts_a_run_when_it_is_imported_is_an_error(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED.format(folder=str(tmp_path)))
     done = subprocess.run(
-        [sys.executable, script], env=environment(), capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, script], env=environment(), capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode != 0
     assert 'put the call under if __name__ == "__main__":' in done.stderr

@@ -87,7 +87,9 @@ def test_a_rank_zero_that_freezes_and_a_rank_that_freezes_a_waiting_loop_are_not
     check_frozen(waiting, 1, survivors=(0,))
 
 
-def test_the_part_of_a_lost_trainer_has_the_newest_known_state_of_its_task(tmp_path):
+@pytest.mark.claim("rpc-faults")
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+def test_the_part_of_a_lost_trainer_has_the_newest_known_state_of_its_task(tmp_path, transport):
     """So the process that takes its place gets it."""
     mark, resumed = tmp_path / "mark", tmp_path / "resumed"
     finished = launch(
@@ -96,7 +98,7 @@ def test_the_part_of_a_lost_trainer_has_the_newest_known_state_of_its_task(tmp_p
         task=f"{TASKS.with_name('supervised_tasks.py')}:KilledWhileSaving",
         task_args={"mark": str(mark), "resumed": str(resumed)},
         cluster={"num_trainers": 2, "timeout_s": 60},
-        server={"heartbeat_s": 0.3, "lost_after_s": 5.0},
+        server={"heartbeat_s": 0.3, "lost_after_s": 5.0, "transport": transport},
         training={"max_steps": 50},
         checkpoint={"every": 10, "keep": 9},
         timeout_s=90,

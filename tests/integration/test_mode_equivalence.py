@@ -115,3 +115,21 @@ def test_a_random_buffer_draws_the_same_in_every_mode(tmp_path):
     ddp, rpc = (train(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))
     assert differing_tensors(ddp.load("model"), rpc.load("model")) == []
     assert rpc.summary["samples"] == 128
+
+
+@pytest.mark.claim("wire-dtype")
+@pytest.mark.parametrize("servers", [1, 2])
+def test_float64_over_messages_is_as_exact_as_elsewhere(tmp_path, servers):
+    """Also after a resume with a config that has float32 by the default of an earlier version."""
+    config = {"task_args": {"dtype": "float64", "optimizer": "adam"}}
+    ddp = train(tmp_path, "ddp", 2, **config)
+    config |= {"server": {"transport": "rpc"}, "cluster": {"num_servers": servers}, "training": {"max_steps": 6}}
+    rpc = train(tmp_path, "rpc", 2, **config)
+    stored = rpc.run_dir / "config.yaml"
+    text = stored.read_text()
+    assert "\n  wire_dtype: null\n" in text
+    stored.write_text(text.replace("wire_dtype: null", "wire_dtype: float32"))
+    more = resume(rpc, "--set", "training.max_steps=12")
+    assert more.code == 0, more.output
+    assert differing_tensors(ddp.load("model"), more.load("model")) == []
+    assert differing_tensors(ddp.load("optimizer"), more.load("optimizer")) == []

@@ -9,8 +9,7 @@ from launching import launch, train
 from own_trainers import METHODS
 
 import paramserver
-import trainers
-from paramserver import ParameterServer, Task
+from paramserver import ParameterServer, Task, trainers
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "own-trainers.md").read_text()
@@ -79,6 +78,36 @@ def test_a_trainer_of_another_mode_is_refused_at_once(tmp_path, mode, trainer, f
     assert done.code == 2
     assert f"is for mode {trainer[3:].lower()}, and the config has {mode}; derive it" in done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.processes
+@pytest.mark.claim("users-trainers")
+@pytest.mark.parametrize(
+    ("mode", "compute"), [("rpc", "trainer"), ("rpc", "server"), ("ddp", "trainer"), ("local", "trainer")]
+)
+def test_a_folder_of_the_user_named_trainers_is_the_one_that_the_task_imports(tmp_path, mode, compute):
+    (tmp_path / "trainers").mkdir()
+    (tmp_path / "trainers" / "net.py").write_text("WIDTH = 3\n")
+    task = "from tasks import ReferenceTask\nfrom trainers.net import WIDTH\nassert WIDTH == 3\n"
+    (tmp_path / "task.py").write_text(f"{task}class Own(ReferenceTask): pass\n")
+    server = {"compute": compute} if mode == "rpc" else {}
+    done = launch(tmp_path, mode=mode, task="task.py:Own", server=server, training={"max_steps": 2})
+    assert (done.code, done.summary["steps"]) == (0, 2), done.output
+    assert "paramserver.trainers" not in done.output
+
+
+@pytest.mark.processes
+@pytest.mark.claim("old-trainers-import")
+@pytest.mark.parametrize("mode", ["rpc", "ddp", "local"])
+def test_a_trainer_that_is_derived_by_the_former_name_trains_and_one_line_names_the_new_one(tmp_path, mode):
+    own = (
+        f"from trainers import RpcTrainer\nfrom trainers.{mode} import RpcTrainer as Same\nassert Same is RpcTrainer\n"
+    )
+    (tmp_path / "own.py").write_text(f"{own}class Own(RpcTrainer): pass\n".replace("Rpc", mode.capitalize()))
+    done = launch(tmp_path, mode=mode, trainer="own.py:Own", training={"max_steps": 2})
+    assert (done.code, done.summary["steps"]) == (0, 2), done.output
+    assert done.output.count("trainers is now paramserver.trainers") == 1
+    assert done.log(1 if mode == "rpc" else 0).count("trainers is now paramserver.trainers") == 1
 
 
 @pytest.mark.parametrize("table", ["plugin", "tutorial"])

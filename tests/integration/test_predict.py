@@ -35,6 +35,18 @@ def loader():
 def pairs():
     return ReferenceTask()._data(37, 2)
 
+class Broken:
+    def __len__(self):
+        return 37
+
+    def __getitem__(self, index):
+        if index == 17:
+            raise OSError("the image is damaged")
+        return images[index]
+
+def broken():
+    return Broken()
+
 def nothing():
     return []
 
@@ -172,10 +184,18 @@ def test_what_cannot_be_written_is_reported_in_one_sentence(run, folder, capsys,
 
 
 @pytest.mark.processes
+@pytest.mark.claim("failing-item")
+def test_an_error_of_the_source_names_its_index(run, folder, capsys):
+    code = predict(run, source="own_sources.py:broken")
+    expected = "error: --source, index 17 of the data set, raised OSError: the image is damaged ("
+    assert (code, expected in capsys.readouterr().err) == (1, True)
+    assert not (folder / "out.pt").exists()
+
+
 def test_the_command_needs_no_config_and_no_folder_of_the_run(run, folder):
     command = [sys.executable, "-m", "paramserver.cli", "predict", str(run.run_dir), "--source", "own_sources:data_set"]
     done = subprocess.run(
-        [*command, "--out", "out.npz"], env=environment(), capture_output=True, text=True, timeout=60, check=False
+        [*command, "--out", "out.npz"], env=environment(), capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stderr
     assert np.load("out.npz")["output"].shape == (37, 5)

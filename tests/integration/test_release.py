@@ -1,6 +1,7 @@
 """A wheel and an sdist, built from the tree, that install and run outside of it."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -75,8 +76,49 @@ def test_the_sdist_makes_the_same_wheel_and_holds_what_its_tests_need(built, tmp
 def test_the_wheel_holds_every_module_and_nothing_else_of_the_tree(built):
     _, wheel, _ = built
     files = [name for name in files_of(wheel) if ".dist-info/" not in name]
-    sources = [str(module.path.relative_to(ROOT)) for module in modules()]
-    assert sorted(files) == sorted([*sources, "paramserver/py.typed", "trainers/py.typed"])
+    sources = [re.sub(r"^trainers/", "paramserver/trainers/", str(m.path.relative_to(ROOT))) for m in modules()]
+    assert sorted(files) == sorted([*sources, "paramserver/py.typed"])
+
+
+# Prints where the trainers are; fails unless both names are one module, and a user's module precedes it.
+TRAINERS = """
+import sys
+import {first}
+import paramserver
+import trainers
+from importlib.util import find_spec
+from paramserver import trainers as own
+assert trainers is own is sys.modules["paramserver.trainers"]
+print(find_spec("paramserver.trainers.rpc").origin)
+del sys.modules["trainers"]
+sys.path.append(sys.argv[1])
+import trainers.of_user
+"""
+
+
+@pytest.mark.claim("old-trainers-import")
+@pytest.mark.claim("users-trainers")
+def test_the_trainers_are_found_in_every_form_of_the_package(built, tmp_path):
+    _, wheel, sdist = built
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    checkout = shutil.copytree(ROOT / "paramserver", tmp_path / "checkout" / "paramserver", symlinks=True).parent
+    shutil.copytree(ROOT / "trainers", checkout / "trainers")
+    users = tmp_path / "users" / "trainers"
+    users.mkdir(parents=True)
+    (users / "of_user.py").touch()
+    for top, where, first in (
+        (site, "paramserver/trainers", "paramserver"),
+        (unpacked, "trainers", "trainers"),
+        (checkout, "trainers", "trainers"),
+    ):
+        program = [sys.executable, "-c", TRAINERS.format(first=first), str(users.parent)]
+        found = run(*program, cwd=tmp_path, PYTHONPATH=str(top))
+        assert found == f"{top / where / 'rpc.py'}\n"
 
 
 def test_the_installed_wheel_trains_the_quickstart_in_an_empty_folder(built):

@@ -48,7 +48,7 @@ def resume_command(finished):
     """The command at the end of an interrupted run's output, for a shell."""
     assert finished.code == 3, finished.output
     last = finished.output.rstrip().splitlines()[-1]
-    words = r"error: interrupted \(.+\) after step (\d+); its checkpoint is written. Resume with: (.+)"
+    words = r"interrupted \(.+\) after step (\d+); its checkpoint is written. Resume with: (.+)"
     found = re.fullmatch(words, last)
     assert found, last
     summary = finished.summary

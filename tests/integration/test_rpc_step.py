@@ -27,16 +27,6 @@ def test_a_step_in_shared_memory_sends_its_push_over_the_socket_and_nothing_over
         assert not names & {"rpc pull", "rpc push", "rpc push_in_place", "rpc announce", "rpc wait_version"}
 
 
-def test_module_buffers_that_are_too_large_for_a_packet_are_sent_over_rpc(tmp_path):
-    """The parameters are the same bit for bit."""
-    small = train(tmp_path / "local", "rpc", 2, trainer=f"{WITNESS_TRAINERS}:LocalTrainer")
-    large = train(tmp_path / "rpc", "rpc", 2, trainer=f"{WITNESS_TRAINERS}:LargeBuffersTrainer")
-    assert differing_tensors(small.load("model"), large.load("model")) == []
-    logged = {r["name"] for r in large.of_kind("log")}
-    assert "rpc push_in_place" in logged
-    assert not any(name.startswith("local ") for name in logged)
-
-
 def test_one_server_answers_all_trainers_as_in_the_tutorial(tmp_path):
     """Its forward and gradients are those of the model, and its RRef is one object for all trainers."""
     finished = train(

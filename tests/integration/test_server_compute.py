@@ -19,14 +19,15 @@ from paramserver.devices import CPU, Placement, place_server, place_trainer
 from paramserver.distributed.rpc_calls import WORKER_THREADS, agent_options
 from paramserver.errors import ModelIsElsewhere, TaskError, UnsupportedConfiguration
 from paramserver.metrics.records import StepReport
-from paramserver.parameters.flat import FlatLayout, module_buffers, trainable_parameters
+from paramserver.parameters.flat import FlatLayout, trainable_parameters
+from paramserver.parameters.model_tree import ModelTree
 from paramserver.rng import PrivateRng
 from paramserver.server.model_service import ModelService, ServedTransport
 from paramserver.server.parameter_store import ParameterStore
+from paramserver.trainers.server_forward import RemoteModel
+from paramserver.trainers.validation import eval_mode
 from paramserver.transport.autograd import recv_outputs, send_outputs
 from paramserver.transport.messages import ModelCall
-from trainers.server_forward import RemoteModel
-from trainers.validation import eval_mode
 
 SERVED = TASKS.with_name("server_forward_tasks.py")
 SERVER = {"compute": "server"}
@@ -134,20 +135,16 @@ def test_a_model_that_a_copy_cannot_follow_is_refused(tmp_path):
 
 
 def make_transport(model):
-    parameters, buffers = trainable_parameters(model), module_buffers(model)
-    layouts = FlatLayout.of(parameters.items()), FlatLayout.of(buffers.items())
-    return ServedTransport(model, *layouts, lambda: flats_of(layouts, parameters, buffers), torch.device("cpu"))
+    layout = FlatLayout.of(trainable_parameters(model).items())
+    return ServedTransport(model, layout, lambda: version_of(layout, model), torch.device("cpu"))
 
 
-def flats_of(layouts, *tensors):
-    made = []
-    for layout, own in zip(layouts, tensors, strict=True):
-        flats = layout.allocate()
-        with torch.no_grad():
-            for name, view in layout.views(flats).items():
-                view.copy_(own[name])
-        made.append(flats)
-    return tuple(made)
+def version_of(layout, model):
+    flats, own = layout.allocate(), trainable_parameters(model)
+    with torch.no_grad():
+        for name, view in layout.views(flats).items():
+            view.copy_(own[name])
+    return flats, ModelTree(model).pack_buffers()
 
 
 def a_call(*args, batch=0, training=None, wants_grad=True, seed=0):
@@ -167,8 +164,8 @@ def gradients(transport, loss, anchors):
     grads = torch.autograd.grad([loss, *anchors], leaves, allow_unused=True)
     held = {leaf: grad for leaf, grad in zip(leaves, grads, strict=True) if grad is not None}
     flats = transport.collect_gradients(held)
-    report, buffers = transport.complete_push(StepReport(0, 0, 1, 0.0, 0.0), [])
-    return transport._parameter_layout.views(flats), report.used, transport._buffer_layout.views(buffers)
+    report, buffers = transport.complete_push(StepReport(0, 0, 1, 0.0, 0.0), None)
+    return transport._parameter_layout.views(flats), report.used, buffers.values()
 
 
 class WaitsForOthers(nn.Module):
@@ -204,13 +201,12 @@ def test_threads_neither_share_versions_nor_module_buffers_nor_random_numbers():
     torch.manual_seed(1)
     models = [ReferenceModel(dropout=0.5, unused=True) for _ in range(8)]
     transports = [make_transport(models[0]) for _ in range(8)]
-    layouts = transports[0]._parameter_layout, transports[0]._buffer_layout
 
     def one(index):
         transport, own, made = transports[index], models[index], []
         for step in range(10):
             images = torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(100 * index + step))
-            transport._snapshot = lambda: flats_of(layouts, trainable_parameters(own), module_buffers(own))
+            transport._snapshot = lambda: version_of(transport._parameter_layout, own)
             transport.pin_version()
             answer = transport.compute(a_call(images, seed=step))
             (output,), anchors = received(answer)
@@ -232,7 +228,7 @@ def test_threads_neither_share_versions_nor_module_buffers_nor_random_numbers():
             expected = {name: p.grad for name, p in own.named_parameters() if p.requires_grad}
             assert [expected[name] is not None for name in grads] == list(used)
             assert [n for n in grads if expected[n] is not None and not torch.equal(grads[n], expected[n])] == []
-            assert differing_tensors(buffers, module_buffers(own)) == []
+            assert differing_tensors(buffers, dict(own.named_buffers())) == []
 
 
 def test_several_calls_of_a_step_continue_with_the_same_module_buffers():
@@ -247,7 +243,7 @@ def test_several_calls_of_a_step_continue_with_the_same_module_buffers():
         model(images[i]).square().mean().backward()
     assert used is None
     assert differing_tensors(grads, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}) == []
-    assert differing_tensors(buffers, module_buffers(model)) == []
+    assert differing_tensors(buffers, dict(model.named_buffers())) == []
 
 
 def test_a_version_that_follows_does_not_reach_what_was_computed_before():
@@ -521,10 +517,10 @@ def served(mode="rpc", **sections):
 
 
 def test_the_trainer_and_the_devices_follow_the_config():
-    assert trainer_of(served()) == "trainers:ServedTrainer"
-    assert trainer_of(served("ddp")) == "trainers:DdpTrainer"
-    assert trainer_of(served("local")) == "trainers:LocalTrainer"
-    assert trainer_of(Config()) == "trainers:RpcTrainer"
+    assert trainer_of(served()) == "paramserver.trainers:ServedTrainer"
+    assert trainer_of(served("ddp")) == "paramserver.trainers:DdpTrainer"
+    assert trainer_of(served("local")) == "paramserver.trainers:LocalTrainer"
+    assert trainer_of(Config()) == "paramserver.trainers:RpcTrainer"
     spread = served(device=DeviceConfig(num_gpus=2))
     assert [str(d) for d in place_server(spread, gpus_here=2).devices] == ["cuda:0", "cuda:1"]
     assert place_server(spread, gpus_here=1) == CPU
@@ -537,7 +533,7 @@ def test_the_trainer_and_the_devices_follow_the_config():
     ("given", "message"),
     [
         ({"server": {"transport": "shared_memory"}}, "server.transport .shared_memory. must be auto or rpc"),
-        ({"server": {"wire_dtype": "bfloat16"}}, "server.wire_dtype .bfloat16. must be float32"),
+        ({"server": {"wire_dtype": "bfloat16"}}, "server.wire_dtype .bfloat16. must be null or float32"),
         ({"device": {"kind": "cuda"}}, "device.kind .cuda. must be auto or cpu"),
         ({"device": {"server": "cuda"}}, "device.server .cuda. must be auto or cpu"),
     ],
@@ -565,7 +561,7 @@ def test_one_server_alone_holds_the_model():
 def test_a_trainer_of_the_other_kind_is_refused(tmp_path):
     from paramserver.runtime.rank import trainer_class
 
-    config = Config(trainer="trainers:RpcTrainer", server=ServerConfig(compute="server"))
+    config = Config(trainer="paramserver.trainers:RpcTrainer", server=ServerConfig(compute="server"))
     with pytest.raises(UnsupportedConfiguration, match=r"is for server\.compute: trainer"):
         trainer_class(config, [])
     assert run_in_process(tmp_path, server=SERVER, training={"max_steps": 1}).code == 0

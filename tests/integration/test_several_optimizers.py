@@ -11,6 +11,7 @@ from launching import (
     environment,
     fork_server,
     launch,
+    relative_difference,
     resume,
     run_in_process,
     train,
@@ -269,3 +270,31 @@ def test_the_example_of_the_documentation(tmp_path):
     run = run_in_process(tmp_path, task=f"{tmp_path / 'task.py'}:Gan", training={"max_steps": 8})
     assert run.code == 0, run.output
     assert [list(record["losses"]) for record in run.of_kind("train")] == [["d"], ["g"]] * 4
+
+
+SPARSE = {"task": f"{TASKS.with_name('any_optimizers.py')}:SparseOptimizers"}
+
+
+@pytest.mark.claim("ddp-sparse")
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["SparseAdam", "SGD", "Adagrad"])
+def test_sparse_gradients_in_ddp_are_the_mean_over_all_trainers(tmp_path, kind):
+    """A table is used by one of two trainers in some steps, by both or none in others."""
+    training = {"max_steps": 24, "batch_size": 8}
+    sparse = train(tmp_path / "sparse", "ddp", 2, **SPARSE, task_args={"kind": kind}, training=training)
+    if kind == "SparseAdam":  # which updates the rows of the gradient only; it has no dense counterpart
+        part = train(
+            tmp_path / "part", "ddp", 2, **SPARSE, task_args={"kind": kind}, training={**training, "max_steps": 10}
+        )
+        more = resume(part, "--set", "training.max_steps=24")
+        assert more.code == 0, more.output
+        assert differing_tensors(sparse.load("model"), more.load("model")) == []
+        assert differing_tensors(sparse.load("optimizer"), more.load("optimizer")) == []
+        return
+    dense = train(tmp_path / "dense", "ddp", 2, **SPARSE, task_args={"kind": kind, "sparse": False}, training=training)
+    # Adagrad rounds a sparse gradient in another way.
+    limit = 0.0 if kind == "SGD" else 1e-6
+    assert relative_difference(sparse.load("model"), dense.load("model")) <= limit
+    assert [r["loss"] for r in sparse.of_kind("train")] == pytest.approx(
+        [r["loss"] for r in dense.of_kind("train")], rel=limit
+    )

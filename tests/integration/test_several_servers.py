@@ -33,7 +33,7 @@ from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import plan_shards
 from paramserver.server import shard_server
 from paramserver.server.client import ServerClient
-from trainers import RpcTrainer
+from paramserver.trainers import RpcTrainer
 
 pytestmark = pytest.mark.processes
 

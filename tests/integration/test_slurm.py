@@ -31,7 +31,7 @@ def slurm(tmp_path_factory):
 
 def srun(slurm, folder, *flags, mode, trainers, address=()):
     """Run with the tasks of a step as ranks."""
-    file = write_config(folder, mode=mode, cluster={"num_trainers": trainers, "timeout_s": 60}, **TRAINING)
+    file = write_config(folder, mode=mode, cluster={"num_trainers": trainers, "timeout_s": 150}, **TRAINING)
     command = [sys.executable, "-m", "paramserver.launch", "--config", file, "--set", "logging.name=run"]
     done = slurm.run("srun", *flags, *command, *address, folder=folder, **environment())
     finished = FinishedRun(done.returncode, done.stdout + done.stderr, folder / "runs" / "run")
@@ -57,7 +57,7 @@ def test_two_tasks_on_each_of_two_nodes(tmp_path, slurm):
 def test_a_heterogeneous_job_has_its_server_in_the_first_group(tmp_path, slurm):
     """The tasks of all groups are one world, so this needs neither ranks nor roles."""
     group = [sys.executable, "-m", "paramserver.launch", "--config", "config.yaml", "--master_addr", "127.0.0.1"]
-    config = {"cluster": {"num_trainers": 2, "timeout_s": 60}, "logging": {"name": "run"}}
+    config = {"cluster": {"num_trainers": 2, "timeout_s": 150}, "logging": {"name": "run"}}
     write_config(tmp_path, mode="rpc", **config, **TRAINING)
     words = ["-N1", "-n1", "-c1", *group, ":", "-N1", "-n2", "-c2", *group]
     done = slurm.run("srun", *words, folder=tmp_path, **environment())
@@ -70,7 +70,7 @@ def test_the_job_of_the_example_is_requeued_before_its_limit_and_resumes(tmp_pat
     text = EXAMPLE.read_text().replace("--nodes=2 --ntasks-per-node=2 --cpus-per-task=4", "--nodes=1 --ntasks=3")
     (tmp_path / "job.sh").write_text(text.replace("python -m", f"{sys.executable} -m").replace("USR1@120", "USR1@1"))
     training = {"max_steps": 8, "batch_size": 8, "validate_every": 0}
-    cluster = {"num_trainers": 2, "timeout_s": 60}
+    cluster = {"num_trainers": 2, "timeout_s": 150}
     config = {
         "mode": "rpc",
         "training": training,

@@ -41,11 +41,12 @@ def run_with_kills(folder, ranks, **config):
     return finished, spares
 
 
-def test_spares_take_the_roles_of_a_trainer_and_of_the_server(tmp_path):
+@pytest.mark.claim("rpc-faults")
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+def test_spares_take_the_roles_of_a_trainer_and_of_the_server(tmp_path, transport):
     """The second spare, which was started after the first had become trainer 1, becomes the server."""
-    finished, spares = run_with_kills(
-        tmp_path, [2, 0], mode="rpc", cluster={"num_trainers": 2, "spares": 1, "timeout_s": 120}
-    )
+    cluster = {"num_trainers": 2, "spares": 1, "timeout_s": 120}
+    finished, spares = run_with_kills(tmp_path, [2, 0], mode="rpc", cluster=cluster, server={"transport": transport})
     assert len(spares) >= 2
     assert "rank 2 (trainer 1) is lost" in finished.output
     assert "rank 0 (server 0) is lost" in finished.output

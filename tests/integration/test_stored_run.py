@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import FinishedRun, resume
+import yaml
+from launching import FinishedRun, main_in_process, resume
 
+from paramserver import run
 from paramserver.checkpoint import FORMAT_VERSION, find_checkpoint, read_checkpoint
 
 STORED = Path(__file__).parents[1] / "fixtures" / "stored_run"
@@ -28,6 +30,22 @@ def test_the_stored_run_is_of_the_current_format(stored):
     assert checkpoint.manifest.format_version == FORMAT_VERSION
     assert (checkpoint.step, checkpoint.num_trainers) == (4, 2)
     assert checkpoint.names == ("model", "optimizer", "run", "trainer-0", "trainer-1")
+
+
+@pytest.mark.claim("wire-dtype")
+@pytest.mark.parametrize("by", ["command", "api"])
+def test_a_default_of_an_earlier_version_is_not_what_the_user_asked_for(stored, by):
+    config = stored.run_dir / "config.yaml"
+    assert "wire_dtype: float32" in config.read_text()
+    task = f"{stored.run_dir.parent / 'tiny_task.py'}:TinyTask"
+    if by == "command":
+        given = ["mode=local", "training.max_steps=5", f"task={task}"]
+        code, output = main_in_process("--resume", stored.run_dir, *(word for g in given for word in ("--set", g)))
+        assert code == 0, output
+        assert "  changed: server.wire_dtype: float32 -> null\n" in output
+    else:
+        run(config={"mode": "local", "task": task, "training": {"max_steps": 5}}, resume=stored.run_dir)
+    assert yaml.safe_load(config.read_text())["server"]["wire_dtype"] is None
 
 
 @pytest.mark.processes

@@ -13,39 +13,40 @@ from tests.measure.kills import Kills, run_kills  # noqa: E402
 
 pytestmark = pytest.mark.processes
 
+# Every other cell of rpc has the transport rpc: parameters and gradients are messages, also on one host.
 CELLS = [
     # A trainer, in every phase and every way to die.
     "sync/trainer/joining/exit",
-    "sync/trainer/first_step/stop",
+    "sync/trainer/first_step/stop/rpc",
     "sync/trainer/mid_step/raise",
-    "sync/trainer/validation/hold",
+    "sync/trainer/validation/hold/rpc",
     "sync/trainer/validation/kill",
-    "sync/trainer/checkpoint/kill",
+    "sync/trainer/checkpoint/kill/rpc",
     "sync/trainer/shutdown/kill",
-    "rollback/trainer/mid_step/kill",
+    "rollback/trainer/mid_step/kill/rpc",
     "rollback/trainer/shutdown/kill",  # the other one has finished by then
-    "bounded/trainer/validation/kill",
+    "bounded/trainer/validation/kill/rpc",
     "backup/trainer/validation/kill",
-    "async/trainer/mid_step/kill",
+    "async/trainer/mid_step/kill/rpc",
     "backup/trainer/mid_step/stop_10s",
     "ddp/trainer/checkpoint/kill",
     "ddp/trainer/mid_step/disk",
     # The server.
-    "sync/server/joining/kill",
+    "sync/server/joining/kill/rpc",
     "sync/server/first_step/exit",
-    "sync/server/mid_step/hold",
+    "sync/server/mid_step/hold/rpc",
     "sync/server/validation/raise",
-    "sync/server/checkpoint/kill",
+    "sync/server/checkpoint/kill/rpc",
     "sync/server/shutdown/stop",
-    "bounded/server/mid_step/stop",
+    "bounded/server/mid_step/stop/rpc",
     "async/server/checkpoint/kill",
-    "sync/server/checkpoint/disk",
+    "sync/server/checkpoint/disk/rpc",
     # A shard server.
     "sync/shard/joining/kill",
-    "sync/shard/first_step/kill",
+    "sync/shard/first_step/kill/rpc",
     "async/shard/mid_step/kill",
     # The supervisor.
-    "sync/supervisor/mid_step/kill",
+    "sync/supervisor/mid_step/kill/rpc",
     "ddp/supervisor/mid_step/stop_10s",
     "sync/supervisor/shutdown/kill",
 ]
@@ -56,6 +57,7 @@ def references(tmp_path_factory):
     return References(tmp_path_factory.mktemp("references"))
 
 
+@pytest.mark.claim("rpc-faults")
 @pytest.mark.parametrize("name", CELLS)
 def test_a_run_survives(tmp_path, references, name):
     """It completes with every sample applied as often as is due, or ends in one sentence; nothing is left behind."""
@@ -68,11 +70,12 @@ def test_a_run_survives(tmp_path, references, name):
         assert expected in outcome.outcome or "could not be written" in outcome.outcome
 
 
-@pytest.mark.parametrize("role", ["server", "trainer"])
-def test_a_run_survives_kills_at_random_instants(tmp_path, references, role):
+@pytest.mark.claim("rpc-faults")
+@pytest.mark.parametrize(("role", "transport"), [("server", "auto"), ("trainer", "auto"), ("trainer", "rpc")])
+def test_a_run_survives_kills_at_random_instants(tmp_path, references, role, transport):
     """The parameters are those of a run without kills."""
     consistency = "sync" if role == "server" else "rollback"
-    kills = Kills(role, consistency, "adam", seed=1, count=2)
+    kills = Kills(role, consistency, "adam", seed=1, count=2, transport=transport)
     outcome = run_kills(kills, tmp_path / "run", references)
     assert outcome.kills == 2
     assert outcome.problems == []

@@ -14,7 +14,7 @@ from launching import environment, resume, resume_in_process, run_concurrently, 
 from tasks import ReferenceTask
 
 import paramserver
-from paramserver import evaluate
+from paramserver import evaluate, predict
 from paramserver.checkpoint.format import Manifest, _manifest_digest
 from paramserver.errors import CheckpointError
 from paramserver.runs.attempt import resume_transaction
@@ -57,6 +57,18 @@ def test_latest_is_a_folder(run_dir, call, capsys):
 def test_a_config_that_is_none(run_dir, call, capsys, content, expected):
     (run_dir / "config.yaml").write_bytes(content)
     assert_readers_refuse(run_dir, call, capsys, rf"{run_dir}/config.yaml.*{expected}")
+
+
+@pytest.mark.claim("no-best")
+@pytest.mark.parametrize("command", [evaluate.main, predict.main])
+def test_the_best_checkpoint_of_a_run_that_marks_none(run_dir, capsys, command):
+    options = ["--source", f"{__file__}:nothing", "--out", str(run_dir / "out.npz")] if command is predict.main else []
+    assert command([str(run_dir), "--checkpoint", "best", *options]) == 2
+    assert capsys.readouterr().err.partition("error: ")[2] == (
+        f"checkpoint best of {run_dir} must exist, and no validation has marked one, as only a run with "
+        "checkpoint.best and a validation_source does; choose latest, or one of the steps 4, 2\n"
+    )
+    assert not (run_dir / "out.npz").exists()
 
 
 def test_no_config_or_a_folder_in_its_place(run_dir, call, capsys):
@@ -142,7 +154,7 @@ def test_a_closed_pipe_is_no_error(original):
             stderr=subprocess.PIPE,
             text=True,
             env=environment(),
-            timeout=60,
+            timeout=150,
             check=False,
         )
         os.close(writing)

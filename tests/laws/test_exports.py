@@ -18,7 +18,7 @@ PUBLIC = {
         "rank_zero_only",
         "run",
     ],
-    "trainers": ["DdpTrainer", "LocalTrainer", "RpcTrainer", "ServedTrainer", "Trainer"],
+    "paramserver.trainers": ["DdpTrainer", "LocalTrainer", "RpcTrainer", "ServedTrainer", "Trainer"],
     "paramserver.buffers": ["Batch", "Buffer", "BufferInfo", "Fifo", "Firo", "Reservoir", "make_buffer"],
     "paramserver.sources": [
         "DatasetSource",

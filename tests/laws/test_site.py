@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import paramserver
-import trainers
+import paramserver.trainers
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -52,5 +52,7 @@ def test_every_public_name_is_in_the_api(site):
     page = (site / "docs" / "api.html").read_text()
     errors = {"TrainingError", "UnsupportedConfiguration"}  # on the page as names of paramserver.errors
     names = [f"paramserver.{name}" for name in paramserver.__all__ if name != "__version__" and name not in errors]
-    names += [f"paramserver.errors.{name}" for name in errors] + [f"trainers.{name}" for name in trainers.__all__]
+    names += [f"paramserver.errors.{name}" for name in errors] + [
+        f"paramserver.trainers.{name}" for name in paramserver.trainers.__all__
+    ]
     assert [name for name in names if f'id="{name}"' not in page] == []

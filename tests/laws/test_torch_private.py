@@ -29,6 +29,7 @@ USED = {
     },
     "paramserver.rng": {"torch.utils._python_dispatch.TorchDispatchMode"},
     "paramserver.server.model_service": {"torch.utils._pytree.tree_flatten", "torch.utils._pytree.tree_unflatten"},
+    "paramserver.distributed.name_lookups": {"torch._C._distributed_c10d.TCPStore"},
     "paramserver.distributed.resize": {"torch._C._distributed_c10d.Store"},
     "paramserver.distributed.rendezvous": {
         "torch._C._distributed_c10d.PrefixStore",
@@ -56,15 +57,16 @@ USED = {
         "torch.distributed.rpc.api._init_rpc_states",
     },
     "paramserver.runtime.rank": {"torch._C._distributed_c10d.Store"},
+    "paramserver.parameters.model_tree": {"torch._foreach_copy_"},
     "paramserver.transport.shared_memory": {"torch._foreach_copy_"},
     "paramserver.transport.rpc": {"torch._foreach_copy_"},
-    "trainers.server_forward": {
+    "paramserver.trainers.server_forward": {
         "torch.utils._pytree.tree_leaves",
         "torch.utils._pytree.tree_flatten",
         "torch.utils._pytree.tree_map",
         "torch.utils._pytree.tree_unflatten",
     },
-    "trainers.gradient_buckets": {"torch._foreach_copy_"},
+    "paramserver.trainers.gradient_buckets": {"torch._foreach_copy_"},
 }
 
 

@@ -3,7 +3,8 @@
     python -m tests.measure.faults [--cells WORD ...] [--out docs/faults.md]
     python -m tests.measure.faults --figures 5
 
-A cell is named ``consistency/role/phase/fault``; ``--cells`` selects those whose names have all of these words. Every
+A cell is named ``consistency/role/phase/fault``; ``--cells`` selects those whose names have all of these words. With
+``--transport rpc`` parameters and gradients are messages, and ``/rpc`` is the end of the names. Every
 cell is a run of two trainers whose ranks are forked from a process that has imported torch, so that a cell takes
 seconds; ``--figures`` starts interpreters. With ``--results``, cells that the file has are not run again.
 """
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +68,21 @@ STOPPED_S = 10.0
 
 @dataclass(frozen=True)
 class Cell:
-    """One fault: where, when and in which kind of run. ``rollback`` is ``sync`` with ``server.on_loss: rollback``."""
+    """One fault: where, when and in which kind of run. ``rollback`` is ``sync`` with ``server.on_loss: rollback``.
+
+    ``transport`` is ``server.transport``; ``auto`` is shared memory here.
+    """
 
     consistency: str
     role: str
     phase: str
     fault: str
+    transport: str = "auto"
 
     @property
     def name(self) -> str:
-        return "/".join((self.consistency, self.role, self.phase, self.fault))
+        named = (self.consistency, self.role, self.phase, self.fault)
+        return "/".join(named if self.transport == "auto" else (*named, self.transport))
 
     @property
     def mode(self) -> str:
@@ -94,7 +101,7 @@ class Cell:
 
     def impossible(self) -> str | None:
         """Why there is no such cell; None if there is one."""
-        if self.mode == "ddp" and self.role in ("server", "shard"):
+        if self.mode == "ddp" and (self.role in ("server", "shard") or self.transport != "auto"):
             return "ddp has no servers"
         if self.role == "supervisor" and self.fault not in SIGNALS:
             return "the supervisor runs no code of the task, and writes a file only if rank 0 could not"
@@ -111,6 +118,7 @@ class Cell:
         """Of the run."""
         consistency = {"rollback": "sync", "backup": "sync", "ddp": "sync"}.get(self.consistency, self.consistency)
         server: dict[str, Any] = {"consistency": consistency, "heartbeat_s": 0.3, "lost_after_s": LOST_AFTER_S}
+        server["transport"] = self.transport
         if self.consistency == "rollback":
             server["on_loss"] = "rollback"
         if self.consistency == "backup":
@@ -229,6 +237,9 @@ def run_cell(cell: Cell, folder: Path, references: References, start: Any = None
     at = fired["time"] if fired else time.time()
     rows = _rows(folder)
     problems += _problems_of_end(cell, code, summary, finished)
+    problems += [
+        f"a trainer uses {used}" for used in _transports(finished) - {cell.transport} if cell.transport != "auto"
+    ]
     completed = code == 0 and summary.get("status") == "completed"
     outcome = "completed" if completed else f"code {code}: {_last_error(watch)}"
     samples = summary.get("samples") if completed else None
@@ -376,6 +387,12 @@ def _rows(folder: Path) -> list[tuple[float, int, int, int]]:
     return sorted((float(w[0]), int(w[1]), int(w[2]), int(w[3])) for w in words if len(w) == 4)
 
 
+def _transports(finished: FinishedRun) -> set[str]:
+    """What the trainers exchange parameters and gradients by."""
+    logs = [file.read_text() for file in (finished.run_dir / "logs").glob("rank-*.log")]
+    return {used for log in logs for used in re.findall(r"transport of parameters and gradients: (\w+)", log)}
+
+
 def _records(finished: FinishedRun) -> list[dict[str, Any]]:
     file = finished.run_dir / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
@@ -493,7 +510,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    ran = list(results.values())
+    by_rpc = [r for r in results.values() if r["name"].endswith("/rpc")]
+    ran = [r for r in results.values() if r not in by_rpc]
     failed = [r for r in ran if not r["expected"]]
     lines = [
         HEADER.format(
@@ -508,6 +526,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             due=DUE,
         )
     ]
+    if by_rpc:
+        lines.append(HEADER_RPC.format(cells=len(by_rpc), failed=sum(not r["expected"] for r in by_rpc)))
     for role in ROLES:
         lines += [f"\n## {role.capitalize() if role != 'shard' else 'Shard server'}\n"]
         lines += ["| phase | fault | " + " | ".join(CONSISTENCIES) + " |", "| --- " * (2 + len(CONSISTENCIES)) + "|"]
@@ -543,6 +563,9 @@ one sentence, and after how many seconds. Ranks are forks of a process that has 
 saves the 3 to 4 seconds of a new interpreter. In `rollback` (`sync` with `server.on_loss: rollback`), in `ddp`, and
 after the loss of a server in `sync`, the parameters are bit-equal to those of the undisturbed run. No cell leaves a
 process or a temporary file behind; shared memory and abstract sockets end with their processes."""
+
+HEADER_RPC = """
+The same faults with `server.transport: rpc`: {cells} cells, of which {failed} did not end as they must."""
 
 
 # Figures, with new interpreters.
@@ -595,6 +618,7 @@ def report_figures(repeats: int, folder: Path) -> int:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="*", default=[], help="words of names; a word may be alternatives: sync|ddp")
+    parser.add_argument("--transport", default="auto", choices=["auto", "rpc"], help="server.transport of the cells")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--results", type=Path, help="JSON lines of results, which are added to")
     parser.add_argument("--out", type=Path, help="write the table there")
@@ -617,7 +641,8 @@ def report_cells(arguments: argparse.Namespace, folder: Path) -> int:
         for line in arguments.results.read_text().splitlines():
             result = json.loads(line)
             results[result["name"]] = result
-    chosen = [c for c in all_cells() if not c.impossible() and _is_chosen(c, arguments.cells) and c.name not in results]
+    cells = [replace(cell, transport=arguments.transport) for cell in all_cells()]
+    chosen = [c for c in cells if not c.impossible() and _is_chosen(c, arguments.cells) and c.name not in results]
     references = References(folder / "references")
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for outcome in pool.map(lambda cell: run_cell(cell, folder / cell.name, references), chosen):

@@ -68,6 +68,7 @@ class Kills:
         seed: of the draws.
         count: the run ends soon after so many kills, or before.
         sample_every: read what the other processes hold before every so many kills; 0 for never.
+        transport: as that of a ``Cell``.
     """
 
     role: str
@@ -76,6 +77,7 @@ class Kills:
     seed: int
     count: int
     sample_every: int = 0
+    transport: str = "auto"
 
     @property
     def targets(self) -> list[int]:
@@ -88,7 +90,7 @@ class Kills:
 
     def config(self) -> dict[str, Any]:
         """Of the run."""
-        config = Cell(self.consistency, self.role, "mid_step", "kill").config()
+        config = Cell(self.consistency, self.role, "mid_step", "kill", self.transport).config()
         config["cluster"]["max_restarts"] = self.count
         config["training"]["max_epochs"] = self.epochs
         return config

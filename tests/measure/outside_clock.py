@@ -2,9 +2,9 @@
 
     python -m tests.measure.outside_clock [--model mlp] [--seconds 5] [--trainers 2] [--repeats 3]
 
-The task writes the number of samples of each batch to a pipe; this process reads the pipe and records the time of each
-line. From ``--warm`` seconds after the first line to the last line, samples over seconds is the outside throughput.
-The record's own must be within 3 %, and the phases of a step must sum to its mean within 5 %.
+The task writes the time and the number of samples of each batch to a pipe, which this process reads. From ``--warm``
+seconds after the first line to the last line, samples over seconds is the outside throughput. The record's own must be
+within 3 %, and the phases of a step must sum to its mean within 5 %.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Reporting(Measured):
         self.out = os.open(self.pipe, os.O_WRONLY)
 
     def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor:
-        os.write(self.out, f"{len(batch[0])}\n".encode())
+        # The time is that of the kernel's monotonic clock, which all processes of a host share.
+        os.write(self.out, f"{time.perf_counter()} {len(batch[0])}\n".encode())
         return super().training_step(model, batch, batch_idx)
 
     def on_train_end(self) -> None:
@@ -60,10 +61,13 @@ class Reporting(Measured):
 
 
 class Listener:
-    """Reads the pipe in a thread, and notes when samples come. A context manager.
+    """Reads the pipe in a thread. A context manager.
 
     Args:
         pipe: made here.
+
+    Attributes:
+        received: time and number of samples of each batch.
     """
 
     def __init__(self, pipe: Path) -> None:
@@ -82,7 +86,7 @@ class Listener:
                 if not selector.select(0.1):
                     continue
                 *lines, rest = (rest + os.read(self._file, 1 << 16)).split(b"\n")
-                self.received += [(time.perf_counter(), int(line)) for line in lines]
+                self.received += [(float(moment), int(count)) for moment, count in map(bytes.split, lines)]
 
     def __enter__(self) -> Listener:
         self._thread.start()
@@ -97,6 +101,13 @@ class Listener:
         """Samples per second, from ``warm_s`` after the first batch to the last."""
         begin, end = self.received[0][0] + warm_s, self.received[-1][0]
         return sum(count for moment, count in self.received if begin < moment <= end) / (end - begin)
+
+    def samples_within(self, seconds: float) -> tuple[int, int]:
+        """The least and the most samples of any window of this length between the first batch and the last."""
+        received = sorted(self.received)
+        begins = [moment for moment, _ in received if moment + seconds <= received[-1][0]]
+        windows = [sum(n for moment, n in received if begin <= moment < begin + seconds) for begin in begins]
+        return min(windows), max(windows)
 
 
 def config_of(pipe: Path, model: str, trainers: int) -> dict[str, Any]:
@@ -113,14 +124,14 @@ def method_of(folder: Path, seconds: float, warm_s: float) -> MeasuringMethod:
     return MeasuringMethod(out=folder, folders=[ROOT], environ=environ, seconds=seconds, warm_s=warm_s)
 
 
-def heard_and_recorded(case: Case, repeat: int, method: MeasuringMethod, pipe: Path) -> tuple[float, CaseResult]:
-    """The throughput by the outside clock, and the record of the same run."""
+def heard_and_recorded(case: Case, repeat: int, method: MeasuringMethod, pipe: Path) -> tuple[Listener, CaseResult]:
+    """What the task reported, and the record of the same run."""
     pipe.unlink(missing_ok=True)
     with Listener(pipe) as listener:
         record = measure(case, repeat, method)
     if not record.is_completed:
         raise RuntimeError(record.error)
-    return listener.rate(method.warm_s), record
+    return listener, record
 
 
 def phase_share(record: CaseResult) -> float:
@@ -145,7 +156,8 @@ def main() -> None:
         ratios: dict[str, list[float]] = {case.name: [] for case in cases}
         shares: dict[str, list[float]] = {case.name: [] for case in cases}
         for repeat, case in interleaved(cases, arguments.repeats):
-            outside, record = heard_and_recorded(case, repeat, method, pipe)
+            listener, record = heard_and_recorded(case, repeat, method, pipe)
+            outside = listener.rate(method.warm_s)
             ratios[case.name].append((record.samples_per_second or 0.0) / outside)
             shares[case.name].append(phase_share(record))
             print(f"  {repeat + 1}/{arguments.repeats} {case.name}: {outside:.0f} samples/s outside", file=sys.stderr)

@@ -121,7 +121,7 @@ class Tiny(Task):
     def on_train_start(self) -> None:
         (self.folder / f"pid-{os.getpid()}").unlink()  # those of the servers are left
         if self.paths:
-            from trainers import RpcTrainer
+            from paramserver.trainers import RpcTrainer
 
             note_calls(self.noted, RpcTrainer, "step_optimizer", "backward ends")
             note_calls(self.noted, type(self.trainer.server), "push_in_place", "sent", after=True)

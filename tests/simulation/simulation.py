@@ -10,7 +10,7 @@ import pickle
 import random
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,7 @@ class Scenario:
         waits: probability that a trainer has no samples when it announces.
         supervised: processes that the server lost are killed and started again; else they come back by themselves.
         gives_up: the first trainer that dies is not started again.
+        update_s: how long the server computes an update, or stages a checkpoint, at most.
     """
 
     config: Config
@@ -70,6 +71,7 @@ class Scenario:
     waits: float
     supervised: bool
     gives_up: bool
+    update_s: float
 
     @classmethod
     def draw(cls, rng: random.Random) -> Scenario:
@@ -117,6 +119,7 @@ class Scenario:
             waits=rng.choice((0.0, 0.0, 0.1)),
             supervised=rng.random() < 0.6,
             gives_up=rng.random() < 0.05,
+            update_s=rng.choice((0.0, 0.0, 0.1, 2 * LOST_AFTER_S)),
         )
 
 
@@ -233,6 +236,7 @@ class World(engine.World):
         self.incarnations = 0
         self.validations: set[int] = set()  # versions, of all views
         self.last_validation: dict[int, int] = {}  # in each view
+        self.updating_until: dict[Node, float] = {}
         self.late: set[int] = set()  # requests that were held back in the network
         # Of the server that lives.
         self.keys: set[PushKey] = set()
@@ -268,6 +272,21 @@ class World(engine.World):
     def compute_s(self, session: Session) -> float:
         assert isinstance(session.process, FaultyProcess)
         return float(session.process.compute_s * self.rng.uniform(0.5, 1.5))
+
+    def submit(self, node: Node, job: Callable[[], None]) -> None:
+        """Run a job after those before it. Messages, losses and joins happen meanwhile."""
+        began = max(self.now, self.updating_until.get(node, 0.0))
+        most_s = self.scenario.update_s * (1.0 if self.chance(0.2) else 0.05)
+        self.updating_until[node] = began + self.rng.uniform(0.0, most_s)
+        self.at(self.updating_until[node], self._run_job, node, job)
+
+    def _run_job(self, node: Node, job: Callable[[], None]) -> None:
+        if not node.alive:
+            return
+        if node.paused_until > self.now:
+            self.at(node.paused_until, self._run_job, node, job)
+        else:
+            job()
 
     def run(self) -> SimulatedRun:
         self.note("scenario", self.scenario)

@@ -99,4 +99,4 @@ def test_a_protocol_without_one_of_its_checks_is_noticed(monkeypatch, owner, met
 
 def test_a_validation_that_the_last_trainer_leaves_undone_is_noticed(monkeypatch):
     monkeypatch.setattr(Sync, "_is_due", property(lambda rules: False, lambda rules, value: None), raising=False)
-    assert "were never validated" in failing([4975])
+    assert "were never validated" in failing([6419])

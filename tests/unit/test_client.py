@@ -290,6 +290,21 @@ def test_what_a_trainer_sent_before_it_closed_is_received(run):
 
 
 @pytest.mark.parametrize("who", ["coordinator", 0])
+def test_over_of_one_process_does_not_hide_the_last_ack_of_another(run, who):
+    client = Client(run.address).open(0)
+    client.send(0, sample(0))
+    run.wait_for(lambda: run.samples[0])
+    run.acknowledges = False
+    client.send(1, sample(1))
+    run.wait_for(lambda: run.samples[1])
+    run.send_to_all(who, MessageKind.OVER)
+    run.release()
+    assert client._sender._trainers[1].socket.poll(20_000)
+    client.close()
+    assert client.sent == 2
+
+
+@pytest.mark.parametrize("who", ["coordinator", 0])
 def test_over_ends_a_sender_that_waits_and_every_call_after(run, who):
     run.acknowledges = False
     client = Client(run.address).open(0)

@@ -1,5 +1,7 @@
 """The context of a process: requests to stop, start-up times, identity."""
 
+import errno
+import math
 import os
 import signal
 import subprocess
@@ -16,10 +18,13 @@ from paramserver.consistency import Stop
 from paramserver.context import (
     ProcessContext,
     StartupTimer,
+    StopLimit,
     StopRequest,
+    place_of_user_code,
     process_start_time,
 )
 from paramserver.devices import CPU
+from paramserver.distributed.timeouts import call_with_timeout
 
 
 def test_no_request_is_no_stop():
@@ -109,6 +114,173 @@ def test_a_run_in_another_thread_installs_no_signal_handlers():
     thread.start()
     thread.join(10)
     assert seen == [before, (Stop.SIGNAL, "the owner")]
+
+
+@pytest.mark.claim("forked-workers")
+def test_a_forked_child_has_the_handlers_from_before_the_run():
+    def own(number, frame):
+        pass
+
+    numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, own) for number in numbers}
+    try:
+        with StopRequest(), StopRequest():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of the task
+            child = os.fork()
+            if child == 0:
+                handlers = [signal.getsignal(number) for number in numbers]
+                os._exit(0 if handlers == [own, own, signal.SIG_IGN] else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert signal.getsignal(signal.SIGTERM) is not own
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# The limit of a stop.
+
+
+class Ends:
+    """A limit whose end is recorded, and which passes as soon as the test says."""
+
+    def __init__(self, limit_s=0.05, grace_s=0.05):
+        self.stop, self.ended, self.places = StopRequest(), threading.Event(), []
+        self.lines = []
+        self.limit = StopLimit(self.stop, limit_s, self.lines.append)
+        self.limit.grace_s, self.limit.end = grace_s, lambda place: (self.places.append(place), self.ended.set())
+
+
+def task_hook(event):
+    assert event.wait(20)
+
+
+@pytest.mark.claim("stuck-hook")
+def test_a_hook_that_does_not_return_in_time_is_named():
+    ends, at_limit = Ends(), []
+    ends.limit.at_limit = at_limit.append
+    # The main thread is in this file, which this package did not call.
+    with ends.stop, ends.limit:
+        ends.stop.request("signal SIGTERM")
+        assert ends.ended.wait(20)
+    assert ends.limit.is_over
+    assert at_limit == ends.places == [""]
+    assert len(ends.lines) == 1
+    assert ends.lines[0].startswith("signal SIGTERM: this process ends once the present step or hook returns")
+
+
+@pytest.mark.claim("stuck-hook")
+def test_what_fails_at_the_limit_does_not_keep_the_process(caplog):
+    """A line to a console that is closed, stacks for a log on a full disk, a checkpoint of a state that is refused."""
+
+    def fail(text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    ends = Ends()
+    ends.limit._acknowledge = ends.limit.at_limit = fail
+    with ends.stop, ends.limit:
+        ends.stop.request("signal SIGTERM")
+        assert ends.ended.wait(20)
+    assert caplog.text.count("No space left on device") >= 2
+
+
+@pytest.mark.claim("stuck-hook")
+def test_what_returns_in_time_is_not_ended():
+    ends = Ends(limit_s=1000.0)
+    with ends.stop, ends.limit:
+        ends.stop.request("the owner")
+    assert not ends.places
+    assert not ends.limit.is_over
+
+
+def test_a_signal_that_asks_a_trainer_to_leave_sets_no_limit():
+    ends = Ends(limit_s=math.inf)
+    with ends.stop, ends.limit:
+        ends.stop.request("signal SIGTERM")
+        assert not ends.ended.wait(0.5)
+    assert ends.lines == [
+        "signal SIGTERM: this process ends once the present step or hook returns; a second Ctrl-C ends it at once"
+    ]
+
+
+@pytest.mark.claim("stuck-hook")
+def test_a_checkpoint_that_is_written_is_not_limited():
+    ends = Ends()
+    with ends.stop, ends.limit:
+        with ends.limit.paused():
+            ends.stop.request("the owner")
+            assert not ends.ended.wait(1.0)
+        assert ends.ended.wait(20)
+
+
+@pytest.mark.claim("second-signal")
+def test_a_second_signal_ends_the_time_and_the_same_one_that_comes_twice_does_not(monkeypatch):
+    ends, over = Ends(limit_s=1000.0), threading.Event()
+    ends.limit.at_limit = lambda place: over.set()
+    with ends.stop, ends.limit:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert not over.wait(0.3)
+        monkeypatch.setattr(context, "SAME_SIGNAL_S", 0.0)
+        signal.raise_signal(signal.SIGTERM)
+        assert over.wait(20)
+
+
+def test_a_signal_that_the_task_handles_is_no_request():
+    ends, seen = Ends(), []
+    with ends.stop, ends.limit:
+        signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+        signal.raise_signal(signal.SIGUSR1)
+        assert not ends.stop.event.wait(0.3)
+        signal.signal(signal.SIGUSR1, ends.stop._handle)
+    assert seen == [signal.SIGUSR1]
+
+
+@pytest.mark.claim("early-interrupt")
+def test_a_signal_is_acknowledged_while_the_main_thread_computes_in_c():
+    code = """
+import ctypes, os, signal, threading
+from paramserver.context import StopLimit, StopRequest
+def acknowledge(line):
+    print(line, flush=True)
+    os._exit(3)
+with StopRequest() as stop, StopLimit(stop, 1000.0, acknowledge):
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.startswith("signal SIGINT: ")
+
+
+def test_an_error_is_raised_in_a_hook_of_a_process_that_must_go_on():
+    held = threading.Lock()
+    with StopRequest() as stop, held:
+        timer = threading.Timer(0.1, stop.raise_in_main_thread, (ZeroDivisionError(),))
+        timer.start()
+        with pytest.raises(ZeroDivisionError):
+            held.acquire(timeout=20)
+    timer.join()
+
+
+def test_the_place_in_the_code_of_the_user_is_named():
+    event, places = threading.Event(), []
+
+    def called_by_this_package():
+        task_hook(event)
+
+    thread = threading.Thread(
+        target=call_with_timeout, args=(20.0, "a hook", called_by_this_package), name="outer", daemon=True
+    )
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not places and time.monotonic() < deadline:
+        inner = [t for t in threading.enumerate() if t.name == "within-a hook"]
+        places = [place for place in [place_of_user_code(inner)] if "task_hook" in place or "called_by" in place]
+    event.set()
+    thread.join(20)
+    assert places[0].startswith(f"called_by_this_package ({__file__}, line "), places
 
 
 # Start-up times.

@@ -1,6 +1,8 @@
 """Import of user code: which file or module a reference names, and the message where there is none."""
 
 import gc
+import importlib
+import pickle
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -44,6 +46,49 @@ def test_a_file_is_looked_for_in_the_folders_in_their_order(tmp_path):
     del sys.modules["digits_task"]
     write(tmp_path / "first", "digits_task.py")
     assert load_object("digits_task.py:Digits", "task", folders).where == "first"
+
+
+@pytest.fixture
+def no_former_name(monkeypatch):
+    """A process that has not imported the name ``trainers``."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trainers"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.claim("users-trainers")
+@pytest.mark.parametrize("file", ["trainers/__init__.py", "trainers/digits.py", "trainers.py"])
+@pytest.mark.parametrize("position", [0, -1], ids=["first", "last"])
+def test_a_module_of_the_user_precedes_the_former_name_of_the_trainers(
+    tmp_path, monkeypatch, no_former_name, caplog, file, position
+):
+    top = Path(importing.__file__).parents[1]  # in a checkout it has a folder of this name
+    monkeypatch.setattr(sys, "path", [str(top), *sys.path])
+    sys.path.insert(len(sys.path) if position else 0, str(tmp_path))
+    file = write(tmp_path, "trainers.py") if file == "trainers.py" else write(tmp_path / "trainers", Path(file).name)
+    name = ".".join(file.relative_to(tmp_path).with_suffix("").parts).removesuffix(".__init__")
+    assert load_object(f"{name}:Digits", "task").where == file.parent.name
+    assert Path(sys.modules[name].__file__) == file
+    from paramserver.trainers import Trainer
+
+    assert Trainer.__module__ == "paramserver.trainers.base"
+    assert caplog.messages == []
+
+
+@pytest.mark.claim("old-trainers-import")
+@pytest.mark.parametrize("reference", ["trainers:RpcTrainer", "trainers.rpc:RpcTrainer"])
+def test_the_former_name_of_the_trainers_is_the_same_module(no_former_name, caplog, reference):
+    found = load_object(reference, "trainer")
+    from paramserver.trainers import RpcTrainer
+
+    assert found is RpcTrainer
+    assert (
+        load_object("trainers.ddp:DdpTrainer", "trainer") is importlib.import_module("paramserver.trainers").DdpTrainer
+    )
+    assert pickle.loads(b"ctrainers.gradient_buckets\nGradientBuckets\n.").__module__.startswith("paramserver.")
+    assert sys.modules["trainers.ddp"] is sys.modules["paramserver.trainers.ddp"]
+    assert sys.modules["trainers"].__spec__.name == "paramserver.trainers"
+    (line,) = caplog.messages
+    assert "paramserver.trainers" in line
 
 
 def test_a_file_may_be_absolute_or_in_a_sub_folder(tmp_path):

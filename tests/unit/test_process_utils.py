@@ -44,3 +44,55 @@ exit_process(0)
 """
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.claim("forked-workers")
+@pytest.mark.parametrize(
+    "left_open",
+    [
+        "context.Process(target=signal.pause).start()",
+        "workers = context.Pool(1); workers.apply_async(signal.pause)",
+        "workers = ProcessPoolExecutor(1, context); workers.submit(signal.pause)",
+        "threading.Thread(target=stays.wait).start()",
+        "atexit.register(stays.wait)",
+        "atexit.register(stays.wait); sys.stderr.close()",
+    ],
+    ids=["process", "pool", "executor", "thread", "handler", "closed-console"],
+)
+def test_what_a_task_leaves_open_does_not_keep_the_process(left_open):
+    done = ended(
+        f"""
+import atexit, multiprocessing, signal, sys, threading
+from concurrent.futures import ProcessPoolExecutor
+import torch
+from paramserver import process_utils
+from paramserver.context import StopRequest
+process_utils._THREADS_S = process_utils._HANDLERS_S = process_utils._UNBLOCKED_S = 0.3
+context, stays = multiprocessing.get_context("fork"), threading.Event()
+with StopRequest(restore=False):
+    {left_open}
+    process_utils.exit_process(3)
+"""
+    )
+    assert done.returncode == 3, done.stderr
+
+
+@pytest.mark.claim("second-signal")
+@pytest.mark.parametrize("signals", ["SIGTERM SIGTERM", "SIGUSR1 SIGTERM", "SIGINT"])
+def test_a_signal_ends_exit_handlers(signals):
+    """The first SIGTERM may be that of a run which has ended just now."""
+    done = ended(
+        f"""
+import atexit, signal
+import torch
+from paramserver.process_utils import exit_process
+def receive():
+    for name in "{signals}".split():
+        print(name, flush=True)
+        signal.raise_signal(getattr(signal, name))
+    print("goes on", flush=True)
+atexit.register(receive)
+exit_process(3)
+"""
+    )
+    assert (done.returncode, done.stdout.strip().split()) == (3, signals.split()), done.stderr

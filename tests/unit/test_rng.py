@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paramserver.rng import random_states, restore_random_states, seed_all
+from paramserver.rng import random_states, restore_random_states, seed_all, validation_generators
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +94,29 @@ def test_each_gpu_continues_the_state_of_its_place(monkeypatch):
     restore_random_states(stored, [torch.device("cpu")])
     restore_random_states(random_states([torch.device("cpu")]), list(states))
     assert [int(state) for state in states.values()] == [2, 1, 2, 3]
+
+
+@pytest.mark.claim("validation-draws")
+def test_a_validation_draws_by_seed_version_and_share_and_leaves_the_generators_as_they_were():
+    def validated(*key):
+        with validation_generators(*key):
+            return drawn()
+
+    seed_all(4)
+    drawn()
+    states = random_states()
+    expected = drawn()
+    restore_random_states(states)
+    first = validated(0, 100, 1)
+    assert drawn() == expected
+    assert validated(0, 100, 1) == first
+    assert first not in [validated(0, 100, 0), validated(0, 200, 1), validated(1, 100, 1)]
+    # A share within another validation, and a validation that fails.
+    restore_random_states(states)
+    with validation_generators(0, 100, 0):
+        assert validated(0, 100, 1) == first
+    assert drawn() == expected
+    restore_random_states(states)
+    with pytest.raises(RuntimeError), validation_generators(0, 100, 0):
+        torch.rand(2).view(3)
+    assert drawn() == expected

@@ -25,6 +25,9 @@ def well(parameters, client):
 def raises(parameters, client):
     well(parameters, client)
     raise LookupError("the mesh is torn")
+
+def reshapes(parameters, client):
+    client.send(0, {"temperature": np.zeros((3, 2), np.float32)})
 """
 
 
@@ -57,6 +60,19 @@ def test_an_exception_is_shown_and_no_bye_is_sent(work):
         assert done.returncode == 1
         assert "LookupError: the mesh is torn" in done.stderr
         assert "Traceback" in done.stderr
+        assert run.byes == []
+
+
+@pytest.mark.claim("wrong-shape")
+def test_what_the_client_refuses_is_one_sentence_with_the_line_of_the_user(work, tmp_path):
+    with FakeRun(trainers=1) as run:
+        done = work(run, "functions.py:reshapes")
+        assert done.returncode == 1
+        line = 1 + FUNCTIONS.splitlines().index('    client.send(0, {"temperature": np.zeros((3, 2), np.float32)})')
+        assert done.stderr == (
+            "error: ClientError: field temperature must have the shape (2, 3), this one has (3, 2); reshape it "
+            f"({tmp_path / 'functions.py'}:{line})\n"
+        )
         assert run.byes == []
 
 

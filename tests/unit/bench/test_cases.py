@@ -136,7 +136,7 @@ def test_with_a_slow_trainer_all_but_the_single_process_are_there_without_and_wi
         ({"modes": "ddp,"}, "--modes ddp,: must be words with commas between"),
         ({"trainers": "2,zero"}, "--trainers 2,zero: zero must be a whole number from 1 on"),
         ({"trainers": "0"}, "--trainers 0: 0 must be a whole number from 1 on"),
-        ({"sweeps": ["training.batchsize=1,2"]}, "did you mean training.batch_size?"),
+        ({"sweeps": ["training.batchsize=1,2"]}, "write training.batch_size"),
         ({"sweeps": ["training.batch_size"]}, "must be key=value,value"),
         ({"sweeps": ["training.batch_size=1,,2"]}, "must be key=value,value"),
         ({"sweeps": ["training.batch_size=1,x"]}, "--sweep training.batch_size=x: training.batch_size (x) must be"),

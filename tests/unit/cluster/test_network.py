@@ -5,10 +5,10 @@ import socket
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from paramserver.cluster import (
     DEFAULT_PORT,
-    LOOPBACK,
     SUPERVISED,
     bind_interface,
     bind_listener,
@@ -20,7 +20,7 @@ from paramserver.cluster import (
     own_address,
     process_environ,
 )
-from paramserver.cluster.network import producer_environment
+from paramserver.cluster.network import list_interfaces, producer_environment
 from paramserver.cluster.simulation import in_slurm_allocation
 from paramserver.errors import UnsupportedConfiguration
 
@@ -35,9 +35,18 @@ def test_not_loopback(host):
     assert not is_loopback(host)
 
 
-def test_the_loopback_interface_is_one_of_this_machine():
-    assert (Path("/sys/class/net") / LOOPBACK).exists()
-    assert DEFAULT_PORT == 29500
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_ranks_of_one_machine_listen_where_no_other_machine_reaches_them(host):
+    environ = {}
+    choose_interface(environ, None, host)
+    (addresses,) = [one.addresses for one in list_interfaces() if one.name == chosen_interface(environ)]
+    assert addresses
+    assert all(map(is_loopback, addresses))
+
+
+def test_the_default_port_is_that_of_the_launcher_of_torch():
+    (option,) = [action for action in get_args_parser()._actions if action.dest == "master_port"]
+    assert f"Defaults to {DEFAULT_PORT}." in option.help or option.default == DEFAULT_PORT
 
 
 def test_both_transports_are_bound_to_the_interface():

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, seed, settings, strategies as st
 
 import paramserver.config
+from paramserver.api import run
 from paramserver.config import (
     KEYS,
     BestConfig,
@@ -19,6 +20,7 @@ from paramserver.config import (
     value_of,
 )
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.task import Task
 
 
 def nested(name: str, value) -> dict:
@@ -139,6 +141,25 @@ def test_an_override_is_refused_by_its_own_text(override, message):
 def test_a_flag_is_refused_by_its_name():
     message = refused({}, flags={"cluster.master_port": 70000})
     assert message.startswith("--master_port: cluster.master_port (70000) must be at most 65535; ")
+
+
+@pytest.mark.claim("wire-dtype")
+def test_a_type_of_the_wire_that_is_stored_counts_as_null_and_one_that_is_asked_for_does_not(tmp_path):
+    file = tmp_path / "config.yaml"
+
+    def read(text, **arguments):
+        file.write_text(f"task: a:B\n{text}")
+        return load_config(file, **arguments).server.wire_dtype
+
+    assert read("") is None
+    for asked in ("float32", "bfloat16", "float16"):
+        assert read(f"server: {{wire_dtype: {asked}}}") == asked
+    assert read("server: {wire_dtype: float32, bucket_mb: 1.0}", stored=True) is None
+    assert read("server: {wire_dtype: bfloat16}", stored=True) == "bfloat16"
+    assert read("server: {wire_dtype: null}", stored=True) is None
+    assert read("server: {wire_dtype: float32}", stored=True, overrides=["server.wire_dtype=float32"]) == "float32"
+    with pytest.raises(UnsupportedConfiguration, match=r"config\.yaml:2: server \(3\) must be a section"):
+        read("server: 3", stored=True)
 
 
 def test_a_stored_config_is_not_changed_by_an_override():
@@ -315,3 +336,39 @@ def test_config_and_cluster_need_no_torch():
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3], timeout=60)
+
+
+@pytest.mark.claim("given-config")
+@pytest.mark.parametrize(
+    ("merged", "given", "named"),
+    [
+        ({"seed": -1}, None, "the stored config: seed (-1)"),
+        ({"training": {"batch_size": 0}}, {"training": {"batch_size": 0}}, "the given config: training.batch_size (0)"),
+        ({"seed": 1, "training": {"batch_size": 0}}, {"seed": 1}, "the stored config: training.batch_size (0)"),
+        (
+            {"mode": "ddp", "ddp": {"static": True}},
+            {"ddp": {"static": True}},
+            "the given config: ddp.static is not a key",
+        ),
+    ],
+)
+def test_a_message_names_the_given_config_and_the_stored_one_apart(merged, given, named):
+    with pytest.raises(UnsupportedConfiguration) as caught:
+        load_config(None, base={"task": "a:B", **merged}, given=given)
+    assert str(caught.value).startswith(named)
+
+
+@pytest.mark.claim("given-config")
+def test_what_is_given_to_run_is_called_given(tmp_path):
+    class Unused(Task):
+        def build_model(self): ...
+        def build_optimizer(self, model): ...
+        def train_source(self, partition): ...
+        def training_step(self, model, batch, batch_idx): ...
+
+    for config, message in [
+        ({"seed": -1}, r"^the given config: seed \(-1\)"),
+        ({"training": {"patience": 3}}, r"^the given config: training\.patience"),
+    ]:
+        with pytest.raises(UnsupportedConfiguration, match=message):
+            run(Unused, {"mode": "local", "logging": {"run_dir": str(tmp_path / "runs")}, **config})

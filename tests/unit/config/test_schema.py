@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
-from paramserver.config import KEYS, SECTIONS, Config, Key, config_from_mapping, describe_keys
+from paramserver.config import KEYS, SECTIONS, Config, Key, config_from_mapping, describe_keys, load_config
+from paramserver.config.layers import _NAMED_ELSEWHERE, unknown_key_message
 from paramserver.config.parsing import check_value
 from paramserver.config.schema import Rule, format_value
 from paramserver.errors import UnsupportedConfiguration
@@ -24,13 +26,14 @@ mode: rpc
 seed: 0
 init_from: null
 cluster: {num_servers: null, num_trainers: 2, colocate: false, master_addr: 127.0.0.1, master_port: 0,
-          interface: null, backend: auto, timeout_s: 60, max_restarts: 3, spares: 0, elastic: false, token_file: null}
+          interface: null, backend: auto, timeout_s: 60, stop_within_s: 15, max_restarts: 3, spares: 0, elastic: false,
+          token_file: null}
 device: {kind: auto, server: auto, num_gpus: null, share_gpus: false}
 training: {max_epochs: null, max_steps: null, max_samples: null, max_seconds: null, patience: null, min_delta: 0.0,
            batch_size: 32, validation_batch_size: null, accumulate_batches: 1, clip_grad_norm: null, ema_decay: null,
            precision: float32, validate_every: 100, uneven_inputs: stop, loader_workers: 0}
 server: {consistency: sync, staleness_bound: 4, backup_trainers: 0, stale_scaling: none, compute: trainer,
-         transport: auto, wire_dtype: float32, bucket_mb: null, heartbeat_s: 1.0, lost_after_s: 5.0, on_loss: continue}
+         transport: auto, wire_dtype: null, bucket_mb: null, heartbeat_s: 1.0, lost_after_s: 5.0, on_loss: continue}
 ddp: {find_unused_parameters: false, static_graph: false, gradient_as_bucket_view: true, bucket_cap_mb: 25,
       comm_hook: none, extra: {}}
 buffer: {kind: fifo, capacity: 4096, watermark: 0, pseudo_epochs: 1, max_bytes: null, min_new_per_batch: 0}
@@ -259,3 +262,52 @@ def test_values_are_shown_as_yaml_on_one_line(value, line):
 def test_long_values_are_cut_in_messages():
     assert format_value("x" * 100, 10) == "xxxxxxx..."
     assert len(refusal(KEYS["mode"], "x" * 10_000)) < 200
+
+
+PRECISIONS = {
+    "bfloat16": ["bf16", "bf16-mixed", "bf16-true", "BF16", "torch.bfloat16", torch.bfloat16, "mixed_bfloat16", "amp"],
+    "float16": ["fp16", "float16", "16", 16, "16-mixed", "16-true", "half", "mixed_float16", torch.float16],
+    "float32": ["fp32", "32", 32, "32-true", "single", "float", "no", False, torch.float32],
+    "tf32": ["tf32", "high"],
+    "float64": ["float64", "64", 64, "64-true", "double", torch.float64],
+}
+PRECISION_CURES = {
+    "bfloat16": "write bfloat16, which computes the forward in autocast",
+    "float16": "write bfloat16, which has the range of float32 and needs no scaling of the loss, as float16 would",
+    "float32": "write float32",
+    "tf32": "write float32, and call torch.set_float32_matmul_precision",
+    "float64": "write float32, which leaves the forward as it is, and return model.double() from build_model",
+}
+
+
+@pytest.mark.claim("precision-names")
+@pytest.mark.parametrize(
+    ("meant", "value"), [(meant, value) for meant, values in PRECISIONS.items() for value in values]
+)
+def test_the_names_of_precisions_in_other_frameworks_are_known(meant, value):
+    with pytest.raises(UnsupportedConfiguration) as caught:
+        config_from_mapping({"task": "a:B", "training": {"precision": value}})
+    assert f"must be one of float32, bfloat16; {PRECISION_CURES[meant]}" in str(caught.value)
+
+
+@pytest.mark.claim("learning-rate-key")
+@pytest.mark.parametrize("place", ["{}", "training.{}", "server.{}", "optimizer.{}"])
+@pytest.mark.parametrize("name", ["lr", "learning_rate", "learning-rate", "base_lr"])
+def test_a_learning_rate_is_an_argument_of_the_task(place, name):
+    key = place.format(name)
+    with pytest.raises(UnsupportedConfiguration) as caught:
+        load_config(None, overrides=["task=a:B", f"{key}=0.1"])
+    assert f"{key} is not a key: the task builds its model, optimizer and data; write task_args.lr," in str(
+        caught.value
+    )
+
+
+@pytest.mark.claim("learning-rate-key")
+def test_names_of_other_frameworks_point_to_the_key_or_argument_that_exists_here():
+    assert "write training.max_epochs" in unknown_key_message("training.num_epochs")
+    assert "write training.accumulate_batches" in unknown_key_message("gradient_accumulation_steps")
+    assert "write training.clip_grad_norm" in unknown_key_message("trainer.gradient_clip_val")
+    assert "write task_args.weight_decay" in unknown_key_message("optimizer.weight_decay")
+    for key, others in _NAMED_ELSEWHERE.items():
+        assert key in KEYS
+        assert all(unknown_key_message(other).endswith(f"write {key}") for other in others), key

@@ -29,9 +29,9 @@ def config(mode: str, num_servers: int = 1, num_trainers: int = 2) -> Config:
 def test_the_table_names_each_mode_by_its_key():
     assert {name: mode.name for name, mode in MODES.items()} == {"rpc": "rpc", "ddp": "ddp", "local": "local"}
     assert {mode.trainer_class for mode in MODES.values()} == {
-        "trainers:RpcTrainer",
-        "trainers:DdpTrainer",
-        "trainers:LocalTrainer",
+        "paramserver.trainers:RpcTrainer",
+        "paramserver.trainers:DdpTrainer",
+        "paramserver.trainers:LocalTrainer",
     }
     assert mode_of(config("ddp")) is MODES["ddp"]
 

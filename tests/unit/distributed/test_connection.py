@@ -88,10 +88,20 @@ def stopped(monkeypatch, where, channel):
     yield in_stop
 
 
-def loss(rank, why):
+def loss(rank, why, is_stuck=False):
     """The message that a rank is lost."""
-    body = struct.pack("!I", rank) + why.encode()
+    body = struct.pack("!I?", rank, is_stuck) + why.encode()
     return _HEADER.pack(254, len(body)) + body
+
+
+def received_until(end, expected):
+    """What an end has received, once ``expected`` is in it."""
+    received = b""
+    while expected not in received:
+        part = end.recv(MB)
+        assert part, f"the connection ended without {expected!r} in {received!r}"
+        received += part
+    return received
 
 
 def elapsed(call, match):
@@ -220,13 +230,18 @@ def test_a_loss_is_forwarded_to_ranks_without_a_connection_to_the_lost_one():
     with ends(peers=(1, 2)) as zero, ends() as one:
         zero.others[2].close()
         assert zero.lost.wait(LONG_S)
-        received = b""
-        while struct.pack("!I", 2) + b"its connection was closed" not in received:
-            received += zero.others[1].recv(MB)
-        one.other.sendall(received)
+        one.other.sendall(received_until(zero.others[1], loss(2, "its connection was closed")))
         assert one.lost.wait(LONG_S)
         assert str(one.channel.lost).startswith("rank 2 is lost: its connection was closed")
         one.channel.wait_loss(0.0)
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_rank_knows_whether_the_lost_one_was_asked_to_end(is_stuck):
+    with ends(own_rank=1) as one:
+        one.other.sendall(loss(2, "it did not return", is_stuck))
+        assert one.lost.wait(LONG_S)
+        assert one.channel.stuck == ("rank 2: it did not return" if is_stuck else "")
 
 
 def test_the_rank_that_is_lost_finds_out_when_it_continues():
@@ -234,10 +249,7 @@ def test_the_rank_that_is_lost_finds_out_when_it_continues():
     with ends(SHORT_S) as zero, ends(own_rank=1) as one:
         assert zero.lost.wait(LONG_S)
         why = "it gave no sign of life for server.lost_after_s (0.4 s)"
-        received = b""
-        while loss(1, why) not in received:
-            received += zero.other.recv(MB)
-        one.other.sendall(received)
+        one.other.sendall(received_until(zero.other, loss(1, why)))
         one.other.close()
         assert one.lost.wait(LONG_S)
         sentence = f"the other ranks ended the run without this one, rank 1: {why}; find out what stopped it"

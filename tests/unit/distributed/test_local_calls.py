@@ -1,8 +1,11 @@
-"""Calls over a unix socket: replies that come later, packets that are too long, and the end of a connection."""
+"""Calls over a unix socket: replies that come later, calls of any size, and the end of a connection."""
 
+import errno
+import os
 import pickle
 import threading
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,16 +77,39 @@ def test_tensors_arrive_as_they_were_sent(tensor):
     assert torch.equal(doubled, tensor + tensor)
 
 
-def test_a_call_that_is_too_long_is_left_to_rpc_and_the_connection_stays():
+@pytest.mark.claim("large-buffers")
+def test_calls_and_replies_of_any_size_arrive_and_leave_no_descriptor():
+    before = open_descriptors()
+    with connected(lambda owner, name, value: completed_future(value * 2)) as (_, caller):
+        for length in (1, MAX_PACKET_BYTES - 300, MAX_PACKET_BYTES, 3_000_000, 5):
+            values = [torch.arange(float(length // 4 + 1)) for _ in range(3)]
+            replies = [caller.call((*TARGET, value), {}) for value in values]
+            receive_all(caller)
+            assert all(torch.equal(reply.value(), value * 2) for reply, value in zip(replies, values, strict=True))
+    assert open_descriptors() == before
+
+
+def open_descriptors():
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+@pytest.mark.claim("large-buffers")
+def test_a_long_call_without_a_descriptor_left_is_left_to_rpc_and_the_connection_stays(monkeypatch):
     with connected(lambda owner, name, value: completed_future(len(value))) as (_, caller):
+        monkeypatch.setattr(os, "memfd_create", no_descriptor)
         assert caller.call((*TARGET, bytes(MAX_PACKET_BYTES)), {}) is None
         reply = caller.call((*TARGET, bytes(MAX_PACKET_BYTES - 1000)), {})
         receive_all(caller)
         assert reply.value() == MAX_PACKET_BYTES - 1000
 
 
-def test_a_reply_that_is_too_long_fails_the_call_and_later_ones_are_left_to_rpc():
+def no_descriptor(*_):
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_reply_that_cannot_be_sent_fails_the_call_and_later_ones_are_left_to_rpc(monkeypatch):
     with connected(lambda owner, name: completed_future(bytes(MAX_PACKET_BYTES))) as (_, caller):
+        monkeypatch.setattr(os, "memfd_create", no_descriptor)
         reply = caller.call(TARGET, {})
         receive_all(caller)
         with pytest.raises(RuntimeError, match="the connection to the server's process was closed"):
@@ -170,3 +196,51 @@ def test_a_socket_is_passed_to_a_process_that_knows_its_key():
             receive_all(caller)
             assert reply.value() == 5
         host.release("calls/0/1")
+
+
+# Callers of an endpoint that serves no more.
+
+
+@pytest.mark.claim("local-calls")
+def test_a_connection_that_is_made_after_the_thread_has_ended_has_ended_too():
+    def fail(owner, name):
+        raise ValueError("no handler")
+
+    def call_after_the_end():
+        with LocalCallServer(fail, TIMEOUT_S) as server:
+            with closing(LocalConnection(server.connect("trainer 0"))) as first:
+                lost = first.call(TARGET, {})
+                receive_all(first)
+                with pytest.raises(RuntimeError):
+                    lost.value()
+            server._thread.join(TIMEOUT_S)
+            for caller in ("trainer 0", "trainer 1"):
+                with closing(LocalConnection(server.connect(caller))) as late:
+                    assert late.call(TARGET, {}) is None
+
+    with pytest.raises(ValueError, match="no handler"):
+        call_after_the_end()
+
+
+@pytest.mark.claim("local-calls")
+def test_a_connection_that_is_made_after_the_server_was_closed_has_ended_too():
+    with LocalCallServer(lambda owner, name: completed_future(5), TIMEOUT_S) as server:
+        pass
+    with closing(LocalConnection(server.connect("trainer 0"))) as late:
+        assert late.call(TARGET, {}) is None
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise TypeError("it holds a lock")
+
+
+@pytest.mark.claim("local-calls")
+@pytest.mark.parametrize("value", [lambda: None, threading.Lock(), Unpicklable()], ids=["lambda", "lock", "reduce"])
+def test_a_reply_that_cannot_be_pickled_does_not_leave_its_caller_waiting(value):
+    with connected(lambda owner, name: completed_future(value)) as (_, caller):
+        reply = caller.call(TARGET, {})
+        receive_all(caller)
+        with pytest.raises(RuntimeError):
+            reply.value()
+        assert caller.call(TARGET, {}) is None  # the next one goes over RPC

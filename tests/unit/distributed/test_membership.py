@@ -1,10 +1,15 @@
 """The table of members and the heartbeat, without processes: the clock is set by hand."""
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from paramserver.distributed import membership
 from paramserver.distributed.membership import Heartbeat, Member, Members
 from paramserver.errors import Evicted, PeerLost
 
@@ -237,3 +242,32 @@ def test_closing_ends_a_heartbeat_that_waits_for_its_next_turn():
     heartbeat.close()
     assert not heartbeat._thread.is_alive()
     assert beats.sent == 0
+
+
+@pytest.mark.claim("memory-of-deaths")
+def test_nothing_is_kept_of_processes_that_died(monkeypatch):
+    """The calls by which they watched this process."""
+    watches, gone, kept = {}, [], weakref.WeakSet()
+
+    def call(name, handler, args, timeout):
+        assert (handler, args, timeout) == (membership.liveness_call, ("server",), 0)
+        watches[name] = torch.futures.Future()
+        return watches[name]
+
+    monkeypatch.setattr(membership, "_liveness_calls", {})
+    monkeypatch.setattr(membership.rpc, "rpc_async", call)
+    monkeypatch.setattr(membership.rpc, "get_worker_info", lambda: SimpleNamespace(name="server"))
+    for number in range(301):
+        name = f"trainer0_{number}"
+        kept.add(membership.liveness_call(name))
+        membership.watch_peer(name, gone.append)
+        if number < 300:
+            watches.pop(name).set_exception(RuntimeError("eof"))
+    gc.collect()
+    assert len(gone) == 300
+    assert list(membership._liveness_calls) == ["trainer0_300"]
+    assert len(kept) == 1
+    (answered,) = membership._liveness_calls["trainer0_300"]
+    membership.release_liveness_calls()
+    assert answered.done()
+    assert membership._liveness_calls == {}

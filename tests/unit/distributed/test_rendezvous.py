@@ -2,10 +2,11 @@
 
 import dataclasses
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from paramserver.cluster import ProcessIdentity, bind_listener
+from paramserver.cluster.job_token import JobToken
 from paramserver.config import (
     ClusterConfig,
     Config,
@@ -40,6 +42,7 @@ HOST = "127.0.0.1"
 # Far more than a loaded machine needs; no test waits this long.
 LONG_S = 60.0
 SHORT_S = 0.5
+TOKEN = JobToken("PARAMSERVER_TOKEN", bytes(range(32)))
 
 
 def config(timeout_s: float = LONG_S, **sections) -> Config:
@@ -58,12 +61,16 @@ def joined(
     job="test",
     launch="",
     servers=None,
+    token=None,
     **session,
 ) -> Rendezvous:
     event = threading.Event() if interrupted is None else interrupted
     identity = ProcessIdentity(rank, world_size, rank, world_size, 0, HOST, port, hosted, job, "flags", launch)
-    identity = dataclasses.replace(identity, servers=servers)
-    return join_rendezvous(of or config(timeout_s), identity, event, listener, **session)
+    identity = dataclasses.replace(identity, servers=servers, token=token)
+    if token is None:
+        return join_rendezvous(of or config(timeout_s), identity, event, listener, **session)
+    with ExitStack() as resources:
+        return join_rendezvous(of or config(timeout_s), identity, event, listener, resources=resources, **session)
 
 
 @contextmanager
@@ -273,11 +280,13 @@ def test_rank_zero_keeps_its_store_in_a_later_view():
     assert again.base is first.base
 
 
+@pytest.mark.claim("dead-rank-0")
 def test_a_rank_waits_for_the_view_that_it_may_join():
     with agents_store() as store:
         set_first_view(store, {"config": dump_yaml(config()), "rank/0": "rank 0"})
         with pytest.raises(
-            DeadlineExceeded, match=r"^rank 0 did not start again within cluster\.timeout_s \(0\.5 s\)$"
+            DeadlineExceeded,
+            match=r"^rank 0 did not start again within cluster\.timeout_s \(0\.5 s\); look for its own error",
         ):
             joined(1, 2, store.port, SHORT_S, hosted=True, view=2)
         assert not store.check(["paramserver/test/1/rank/1"])
@@ -504,15 +513,89 @@ def test_a_name_of_rank_zero_that_is_not_known_is_reported_with_the_reason(monke
         join_rendezvous(config(SHORT_S), identity, threading.Event())
 
 
-def test_a_connection_to_a_silent_address_is_abandoned():
+@pytest.mark.claim("wrong-port", "dead-rank-0")  # as where a supervisor keeps the port of a rank 0 that has died
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_a_connection_to_a_silent_address_is_given_up(token):
     """A process listens there that is frozen, or is no store."""
     with bind_listener(HOST, 0) as silent:
-        with pytest.raises(DeadlineExceeded, match=r"the connection to rank 0 at .* did not finish within"):
-            joined(1, 2, silent.getsockname()[1], SHORT_S)
-        abandoned = [t for t in threading.enumerate() if t.name.startswith("within-the connection")]
-    assert len(abandoned) == 1
-    abandoned[0].join(LONG_S)  # closing the socket ends it
-    assert not abandoned[0].is_alive()
+        port = silent.getsockname()[1]
+        began = time.monotonic()
+        expected = rf"^rank 1 found no rank 0 at {HOST}:{port} within cluster.timeout_s \({SHORT_S:g} s\): what listens"
+        with pytest.raises(MissingRanks, match=expected):
+            joined(1, 2, port, SHORT_S, token=token)
+        assert time.monotonic() - began < SHORT_S + 10.0
+    assert not [t for t in threading.enumerate() if t.name.startswith("within-the connection")]
+
+
+ANSWERS = {
+    "HTTP": (b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+    "SSH, which speaks first": (b"SSH-2.0-OpenSSH_9.6\r\n", b""),
+    "a byte at a time": (b"", b"200 OK"),
+    "binary": (b"", bytes(64)),
+}
+
+
+@pytest.mark.claim("wrong-port")
+@pytest.mark.parametrize("token", [None, TOKEN])
+@pytest.mark.parametrize("service", ANSWERS)
+def test_another_service_at_the_port_of_rank_zero_is_reported_at_once(service, token):
+    greeting, answer = ANSWERS[service]
+    with bind_listener(HOST, 0) as other, threads(1) as pool:
+        port = other.getsockname()[1]
+
+        def serve():
+            with other.accept()[0] as near:
+                near.sendall(greeting)
+                near.settimeout(LONG_S)
+                near.recv(1)
+                for start in range(len(answer)) if service.startswith("a byte") else ():
+                    near.sendall(answer[start : start + 1])
+                near.sendall(answer)
+                while near.recv(1 << 16):
+                    pass
+
+        serving = pool.submit(serve)
+        expected = (
+            rf"^rank 1 found no rank 0 at {HOST}:{port}: what answers there is another service \(it begins with b'"
+        )
+        with pytest.raises(UnsupportedConfiguration, match=expected):
+            joined(1, 2, port, LONG_S, token=token)
+        with suppress(ConnectionError):
+            serving.result(LONG_S)
+
+
+@pytest.mark.claim("wrong-port")
+def test_a_service_that_ends_each_connection_is_reported_at_the_deadline():
+    """As TensorPipe does, which takes a ping for a length."""
+    with bind_listener(HOST, 0) as other:
+        port, done = other.getsockname()[1], threading.Event()
+        other.settimeout(0.05)
+
+        def serve():
+            while not done.is_set():
+                with suppress(TimeoutError), other.accept()[0] as near:
+                    near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as by a reset
+
+        with threads(1) as pool:
+            serving = pool.submit(serve)
+            try:
+                with pytest.raises(
+                    MissingRanks, match=r"within cluster\.timeout_s .*: what listens there does not answer"
+                ):
+                    joined(1, 2, port, SHORT_S)
+            finally:
+                done.set()
+            serving.result(LONG_S)
+
+
+@pytest.mark.claim("wrong-port")
+def test_the_store_of_another_run_is_reported_as_such():
+    with agents_store() as store:
+        expected = (
+            rf"^the start of rank 0 did not come .*; the store at {HOST}:{store.port} answers, and may be that of ano"
+        )
+        with pytest.raises(MissingRanks, match=expected):
+            joined(1, 2, store.port, SHORT_S, job="mine")
 
 
 @pytest.mark.parametrize(("view", "missing"), [(None, "the start of rank 0"), ("1", "rank 0's configuration")])

@@ -166,11 +166,12 @@ def test_a_wire_type_with_shared_memory_is_refused(narrow):
         server = {"transport": transport, "wire_dtype": wire_dtype, **server}
         return config_from_mapping({"task": "a:B", "mode": mode, "server": server})
 
-    said = rf"^server\.wire_dtype \({narrow}\) must be float32 with server\.transport shared_memory, .*choose rpc$"
+    said = rf"^server\.wire_dtype \({narrow}\) must be null or float32 with server\.transport shared_memory, .*rpc$"
     with pytest.raises(errors.UnsupportedConfiguration, match=said):
         read("rpc", "shared_memory", narrow)
     for mode, transport, given in (
         ("rpc", "shared_memory", "float32"),
+        ("rpc", "shared_memory", None),
         ("rpc", "auto", narrow),
         ("rpc", "rpc", narrow),
         ("ddp", "shared_memory", narrow),  # which knows no server

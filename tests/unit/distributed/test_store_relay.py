@@ -84,7 +84,7 @@ def ends(connection):
 
 
 def challenge(connection):
-    connection.sendall(store_relay._PING)
+    connection.sendall(store_relay.PING)
     received = receive(connection, len(store_relay._MAGIC) + 32)
     assert received.startswith(store_relay._MAGIC)
     return received
@@ -166,15 +166,15 @@ def test_a_client_of_torch_begins_with_the_ping():
         def answer():
             with listener.accept()[0] as near:
                 near.settimeout(LONG_S)
-                received.append(receive(near, len(store_relay._PING)))
-                near.sendall(received[0][-len(store_relay._PING_NONCE) :])
+                received.append(receive(near, len(store_relay.PING)))
+                near.sendall(received[0][-len(store_relay.PING_NONCE) :])
 
         thread = threading.Thread(target=answer)
         thread.start()
         client(listener.getsockname()[1])
         thread.join(LONG_S)
     assert received[0].startswith(store_relay._PING_START)
-    assert len(received[0]) == len(store_relay._PING)
+    assert len(received[0]) == len(store_relay.PING)
 
 
 def test_a_store_client_without_a_token_gets_nothing(guarded):
@@ -201,7 +201,7 @@ def test_garbage_ends_the_connection_at_once(guarded, garbage, caplog):
 def test_a_slow_client_is_cut_off(guarded, monkeypatch, caplog):
     monkeypatch.setattr(store_relay, "_PROOF_S", 0.3)
     connection = guarded.connect()
-    connection.sendall(store_relay._PING[:3])
+    connection.sendall(store_relay.PING[:3])
     assert ends(connection)
     assert "it proved no job token within 0.3 s" in caplog.text
 
@@ -215,7 +215,7 @@ def test_a_recorded_conversation_proves_nothing(guarded, caplog):
             near = spy.accept()[0]
             with near, socket.create_connection((HOST, guarded.port), timeout=LONG_S) as far:
                 near.settimeout(LONG_S)
-                ping = receive(near, len(store_relay._PING))
+                ping = receive(near, len(store_relay.PING))
                 far.sendall(ping)
                 asked = receive(far, len(store_relay._MAGIC) + 32)
                 near.sendall(asked)
@@ -242,7 +242,7 @@ def test_a_recorded_conversation_proves_nothing(guarded, caplog):
         def replay_zero():
             with spy.accept()[0] as near:
                 near.settimeout(LONG_S)
-                receive(near, len(store_relay._PING))
+                receive(near, len(store_relay.PING))
                 near.sendall(recorded["zero"][0])
                 receive(near, 4 + 32 + 32)
                 near.sendall(recorded["zero"][1])
@@ -267,7 +267,7 @@ def test_a_proof_is_not_valid_for_the_other_side(guarded):
         def reflect():
             with false_zero.accept()[0] as near:
                 near.settimeout(LONG_S)
-                receive(near, len(store_relay._PING))
+                receive(near, len(store_relay.PING))
                 near.sendall(store_relay._MAGIC + bytes(32))
                 near.sendall(receive(near, 4 + 32 + 32)[-32:])
 

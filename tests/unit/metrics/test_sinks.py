@@ -184,7 +184,7 @@ def test_tensorboard_shows_every_kind_under_its_name(tmp_path):
         sink.write(record("log", 2, trainer=0, name="mine", value=torch.tensor(7.0)))
         sink.write(record("checkpoint", 2, path="p", seconds=0.5, bytes=10, pause_ms=4.0))
     assert curves(tmp_path) == {
-        "Loss/train": [(1, 0.5)],
+        "train/loss": [(1, 0.5)],
         "samples_per_second": [(1, 64.0)],
         "step_ms": [(1, 2.0), (2, 2.0)],
         "server/staleness": [(1, 0.75)],
@@ -194,7 +194,7 @@ def test_tensorboard_shows_every_kind_under_its_name(tmp_path):
         "lr": [(1, 0.1)],
         "lr/0": [(2, 0.1)],
         "lr/1": [(2, 0.2)],
-        "Loss/valid": [(2, 0.25)],
+        "valid/loss": [(2, 0.25)],
         "valid/accuracy": [(2, 0.75)],
         "buffer/trainer-1/population": [(2, 5)],
         "buffer/trainer-1/unseen": [(2, 2)],
@@ -212,7 +212,7 @@ def test_tensorboard_is_purged_from_the_step_given(tmp_path):
             sink.write(train(step))
     with TensorBoard(tmp_path, purge_step=21) as sink:
         sink.write(train(25, loss=0.125))
-    assert curves(tmp_path)["Loss/train"] == [(10, 0.5), (20, 0.5), (25, 0.125)]
+    assert curves(tmp_path)["train/loss"] == [(10, 0.5), (20, 0.5), (25, 0.125)]
 
 
 def test_tensorboard_without_records_writes_nothing(tmp_path):
@@ -238,16 +238,16 @@ def test_progress_in_a_pipe_is_a_line_per_interval_and_per_validation():
             shown.write(validation(step, accuracy=0.75))
     shown.write(record("end", 40, status="completed", summary={}))
     out = stream.getvalue().splitlines()
-    assert [line.split(":")[0] for line in out] == [f"step {step}/100" for step in (1, 9, 10, 17, 25, 33)]
-    assert out[0] == "step 1/100: loss 0.5, 64 samples/s"
-    assert out[2] == "step 10/100: loss 0.5, 64 samples/s, valid accuracy 0.75, 0:00:22 left"
+    assert [line.split(":")[0] for line in out] == [f"step {step}/100" for step in (1, 9, 10, 17, 25, 33, 40)]
+    assert out[0] == "step 1/100: train loss 0.5, 64 samples/s"
+    assert out[2] == "step 10/100: train loss 0.5, 64 samples/s, valid accuracy 0.75, 0:00:22 left"
     assert out[5].endswith("valid accuracy 0.75, 0:00:17 left")  # 67 steps of 0.25 s
 
 
 def test_progress_counts_samples_where_they_are_the_limit():
     stream = io.StringIO()
     Progress(stream, "auto", total_samples=80).write(train(3, loss=None))
-    assert stream.getvalue() == "samples 24/80: loss -, 64 samples/s\n"
+    assert stream.getvalue() == "samples 24/80: train loss -, 64 samples/s\n"
 
 
 def shown_on_a_terminal(total_steps, records, rows=24, columns=0):
@@ -272,7 +272,7 @@ def test_progress_on_a_terminal_is_one_live_line(rows, columns):
     assert out.count("\r") >= 3
     assert out.rstrip("\r\n").count("\n") == 0
     assert "10/10" in out
-    assert "loss 0.125, 64 samples/s, valid loss 0.25" in out
+    assert "train loss 0.125, 64 samples/s, valid loss 0.25" in out
     assert "step/s" not in out  # the rate of the record is the only one
 
 
@@ -295,7 +295,7 @@ def test_a_note_is_printed_on_a_line_of_its_own():
 
 def test_progress_without_tqdm_is_lines_on_a_terminal_too(monkeypatch):
     monkeypatch.setattr(console, "_tqdm", lambda: None)
-    assert shown_on_a_terminal(10, [train(2)]) == "step 2/10: loss 0.5, 64 samples/s\r\n"
+    assert shown_on_a_terminal(10, [train(2)]) == "step 2/10: train loss 0.5, 64 samples/s\r\n"
 
 
 def test_progress_on_is_live_anywhere_and_off_is_nothing():

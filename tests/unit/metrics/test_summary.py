@@ -1,10 +1,15 @@
 """What a person reads at the end of a run."""
 
 import math
+import re
 
 import pytest
 
+from paramserver.config import Config
+from paramserver.metrics import FanOut
+from paramserver.metrics.records import StepResult
 from paramserver.metrics.summary import summary_text
+from paramserver.runs.monitor import RunMonitor
 
 FULL = {
     "status": "completed",
@@ -17,6 +22,7 @@ FULL = {
     "samples_served": 64032,
     "samples_left": 32,
     "seconds": 12.345,
+    "recovery_s": 3.21,
     "samples_per_second": 5203.4,
     "train_loss": 0.12345678,
     "validation": {"loss": 0.25, "accuracy": 0.98},
@@ -32,22 +38,23 @@ FULL = {
 
 
 def fields(text):
-    return dict(line.split(None, 1) for line in text.splitlines())
+    return dict(re.split(r" {2,}", line, maxsplit=1) for line in text.splitlines())
 
 
 def test_everything_is_told_in_aligned_lines(tmp_path):
     (tmp_path / "tensorboard").mkdir()
     text = summary_text(FULL, tmp_path)
-    assert 10 <= len(text.splitlines()) <= 16
+    assert 10 <= len(text.splitlines()) <= 17
     assert fields(text) == {
         "status": "completed",
         "mode": "rpc, bounded, 1 server, 2 trainers",
         "steps": "1000",
         "samples": "64000 applied, 64032 served, 32 left",
         "time": "12.3 s",
+        "recovery": "3.2 s after losses",
         "speed": "5203 samples/s",
-        "loss": "0.1235",
-        "validation": "loss 0.25, accuracy 0.98",
+        "train loss": "0.1235",
+        "valid": "loss 0.25, accuracy 0.98",
         "step": "mean 10 ms, p50 9.5 ms, p95 12.25 ms, max 40.5 ms",
         "phases": "data 0.5 ms (5 %), forward 4 ms (40 %), backward 5 ms (50 %), apply 0.25 ms (2 %)",
         "overlapped": "hidden 1 ms (10 %)",
@@ -90,11 +97,26 @@ def test_a_run_that_failed_at_once_is_told_too():
     text = summary_text({"status": "failed", "error": "TaskError: no task\nmore", "step_ms": {"mean": None}}, "runs/x")
     told = fields(text)
     assert told["error"] == "TaskError: no task"
-    assert told["steps"] == told["loss"] == told["time"] == "-"
+    assert told["steps"] == told["train loss"] == told["time"] == "-"
     assert told["checkpoint"] == "none was written"
     assert "step" not in told
 
 
+@pytest.mark.claim("failed-step-time")
+def test_a_run_that_failed_before_its_trainers_reported_shows_no_figure_that_was_not_measured(tmp_path):
+    monitor = RunMonitor(Config(), FanOut([]), tmp_path / "summary.json")
+    for step in (1, 2, 3):
+        monitor.update_applied(StepResult(step, 32 * step, 0.5, (0.1,), 0.25 * step))
+    summary = monitor.close("failed", [], error="trainer 1 is lost")
+    unknown = ("step_ms", "samples_served", "samples_left", "wire_bytes_per_step", "buffer")
+    assert {name: summary[name] for name in unknown} == dict.fromkeys(unknown)
+    told = fields(summary_text(summary, tmp_path))
+    assert told["samples"] == "96 applied"
+    assert told["steps"] == "3"
+    assert not told.keys() & {"step", "phases", "overlapped"}
+    assert " 0 ms" not in summary_text(summary, tmp_path)
+
+
 def test_a_loss_that_is_not_a_number_is_told_as_such():
-    assert fields(summary_text({"train_loss": math.nan}, "x"))["loss"] == "nan"
-    assert fields(summary_text({"train_loss": math.inf}, "x"))["loss"] == "inf"
+    assert fields(summary_text({"train_loss": math.nan}, "x"))["train loss"] == "nan"
+    assert fields(summary_text({"train_loss": math.inf}, "x"))["train loss"] == "inf"

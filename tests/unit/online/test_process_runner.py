@@ -14,7 +14,7 @@ import pytest
 
 from paramserver.config import SimulationsConfig
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.online.process_runner import ProcessRunner
+from paramserver.online.process_runner import LaunchCommand, ProcessRunner
 from paramserver.online.spec import IngestSpec
 from paramserver.online.tracker import StartProcess
 
@@ -110,6 +110,66 @@ def test_a_command_gets_its_placeholders_and_runs_by_no_shell(runner_of, tmp_pat
     assert json.loads(printed) == ["--id=3", "1", f"{1 / 3!r} 0.25", "{left}", "{}", "$HOME"]
     assert head.startswith("--- simulation 3, attempt 1, ")
     assert "--id=3" in head
+
+
+@pytest.mark.claim("simulation-folder")
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("./solver --t0 1", ["{config}/solver", "--t0", "1"]),
+        ("bin/solve-{simulation} cases/{simulation}.txt", ["{config}/bin/solve-3", "{config}/cases/3.txt"]),
+        ("python solver.py", ["python", "{config}/solver.py"]),
+        ("python -u elsewhere.py 1.5", ["python", "-u", "{here}/elsewhere.py", "1.5"]),  # of the current folder only
+        ("python data", ["python", "data"]),  # perhaps a word and no file
+        ("python new.txt", ["python", "new.txt"]),
+        ("python " + 5000 * "x.", ["python", 5000 * "x."]),
+        ("{config}/solver", ["{config}/solver"]),
+    ],
+)
+def test_files_of_a_command_are_those_of_the_folder_of_the_config(tmp_path, monkeypatch, command, found):
+    config, here, programs = tmp_path / "config", tmp_path / "here", tmp_path / "programs"
+    files = ["solver", "solver.py", "data", "python", "bin/solve-3", "cases/3.txt"]
+    for file in [*(config / name for name in files), here / "elsewhere.py", here / "solver.py", programs / "python"]:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(0o755)
+    monkeypatch.chdir(here)
+    names = {"config": config, "here": here, "simulation": "{simulation}"}
+    launch = LaunchCommand(spec_of(command=command.format(**names)), [config, here], {"PATH": str(programs)})
+    assert launch.arguments(StartProcess(3, 0, (0.0, 1.0))) == [word.format(**names) for word in found]
+
+
+@pytest.mark.claim("simulation-folder")
+def test_a_program_of_the_folder_of_the_config_runs(runner_of, tmp_path):
+    file = tmp_path / "config" / "solver"
+    file.parent.mkdir()
+    file.write_text("#!/bin/sh\necho $1\n")
+    file.chmod(0o755)
+    runner = runner_of(command="./solver {simulation}", folders=[file.parent])
+    start(runner, simulation=3)
+    assert wait_for(runner) == [(3, 0, 0)]
+    assert log(tmp_path, 3).splitlines()[1] == "3"
+
+
+@pytest.mark.claim("wrong-shape")
+@pytest.mark.parametrize(
+    ("printed", "line"),
+    [
+        (r"one\ntwo: 3\t4\n\n  \n", "two: 3 4"),
+        ("", ""),
+        (10_000 * "x", 400 * "x"),
+        (r"\xff\n", "\N{REPLACEMENT CHARACTER}"),
+    ],
+)
+def test_the_last_line_of_an_attempt_is_one_printable_line(runner_of, tmp_path, printed, line):
+    runner = runner_of(
+        command=script(tmp_path, f"import os, sys; os.write(1, b'{printed}' * (sys.argv[1] == '1'))") + " {attempt}"
+    )
+    for attempt, expected in ((1, line), (2, "")):
+        start(runner, attempt=attempt)
+        wait_for(runner)
+        assert runner.last_line(0) == expected
+    (tmp_path / "logs" / "simulation-0.log").unlink()
+    assert runner.last_line(0) == ""
 
 
 def test_a_program_finds_the_run_by_its_environment(runner_of, tmp_path):
@@ -274,7 +334,7 @@ import os, signal, sys
 from pathlib import Path
 from paramserver.config import SimulationsConfig
 from paramserver.online.spec import IngestSpec
-from paramserver.online.process_runner import ProcessRunner
+from paramserver.online.process_runner import LaunchCommand, ProcessRunner
 from paramserver.online.tracker import StartProcess
 config = SimulationsConfig(command=sys.argv[1], count=1, fields={"t": [2]}, launcher="local")
 runner = ProcessRunner(IngestSpec.from_config(config), Path(sys.argv[2]))

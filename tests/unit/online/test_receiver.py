@@ -1,8 +1,10 @@
 """The receiver of a trainer, with real sockets: what it accepts, replies and counts, and how it ends."""
 
 import logging
+import shutil
 import threading
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import pytest
@@ -20,7 +22,9 @@ from online_fixtures import (
     senders,
 )
 
+from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import SourceError, UnsupportedConfiguration
+from paramserver.online import receiver as receiver_module
 from paramserver.online.protocol import Header, MessageKind, TrainerJoined
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.receiver import GROUP, FieldStatistics, RunningMoments, SampleReceiver
@@ -218,6 +222,17 @@ def test_refusals_are_answered_counted_and_logged_once_per_kind_and_source(clien
     assert one.acked == 6
 
 
+@pytest.mark.claim("wrong-shape")
+def test_the_first_refusal_of_each_kind_is_reported_to_rank_0(clients):
+    with RunningReceiver() as running:
+        one = clients(running.coordinator.trainer()).open()
+        for step, shape in enumerate([(4, 2), (3,), (4, 3)]):
+            one.sample(0, step, {"u": field(0, step, shape)})
+        running.coordinator.wait(lambda: any(report.first_refusals for report in running.coordinator.reports))
+        first = "trainer 0 refused a message of simulation 0 (attempt 0): u ([4, 2]) must have the shape [4, 3]"
+        assert running.coordinator.reports[-1].first_refusals == {"shape": first}
+
+
 def test_parts_wait_for_each_other(clients):
     with RunningReceiver(group_size=2) as running:
         members = [clients(running.coordinator.trainer()).open(0, member=i, members=2) for i in range(2)]
@@ -336,6 +351,15 @@ def test_clients_get_no_over_where_another_process_may_continue(clients):
         running.receiver.close()
         assert not sender.socket.poll(300)
         assert running.coordinator.left == set()
+
+
+@pytest.mark.claim("send-deadlines")
+def test_no_send_waits():
+    with FakeCoordinator() as coordinator:
+        receiver = SampleReceiver(receiver_spec(coordinator), ReceivedLog())
+        with receiver._loop as loop:  # in this thread
+            assert (loop._clients.sndtimeo, loop._coordinator.sndtimeo) == (0, 0)
+        receiver.close()
 
 
 def test_it_can_be_closed_before_it_began():
@@ -521,10 +545,72 @@ def test_only_clients_with_a_key_are_received(tmp_path):
         secure_client_socket(known, own)
         secure_client_socket(unknown, others)
         for simulation, one in ((2, unknown), (1, plain), (0, known)):
-            one.linger = 0
+            one.linger = one.sndtimeo = 0
             one.connect(address)
-            one.send_multipart(open_message(simulation))
-            one.send_multipart(sample_message(simulation, 0))
+            with suppress(zmq.Again):  # the connection of a refused client may have ended already
+                one.send_multipart(open_message(simulation))
+                one.send_multipart(sample_message(simulation, 0))
         assert [one.key for one in receiver.get(PATIENCE_S)] == [(0, 0)]
         assert receiver.get(0.3) == []
         assert receiver.counters()["refused"] == 0
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """Folders of keys: those of the run, of another run, and of a trainer that knows the run but not conversely."""
+    folders = {name: tmp_path / name for name in ("run", "other", "unknown")}
+    for folder in folders.values():
+        make_keys(folder)
+    shutil.copy(folders["run"] / "server.key", folders["unknown"])
+    return {**{name: str(folder) for name, folder in folders.items()}, "none": None}
+
+
+@pytest.fixture
+def guarded(keys):
+    """The address of a coordinator that answers nothing, and only lets in those with keys of the run."""
+    with ExitStack() as stack:
+        context = stack.enter_context(zmq.Context())
+        security = stack.enter_context(ServerSecurity(context, keys["run"]))
+        router = stack.enter_context(context.socket(zmq.ROUTER))
+        router.linger = 0
+        security.protect(router)
+        yield f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+
+
+@pytest.mark.claim("refused-key")
+@pytest.mark.parametrize("name", ["unknown", "other", "none"])
+def test_a_trainer_whose_keys_are_refused_ends_within_the_timeout(guarded, keys, name):
+    spec = ReceiverSpec(guarded, TOKEN, ingest_spec(keys=keys[name]), 0, 1, timeout_s=1.0)
+    receiver = SampleReceiver(spec, ReceivedLog())
+    receiver.start()
+    try:
+        with pytest.raises(SourceError, match=r"simulations\.keys|of this host|rank 0 is gone"):
+            receiver.get(PATIENCE_S)
+    finally:
+        receiver.close()
+
+
+@pytest.mark.claim("refused-key", "send-deadlines")
+@pytest.mark.parametrize("name", ["unknown", "none"])
+def test_a_trainer_whose_connection_is_refused_before_it_joins_does_not_block(guarded, keys, name, monkeypatch):
+    join = receiver_module._ReceiverLoop._join
+
+    def join_refused(loop):
+        def refused():
+            return not loop._coordinator.poll(0, zmq.POLLOUT) or None
+
+        assert poll_until(time.monotonic() + PATIENCE_S, refused, threading.Event())
+        join(loop)
+
+    monkeypatch.setattr(receiver_module._ReceiverLoop, "_join", join_refused)
+    receiver = SampleReceiver(ReceiverSpec(guarded, TOKEN, ingest_spec(keys=keys[name]), 0, 1), ReceivedLog())
+    receiver.start()
+    try:
+        with pytest.raises(SourceError) as caught:
+            receiver.get(PATIENCE_S)
+    finally:
+        receiver.close()
+    assert str(caught.value) == (
+        f"the coordinator at {guarded} has refused the connection of trainer 0; simulations.keys "
+        f"({keys[name] or 'null'}) must hold the same keys on the hosts of all ranks"
+    )

@@ -93,6 +93,7 @@ def test_without_a_key_there_is_no_reply(run):
     assert "clients" not in refused(run, None)
 
 
+@pytest.mark.claim("refused-key", "send-deadlines")
 @pytest.mark.parametrize("unknown", [False, True], ids=["without a key", "with an unknown one"])
 def test_a_request_after_a_failed_handshake_fails_and_does_not_block(run, folder, tmp_path, unknown):
     keys = tmp_path / "other" if unknown else None

@@ -139,6 +139,21 @@ def test_a_crash_is_followed_by_another_attempt_with_the_same_parameters(code, w
     assert tracker.restarts == 1
 
 
+@pytest.mark.claim("wrong-shape")
+@pytest.mark.parametrize(("code", "how"), [(1, "it ended with exit code 1"), (0, "it ended after 0 of 10 samples")])
+def test_the_last_line_of_a_simulation_that_failed_is_in_every_message(code, how):
+    tracker = started(max_restarts=0)
+    for number in range(3):
+        tracker.poll(0.0)
+        hello(tracker, number, 0.5)
+        tracker.on_exit(number, 0, code, 1.0, "error: u must have the shape (3,)")
+        report(tracker, {}, 1.0)
+        report(tracker, {}, 2.0)
+        (note,) = of(TrackerEvent, tracker.poll(3.0))
+        assert f'{how}, and its last line is "error: u must have the shape (3,)"; ' in note.text
+    assert f'{how}, and its last line is "error: u must have the shape (3,)"; its output is in ' in tracker.failure
+
+
 def test_after_its_last_restart_it_is_given_up_and_a_new_one_takes_its_place():
     tracker = started(count=2, max_restarts=1)
     tracker.poll(0.0)

@@ -358,9 +358,10 @@ def test_clients_from_outside_continue_with_the_rank_0_that_returns(tmp_path, st
         client.go(10)
         client.end()
         assert_complete(run, 40, 1)
-        # What was acknowledged after the checkpoint is gone: at most all of it, but for the last of each trainer.
+        # What was acknowledged after the checkpoint is gone: all of it but for a window of each trainer, whose last
+        # samples may be stored but not acknowledged when rank 0 ends. These are sent again.
         before = 8 if has_checkpoint else 0
-        assert 20 - before - 2 <= run.figures()["lost"] <= 20 - before
+        assert 20 - before - 2 * 4 <= run.figures()["lost"] <= 20 - before
         assert all_steps(1, 40).difference(run.keys()) <= {(0, step) for step in range(before, 20)}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout, FlatTensors, module_buffers, trainable_parameters
+from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout, FlatTensors, trainable_parameters
 
 
 class Zoo(nn.Module):
@@ -49,7 +49,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_flattening_changes_no_bit(zoo):
     before = bits(zoo)
     FlatTensors(trainable_parameters(zoo))
-    FlatTensors(module_buffers(zoo))
+    FlatTensors(dict(zoo.named_buffers()))
     assert same(bits(zoo), before)
 
 
@@ -73,7 +73,7 @@ def test_each_tensor_is_a_view_of_the_flat_one_of_its_type(zoo):
 
 
 def test_views_do_not_overlap_and_begin_at_cache_lines(zoo):
-    for tensors in (trainable_parameters(zoo), module_buffers(zoo)):
+    for tensors in (trainable_parameters(zoo), dict(zoo.named_buffers())):
         store = FlatTensors(tensors)
         spans = []
         for slot in store.layout.slots:
@@ -123,7 +123,7 @@ def test_frozen_parameters_are_left_alone(zoo):
 
 
 def test_module_buffers_of_any_type_are_held(zoo):
-    store = FlatTensors(module_buffers(zoo))
+    store = FlatTensors(dict(zoo.named_buffers()))
     assert {"norm.running_mean", "norm.num_batches_tracked", "mask"} == set(store.tensors) - {"norm.running_var"}
     zoo.norm(torch.randn(2, 5, 3, 3))
     assert store.views["norm.num_batches_tracked"].item() == 1

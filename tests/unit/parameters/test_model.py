@@ -1,12 +1,13 @@
 """Models that cannot be trained."""
 
 import pytest
+import torch
 from torch import nn
 
 from paramserver import Task
 from paramserver.devices import CPU
 from paramserver.errors import TaskError
-from paramserver.parameters.model import build_model
+from paramserver.parameters.model import build_model, load_weights
 
 
 class Builds(Task):
@@ -23,8 +24,20 @@ class Builds(Task):
         (None, "build_model returned NoneType; it must return a torch.nn.Module"),
         (nn.ReLU(), "a model without a parameter that requires a gradient"),
         (nn.Sequential(nn.Linear(1, 2), nn.LazyLinear(3)), r"a model whose 1\.weight has no shape yet; call the model"),
+        (
+            nn.Sequential(nn.Linear(1, 2), nn.LazyBatchNorm1d(affine=False)),
+            r"a model whose 1\.running_mean has no shape yet; call the model",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused(module, message):
     with pytest.raises(TaskError, match=f"^Builds.*{message}"):
         build_model(Builds(module), 0, CPU)
+
+
+def test_an_expanded_module_buffer_can_be_loaded():
+    module = nn.Linear(1, 1)
+    module.register_buffer("scale", torch.ones(1).expand(3))
+    model = build_model(Builds(module), 0, CPU)
+    load_weights(model, {**model.state_dict(), "scale": torch.tensor([1.0, 2.0, 3.0])}, "model.pt")
+    assert model.scale.tolist() == [1.0, 2.0, 3.0]

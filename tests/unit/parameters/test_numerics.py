@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 from paramserver.errors import NotFinite, TaskError
-from paramserver.parameters.numerics import check_loss, checksums, first_nonfinite
+from paramserver.parameters.numerics import check_loss, checksums, first_nonfinite, name_float64
 
 
 def loss_of(value: float) -> torch.Tensor:
@@ -58,3 +59,50 @@ def test_equal_tensors_have_equal_checksums_and_others_do_not(dtype):
     assert first != checksums({"weight": tensor})
     assert checksums({"weight": tensor.t()}) == checksums({"weight": tensor.t().contiguous()})
     assert checksums({"empty": tensor[:0]}) == {"empty": 0}
+
+
+FLOAT64 = torch.ones(2, 3, 4, dtype=torch.float64)
+OPERATIONS = {
+    "linear": (nn.Linear(4, 1), FLOAT64),
+    "convolution": (nn.Conv1d(3, 1, 1), FLOAT64),
+    "normalization": (nn.BatchNorm1d(3), FLOAT64),
+    "recurrence": (nn.GRU(4, 2), FLOAT64),
+    "bilinear": (nn.Bilinear(4, 4, 1), FLOAT64),
+}
+
+
+@pytest.mark.claim("float64-parameters")
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_float64_tensor_of_a_batch_is_named(name):
+    model, tensor = OPERATIONS[name]
+    batch = {"parameters": tensor, "u": [torch.ones(1), {3: tensor}]}
+    found = r'batch\["parameters"\], batch\["u"\]\[1\]\[3\] are float64, and the model is float32'
+    cure = r'convert with batch\["parameters"\]\.to\(torch\.float32\)'
+    wanted = pytest.raises(TaskError, match=rf"^training_step: \w+: .*; {found}: {cure}$")
+    with wanted, name_float64("training_step", batch, model):
+        model(*(tensor for _ in range(1 + (name == "bilinear"))))
+
+
+@pytest.mark.claim("float64-parameters")
+def test_a_float64_target_that_the_backward_refuses_is_named():
+    model = nn.Linear(4, 1)
+    batch = torch.ones(2, 4), torch.ones(2, 1, dtype=torch.float64)
+    wanted = pytest.raises(TaskError, match=r"batch\[1\] is float64, and the model is float32: convert with batch\[1\]")
+    with wanted, name_float64("training_step", batch, model):
+        nn.functional.binary_cross_entropy(model(batch[0]).sigmoid(), batch[1]).backward()
+
+
+@pytest.mark.parametrize(
+    ("batch", "model", "text"),
+    [
+        (FLOAT64.float(), nn.Linear(4, 1), "Double and Float"),
+        (FLOAT64, nn.Linear(4, 1).double(), "Double and Float"),
+        (FLOAT64, nn.Linear(4, 1), "the sizes differ"),
+        (FLOAT64, nn.Linear(4, 1), "expected target dtype to be Long or Byte, but got Double"),
+    ],
+)
+def test_an_error_that_no_float64_tensor_causes_is_that_of_the_task(batch, model, text):
+    error = RuntimeError(text)
+    with pytest.raises(RuntimeError) as caught, name_float64("training_step", batch, model):
+        raise error
+    assert caught.value is error

@@ -63,7 +63,7 @@ def test_every_figure_that_both_know_is_compared():
         "phase push",
         "on the wire per step",
         "staleness mean",
-        "last loss",
+        "train loss",
     }
     assert expected <= set(names)
     assert "time to the target" not in names

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import select
 import signal
 import sys
@@ -24,6 +25,11 @@ from paramserver.runtime import fork_server, preloaded
 preloaded.MODULES, preloaded.find_spec = (), lambda name: None
 if os.environ["MARK"] == "threads":
     threading.Thread(target=threading.Event().wait, daemon=True).start()
+if os.environ["MARK"] == "raises":
+    raise ValueError("no module today")
+if os.environ["MARK"] == "numpy":
+    os.environ.update(OMP_NUM_THREADS="2", OPENBLAS_NUM_THREADS="2")
+    import numpy
 role = fork_server.serve_forks(int(sys.argv[2]))
 if role is not None:
     config = open(role[role.index("--config") + 1]).read()
@@ -100,17 +106,41 @@ def test_this_process_adopts_no_orphans_afterwards(make, tmp_path):
     assert adopts.value == 0
 
 
+@pytest.mark.claim("empty-start-log")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_without_a_server_that_answers_there_is_no_fork(make, tmp_path, number):
     server = make(timeout_s=0.5)
     os.kill(server._process.pid, number)
     assert fork(server, tmp_path) == (None, "")
     assert server._process.returncode == -signal.SIGKILL
-    assert server.failed
+    assert re.match(
+        r"the process to fork them from (did not answer within 0\.5 s|ended without a message \(.*: .+\))$",
+        server.failed,
+    )
 
 
-def test_a_server_with_threads_does_not_fork(make, tmp_path):
-    assert fork(make(mark="threads"), tmp_path) == (None, "")
+@pytest.mark.claim("empty-start-log")
+def test_a_server_with_threads_does_not_fork_and_names_them(make, tmp_path):
+    server = make(mark="threads")
+    assert fork(server, tmp_path) == (None, "")
+    assert re.match(r"the process to fork them from has other threads \(.+\), which a fork would lose$", server.failed)
+    assert (tmp_path / "start.log").read_text().strip() == server.failed
+
+
+@pytest.mark.claim("empty-start-log")
+def test_a_server_that_fails_is_reported_with_its_error(make, tmp_path):
+    (tmp_path / "start.log").write_text("of an earlier attempt\n")
+    server = make(mark="raises")
+    assert fork(server, tmp_path) == (None, "")
+    assert server.failed == "ValueError: no module today"
+
+
+@pytest.mark.claim("empty-start-log")
+def test_threads_of_a_numerical_library_are_no_obstacle(make, tmp_path):
+    """OpenBLAS starts them when numpy is imported, with more than one core per rank, and ends them at a fork."""
+    process, report = fork(make(mark="numpy"), tmp_path)
+    assert report
+    assert process.wait() == 1
 
 
 def test_a_wait_for_the_server_ends_when_the_run_is_interrupted(make, tmp_path):

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from paramserver.config import ClusterConfig, Config, ServerConfig, roles
-from paramserver.errors import Interrupted, PeerLost
+from paramserver.errors import Interrupted, PeerLost, TrainingError
 from paramserver.runs.rundir import RunDir
-from paramserver.runtime.supervisor import Supervisor
+from paramserver.runtime.supervisor import Supervisor, describe_error
 
 
 class Run:
@@ -73,6 +73,15 @@ def test_a_replacement_that_joins_while_the_run_ends_does_not_wait_for_rank_0(tm
     assert run.supervisor._failed == []
     run.end(2, -signal.SIGKILL)  # one that took part is named
     assert [rank.global_rank for rank in run.supervisor._failed] == [2]
+
+
+@pytest.mark.claim("rpc-faults")
+def test_rank_0_that_lost_a_trainer_before_the_first_update_is_not_killed_when_the_run_is_completed(tmp_path):
+    run = Run(tmp_path)
+    run.supervisor._on_record(run.supervisor._ranks[0], {"kind": "lost", "trainer": 1, "text": "trainer 1 is lost"})
+    run.supervisor._summary = {"status": "completed"}
+    run.supervisor._limit_end()
+    assert run.signals == [], "it may still write to the folder of the run"
 
 
 @pytest.mark.parametrize("kind", ["RunEnded", "ViewChanged", "PeerLost"])
@@ -142,3 +151,27 @@ def test_a_signal_between_two_views_leaves_a_summary_of_an_interrupted_run(tmp_p
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["status"] == "interrupted"
     assert summary["error"] == str(caught.value)
+
+
+@pytest.mark.claim("dead-rank-0")
+def test_a_rank_0_that_is_dead_for_good_is_the_error_whatever_the_others_report(tmp_path):
+    """The supervisor signals them, while they wait at the port of rank 0, which it keeps open."""
+    run = Run(tmp_path)
+    RunDir(run.folder).log_file(0).write_text("")
+    run.end(0, -signal.SIGKILL)
+    assert run.signals == [(rank, signal.SIGTERM) for rank in (0, 1, 2)]
+    for rank in (1, 2):
+        run.supervisor._ranks[rank].sent.add(signal.SIGTERM)
+        run.end(rank, Interrupted.exit_code, "Interrupted", "interrupted while waiting for rank 0")
+    with pytest.raises(TrainingError, match=r"^rank 0 \(server 0\): killed by SIGKILL; see the end of its log"):
+        run.supervisor._raise_outcome()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(PeerLost("lost"), PeerLost("collective")), (OSError(28, "one"), OSError(28, "two"))]
+)
+def test_an_error_that_is_among_its_own_causes_is_described(first, second):
+    """Two threads raise the error of a lost rank, each while it handles what the other has raised."""
+    first.__cause__, second.__context__ = second, first
+    first.__context__ = second
+    assert describe_error(first)["kind"] == type(first).__name__

@@ -10,8 +10,11 @@ from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import Evicted, RunEnded, TrainingError
 from paramserver.limits import Limits
 from paramserver.metrics.records import StepReport
+from paramserver.parameters.flat import FlatLayout
 from paramserver.server.aggregator import Aggregator
 from paramserver.transport.base import ServerTransport
+from paramserver.transport.compression import CastCodec
+from paramserver.transport.rpc import RpcServerTransport, WireVersion
 
 READY = Announcement(Readiness.DRAINED)
 WAITING = Announcement(Readiness.WAITING)
@@ -179,8 +182,8 @@ class Run:
         positions = [self.ledger[trainer].positions.low]
         report = StepReport(trainer, version, 1, 0.5, 0.0, None, positions, (), view, incarnation, sequence)
         if in_place:
-            return self.aggregator.push_in_place(report, [], announcement)
-        return self.aggregator.push({}, report, [], announcement)
+            return self.aggregator.push_in_place(report, None, announcement)
+        return self.aggregator.push({}, report, None, announcement)
 
 
 def verdict(future):
@@ -359,3 +362,179 @@ def test_a_trainer_that_is_forgotten_does_not_keep_the_run_from_its_end():
     assert verdict(ending) is Verdict.END
     with pytest.raises(RunEnded, match="the run ended before trainer 0 took part in it"):
         run.announce(0)
+
+
+# Gradients that arrive in parts, over RPC, and what becomes of them.
+
+TWO_LEAVES = (2, 3)
+
+
+class SentRun(Run):
+    """A run whose gradients are sent: a first one, with the backward, and a bucket, which may come in any order."""
+
+    def __init__(self, trainers=2):
+        self.applied = []
+        super().__init__(trainers)
+
+    def admit(self, trainer, arrived=True):
+        leaves = [torch.zeros(size, requires_grad=True) for size in TWO_LEAVES]
+        codec = CastCodec(torch.float32)
+        outgoing = WireVersion(FlatLayout.of([]), codec, lambda: [])
+        self.aggregator.transports[trainer] = RpcServerTransport(leaves, outgoing)
+        self.store.buffers = None
+        self.store.apply = self.apply
+        return self.ledger.admit(trainer)
+
+    def apply(self, version, update, pushes):
+        self.applied.append({p.report.trainer_index: [flat.tolist() for flat in p.gradients] for p in pushes})
+
+    def send_first(self, trainer, value):
+        self.aggregator.transports[trainer].receive_first(torch.full(TWO_LEAVES[:1], value))
+        self.aggregator.gradients_arrived(trainer)
+
+    def send_bucket(self, trainer, value, version=None):
+        version = self.aggregator.rules.step if version is None else version
+        reply = self.aggregator.receive_bucket(trainer, version, 1, torch.full(TWO_LEAVES[1:], value))
+        self.aggregator.gradients_arrived(trainer)
+        return reply
+
+
+def gradients(value):
+    return [[value] * size for size in TWO_LEAVES]
+
+
+@pytest.mark.claim("push-all-buckets")
+@pytest.mark.parametrize("last", ["report", "first", "bucket"])
+def test_a_push_completes_with_the_last_of_its_gradients_and_its_report_and_not_before(last):
+    run = SentRun()
+    sent = {
+        "report": lambda: run.push(0, in_place=True),
+        "first": lambda: run.send_first(0, 3.0),
+        "bucket": lambda: run.send_bucket(0, 3.0),
+    }
+    for name in sent.keys() - {last}:
+        sent[name]()
+        assert run.ledger[0].accepted == 0
+    run.send_first(1, 5.0)
+    run.send_bucket(1, 5.0)
+    other = run.push(1, in_place=True)
+    assert not other.done()
+    assert run.applied == []
+    sent[last]()
+    assert other.done()
+    assert run.applied == [{0: gradients(3.0), 1: gradients(5.0)}]
+
+
+@pytest.mark.claim("push-all-buckets")
+def test_a_push_that_the_context_completes_is_refused_without_its_bucket():
+    run = SentRun()
+    leaf = run.aggregator.transports[0]._push._leaves[0]
+    report = StepReport(0, 0, 1, 0.5, 0.0, None, [0], (), 1, 1, 1)
+    with pytest.raises(TrainingError, match="stepped a context without gradients"):
+        run.aggregator.push({leaf: torch.ones(2)}, report, [], None)
+    assert run.ledger[0].accepted == 0
+
+
+@pytest.mark.claim("inbox-cleared")
+def test_each_step_uses_its_own_gradients():
+    """Those of the step before it are gone, also where a message of the next one is missing."""
+    run = SentRun(trainers=1)
+    for step, value in enumerate((1.0, 2.0, 3.0), 1):
+        run.send_first(0, value)
+        reply = run.push(0, sequence=step, in_place=True, announcement=GO)
+        assert not reply.done()
+        run.send_bucket(0, value)
+        assert verdict(reply) is Verdict.GO
+    assert run.applied == [{0: gradients(value)} for value in (1.0, 2.0, 3.0)]
+
+
+@pytest.mark.claim("inbox-cleared")
+def test_the_gradients_of_a_trainer_that_goes_are_not_those_of_the_one_in_its_place():
+    run = SentRun()
+    left = run.aggregator.transports[0]
+    run.send_first(0, 100.0)
+    run.send_bucket(0, 100.0)
+    run.aggregator.remove(0)
+    assert left.collect_gradients({}) is None
+    assert run.admit(0) == 2
+    run.send_first(1, 1.0)
+    run.send_bucket(1, 1.0)
+    run.push(1, in_place=True)
+    assert run.applied == [{1: gradients(1.0)}]
+    granted = [run.announce(trainer) for trainer in (0, 1)]
+    assert [verdict(grant) for grant in granted] == [Verdict.GO] * 2
+    replacement = run.push(0, incarnation=2, in_place=True)
+    run.send_first(0, 2.0)
+    run.send_first(1, 2.0)
+    run.send_bucket(1, 2.0)
+    run.push(1, sequence=2, in_place=True)
+    assert not replacement.done()
+    run.send_bucket(0, 2.0)
+    assert run.applied[1:] == [{0: gradients(2.0), 1: gradients(2.0)}]
+
+
+@pytest.mark.claim("remove-incomplete")
+@pytest.mark.parametrize("missing", ["first", "bucket"])
+def test_a_trainer_that_is_removed_leaves_no_incomplete_push(missing):
+    """Another process in its place has no push in progress, and its gradients complete its own one only."""
+    run = SentRun()
+    old = run.push(0, in_place=True)
+    run.send_bucket(0, 100.0) if missing == "first" else run.send_first(0, 100.0)
+    run.aggregator.remove(0)
+    assert eviction(old) == "trainer 0 takes no part in the run any more"
+    assert run.aggregator.pop_waiters() == []
+    assert run.admit(0) == 2
+    run.announce(0)
+    run.send_first(0, 2.0)
+    assert run.ledger[0].accepted == 0
+    run.send_first(1, 1.0)
+    run.send_bucket(1, 1.0)
+    run.push(1, in_place=True)
+    assert run.applied == [{1: gradients(1.0)}]
+    assert run.errors == []
+
+
+@pytest.mark.claim("apply-before-reply")
+@pytest.mark.parametrize("announces", [False, True])
+def test_an_update_is_applied_and_recorded_before_any_reply(announces):
+    """A trainer that has its reply may pull, and may die: the update must neither be missing nor half recorded."""
+    run = Run()
+    announcement, seen = GO if announces else None, []
+
+    def look(_):
+        rows = [run.ledger[trainer].pushes for trainer in (0, 1)]
+        seen.append((len(run.store.applied), len(run.monitor.updates), rows))
+
+    replies = [run.push(0, announcement=announcement)]
+    replies[0].add_done_callback(look)
+    apply = run.store.apply
+
+    def checked(version, update, pushes):
+        assert not any(reply.done() for reply in replies)
+        apply(version, update, pushes)
+
+    run.store.apply = checked
+    replies.append(run.push(1, announcement=announcement))
+    assert [reply.done() for reply in replies] == [True, True]
+    assert run.errors == []
+    assert len(seen) == 1
+    assert seen[0][:2] == (1, 1)
+    assert seen[0][2][0] == 1
+
+
+@pytest.mark.claim("apply-before-reply")
+def test_no_reply_is_sent_while_an_update_is_computed_elsewhere():
+    """In the thread of updates, or on another server."""
+    run, computing = Run(), []
+    run.aggregator._compute = lambda work, then: computing.append((work, then))
+    replies = [run.push(trainer, announcement=GO) for trainer in (0, 1)]
+    ((work, then),) = computing
+    waits = run.aggregator.wait_version(0, 1)
+    assert not any(reply.done() for reply in (*replies, waits))
+    result = work()
+    assert run.aggregator.version == 0
+    assert not any(reply.done() for reply in (*replies, waits))
+    then(result)
+    assert [verdict(reply) for reply in replies] == [Verdict.GO] * 2
+    assert waits.value() == 1
+    assert run.aggregator.version == 1

@@ -15,8 +15,8 @@ from paramserver.config import ClusterConfig, Config, ServerConfig, TrainingConf
 from paramserver.consistency import Announcement, Decision, Readiness, TrainerId, Verdict
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member
-from paramserver.distributed.rpc_calls import returns_errors_async
-from paramserver.errors import RunEnded, ViewChanged
+from paramserver.distributed.rpc_calls import RemoteError, returns_errors_async
+from paramserver.errors import Evicted, RunEnded, ViewChanged
 from paramserver.metrics.records import StepReport, TrainerTotals
 from paramserver.runs.monitor import RunMonitor
 from paramserver.server import coordinator, parameter_server
@@ -95,7 +95,7 @@ class TwoServers:
         for flat in attach(address, key, layout, TIMEOUT_S):
             flat.fill_(gradient)
         report = StepReport(sender.trainer_index, version, 1, 0.5, 0.0, None, [0], (), 1, sender.incarnation, sequence)
-        return self.server.push_in_place(report, ())
+        return self.server.push_in_place(report, None)
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +165,7 @@ def test_a_trainer_whose_gradients_were_sent_is_not_continued_without_while_othe
         parameter_server.dist_autograd, "get_gradients", lambda _: {leaf: torch.ones_like(leaf) for leaf in leaves}
     )
     report = StepReport(1, 0, 1, 0.5, 0.0, None, [0], (), 1, member.incarnation, 1)
-    run.server.push(7, report, ())
+    run.server.push(7, report, None)
     assert run.server.aggregator.ledger[1].accepted == 1
     run.lose(member)
     assert isinstance(run.server.error, ViewChanged)
@@ -233,3 +233,56 @@ def test_a_trainer_that_joined_too_late_to_take_part_is_not_waited_for(monkeypat
     assert not run.server.finished.is_set()
     run.server.leave(first, TrainerTotals(0), Decision(Verdict.END, (), 0, 0))
     assert run.server.finished.is_set()
+
+
+# Processes that join as one trainer.
+
+
+class MeetingLock:
+    """A lock whose first two users wait for each other before they take it; the thread named ``first`` is first."""
+
+    def __init__(self, lock, first):
+        self._lock, self._first = lock, first
+        self._meeting, self._left, self._met = threading.Barrier(2), threading.Event(), threading.local()
+
+    def __enter__(self):
+        if not hasattr(self._met, "once"):
+            self._met.once = True
+            self._meeting.wait(TIMEOUT_S)
+            if threading.current_thread().name != self._first:
+                assert self._left.wait(TIMEOUT_S)
+        return self._lock.__enter__()
+
+    def __exit__(self, *exception):
+        self._lock.__exit__(*exception)
+        self._left.set()
+
+
+@pytest.mark.claim("one-join")
+@pytest.mark.parametrize("first", ["older", "newer"])
+def test_of_two_processes_that_join_as_one_trainer_at_once_the_newer_one_trains(monkeypatch, segments, first):
+    """Both have found the place free when the first of them takes it. The other one gets an error at once."""
+    run = TwoServers(monkeypatch, segments)
+    server, replies = run.server, {}
+    members = {name: Member(0, f"trainer0_{n}", n, f"here, {n}") for n, name in enumerate(("older", "newer"), 10)}
+    lock, server._loss_lock = server._loss_lock, MeetingLock(server._loss_lock, first)
+    join = returns_errors_async(server.join)
+    threads = [
+        threading.Thread(target=lambda own=own: replies.update({own: join(members[own], 8)}), name=own)
+        for own in members
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    server._loss_lock = lock
+    assert [member for member in server.members.present() if member.index == 0] == [members["newer"]]
+    refused = replies["older"].value()
+    assert isinstance(refused, RemoteError)
+    assert isinstance(refused.error(), Evicted)
+    assert not replies["newer"].done()
+    senders = [run.connect(member) for member in (run.join(1), members["newer"])]
+    assert replies["newer"].value().incarnation == members["newer"].incarnation
+    granted = [server.announce(sender, READY) for sender in senders]
+    assert [grant.value().decision.verdict for grant in granted] == [Verdict.GO, Verdict.GO]
+    assert server.error is None

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +15,13 @@ from paramserver.consistency import Update
 from paramserver.devices import CPU
 from paramserver.errors import TaskError
 from paramserver.metrics.records import StepReport
+from paramserver.optim.bucket_updates import BucketUpdates
 from paramserver.optim.shard_updater import staleness_factor
 from paramserver.parameters.model import build_model
+from paramserver.parameters.model_tree import ModelTree
 from paramserver.server.parameter_store import ParameterStore
+from paramserver.server.update_pipeline import UpdatePipeline
+from paramserver.transport.compression import CastCodec
 from paramserver.transport.messages import Push
 
 # What torch.optim offers, but those that need a closure or sparse gradients.
@@ -69,7 +74,7 @@ def push(versions, trainer_index, given):
     for name, gradient in given.items():
         views[name].copy_(gradient)
     report = StepReport(trainer_index, 0, 8, 1.0, 0.0, tuple(name in given for name in views))
-    return Push(flats, report, (), None, torch.futures.Future(), 0.0)
+    return Push(flats, report, None, None, torch.futures.Future(), 0.0)
 
 
 def config(**training):
@@ -185,6 +190,22 @@ def test_a_snapshot_stays_what_it_was():
         versions.retained(0)
 
 
+@pytest.mark.claim("slow-update")
+def test_what_is_read_while_an_update_is_written_is_not_kept_for_its_version():
+    """A trainer that joins over RPC reads while the others, which share memory, make an update."""
+    store = ParameterStore(Given("SGD"), config())
+    buckets = BucketUpdates(store.shard_updater, store.shard)
+    store.pipeline = UpdatePipeline(buckets, CastCodec(torch.float32))
+    held = []
+    store.updater.optimizer.register_step_pre_hook(
+        lambda *_: held.extend([store.snapshot(), store.shard_snapshot(), store.pipeline.snapshot()])
+    )
+    store.apply(1, Update((0,), (0,), 0), [replace(push(store, 0, gradients(store.model, 1)), segment_key="shared")])
+    assert len(held) == 3
+    for flats in (store.snapshot()[0], store.shard_snapshot(), store.pipeline.snapshot()):
+        assert all(map(torch.equal, flats, store.parameters.flats))
+
+
 def test_no_push_is_held_on_to():
     """In async a gradient's memory is the trainer's next one's."""
     versions = ParameterStore(Given("SGD"), config())
@@ -226,3 +247,23 @@ def test_the_forward_on_the_server_is_the_models():
     images = torch.randn(4, 1, 6, 6)
     expected = copy.deepcopy(versions.model)(images)
     assert torch.equal(versions.forward(versions.snapshot()[0], [images]), expected)
+
+
+@pytest.mark.claim("async-buffers")
+def test_the_module_buffers_of_a_version_are_those_of_the_last_push_and_are_not_merged():
+    """As documented for async: two trainers compute with the same version, one after the other pushes."""
+    versions = ParameterStore(Given("SGD"), config())
+    name = next(name for name in versions.model.state_dict() if name.endswith("num_batches_tracked"))
+    sent = []
+    for index in range(2):
+        trainer = build_model(Given("SGD"), 0, CPU)
+        trainer(torch.full((4, 1, 6, 6), 1.0 + index))
+        sent.append(
+            replace(push(versions, index, gradients(trainer, index)), buffers=ModelTree(trainer).pack_buffers())
+        )
+    for version, one in enumerate(sent, start=1):
+        index = one.report.trainer_index
+        versions.apply(version, Update((index,), (index,), index), [one])
+        found = versions.buffers.values()
+        assert all(torch.equal(found[key], value) for key, value in one.buffers.values().items())
+        assert versions.model.state_dict()[name] == 1  # also after the second push

@@ -160,3 +160,33 @@ def test_a_version_that_was_not_computed_is_not_made_by_a_message_for_it(by_buck
     with pytest.raises(TrainingError, match="holds version 0, and 1 no more"):
         by_bucket.server.pull(TrainerId(0, VIEW, 1), 1)
     assert by_bucket.weight == 0.0
+
+
+# Messages that the network held back.
+
+
+@pytest.mark.claim("late-bucket")
+@pytest.mark.parametrize("pushed", [False, True])
+def test_a_late_message_of_an_earlier_version_does_not_change_the_present_push(monkeypatch, pushed):
+    """The trainer's step after it is in progress, or has been pushed."""
+    served = Served(monkeypatch)
+    server, sender = served.server, TrainerId(0, VIEW, 1)
+    first = served.push(incarnation=1, gradient=1.0)
+    assert served.apply(1, first).done()
+    present = PushId(0, VIEW, 1, 2)
+    leaf = server._leaves[0]
+    server._first_arrived(sender, 1, torch.full_like(leaf, 3.0))
+    if pushed:
+        server.push_in_place(present, 1)
+    # Each of them was sent before, and arrives now.
+    assert server.receive_bucket(sender, 0, 1, torch.full((1,), 100.0)).value() is None
+    server._first_arrived(sender, 0, torch.full_like(leaf, 100.0))
+    server.push_in_place(first, 0)
+    served.contexts[1] = {leaf: torch.full_like(leaf, 100.0)}
+    server.push(1, first, 0)
+    if not pushed:
+        server.push_in_place(present, 1)
+    reply = served.apply(2, present)
+    assert reply.done()
+    assert reply.value() is None
+    assert served.weight == -4.0

@@ -19,7 +19,7 @@ from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.sources import DatasetSource, make_source
 from paramserver.sources.data_loader import resolve_reading
 from paramserver.sources.sampler import SamplerOrder
-from trainers.data import DataStream
+from paramserver.trainers.data import DataStream
 
 DATA = [float(i) for i in range(10)]
 ONE, TWO = Partition(0, 1), Partition(1, 2)

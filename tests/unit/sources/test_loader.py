@@ -35,7 +35,7 @@ from paramserver.consistency import Readiness
 from paramserver.errors import BufferClosed, SourceError, TaskError, UnsupportedConfiguration
 from paramserver.sources import DatasetSource, Feeder
 from paramserver.sources.loader import WorkerOptions
-from trainers.data import DataStream
+from paramserver.trainers.data import DataStream
 
 pytestmark = pytest.mark.processes
 

@@ -13,7 +13,7 @@ from paramserver.consistency import Readiness
 from paramserver.errors import SourceError
 from paramserver.runs.reshard import reshard_parts
 from paramserver.sources import Source
-from trainers.data import DataStream
+from paramserver.trainers.data import DataStream
 
 SAMPLES, PASSES, BATCH = 47, 3, 5
 WAIT_S = 20.0

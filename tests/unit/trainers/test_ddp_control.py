@@ -8,7 +8,7 @@ import torch
 
 from paramserver.consistency import Announcement, Readiness, Stop
 from paramserver.errors import PeerLost
-from trainers.ddp_control import _ROW, SharedRows, StepAgreement, StepTotals
+from paramserver.trainers.ddp_control import _ROW, SharedRows, StepAgreement, StepTotals
 
 READY = Announcement(Readiness.READY, 2)
 

@@ -11,12 +11,12 @@ from torch import nn
 from paramserver import Task
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.sharding import full_shard
+from paramserver.trainers.base import overrides
+from paramserver.trainers.gradient_buckets import GradientBuckets
+from paramserver.trainers.rpc import RpcTrainer
 from paramserver.transport.base import GradientBucket
 from paramserver.transport.compression import CastCodec
 from paramserver.transport.rpc import RpcTrainerTransport
-from trainers.base import overrides
-from trainers.gradient_buckets import GradientBuckets
-from trainers.rpc import RpcTrainer
 
 SMALL = 600  # bytes: most parameters of the models here travel alone
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from paramserver.errors import PeerLost, PeerRefused, TaskError
-from trainers import RpcTrainer
+from paramserver.trainers import RpcTrainer
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from paramserver import Partition, Task
 from paramserver.config import Config, TrainingConfig
 from paramserver.errors import TaskError
 from paramserver.metrics.records import merge_sums
-from trainers.validation import eval_mode, evaluate, validation_batches
+from paramserver.trainers.validation import eval_mode, evaluate, validation_batches
 
 CPU = torch.device("cpu")
 

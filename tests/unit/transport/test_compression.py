@@ -18,13 +18,34 @@ def test_the_configuration_chooses_the_codec(name):
     assert (codec.name, codec.dtype) == ("cast", getattr(torch, name))
 
 
+EVERY_TYPE = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128)
+
+
+@pytest.mark.claim("wire-dtype")
+@pytest.mark.parametrize("dtype", EVERY_TYPE)
+def test_nothing_is_rounded_unless_it_is_asked_for(dtype):
+    layout = FlatLayout.of([("weight", torch.zeros(3, dtype=dtype)), ("bias", torch.zeros(2))])
+    codec, flats = make_codec(ServerConfig()), layout.allocate()
+    assert codec.wire_layout(layout) == layout
+    assert codec.encode(layout, flats) is flats
+    assert codec.encode_one(layout, 0, flats[0]).dtype == dtype
+
+
+@pytest.mark.claim("wire-dtype")
+@pytest.mark.parametrize("dtype", EVERY_TYPE)
+def test_float32_that_is_asked_for_rounds_float64_alone(dtype):
+    layout = FlatLayout.of([("weight", torch.zeros(3, dtype=dtype))])
+    wire = make_codec(ServerConfig(wire_dtype="float32")).wire_layout(layout)
+    assert wire.dtypes == (torch.float32 if dtype == torch.float64 else dtype,)
+
+
 def test_flats_of_the_wires_type_are_not_copied():
     layout = FlatLayout.of([("weight", torch.ones(3))])
     flats = layout.allocate()
     assert CastCodec(torch.float32).encode(layout, flats) is flats
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("flat_bytes", [float("inf"), 20_000])
 @pytest.mark.parametrize("bucket_bytes", [None, 512, 20_000])
 @pytest.mark.parametrize("servers", [1, 2, 3])

@@ -108,11 +108,15 @@ def test_a_gradient_too_large_for_the_wire_is_named():
 
 
 def test_a_gradient_that_was_infinite_before_rounding_is_sent():
-    server, trainer, _, theirs, _ = connected(torch.float16)
+    server, trainer, leaves, theirs, _ = connected(torch.float16)
     server.pin_version()
-    theirs[0].grad = torch.full_like(theirs[0], float("inf"))
-    trainer.gradient_views[0].fill_(float("inf"))
-    assert trainer.backward_root(server.pull()).requires_grad
+    for number, (parameter, view) in enumerate(zip(theirs, trainer.gradient_views, strict=True)):
+        parameter.grad = torch.full_like(parameter, 1.0 if number else float("inf"))
+        view.copy_(parameter.grad)
+    trainer.backward_root(server.pull()).backward()
+    sent = server.collect_gradients({leaf: leaf.grad for leaf in leaves})
+    layout = FlatLayout.of([(str(number), parameter) for number, parameter in enumerate(theirs)])
+    assert all(torch.equal(got, p.grad) for got, p in zip(layout.views(sent).values(), theirs, strict=True))
 
 
 def test_types_as_small_as_the_wires_stay():

@@ -1,0 +1,145 @@
+"""Limits the memory of messages that clients begin and do not finish."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import logging
+import socket
+import struct
+import termios
+import time
+from typing import Any
+
+from paramserver.online.zmq_import import connection_of, end_connection, zmq
+
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+# tcpi_bytes_received of struct tcp_info, see linux/tcp.h.
+_TCP_INFO_BYTES, _BYTES_RECEIVED_AT = 136, 128
+_IDLE_S, _INTERVAL_S, _SUSPECT_INTERVAL_S = 60.0, 0.1, 0.01
+# The connections are looked at for at most about a hundredth of the time.
+_INTERVAL_PER_CONNECTION_S = 0.001
+
+_log = logging.getLogger("paramserver.connections")
+
+
+class UnfinishedMessages:
+    """Ends connections whose unfinished messages take too much memory. For the thread of the socket.
+
+    ZeroMQ keeps the parts of a message until the last one has arrived; ``maxmsgsize`` limits each part, and nothing
+    their number. While a message is unfinished no other one arrives over its connection. So what ZeroMQ has read from a
+    connection since its last message, by the counters of the kernel, is what it holds.
+
+    Call ``received`` for each message, ``check`` after messages were received, and ``close`` before the socket is
+    closed.
+
+    Args:
+        router: not bound yet.
+        max_bytes: of one connection.
+        max_total_bytes: of all connections together; None = no limit.
+
+    Attributes:
+        check_at: ``time.monotonic()`` from which on the next ``check`` is due.
+    """
+
+    def __init__(self, router: zmq.Socket[Any], max_bytes: int, max_total_bytes: int | None = None) -> None:
+        self._router, self._max_bytes, self._max_total_bytes = router, max_bytes, max_total_bytes
+        self.check_at = 0.0
+        # File descriptor -> bytes that were read up to its last message.
+        self._finished: dict[int, int] = {}
+        self._active: set[int] = set()
+        self._suspects: set[int] = set()
+        self._num_received = 0
+        address = f"inproc://accepted-{router.underlying}"
+        router.monitor(address, _EVENTS)
+        self._monitor: zmq.Socket[Any] = router.context.socket(zmq.PAIR)
+        # No limit on events: ZeroMQ's I/O thread writes them, and would wait for this thread.
+        self._monitor.rcvhwm = 0
+        self._monitor.linger = 0
+        self._monitor.connect(address)
+
+    @property
+    def events(self) -> zmq.Socket[Any]:
+        """Readable when a connection has begun or ended. Poll it too, then call ``check``."""
+        return self._monitor
+
+    def received(self, frame: zmq.Frame) -> None:
+        """A message has arrived, which begins with this frame."""
+        self._num_received += 1
+        try:
+            self._active.add(int(frame.get(zmq.SRCFD)))
+        except zmq.ZMQError:
+            return  # the connection has ended
+
+    def check(self, no_message_left: bool) -> None:
+        """End the connections whose unfinished messages are too large, if it is time to.
+
+        Args:
+            no_message_left: whether all messages that had arrived were received.
+        """
+        self._read_events()
+        now = time.monotonic()
+        # A ROUTER receives from its connections in turn: after as many messages, none of them has a finished one that
+        # was there at the last check.
+        if now < self.check_at or not (no_message_left or self._num_received > len(self._finished)):
+            return
+        unfinished = self._measure()
+        over = {fd for fd, num_bytes in unfinished.items() if num_bytes > self._max_bytes}
+        if self._max_total_bytes is not None:
+            rest = sorted((num_bytes, fd) for fd, num_bytes in unfinished.items() if fd not in over)
+            total = sum(num_bytes for num_bytes, _ in rest)
+            while total > self._max_total_bytes:
+                num_bytes, fd = rest.pop()
+                total -= num_bytes
+                over.add(fd)
+        # Twice in a row: messages that were finished since this thread has received its last one are not unfinished.
+        for fd in over & self._suspects:
+            self._end(fd, unfinished[fd])
+        self._suspects = over - self._suspects
+        self._active.clear()
+        self._num_received = 0
+        interval_s = max(_INTERVAL_S, _INTERVAL_PER_CONNECTION_S * len(self._finished))
+        self.check_at = now + (_SUSPECT_INTERVAL_S if self._suspects else interval_s if self._finished else _IDLE_S)
+
+    def _read_events(self) -> None:
+        while self._monitor.poll(0):
+            event, fd = struct.unpack_from("=Hi", self._monitor.recv_multipart()[0])
+            if event == zmq.EVENT_ACCEPTED:
+                self._finished[fd] = 0
+                self.check_at = min(self.check_at, time.monotonic() + _INTERVAL_S)
+            else:
+                self._finished.pop(fd, None)
+                self._suspects.discard(fd)
+
+    def _measure(self) -> dict[int, int]:
+        """Bytes of the unfinished message of each connection."""
+        unfinished = {}
+        for fd, finished in self._finished.items():
+            with connection_of(self._router, fd) as connection:
+                num_bytes = finished if connection is None else _bytes_read(connection)
+            if fd in self._active:
+                self._finished[fd] = finished = num_bytes
+            unfinished[fd] = num_bytes - finished
+        return unfinished
+
+    def _end(self, fd: int, num_bytes: int) -> None:
+        if (host := end_connection(self._router, fd)) is not None:
+            _log.warning(
+                "the connection of a client on %s was ended: a message of which %.0f MiB had arrived was not finished",
+                host,
+                num_bytes / 2**20,
+            )
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._router.disable_monitor()
+        self._monitor.close()
+
+
+def _bytes_read(connection: socket.socket) -> int:
+    """Bytes that were received from a connection and read by the process."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    (num_bytes,) = struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)
+    unread = array.array("i", [0])
+    fcntl.ioctl(connection, termios.FIONREAD, unread)
+    return int(num_bytes) - unread[0]

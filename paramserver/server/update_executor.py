@@ -1,0 +1,86 @@
+"""The thread of a server that computes updates, so that no handler waits while an update is computed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+log = logging.getLogger("paramserver")
+
+T = TypeVar("T")
+
+Job = Callable[[], None]
+SubmitFn = Callable[[Job], None]
+ComputeFn = Callable[[Callable[[], Any], Callable[[Any], None]], None]
+"""``compute(work, then)`` runs ``work`` without the lock of a server, then ``then`` with its result and the lock."""
+
+
+def run_now(job: Job) -> None:
+    """Run a job in the thread that submits it: for a server whose calls all come from one thread."""
+    job()
+
+
+def compute_now(work: Callable[[], T], then: Callable[[T], None]) -> None:
+    """Compute in the thread that asks for it; see ``ComputeFn`` and ``run_now``."""
+    then(work())
+
+
+class UpdateExecutor:
+    """Runs jobs one after the other, in the order in which they are submitted.
+
+    It alone writes the parameters and the optimizer's state of a server that runs. A job takes the lock of the server
+    only for what follows from its result, never while it computes, so handlers, and with them liveness, do not depend
+    on how long an update takes.
+
+    Args:
+        timeout_s: how long ``close`` waits for the job that runs.
+
+    Example::
+
+        >>> updates, done = UpdateExecutor(timeout_s=5.0), threading.Event()
+        >>> updates.submit(done.set)
+        >>> done.wait(5.0)
+        True
+        >>> updates.close()
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._closing = False
+        self._error: BaseException | None = None
+        # Ends with ``close``. A job handles its own errors; one that escapes is raised there.
+        self._thread = threading.Thread(target=self._run, name="updates", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Run ``job`` after those that were submitted before; from any thread. It is dropped after ``close``."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Wait for the job that runs, and end the thread; those after it are dropped, as the run has ended.
+
+        A job that does not end in time is abandoned with its thread, so that the run ends with its own reason.
+
+        Raises:
+            BaseException: what ended the thread before.
+        """
+        self._closing = True
+        self._jobs.put(None)
+        self._thread.join(self._timeout_s)
+        if self._thread.is_alive():
+            log.warning("the update in progress did not end within %g s; its thread is abandoned", self._timeout_s)
+        elif self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None and not self._closing:
+                job()
+        except BaseException as error:
+            self._error = error
+            log.exception("the thread of updates ends")

@@ -1,0 +1,82 @@
+"""The transport that each trainer used is in records, summary and report; comparing different ones warns."""
+
+import json
+
+import pytest
+from launching import train
+
+from paramserver.config import Config
+from paramserver.metrics import FanOut
+from paramserver.metrics.records import make_record
+from paramserver.metrics.summary import summary_text
+from paramserver.report.compare import compare
+from paramserver.report.from_runs import results_at
+from paramserver.report.results import append_result, read_results
+from paramserver.reporting import main as report
+from paramserver.runs.monitor import RunMonitor
+
+pytestmark = pytest.mark.claim("transport-used")
+
+CONFIG = {"training": {"max_steps": 3, "batch_size": 8}}
+USED = {
+    "shared_memory": {},  # auto
+    "rpc": {"transport": "rpc"},
+    "served": {"compute": "server"},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("transports")
+    return {name: train(folder / name, "rpc", 2, server=server, **CONFIG) for name, server in USED.items()}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", USED)
+def test_records_summary_and_report_name_what_each_trainer_used(runs, name, tmp_path):
+    run, used = runs[name], "rpc" if name == "served" else name
+    records = sorted((r["trainer"], r["transport"]) for r in run.of_kind("transport"))
+    assert records == [(0, used), (1, used)]
+    assert run.summary["transports"] == {"0": used, "1": used}
+    assert f"transport    {used}\n" in run.output
+    assert report([str(run.run_dir), "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert f" {used} |" in text
+    assert "different transports" not in text
+
+
+@pytest.mark.processes
+def test_a_report_of_different_transports_warns(runs, tmp_path):
+    folders = [str(runs[name].run_dir) for name in ("shared_memory", "rpc")]
+    assert report([*folders, "--out", str(tmp_path)]) == 0
+    assert "The results are of different transports (shared_memory and rpc)" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.processes
+def test_benchmarks_of_different_transports_are_compared_with_a_warning(runs, tmp_path):
+    found = []
+    for name in ("shared_memory", "rpc"):
+        (one,) = results_at([runs[name].run_dir]).results
+        append_result(tmp_path / f"{name}.jsonl", one)
+        found.append(read_results(tmp_path / f"{name}.jsonl"))
+    notes = compare(*found).notes
+    assert any("used shared_memory as its transport in A, and rpc in B" in note for note in notes)
+    assert not [note for note in compare(found[0], found[0]).notes if "transport" in note]
+
+
+@pytest.mark.processes
+def test_a_mode_without_a_server_has_none(tmp_path):
+    local = train(tmp_path, "local", 1, **CONFIG)
+    assert local.summary["transports"] is None
+    assert not local.of_kind("transport")
+    assert "transport " not in local.output
+
+
+def test_a_trainer_that_fell_back_is_named_also_where_the_run_fails(tmp_path):
+    monitor = RunMonitor(Config(), FanOut([]), tmp_path / "summary.json")
+    for trainer, transport in enumerate(("shared_memory", "rpc", "rpc")):
+        monitor.record(make_record("transport", 0, trainer=trainer, transport=transport))
+    monitor.record(make_record("transport", 7, trainer=2, transport="shared_memory"))  # another process took its place
+    summary = monitor.close("failed", [], error="it failed")
+    assert json.loads((tmp_path / "summary.json").read_text())["transports"] == summary["transports"]
+    assert "  shared_memory (trainers 0, 2), rpc (trainer 1)\n" in summary_text(summary, tmp_path)
