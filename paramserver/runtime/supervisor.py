@@ -364,12 +364,12 @@ class Supervisor:
             return
         if rank.global_rank == 0:
             self._read_summary()
-        self._start_finished_again()
-        if self._is_late(rank):
-            return
         if rank.role.kind == "trainer" and rank.failure is not None and rank.failure["kind"] == "RunEnded":
             self._failed.remove(rank)  # the others completed the run before it took part
             rank.failure, rank.done = None, True
+        self._start_finished_again()
+        if self._is_late(rank):
+            return
         if rank.failure is None:
             lost = not rank.done and exit_code != Interrupted.exit_code
         else:
@@ -472,7 +472,7 @@ class Supervisor:
             return
         view, due = self._ranks[0].view, {role.global_rank for _, role in self._starts_due}
         for rank in self._ranks:
-            finished = rank.done and rank.exit_code == 0 and not rank.left
+            finished = rank.done and rank.exit_code is not None and not rank.left
             if finished and rank.view < view and rank.global_rank not in due:
                 self._note(f"{rank.title} had finished, and takes part again in what is made again")
                 self._starts_due.append((time.monotonic(), rank.role))

@@ -740,7 +740,7 @@ class World(ABC):
         process.session = None
         self.note("session of trainer", session.index, "ends:", repr(error))
         self.disconnect(session, None)
-        if error is None:
+        if error is None or isinstance(error, RunEnded):
             process.left = True
             if self.view > session.node.view:
                 self._start_again(process)
@@ -749,9 +749,6 @@ class World(ABC):
             raise Violation(f"trainer {session.index} fails: {error}")
         if isinstance(error, ViewChanged):
             process.min_view = session.node.view + 1
-        elif isinstance(error, RunEnded):
-            process.left = True
-            return
         else:
             process.min_view = session.node.view
         self.after(_REJOIN_S, self.join, process)

@@ -61,6 +61,19 @@ def test_a_replacement_that_comes_too_late_is_no_failure(tmp_path):
     assert run.supervisor._first_failure().global_rank == 1
 
 
+@pytest.mark.parametrize("view_first", [False, True])
+def test_a_replacement_that_came_too_late_takes_part_in_what_is_made_again(tmp_path, view_first):
+    run = Run(tmp_path, max_restarts=1)
+    view = {"kind": "view", "rank": 0, "view": 2}  # the other trainer died before the last checkpoint was written
+    if view_first:
+        run.supervisor._on_record(run.supervisor._ranks[0], view)
+    run.end(2, 1, "RunEnded")
+    assert [role.global_rank for _, role in run.supervisor._starts_due] == [2] * view_first
+    if not view_first:
+        run.supervisor._on_record(run.supervisor._ranks[0], view)
+    assert [role.global_rank for _, role in run.supervisor._starts_due] == [2]
+
+
 def test_a_replacement_that_joins_while_the_run_ends_does_not_wait_for_rank_0(tmp_path):
     run = Run(tmp_path)
     run.supervisor._summary = {"status": "completed"}
