@@ -26,6 +26,7 @@ CLAIMS: dict[str, dict[str, str]] = {
     "results": {
         "assigned-buffers": "a module buffer that a forward assigns anew has the same values in every mode",
         "replaced-modules": "a parameter or layer that is replaced, added or removed in mid-run is refused by name",
+        "changed-parameters": "trained parameters that a task changes itself are refused by name in each transport",
         "late-buffers": "a buffer that gets its shape at the first forward is trained, stored and resumed",
         "eval-buffers": "buffers that change in eval() are kept in every mode",
         "wire-dtype": "over messages parameters and gradients keep their own dtype unless another one is asked for",

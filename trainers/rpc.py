@@ -38,6 +38,7 @@ from paramserver.errors import (
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.optim.distributed_optimizer import SharedOptimizer
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
+from paramserver.parameters.loaded import LoadedParameters
 from paramserver.parameters.model import build_model, detached_state_dict, extra_state_dict, load_weights
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
 from paramserver.parameters.numerics import checksums
@@ -97,8 +98,10 @@ class RpcTrainer(Trainer):
         self._early: dict[GradientBucket, Tensor] = {}
         self._by_bucket = False
         self._version = 0  # that the next push is for
+        self._loaded_parameters: LoadedParameters | None = None
         self._loaded: int | None = None  # the version that the model is known to hold
         self._known_buffers: PackedBuffers | None = None  # the module buffers that the server sent, or was sent, last
+        self._is_replacement = False
         self._keeps_buffers = False  # a change of them between two steps is kept
         self._records_sent = time.monotonic()
         self._sending_records: InFlightCall[None] | None = None
@@ -155,7 +158,8 @@ class RpcTrainer(Trainer):
         self.lockstep = reply.lockstep
         self.receive_model(reply)
         owner = module_buffer_owner(tuple(range(self.process.trainers)), self.config.training.uneven_inputs)
-        self._keeps_buffers = reply.data_position is None and self.trainer_index == owner
+        self._is_replacement = reply.data_position is not None
+        self._keeps_buffers = not self._is_replacement and self.trainer_index == owner
         self.optimizer = SharedOptimizer(self.server)
         self.on_after_setup_optimizers()
         self._start_data(reply)
@@ -181,6 +185,10 @@ class RpcTrainer(Trainer):
         self._map_model(reply.parameter_layout)
         self.tree = ModelTree(self.model)
         self.transport = self._make_transport(reply)
+        names = (slot.name for slot in reply.parameter_layout.slots)
+        self._loaded_parameters = LoadedParameters(
+            dict(zip(names, self._parameters, strict=True)), owned=not self.transport.shares_parameters
+        )
         self.record("transport", transport=self.transport.name)
         self.set_optimizers(reply.parameters_of)
         self.validates_averages = reply.validates_averages
@@ -292,17 +300,65 @@ class RpcTrainer(Trainer):
         self._early = {}
 
     def load_version(self) -> None:
-        if self.parameters_of:
-            if self._loaded != self._version:
-                self._load_parameters()
-        elif self.transport.zero_copy:
-            self.transport.map_version(self._grant.slot)
-        else:
-            self._finish_pull()
-            self.transport.load(self._pulled)
+        if not self.parameters_of:
+            self._check_unchanged(between_steps=True)
+            if self.transport.zero_copy:
+                self.transport.map_version(self._grant.slot)
+            else:
+                self._finish_pull()
+                self.transport.load(self._pulled)
+            self._note_loaded()
+        elif self._loaded != self._version:
+            self._load_parameters()
         for parameter in self._parameters:
             parameter.grad = None
         self.clock.lap("pull")
+
+    def _note_loaded(self, values: bool = False) -> None:
+        if self._loaded_parameters is not None:
+            self._loaded_parameters.note(values)
+
+    def _check_unchanged(self, between_steps: bool = False) -> None:
+        """Refuse changes that the task made to trained parameters since they were loaded.
+
+        Args:
+            between_steps: a server may have written to the memory that it shares with this process.
+        """
+        if self._loaded_parameters is None:
+            return
+        try:
+            self._loaded_parameters.check(values=not (between_steps and self.transport.shares_parameters))
+        except TaskError:
+            # If this trainer was taken for lost, the server has gone on and changed them; the reply says so.
+            self._flush_records().wait()
+            raise
+
+    @contextmanager
+    def _refuses_changes(self) -> Iterator[None]:
+        """Refuse changes of trained parameters by hooks that are called between two steps."""
+        loaded = self._loaded_parameters
+        # Otherwise the server may write to this memory for another trainer.
+        if loaded is None or not (self.lockstep or not self.transport.shares_parameters):
+            yield
+            return
+        self._check_unchanged(between_steps=True)
+        loaded.note(values=True)
+        yield
+        self._check_unchanged()
+
+    def _enter_epoch(self, samples: int) -> None:
+        with self._refuses_changes():
+            super()._enter_epoch(samples)
+
+    def _fit(self) -> Decision:
+        # By on_train_start. The others do not wait for a trainer that takes the place of a lost one.
+        self._check_unchanged(between_steps=self._is_replacement or not self.lockstep)
+        return super()._fit()
+
+    def _validate(self, share: int) -> bool:
+        improved = super()._validate(share)
+        self._check_unchanged(between_steps=not self.lockstep)
+        return improved
 
     def _load_buffers(self, packed: PackedBuffers | None) -> None:
         if packed is not None and self.tree is not None:
@@ -350,6 +406,7 @@ class RpcTrainer(Trainer):
             self.wire_bytes += sum(flat.nbytes for flat in view.parameters if flat.is_contiguous())
             self.wire_bytes += _bytes_of(view.buffers)
         self.transport.load_updated(view, self._numbers_of[report.optimizer])
+        self._note_loaded()
         self._loaded = result.step
         self.clock.lap("pull")
         return result
@@ -365,6 +422,7 @@ class RpcTrainer(Trainer):
 
     def _push(self, report: StepReport) -> StepResult:
         self._check_gradients()
+        self._check_unchanged()
         used = self._buckets.finish()
         if isinstance(self.transport, SharedMemoryTrainerTransport):
             # The backward of the context is local, and sends the push.
@@ -458,10 +516,12 @@ class RpcTrainer(Trainer):
         return view
 
     def _load_view(self, view: VersionView) -> None:
+        self._check_unchanged(between_steps=True)
         if view.slot is None:
             self.transport.load(view.parameters)
         else:
             self.transport.map_version(view.slot)
+        self._note_loaded(values=not self._in_batches)
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
         decision = self._grant.decision

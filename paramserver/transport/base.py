@@ -120,6 +120,7 @@ class TrainerTransport(ABC):
     Attributes:
         name: the value of server.transport.
         zero_copy: a version is found by its slot, so there is no call to pull it.
+        shares_parameters: those of the model are the server's memory.
         gradient_views: where the gradients of a step are put, one for each trained parameter in the order of the
             layout. They keep the gradients of the last step until they are overwritten.
         ranges: all that a pull returns, one for each flat tensor of each server, with the parameters as in ``buckets``.
@@ -130,6 +131,7 @@ class TrainerTransport(ABC):
 
     name: str
     zero_copy: bool
+    shares_parameters = False
     gradient_views: Sequence[Tensor]
     ranges: Mapping[GradientBucket, Sequence[int]] = {}
     sends_unused = True
@@ -160,7 +162,6 @@ class TrainerTransport(ABC):
 
         Raises:
             NotFinite: a gradient does not fit into server.wire_dtype.
-            TaskError: the task changed a parameter that belongs to the server.
         """
 
     @abstractmethod

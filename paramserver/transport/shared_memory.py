@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paramserver.config import ServerConfig
 from paramserver.devices import CPU
-from paramserver.errors import TaskError, UnsupportedConfiguration
+from paramserver.errors import UnsupportedConfiguration
 from paramserver.parameters.flat import FlatLayout, has_gaps
 from paramserver.parameters.sharding import Shard
 from paramserver.transport.autograd import pull
@@ -205,7 +205,7 @@ class SharedMemoryTrainerTransport(TrainerTransport):
     ) -> None:
         self._layout = layout
         self._parameters = list(parameters)
-        self._on_cpu = all(p.device.type == "cpu" for p in parameters)
+        self._on_cpu = self.shares_parameters = all(p.device.type == "cpu" for p in parameters)
         self._snapshots = [
             list(layout.views(attach(address, parameters_key(slot), layout, timeout_s)).values())
             for slot in range(num_slots)
@@ -215,7 +215,6 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         # Parameters with gaps in memory: kernels may round differently over the slot's memory, which has none.
         self._copied = [n for n, p in enumerate(parameters) if self._on_cpu and has_gaps(p, layout.slots[n])]
         self._slot: int | None = None
-        self._tensor_versions: list[int] = []
         # The leaf requires a gradient: the context of a step holds it once its backward has run.
         self._leaf, self._token = torch.zeros((), requires_grad=True), torch.zeros(())
 
@@ -231,9 +230,6 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         else:
             self._copy(self._copied, self._snapshots[slot])
         self._slot = slot
-        # Read after the assignment. The server's writes come from another process and do not count; only changes made
-        # here do.
-        self._tensor_versions = [parameter._version for parameter in self._parameters]
 
     @torch.no_grad()
     def load(self, flats: Sequence[Tensor]) -> None:
@@ -247,7 +243,6 @@ class SharedMemoryTrainerTransport(TrainerTransport):
             torch.autograd.graph.increment_version([self._parameters[number] for number in numbers])
         with torch.no_grad():
             self._copy([n for n in numbers if not self._on_cpu or n in self._copied], self._snapshots[0])
-        self._tensor_versions = [parameter._version for parameter in self._parameters]
 
     def _set_parameters(self, views: list[Tensor]) -> None:
         if not self._on_cpu:
@@ -265,16 +260,6 @@ class SharedMemoryTrainerTransport(TrainerTransport):
             self._parameters[number].copy_(views[number])
 
     def backward_root(self, pulled: Sequence[Tensor]) -> Tensor:
-        if self._on_cpu:  # elsewhere the parameters are copies, and a change of them is lost
-            for slot, parameter, version in zip(
-                self._layout.slots, self._parameters, self._tensor_versions, strict=True
-            ):
-                if parameter._version != version:
-                    raise TaskError(
-                        f"parameter {slot.name} was changed in place on a trainer, and belongs to the server; change "
-                        "it in build_model or through the optimizer, or use server.transport: rpc, where such a "
-                        "change is lost"
-                    )
         return pulled[0]
 
     def step_bytes(self, pulled: Sequence[Tensor]) -> int:

@@ -377,7 +377,7 @@ def test_a_parameter_that_is_changed_in_place_on_a_trainer_is_refused_by_name(st
     server = {"consistency": "async", "transport": "shared_memory"}
     training = {"max_steps": 20000}  # so that trainer 1 comes to its fourth batch, however fast the other one is
     run = started("changed", 2, code=2, server=server, task_args={"changes": 1}, training=training)
-    assert "(trainer 1): parameter gate was changed in place on a trainer, and belongs to the server" in run.output
+    assert "(trainer 1): parameter gate was changed by the task, and belongs to the servers" in run.output
     assert run.summary["status"] == "failed"
 
 
