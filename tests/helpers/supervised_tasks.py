@@ -142,7 +142,7 @@ class Blocks(ReferenceTask):
 class KilledWhileSaving(ReferenceTask):
     """Its state is the number of the checkpoint; trainer 1 kills its process in the second one, once.
 
-    Trainer 0 waits at batch 32 until another process has resumed in its place.
+    Trainer 0 waits at batch 32 until another process has resumed in its place, which joins no earlier.
 
     Args:
         mark: a file that is written just before.
@@ -152,9 +152,16 @@ class KilledWhileSaving(ReferenceTask):
     def __init__(self, mark, resumed, **options):
         super().__init__(**options)
         self.mark, self.resumed, self.saves = Path(mark), Path(resumed), 0
+        self.waits = self.mark.with_name("waits")
+
+    def train_source(self, partition):
+        if self.mark.exists():
+            poll_until(time.monotonic() + 60, lambda: self.waits.exists() or None, threading.Event())
+        return super().train_source(partition)
 
     def training_step(self, model, batch, batch_idx):
         if (self.trainer.trainer_index, batch_idx) == (0, 32):
+            self.waits.touch()
             replaced = poll_until(time.monotonic() + 60, lambda: self.resumed.exists() or None, threading.Event())
             assert replaced, "trainer 1 was not replaced"
         return super().training_step(model, batch, batch_idx)
