@@ -32,6 +32,7 @@ from paramserver.bench.step_stamps import (
     server_pids,
 )
 from paramserver.config import Config, config_from_mapping, dump_yaml, is_colocated, num_commands_of
+from paramserver.consistency import consistency_class
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.importing import find_file
 from paramserver.metrics.records import PHASES, DurationHistogram
@@ -456,7 +457,7 @@ def _predicted(case: Case, method: MeasuringMethod, stamps: StepStamps, wire_byt
         return None
     hook, server = case.config.ddp.comm_hook, case.config.server
     # With an optimizer that updates each element by itself; only the servers know which one it is.
-    may_overlap = (server.consistency, server.backup_trainers, server.compute) == ("sync", 0, "trainer")
+    may_overlap = consistency_class(server).waits_for_all and server.compute == "trainer"
     overlap = may_overlap and case.config.training.clip_grad_norm is None
     return predict_communication(
         case.mode,

@@ -111,6 +111,10 @@ class Buffer(ABC):
     kind: ClassVar[str]
     options: ClassVar[tuple[str, ...]] = ()
     """Keyword arguments of this kind beyond those of ``Buffer``; ``make_buffer`` refuses the others."""
+    in_order: ClassVar[bool] = False
+    """Samples are served in the order of the source, however many are read ahead."""
+    repeats: ClassVar[bool] = False
+    """How often a sample is served depends on the draws."""
     times_due: int | None = None
     """How often each sample is served; None = at least once, and no fixed number of times."""
 

@@ -22,6 +22,7 @@ class Fifo(CountedBuffer):
     """
 
     kind: ClassVar[str] = "fifo"
+    in_order = True
     _index_type = SlotQueue
     _index: SlotQueue
     _started = False

@@ -36,6 +36,7 @@ class Reservoir(Buffer):
     """
 
     kind: ClassVar[str] = "reservoir"
+    repeats = True
     options = ("min_new_per_batch",)
     _index_type = SeenUnseenBag
     _index: SeenUnseenBag

@@ -44,6 +44,10 @@ class BackupSync(FreeRunning):
     def from_config(cls, config: ServerConfig, terms: RunTerms, step: int, samples: int) -> BackupSync:
         return cls(terms, config.backup_trainers, step, samples)
 
+    @classmethod
+    def gradients_per_update(cls, config: ServerConfig, trainers: int) -> int:
+        return max(1, trainers - config.backup_trainers)
+
     def may_start(self, trainer_index: int) -> bool:
         return trainer_index not in self._held  # one gradient of each trainer in a version
 

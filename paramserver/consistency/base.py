@@ -3,10 +3,10 @@
 To add a consistency model:
 
 1. Write a module with a subclass of ``Consistency``. It implements ``announce`` (optional), ``pop_decisions``,
-   ``rejection_reason``, ``push``, ``next_update`` and ``wants_buffers_from``, and sets ``lockstep``; with keys of its
-   own it implements ``from_config``, and with a state ``state_dict`` and ``load_state_dict``. If trainers wait for each
-   other at checkpoints only, subclass ``FreeRunning`` instead: it leaves ``may_start``, ``push``, ``next_update`` and
-   ``wants_buffers_from``.
+   ``rejection_reason``, ``push``, ``next_update`` and ``wants_buffers_from``, and declares ``lockstep``,
+   ``waits_for_all`` and ``gradients_per_update``; with keys of its own it implements ``from_config``, and with a state
+   ``state_dict`` and ``load_state_dict``. If trainers wait for each other at checkpoints only, subclass ``FreeRunning``
+   instead: it leaves ``may_start``, ``push``, ``next_update`` and ``wants_buffers_from``.
 2. Add the class to ``CLASSES`` in consistency/factory.py.
 3. Add its name to ``CONSISTENCIES`` in config/schema.py.
 
@@ -217,6 +217,9 @@ class Consistency(ABC):
     lockstep: bool
     """All trainers take every step together, so each of them knows without a message when to validate and save."""
 
+    waits_for_all = False
+    """Each update has the gradients of all trainers of its step, so its buckets can be computed as they arrive."""
+
     several_updates = False
     """With several optimizers: the trainers of a step may push again after its update, and after each further one.
 
@@ -246,6 +249,11 @@ class Consistency(ABC):
     def from_config(cls, config: ServerConfig, terms: RunTerms, step: int, samples: int) -> Consistency:
         """Return an instance with the keys of the server section that concern it."""
         return cls(terms, step, samples)
+
+    @classmethod
+    def gradients_per_update(cls, config: ServerConfig, trainers: int) -> int:
+        """Return of how many trainers an update has the gradients while all of them have data."""
+        return 1
 
     # Which trainers there are.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paramserver.config import Config
+from paramserver.config import Config, ServerConfig
 from paramserver.consistency.asynchronous import Async, Bounded
 from paramserver.consistency.backup import BackupSync
 from paramserver.consistency.base import Consistency, RunTerms
@@ -11,6 +11,20 @@ from paramserver.limits import Limits
 
 # The values of server.consistency.
 CLASSES: dict[str, type[Consistency]] = {"sync": Sync, "bounded": Bounded, "async": Async}
+
+
+def consistency_class(config: ServerConfig) -> type[Consistency]:
+    """Return the class of the consistency of a config, which declares what holds for it.
+
+    Example::
+
+        >>> consistency_class(ServerConfig(consistency="async")).lockstep
+        False
+        >>> consistency_class(ServerConfig(backup_trainers=1)).gradients_per_update(ServerConfig(backup_trainers=1), 4)
+        3
+    """
+    # Backup trainers are a variant of sync; config/checks.py rejects them with other consistencies.
+    return BackupSync if config.backup_trainers else CLASSES[config.consistency]
 
 
 def make_consistency(config: Config, trainers: int, step: int = 0, samples: int = 0) -> Consistency:
@@ -28,7 +42,6 @@ def make_consistency(config: Config, trainers: int, step: int = 0, samples: int 
 
     Example::
 
-        >>> from paramserver.config import ServerConfig
         >>> rules = make_consistency(Config(server=ServerConfig(consistency="bounded", staleness_bound=3)), trainers=2)
         >>> type(rules).__name__, rules.bound
         ('Bounded', 3)
@@ -44,6 +57,4 @@ def make_consistency(config: Config, trainers: int, step: int = 0, samples: int 
         barrier_every=(every, training.validate_every) if together else (every,),
         validate_every=0 if together else training.validate_every,
     )
-    # Backup trainers are a variant of sync; config/checks.py rejects them with other consistencies.
-    chosen = BackupSync if server.consistency == "sync" and server.backup_trainers else CLASSES[server.consistency]
-    return chosen.from_config(server, terms, step, samples)
+    return consistency_class(server).from_config(server, terms, step, samples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
+from paramserver.config import ServerConfig
 from paramserver.consistency.base import (
     Announcement,
     Consistency,
@@ -104,6 +105,7 @@ class Sync(Consistency):
     """
 
     lockstep = True
+    waits_for_all = True
 
     def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
@@ -111,6 +113,10 @@ class Sync(Consistency):
         self._pushed: dict[int, int] = {}
         self._left: set[int] = set()  # trainers whose last push is part of the next update
         self._is_due = False  # a validation or checkpoint of this version, until one of the participants has done it
+
+    @classmethod
+    def gradients_per_update(cls, config: ServerConfig, trainers: int) -> int:
+        return trainers
 
     @property
     def in_step(self) -> bool:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from paramserver.buffers import make_buffer
 from paramserver.config import mode_of, num_servers_of, num_trainers_of, server_computes
+from paramserver.consistency import consistency_class
 from paramserver.errors import NoSuchMember, TaskError
 from paramserver.importing import source_file
 from paramserver.metrics.reduction import Reduction
@@ -398,10 +399,9 @@ def _estimate_updates(task: Task) -> float:
         buffer = make_buffer("fifo", capacity=config.buffer.capacity, pseudo_epochs=config.buffer.pseudo_epochs)
         batches = max(batches, buffer.expected_batches(total, reading.config.training.batch_size) or 0)
         buffer.close()
-    # An update takes the gradients of all trainers, of all but the backup trainers, or of one that runs freely.
     taken = trainers
     if mode_of(config).has_servers:
-        taken = trainers - config.server.backup_trainers if config.server.consistency == "sync" else 1
+        taken = consistency_class(config.server).gradients_per_update(config.server, trainers)
     return min(limit, math.ceil(math.ceil(batches / config.training.accumulate_batches) * trainers / taken))
 
 

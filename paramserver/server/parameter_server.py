@@ -19,6 +19,7 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
+from paramserver.buffers import buffer_class
 from paramserver.checkpoint import stage_copy
 from paramserver.config import Config, num_servers_of, server_computes
 from paramserver.config.deadlines import GRACE_S
@@ -182,7 +183,7 @@ class ParameterServer(TutorialMethods):
         # the checkpoint is loaded into the store before the coordinator splits parameters and states into shards.
         rules = make_consistency(config, trainers, monitor.step, monitor.samples)
         rules.load_state_dict(checkpoints.consistency_state)
-        times_due = None if config.buffer.kind == "reservoir" else config.buffer.pseudo_epochs
+        times_due = None if buffer_class(config.buffer.kind).repeats else config.buffer.pseudo_epochs
         ledger = Ledger(times_due, self.view)
         ledger.load_state_dict(checkpoints.ledger_state, trainers)
         several = num_servers_of(config) > 1
@@ -548,7 +549,7 @@ class ParameterServer(TutorialMethods):
         buffer = self.config.buffer
         keeps = not all(refetchable for _, refetchable in self._divisible.values())
         # What does not fit by number is read again; the size of samples is known to the buffers only.
-        keeps |= buffer.max_bytes is not None and (buffer.kind == "reservoir" or buffer.pseudo_epochs > 1)
+        keeps |= buffer.max_bytes is not None and (buffer_class(buffer.kind).repeats or buffer.pseudo_epochs > 1)
         return not keeps or trainers >= len(self.members.present())
 
     def request_resize(self, reason: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paramserver.config import Config, is_colocated, server_computes
+from paramserver.consistency import consistency_class
 from paramserver.optim.bucket_updates import BucketUpdates, UpdatedBucket, why_not_by_bucket
 from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout
@@ -35,8 +36,7 @@ def plan_buckets(
     config: Config, updater: Updater, layout: FlatLayout, shards: Sequence[Shard]
 ) -> tuple[tuple[Shard, ...], str]:
     """Return each server's shard in buckets that are updated as their gradients arrive, or none and the reason."""
-    server = config.server
-    if (server.consistency, server.backup_trainers) != ("sync", 0):
+    if not consistency_class(config.server).waits_for_all:
         return (), "trainers do not wait for each other"
     if server_computes(config):
         return (), "the forward runs on the server"

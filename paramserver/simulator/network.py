@@ -43,7 +43,7 @@ from paramserver.config import (
     is_colocated,
     num_servers_of,
 )
-from paramserver.consistency import Announcement, Decision, Readiness
+from paramserver.consistency import Announcement, Decision, Readiness, consistency_class
 from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import ParamserverError, PeerLost
 from paramserver.server.update_pipeline import FIRST_BUCKET_BYTES, pipelined_bucket_bytes
@@ -127,11 +127,11 @@ class Deployment:
 
     @property
     def in_lockstep(self) -> bool:
-        return self.config.server.consistency == "sync"
+        return consistency_class(self.config.server).lockstep
 
     @property
     def updates_by_bucket(self) -> bool:
-        waits_for_all = self.in_lockstep and not self.config.server.backup_trainers
+        waits_for_all = consistency_class(self.config.server).waits_for_all
         return self.by_bucket and waits_for_all and self.config.training.clip_grad_norm is None
 
 
@@ -315,7 +315,7 @@ class ModelledRun(World):
     def measure(self, updates: int, warm: int, seconds: float | None = None) -> Throughput:
         """Run, and return the throughput; see ``simulate``."""
         trainers = self.deployment.trainers
-        per_step = max(1, trainers - self.config.server.backup_trainers) if self.deployment.in_lockstep else 1
+        per_step = consistency_class(self.config.server).gradients_per_update(self.config.server, trainers)
         first = warm * trainers // per_step
         self._lasts = first, first + updates * trainers // per_step, seconds
         self.start()

@@ -18,6 +18,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from paramserver.buffers import buffer_class
 from paramserver.config import Config
 from paramserver.config.checks import check_batch_size
 from paramserver.errors import TaskError, UnsupportedConfiguration
@@ -205,7 +206,7 @@ def _with_whole_batches(reading: Reading, hook: str) -> Reading:
             f"training.batch_size ({training.batch_size}) must not be given, as {sampler.name} of {hook} gives whole "
             "batches; remove the key"
         )
-    if buffer.kind != "fifo":
+    if not buffer_class(buffer.kind).in_order:
         raise UnsupportedConfiguration(
             f"buffer.kind ({buffer.kind}) must be fifo, as {hook} gives whole batches, which are served in order; set "
             "it to fifo, or give samples"

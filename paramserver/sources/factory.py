@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from paramserver.buffers import buffer_class
 from paramserver.config import Config
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.sources.base import Partition, Source
@@ -52,8 +53,7 @@ def make_source(
             passes=training.max_epochs,
             sampler_kwargs={**reading.options, **(sampler_kwargs or {})},
             group=training.batch_size,
-            # What a FIFO serves does not depend on how much is read ahead.
-            groups_ahead=8 if config.buffer.kind == "fifo" and not training.loader_workers else 1,
+            groups_ahead=8 if buffer_class(config.buffer.kind).in_order and not training.loader_workers else 1,
         )
     elif isinstance(data, Iterable):
         source = IterableSource(data, partition)

@@ -311,7 +311,7 @@ def test_of_several_processes_one_downloads(tmp_path, archives):
         for process in processes:
             process.stdin.write("\n")
             process.stdin.flush()
-        assert [process.communicate(timeout=30)[0] for process in processes] == ["4\n"] * 3
+        assert [process.communicate(timeout=90)[0] for process in processes] == ["4\n"] * 3
     assert mirror.asked == [f"/mnist/{name}.gz" for name in NAMES]
 
 

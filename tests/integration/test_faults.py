@@ -242,7 +242,7 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path):
     for _ in range(2):
         os.killpg(run.pid, signal.SIGINT)
         time.sleep(0.3)
-    _, output = run.communicate(timeout=30)
+    _, output = run.communicate(timeout=90)
     assert run.returncode == 1, output
     assert "interrupted twice (SIGINT)" in output.splitlines()[-1]
     assert "resume with: python -m paramserver.launch --resume" in output.splitlines()[-1]

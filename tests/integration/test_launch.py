@@ -235,7 +235,7 @@ def test_a_run_folder_is_never_taken_over(tmp_path):
 def test_a_world_that_never_fills_ends_at_the_timeout(tmp_path):
     config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 3})
     rank = start(tmp_path, "--config", config, "--rank", 0, "--world_size", 3, "--master_port", free_port())
-    output, _ = rank.communicate(timeout=30)
+    output, _ = rank.communicate(timeout=90)
     assert rank.returncode == 1
     assert "missing: rank 1, 2" in output
 
@@ -244,7 +244,7 @@ def test_a_missing_rank_0_is_named(tmp_path):
     config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 2})
     port = free_port()
     rank = start(tmp_path, "--config", config, "--rank", 1, "--world_size", 3, "--master_port", port)
-    output, _ = rank.communicate(timeout=30)
+    output, _ = rank.communicate(timeout=90)
     assert rank.returncode == 1
     assert f"found no rank 0 at 127.0.0.1:{port}" in output
 
@@ -273,16 +273,16 @@ def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path):
     common = ("--config", config, "--world_size", 3, "--master_port", port)
     zero, one = (start(tmp_path, *common, "--rank", rank) for rank in (0, 1))
     other = start(tmp_path, *common, "--rank", 2, "--set", "training.batch_size=9")
-    output, _ = other.communicate(timeout=30)
+    output, _ = other.communicate(timeout=90)
     assert other.returncode == 2
     assert "training.batch_size: 8 -> 9" in output
     twin = start(tmp_path, *common, "--rank", 1)
-    output, _ = twin.communicate(timeout=30)
+    output, _ = twin.communicate(timeout=90)
     assert twin.returncode == 2
     assert "rank 1 is taken by" in output
     for process in (zero, one):
         process.terminate()
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=90)
         assert process.returncode in (1, 3), output
 
 
@@ -301,7 +301,7 @@ def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path):
 )
 def test_the_console_script(words, code, expected):
     program = [sys.executable, "-c", "from paramserver.cli import main; main()", *words]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=30, env=environment(), check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=90, env=environment(), check=False)
     assert done.returncode == code
     assert expected in done.stdout + done.stderr
 

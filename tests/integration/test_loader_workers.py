@@ -91,7 +91,7 @@ def test_ctrl_c_reaches_the_workers_too_and_the_run_is_saved(tmp_path):
             select.select([], [], [], 0.05)
         workers = [child.pid for child in psutil.Process(run.pid).children(recursive=True)]
         os.killpg(run.pid, signal.SIGINT)
-        _, errors = run.communicate(timeout=30)
+        _, errors = run.communicate(timeout=90)
     finally:
         run.kill()
     assert run.returncode == 3, errors

@@ -19,6 +19,8 @@ from source_tree import (
     sleeps,
 )
 
+from paramserver.config.schema import BUFFERS, CONSISTENCIES
+
 # A folder, or a module of the top level, imports from layers above its own line only.
 LAYERS = [
     "_lazy _trainers errors fileio version",
@@ -144,6 +146,18 @@ def test_the_mode_is_compared_in_one_table():
     assert {place for place in places if not place.startswith("paramserver.config.modes:")} == set()
 
 
+def test_a_consistency_or_a_buffer_declares_what_holds_for_it():
+    # Elsewhere the class is asked: a comparison with a name would be wrong, in silence, for the next one.
+    names = frozenset((*CONSISTENCIES, *BUFFERS))
+    own = ("paramserver.config", "paramserver.consistency", "paramserver.buffers")
+    compared = {
+        f"{m.name}:{line}" for m in FILES if not inside(m.name, own) for line in comparisons_with(m.tree, names)
+    }
+    assert compared == set()
+    factory = next(m for m in FILES if m.name == "paramserver.consistency.factory")
+    assert comparisons_with(factory.tree, names), "the search finds something"
+
+
 def test_the_environment_is_touched_in_cluster_only():
     users = {m.name for m in MODULES if environment_uses(m.tree)}
     assert {name for name in users if not name.startswith("paramserver.cluster.")} == set()
@@ -226,7 +240,7 @@ def test_what_is_left_behind_is_seen():
         go_on.set()
         thread.join(10)
         other.join(10)
-        child.communicate(b"\n", timeout=30)
+        child.communicate(b"\n", timeout=90)
         before.restore_environ()
     assert before.leaks() == []
     assert "LEFT_BEHIND" not in os.environ

@@ -87,7 +87,7 @@ with StopRequest() as stop:
     assert stop.event.wait(0.0)
     print(stop.state())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False)
     assert "signal SIGTERM" in done.stdout, done.stderr
 
 

@@ -74,7 +74,7 @@ class Other:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=90)
 
 
 @pytest.fixture(scope="module")
