@@ -300,7 +300,7 @@ def _check_steps(outcome: ChaosRun, summary: Mapping[str, Any]) -> Check:
 
 def _samples_due(outcome: ChaosRun) -> int | None:
     """Return how many samples the run must have applied; None where its config does not determine that."""
-    from paramserver.buffers import buffer_class  # imports torch, which a launch does without
+    from paramserver.buffers.factory import buffer_class  # imports torch, which a launch does without
 
     config = outcome.config
     expected = [record["total_samples"] for record in outcome.records if record["kind"] == "expected"]

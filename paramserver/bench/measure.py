@@ -32,7 +32,7 @@ from paramserver.bench.step_stamps import (
     server_pids,
 )
 from paramserver.config import Config, config_from_mapping, dump_yaml, is_colocated, num_commands_of
-from paramserver.consistency import consistency_class
+from paramserver.consistency.factory import consistency_class
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.importing import find_file
 from paramserver.metrics.records import PHASES, DurationHistogram

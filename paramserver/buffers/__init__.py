@@ -6,7 +6,7 @@ from paramserver._lazy import attach
 
 if TYPE_CHECKING:
     from paramserver.buffers.base import Buffer as Buffer, BufferInfo as BufferInfo
-    from paramserver.buffers.factory import buffer_class as buffer_class, make_buffer as make_buffer
+    from paramserver.buffers.factory import make_buffer as make_buffer
     from paramserver.buffers.fifo import Fifo as Fifo
     from paramserver.buffers.firo import Firo as Firo
     from paramserver.buffers.reservoir import Reservoir as Reservoir

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
         Update as Update,
         Verdict as Verdict,
     )
-    from paramserver.consistency.factory import (
-        consistency_class as consistency_class,
-        make_consistency as make_consistency,
-    )
+    from paramserver.consistency.factory import make_consistency as make_consistency
     from paramserver.consistency.ledger import (
         Ledger as Ledger,
         LedgerRow as LedgerRow,

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from paramserver.buffers import make_buffer
 from paramserver.config import mode_of, num_servers_of, num_trainers_of, server_computes
-from paramserver.consistency import consistency_class
+from paramserver.consistency.factory import consistency_class
 from paramserver.errors import NoSuchMember, TaskError
 from paramserver.importing import source_file
 from paramserver.metrics.reduction import Reduction

@@ -19,7 +19,7 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
-from paramserver.buffers import buffer_class
+from paramserver.buffers.factory import buffer_class
 from paramserver.checkpoint import stage_copy
 from paramserver.config import Config, num_servers_of, server_computes
 from paramserver.config.deadlines import GRACE_S

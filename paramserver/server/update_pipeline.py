@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paramserver.config import Config, is_colocated, server_computes
-from paramserver.consistency import consistency_class
+from paramserver.consistency.factory import consistency_class
 from paramserver.optim.bucket_updates import BucketUpdates, UpdatedBucket, why_not_by_bucket
 from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout

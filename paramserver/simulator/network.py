@@ -43,7 +43,8 @@ from paramserver.config import (
     is_colocated,
     num_servers_of,
 )
-from paramserver.consistency import Announcement, Decision, Readiness, consistency_class
+from paramserver.consistency import Announcement, Decision, Readiness
+from paramserver.consistency.factory import consistency_class
 from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import ParamserverError, PeerLost
 from paramserver.server.update_pipeline import FIRST_BUCKET_BYTES, pipelined_bucket_bytes

@@ -18,7 +18,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paramserver.buffers import buffer_class
+from paramserver.buffers.factory import buffer_class
 from paramserver.config import Config
 from paramserver.config.checks import check_batch_size
 from paramserver.errors import TaskError, UnsupportedConfiguration
