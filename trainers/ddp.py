@@ -196,7 +196,7 @@ class DdpTrainer(Trainer):
         self._wrapped_without_buffers = not any(True for _ in model.buffers())
         device_ids = [placement.device] if placement.device.type != "cpu" and len(placement.devices) == 1 else None
         self.model = model
-        self.updater = Updater(self.task, model, self.config.training)
+        self.updater = Updater(self.task, model, self.config.training, self.config.seed)
         self.validates_averages = self.updater.validates_averages
         self.tree = ModelTree(model)
         if self.updater.parameters_of:

@@ -46,7 +46,7 @@ class LocalTrainer(Trainer):
         self.limits = Limits.of(self.config.training)
         self.model = build_model(self.task, self.config.seed, self.process.placement)
         self.checkpoints.restore_model(self.model)
-        self.updater = Updater(self.task, self.model, self.config.training)
+        self.updater = Updater(self.task, self.model, self.config.training, self.config.seed)
         self.checkpoints.restore_optimizer(self.updater)
         self.tree = ModelTree(self.model)
         self.set_optimizers(self.updater.parameters_of)

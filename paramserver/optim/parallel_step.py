@@ -11,6 +11,7 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from paramserver.errors import TaskError
 from paramserver.optim.averaging import has_foreign_hooks
-from paramserver.optim.named_optimizers import NamedOptimizers
+from paramserver.optim.named_optimizers import NamedOptimizers, optimizers_of
+from paramserver.rng import update_generators
 
 _OPTIM = torch.optim
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -202,6 +204,19 @@ def copy_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     part._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
     part.__dict__.pop("step", None)  # the wrapper of a schedule counts steps of the whole
     return part
+
+
+def generators_of_update(
+    optimizer: torch.optim.Optimizer, seed: int, version: int, server_index: int = 0
+) -> AbstractContextManager[None]:
+    """Return a context for the step of an optimizer that makes ``version``; see ``rng.update_generators``.
+
+    It does nothing where the optimizer is one of torch's and has no hooks, as these draw no random numbers.
+    """
+    if all(ParallelStep.supports(own) for own in optimizers_of(optimizer)):
+        return nullcontext()
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    return update_generators(seed, version, server_index, sorted(devices, key=str))
 
 
 def _steps_itself(optimizer: torch.optim.Optimizer) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from paramserver.limits import is_due
 from paramserver.optim.averaging import AverageParameters, averages, drop_averages, rename_averages
 from paramserver.optim.modes import SwitchedOptimizer, copied_parameters, has_modes, parameters_of
 from paramserver.optim.named_optimizers import NamedOptimizers, joined_states, optimizers_of, shared_parameters
-from paramserver.optim.parallel_step import ParallelStep, ThreadTeam
+from paramserver.optim.parallel_step import ParallelStep, ThreadTeam, generators_of_update
 from paramserver.parameters.numerics import check_gradient_norm
 from paramserver.task import Task
 
@@ -34,6 +34,7 @@ class Updater:
         task: builds the optimizer and the scheduler.
         model: whose parameters are optimized.
         training: ``clip_grad_norm``, ``ema_decay``, ``validate_every`` and ``accumulate_batches`` are used.
+        seed: of the run, for what the optimizer draws in ``step()``.
 
     Attributes:
         parameters_of: the names of the parameters of each optimizer, by its name; empty if there is one without a name.
@@ -56,7 +57,7 @@ class Updater:
         (0.5,)
     """
 
-    def __init__(self, task: Task, model: nn.Module, training: TrainingConfig) -> None:
+    def __init__(self, task: Task, model: nn.Module, training: TrainingConfig, seed: int = 0) -> None:
         # The optimizer first: a scheduler keeps a reference to it and sets its learning rates already when it is built.
         self.optimizer = build_optimizer(task, model, training.ema_decay)
         names = {id(p): name for name, p in model.named_parameters()}
@@ -88,6 +89,7 @@ class Updater:
                 switched.optimizer.train()
         self._schedules = _schedules_of(task, self.optimizer)
         self._parallel_step: ParallelStep | None = None
+        self._seed = seed
         self.clip_grad_norm = training.clip_grad_norm
         self.validate_every = training.validate_every
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -105,12 +107,17 @@ class Updater:
         if self.clip_grad_norm is not None:
             # The norm is checked before the first parameter changes: a refused update leaves the version as it was.
             check_gradient_norm(float(nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)), step)
-        if self._parallel_step is None:
-            self.optimizer.step()
-        else:
-            self._parallel_step()
+        with self.generators(step):
+            if self._parallel_step is None:
+                self.optimizer.step()
+            else:
+                self._parallel_step()
         # After the optimizer: torch warns, and skips the first learning rate, in the other order.
         self.on_update(optimizer)
+
+    def generators(self, version: int) -> AbstractContextManager[None]:
+        """Return a context for a step of the optimizer that makes ``version``, with random numbers of its own."""
+        return generators_of_update(self.optimizer, self._seed, version)
 
     @property
     def validates_averages(self) -> bool:

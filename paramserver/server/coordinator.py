@@ -235,12 +235,13 @@ class ShardCoordinator:
         replies = [send_deferred(name, ShardServer.apply, request) for name in self._names]
 
         def compute_own() -> float | None:
-            if self._store.apply_by_bucket(pushes):
+            if self._store.apply_by_bucket(version, pushes):
                 return None
             self._store.begin_update(update, pushes)
             if clip is not None:
                 return updater.norm()
-            updater.step()
+            with self._store.updater.generators(version):
+                updater.step()
             return None
 
         own = self._compute_own(compute_own)
@@ -314,7 +315,8 @@ class ShardCoordinator:
 
         def compute_own() -> None:
             updater.scale(factor)
-            updater.step()
+            with self._store.updater.generators(version):
+                updater.step()
 
         self._when_all([self._compute_own(compute_own), *replies], then)
 

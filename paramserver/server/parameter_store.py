@@ -99,7 +99,7 @@ class ParameterStore:
         self.device = placement.device
         self.model = build_model(task, config.seed, placement)
         self.parameters = FlatTensors(trainable_parameters(self.model), allocate, config.server.bucket_bytes)
-        self.updater = Updater(task, self.model, config.training)
+        self.updater = Updater(task, self.model, config.training, config.seed)
         self._tree = ModelTree(self.model)
         if any(isinstance(optimizer, torch.optim.SparseAdam) for optimizer in optimizers_of(self.updater.optimizer)):
             raise TaskError("SparseAdam needs sparse gradients, which cannot be averaged on a server; use Adam")
@@ -197,20 +197,21 @@ class ParameterStore:
             update: whose gradients, and how stale each is.
             pushes: in the order of ``update.trainers``; their gradients are overwritten.
         """
-        if self.apply_by_bucket(pushes):
+        if self.apply_by_bucket(version, pushes):
             self.updater.on_update()
         else:
             self.begin_update(update, pushes)
             self.updater.apply(version, pushes[0].report.optimizer)
         self.finish_update(update, pushes)
 
-    def apply_by_bucket(self, pushes: Sequence[Push]) -> bool:
+    def apply_by_bucket(self, version: int, pushes: Sequence[Push]) -> bool:
         """Step the optimizer over the shard bucket by bucket; False, and nothing, where that is not how it is done."""
         if self.pipeline is None or _are_shared(pushes):
             return False
         cut, used = self.pipeline.updates.cut, merge_used([push.report.used for push in pushes])
         self._drop_snapshots()
-        self.pipeline.commit([p.gradients if p.segment_key is None else cut(p.gradients) for p in pushes], used)
+        with self.updater.generators(version):  # a hook may have been added, so that it is stepped once
+            self.pipeline.commit([p.gradients if p.segment_key is None else cut(p.gradients) for p in pushes], used)
         return True
 
     def begin_update(self, update: Update, pushes: Sequence[Push]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from paramserver.distributed.rpc_agent import release_context
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import Evicted, TrainingError, UnsupportedConfiguration
 from paramserver.optim.bucket_updates import BucketUpdates
+from paramserver.optim.parallel_step import generators_of_update
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.optim.updater import build_optimizer
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
@@ -400,7 +402,8 @@ class ShardServer:
 
         def step() -> None:
             self.shard_updater.scale(factor)
-            self.shard_updater.step(groups)
+            with self._generators(self.version + 1):
+                self.shard_updater.step(groups)
 
         def made(_: None) -> None:
             self.version += 1
@@ -488,15 +491,20 @@ class ShardServer:
             assert self._pipeline is not None
             cut, keys = self._pipeline.updates.cut, [key for _, key in request.pushes]
             in_buckets = [own if key is None else cut(own) for key, own in zip(keys, gradients, strict=True)]
-            self._pipeline.commit(in_buckets, request.used, request.groups)
+            with self._generators(request.version):
+                self._pipeline.commit(in_buckets, request.used, request.groups)
             return None
         self.shard_updater.assign_gradients(self.shard_updater.average(gradients, request.factors), request.used)
         if request.groups is None:
             return self.shard_updater.norm()
-        self.shard_updater.step(request.groups)
+        with self._generators(request.version):
+            self.shard_updater.step(request.groups)
         if self._pipeline is not None:
             self._pipeline.version_changed()
         return None
+
+    def _generators(self, version: int) -> AbstractContextManager[None]:
+        return generators_of_update(self.shard_updater.optimizer, self.config.seed, version, self.server_index)
 
     def _made(self, request: ApplyRequest) -> None:
         """The version that was requested is made. Called with the lock held."""

@@ -3,9 +3,11 @@
 import importlib
 import math
 import os
+import random
 import signal
 from pathlib import Path
 
+import numpy as np
 import torch
 from tasks import ReferenceTask
 from torch import nn
@@ -248,6 +250,38 @@ class Wrapper(Optimizer):
                 p.copy_(slow.lerp_(p, 0.5))
 
 
+class Langevin(Optimizer):
+    """Welling and Teh, "Bayesian Learning via Stochastic Gradient Langevin Dynamics", 2011: draws noise in each step.
+
+    From every generator that a process has by default. ``numpy.random.normal`` keeps a number for its next call.
+    """
+
+    updates_each = "element"
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"])
+                    p.add_(torch.randn_like(p), alpha=1e-3 * (1 + random.random() + float(np.random.normal())))
+
+
+def noisy_sgd(parameters):
+    """An optimizer of torch with a hook that draws."""
+
+    def draw(optimizer, args, kwargs):
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.add_(torch.randn_like(p), alpha=1e-3)
+
+    sgd = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    sgd.register_step_pre_hook(draw)
+    return sgd
+
+
 _SMALL = {"lr": 1e-2}
 OF_TORCH = {
     "SGD": {"lr": 0.05, "momentum": 0.9},
@@ -263,6 +297,8 @@ OWN = {
     "OwnLayout": OwnLayout,
     "HalfLayout": HalfLayout,
     "Nested": Nested,
+    "Langevin": Langevin,
+    "NoisySGD": noisy_sgd,
     "Wrapper": lambda params: Wrapper(torch.optim.SGD(params, lr=0.05, momentum=0.9)),
 }
 OF_PACKAGES = {
@@ -322,7 +358,7 @@ class SparseOptimizers(ReferenceTask):
         tables = [model["table"].weight, model["other"].weight]
         body = [p for p in model["body"].parameters() if p.requires_grad]
         options = {"momentum": 0.9} if self.kind == "SGD" else {}
-        kind = getattr(torch.optim, self.kind)
+        kind = OWN.get(self.kind) or getattr(torch.optim, self.kind)
         return {"tables": kind(tables, lr=0.05, **options), "body": torch.optim.SGD(body, lr=0.05)}
 
     def _losses(self, model, batch):

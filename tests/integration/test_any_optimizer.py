@@ -94,6 +94,45 @@ def test_two_trainers_are_the_same_in_ddp_and_rpc_that_is_stopped_and_resumed(tm
         assert_same(ddp, more, files_of(name))
 
 
+@pytest.mark.claim("optimizer-draws")
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "trainers"), [("Langevin", 1), ("Langevin", 2), ("NoisySGD", 2)])
+def test_what_an_optimizer_draws_is_the_same_in_every_mode_and_after_a_resume(tmp_path, name, trainers):
+    whole = train(tmp_path, "local" if trainers == 1 else "ddp", trainers, **config(name))
+    others = [("ddp", {}), ("rpc", {"transport": "shared_memory"}), ("rpc", {"transport": "rpc"})]
+    for number, (mode, server) in enumerate(others):
+        part = train(tmp_path / str(number), mode, trainers, **config(name, STOP), server=server)
+        more = resume(part, "--set", f"training.max_steps={STEPS}")
+        assert more.code == 0, more.output
+        assert_same(whole, more)
+
+
+@pytest.mark.claim("optimizer-draws")
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_what_an_optimizer_draws_on_several_servers_is_the_same_after_a_resume(tmp_path, transport, clip):
+    def options(steps):
+        training = {**config("Langevin")["training"], "max_steps": steps, "clip_grad_norm": clip}
+        common = {"cluster": {"num_servers": 2}, "server": {"transport": transport}, "training": training}
+        return {**config("Langevin"), **common}
+
+    whole = train(tmp_path / "whole", "rpc", 2, **options(STEPS))
+    part = train(tmp_path / "part", "rpc", 2, **options(STOP))
+    more = resume(part, "--set", f"training.max_steps={STEPS}")
+    assert more.code == 0, more.output
+    assert_same(whole, more)
+
+
+@pytest.mark.claim("optimizer-draws")
+@pytest.mark.processes
+def test_several_optimizers_draw_the_same_in_every_mode(tmp_path):
+    options = {**task("any"), "task": f"{TASKS}:SparseOptimizers", "task_args": {"kind": "Langevin", "sparse": False}}
+    options |= {"training": {"max_steps": STEPS - 1, "batch_size": 8, "validate_every": 2}}
+    runs = [train(tmp_path / mode, mode, 2, **options) for mode in ("ddp", "rpc")]
+    assert_same(*runs)
+
+
 @pytest.mark.claim("any-optimizer")
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["Swapping", "Wrapper", "Adafactor"])

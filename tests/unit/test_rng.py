@@ -8,8 +8,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from any_optimizers import OF_TORCH, build
 
-from paramserver.rng import random_states, restore_random_states, seed_all, validation_generators
+from paramserver.optim.parallel_step import generators_of_update
+from paramserver.rng import random_states, restore_random_states, seed_all, update_generators, validation_generators
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +96,47 @@ def test_each_gpu_continues_the_state_of_its_place(monkeypatch):
     restore_random_states(stored, [torch.device("cpu")])
     restore_random_states(random_states([torch.device("cpu")]), list(states))
     assert [int(state) for state in states.values()] == [2, 1, 2, 3]
+
+
+@pytest.mark.claim("optimizer-draws")
+def test_an_update_draws_by_seed_version_and_server_and_leaves_the_generators_as_they_were():
+    def updated(*key):
+        with update_generators(*key):
+            return drawn()
+
+    drawn()
+    states = random_states()
+    expected = drawn()
+    restore_random_states(states)
+    first = updated(0, 100)
+    assert drawn() == expected
+    assert updated(0, 100, 0) == first
+    assert first not in [updated(0, 100, 1), updated(0, 101), updated(1, 100)]
+    with validation_generators(0, 100, 0):
+        assert drawn() != first
+
+
+@pytest.mark.claim("optimizer-draws")
+def test_the_optimizers_of_torch_draw_nothing_and_their_generators_are_not_exchanged():
+    for name, optimizer in trained_with(OF_TORCH):
+        before = torch.get_rng_state()
+        with generators_of_update(optimizer, 0, 100):
+            assert torch.equal(torch.get_rng_state(), before), name
+            optimizer.step()
+        assert torch.equal(torch.get_rng_state(), before), name
+    for name, optimizer in trained_with(["Lion", "Langevin", "NoisySGD"]):
+        before = torch.get_rng_state()
+        with generators_of_update(optimizer, 0, 100):
+            assert not torch.equal(torch.get_rng_state(), before), name
+            optimizer.step()
+        assert torch.equal(torch.get_rng_state(), before), name
+
+
+def trained_with(names):
+    for name in names:
+        weight = torch.nn.Parameter(torch.ones(2, 2))
+        weight.grad = torch.ones(2, 2)
+        yield name, build(name, [weight])
 
 
 @pytest.mark.claim("validation-draws")
