@@ -37,6 +37,7 @@ from paramserver.metrics.records import Record, StepReport, TrainerTotals, Weigh
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.server.coordinator import ShardCoordinator
 from paramserver.server.parameter_server import ParameterServer
+from paramserver.server.repeated_calls import is_numbered, is_repeatable
 from paramserver.server.shard_server import ShardServer
 from paramserver.transport.base import GradientBucket
 from paramserver.transport.messages import (
@@ -261,7 +262,7 @@ class ServerConnection(ABC):
     ) -> InFlightCall[T]:
         """Call a handler that replies immediately."""
         call = self._numbered(partial(send, to, self.timeout_s, handler, *args, **kwargs), handler)
-        return InFlightCall(self, call, handler.__name__, self.timeout_s, _is_repeatable(handler))
+        return InFlightCall(self, call, handler.__name__, self.timeout_s, is_repeatable(handler))
 
     def begin_deferred(
         self, handler: Callable[Concatenate[Any, P], torch.futures.Future[T]], *args: P.args, **kwargs: P.kwargs
@@ -271,11 +272,11 @@ class ServerConnection(ABC):
         local = None
         if self._local is not None and handler in _LOCAL:
             local = partial(send_local, self._local, SERVER_NAME, handler, *args, **kwargs)
-        return InFlightCall(self, call, handler.__name__, repeatable=_is_repeatable(handler), local=local)
+        return InFlightCall(self, call, handler.__name__, repeatable=is_repeatable(handler), local=local)
 
     def _numbered(self, call: partial[Any], handler: Callable[..., Any]) -> partial[Any]:
         """Return a call with its number, if its handler knows calls by their numbers."""
-        return partial(call, number=next(self._numbers)) if handler in _EXECUTED_ONCE else call
+        return partial(call, number=next(self._numbers)) if is_numbered(handler) else call
 
     def call(self, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a handler of server 0 that replies immediately, and wait."""
@@ -332,48 +333,8 @@ class ServerConnection(ABC):
             local.close()
 
 
-# Handlers that may be called again with the same arguments: those of pushes and announcements know the numbers of the
-# last ones, the others change nothing the second time.
-_REPEATABLE = frozenset(
-    {
-        ParameterServer.announce,
-        ParameterServer.push,
-        ParameterServer.push_in_place,
-        ParameterServer.receive_bucket,
-        ParameterServer.report_source,
-        ParameterServer.leave,
-        ParameterServer.wait_version,
-        ParameterServer.view_version,
-        ParameterServer.averages,
-        ParameterServer.optimizer_state,
-        ParameterServer.model_as_built,
-        ShardServer.push,
-        ShardServer.push_in_place,
-        ShardServer.receive_bucket,
-        ShardServer.view_version,
-    }
-)
-# Handlers that may be called again with the same number.
-_EXECUTED_ONCE = frozenset(
-    {
-        ParameterServer.share_segments,
-        ParameterServer.report_validation,
-        ParameterServer.report_validation_share,
-        ParameterServer.stage_checkpoint,
-        ParameterServer.all_gather,
-        ParameterServer.receive_part_chunk,
-        ParameterServer.finish_part,
-        ParameterServer.receive_records,
-    }
-)
-
-
 # Handlers that a step waits for. They are called over the socket where there is one, and again over RPC if that fails.
 _LOCAL = frozenset({ParameterServer.announce, ParameterServer.push_in_place, ParameterServer.wait_version})
-
-
-def _is_repeatable(handler: Callable[..., Any]) -> bool:
-    return handler in _REPEATABLE or handler in _EXECUTED_ONCE
 
 
 class ShardCoordinatorClient(ServerConnection):

@@ -53,7 +53,7 @@ from paramserver.server.coordinator import CollectedState, ShardCoordinator
 from paramserver.server.gathers import Gathers
 from paramserver.server.model_service import ModelService, ServedTransport
 from paramserver.server.parameter_store import ParameterStore, check_optimizers
-from paramserver.server.repeated_calls import LastReplies, executed_once
+from paramserver.server.repeated_calls import LastReplies, executed_once, repeatable
 from paramserver.server.update_executor import SubmitFn, run_now
 from paramserver.server.update_pipeline import UpdatePipeline, plan_buckets
 from paramserver.server.validations import Validations
@@ -320,6 +320,7 @@ class ParameterServer(TutorialMethods):
                 raise Evicted(f"trainer {index} asked to join too late; the run continues without this process")
             return earlier
 
+    @repeatable
     def report_source(self, sender: TrainerId, position: DataPosition) -> None:
         """Record where the data of a trainer starts in this view, before its first announcement."""
         with self._lock:
@@ -440,6 +441,7 @@ class ParameterServer(TutorialMethods):
             self._stop.request(stop)
         return self._stop.state()[1]
 
+    @repeatable
     def leave(self, sender: TrainerId, totals: TrainerTotals, decision: Decision) -> None:
         """A trainer has finished; after the last one the server ends."""
         with self._lock:
@@ -791,6 +793,7 @@ class ParameterServer(TutorialMethods):
 
     # Steps: see ``Aggregator``.
 
+    @repeatable
     def announce(
         self, sender: TrainerId, announcement: Announcement, number: int = 0, buffers: PackedBuffers | None = None
     ) -> torch.futures.Future[StepGrant]:
@@ -816,6 +819,7 @@ class ParameterServer(TutorialMethods):
             self._contexts[sender] = current_context_id()
             return self.aggregator.pull(trainer_index, held)
 
+    @repeatable
     def receive_bucket(
         self, sender: TrainerId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
     ) -> Future:
@@ -831,6 +835,7 @@ class ParameterServer(TutorialMethods):
         with self._lock:
             return self.aggregator.receive_bucket(self._admit(sender), version, number, gradient, revision, has_all)
 
+    @repeatable
     def push(
         self,
         context_id: int,
@@ -847,6 +852,7 @@ class ParameterServer(TutorialMethods):
             self._check_running()
             return self.aggregator.push(held, report, buffers, announcement)
 
+    @repeatable
     def push_in_place(
         self, report: StepReport, buffers: PackedBuffers | None, announcement: Announcement | None = None
     ) -> torch.futures.Future[StepGrant]:
@@ -866,6 +872,7 @@ class ParameterServer(TutorialMethods):
                 transport.receive_first(gradient)
                 self.aggregator.gradients_arrived(sender.trainer_index)
 
+    @repeatable
     def wait_version(self, sender: TrainerId, version: int) -> torch.futures.Future[int]:
         """Reply with the current version once that is ``version``: for a trainer without data while others take steps.
 
@@ -874,6 +881,7 @@ class ParameterServer(TutorialMethods):
         with self._lock:
             return self.aggregator.wait_version(self._admit(sender), version)
 
+    @repeatable
     def view_version(self, sender: TrainerId, version: int | None, held: Collection[int] = ()) -> VersionView:
         """Return a retained version, or the current one, without gradients; None for whichever is current.
 
@@ -885,6 +893,7 @@ class ParameterServer(TutorialMethods):
 
     # The model on the server: see ``ModelService``.
 
+    @repeatable
     def model_as_built(self) -> tuple[dict[str, Any], bool]:
         """Return the random states after the model was built, and its ``training`` flag."""
         assert self._model_service is not None
@@ -1155,6 +1164,7 @@ class ParameterServer(TutorialMethods):
                 )
             )
 
+    @repeatable
     def averages(self, sender: TrainerId) -> torch.futures.Future[dict[str, Tensor]]:
         """Reply with the average of each parameter, by name, during a validation, in which no update is applied."""
         future: torch.futures.Future[dict[str, Tensor]] = torch.futures.Future()
@@ -1165,6 +1175,7 @@ class ParameterServer(TutorialMethods):
             )
         return future
 
+    @repeatable
     def optimizer_state(self) -> torch.futures.Future[dict[str, Any]]:
         """Reply with the optimizer's ``state_dict`` when no update is in progress."""
         future: torch.futures.Future[dict[str, Any]] = torch.futures.Future()

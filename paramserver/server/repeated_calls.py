@@ -1,4 +1,8 @@
-"""Calls of trainers that are sent again because they or their replies did not arrive: each is executed once."""
+"""Calls that are sent again because they or their replies did not arrive. A handler declares what is right for it.
+
+``repeatable``: called again with the same arguments, it changes nothing. ``executed_once``: each call has a number, and
+one that is here again gets its first reply. A call of any other handler is sent once, and its loss ends the session.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,34 @@ from typing import Any, TypeVar, cast
 from paramserver.consistency import TrainerId
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+
+_REPEATABLE, _NUMBERED = "is_repeatable", "is_numbered"
+
+
+def repeatable(handler: Handler) -> Handler:
+    """Declare that a handler may be called again with the same arguments: it knows the last ones, or changes nothing.
+
+    Example::
+
+        >>> @repeatable
+        ... def version(self):
+        ...     return self.step
+        >>> is_repeatable(version), is_numbered(version)
+        (True, False)
+    """
+    handler.__dict__[_REPEATABLE] = True
+    return handler
+
+
+def is_repeatable(handler: Callable[..., Any]) -> bool:
+    """Return whether a call of this handler may be sent again."""
+    return _REPEATABLE in handler.__dict__
+
+
+def is_numbered(handler: Callable[..., Any]) -> bool:
+    """Return whether each call of this handler has a number, by which it knows one that is here again."""
+    return _NUMBERED in handler.__dict__
 
 
 class LastReplies:
@@ -78,4 +110,5 @@ def executed_once(handler: Handler) -> Handler:
                     self.last_replies.set(sender, handler.__name__, number, found[0])
         return found[0]
 
+    wrapped.__dict__.update({_REPEATABLE: True, _NUMBERED: True})
     return cast("Handler", wrapped)

@@ -27,6 +27,7 @@ from paramserver.optim.updater import build_optimizer
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.model import build_model
 from paramserver.parameters.sharding import States
+from paramserver.server.repeated_calls import repeatable
 from paramserver.server.update_executor import SubmitFn, run_now
 from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.task import Task
@@ -194,6 +195,7 @@ class ShardServer:
         on_first = partial(self._first_arrived, sender, version)
         return self._pipeline.leave_out(assembly.pull(flats, on_first), left_out)
 
+    @repeatable
     def view_version(self, sender: TrainerId, version: int | None, held: Collection[int] = ()) -> tuple[Tensor, ...]:
         """Return this shard of a version without gradients; None for the current one, and that without ``held``."""
         with self._lock:
@@ -204,6 +206,7 @@ class ShardServer:
                 return tuple(without_values(self._wire.current(), held))
             return tuple(self._find(version))
 
+    @repeatable
     def receive_bucket(
         self, sender: TrainerId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
     ) -> Future:
@@ -233,6 +236,7 @@ class ShardServer:
             self._assembly_of(trainer_index, version).add_first(gradient)
             self._accept_if_complete(trainer_index)
 
+    @repeatable
     def push_in_place(self, push: PushId, version: int) -> None:
         """Accept a push whose gradients may still be incomplete; they wait for the request that names them."""
         with self._lock:
@@ -245,6 +249,7 @@ class ShardServer:
             self._reported[trainer_index] = push
             self._accept_if_complete(trainer_index)
 
+    @repeatable
     def push(self, context_id: int, push: PushId, version: int) -> None:
         """Accept the gradients that a context holds; they wait for the request that names them."""
         with self._lock:

@@ -38,15 +38,13 @@ from paramserver.errors import ParamserverError, PeerFailed, PeerLost, RunEnded,
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
 from paramserver.runs.monitor import RunMonitor
-from paramserver.server import client, parameter_server
+from paramserver.server import parameter_server
 from paramserver.server.parameter_server import ParameterServer
+from paramserver.server.repeated_calls import is_numbered, is_repeatable
 from paramserver.transport.base import ServerTransport
 from paramserver.transport.messages import DataPosition, JoinReply, StepGrant
 
 _REJOIN_S = 0.2
-
-# What a trainer sends again if it or its reply was lost; a pull in another autograd context.
-_REPEATABLE = {handler.__name__ for handler in client._REPEATABLE} | {"pull"}
 
 PushKey = tuple[int, int, int, int]
 """View, trainer, incarnation and sequence of a push."""
@@ -252,7 +250,9 @@ class Call:
 
     @property
     def is_repeatable(self) -> bool:
-        return self.method in _REPEATABLE
+        handler = getattr(ParameterServer, self.method)
+        # A pull is sent again in another autograd context.
+        return self.method == "pull" or (is_repeatable(handler) and not is_numbered(handler))
 
 
 Steps = Generator[Any, Any, Any]
