@@ -31,6 +31,7 @@ CLAIMS: dict[str, dict[str, str]] = {
         "eval-buffers": "buffers that change in eval() are kept in every mode",
         "wire-dtype": "over messages parameters and gradients keep their own dtype unless another one is asked for",
         "validation-draws": "random draws of a validation do not change training",
+        "resumed-validations": "a validation made because a run ended is no record of the run that resumes",
         "optimizer-draws": "an optimizer that draws random numbers draws the same in every mode and after a resume",
         "time-after-losses": "seconds and samples/s cover all sessions of a start; time lost between them is a field",
         "strided-parameters": "parameters with gaps in memory are bit-equal over shared memory, rpc and ddp",

@@ -88,6 +88,7 @@ class RunMonitor:
         self._limits = Limits.of(config.training)
         self._window = RecordWindow()
         self._validated_step: int | None = None
+        self._due_validated_step: int | None = None
         trainers = num_trainers_of(config)
         self._reducer = LogReducer(range(trainers)) if trainers > 1 else None
 
@@ -216,11 +217,14 @@ class RunMonitor:
             values = sums.means()
             if step == self._validated_step:
                 return False
-            improved = self.best is not None and self._improves(self.best, values, step, since)
+            is_scheduled = is_due(step, self.config.training.validate_every, since)
+            improved = self.best is not None and self._improves(self.best, values, step, is_scheduled)
             if not sums.samples:
                 return False
             self.validation = values
             self._validated_step = step
+            if is_scheduled:
+                self._due_validated_step = step
             self.improved_step = step if improved else self.improved_step
             self.record(
                 make_record(
@@ -229,13 +233,13 @@ class RunMonitor:
             )
             return improved
 
-    def _improves(self, best: BestMetric, values: Mapping[str, float], step: int, since: int | None) -> bool:
+    def _improves(self, best: BestMetric, values: Mapping[str, float], step: int, is_scheduled: bool) -> bool:
         if best.metric not in values:
             raise TaskError(
                 f"checkpoint.best.metric ({best.metric}) must be among what validation_step returns; it returns "
                 f"{', '.join(sorted(values)) or 'nothing: validation_source gave no samples'}"
             )
-        return best.update(values[best.metric], step, is_due(step, self.config.training.validate_every, since))
+        return best.update(values[best.metric], step, is_scheduled)
 
     def stop_reason(self) -> str | None:
         """Return why the run must end now: patience or time; None to continue. Every rank checks the other limits."""
@@ -256,7 +260,8 @@ class RunMonitor:
                 "epoch": self.epoch,
                 "resumes": self.resumes,
                 "validation": dict(self.validation),
-                "validated_step": self._validated_step,
+                # A run that resumes makes one anew that was made only because this one ended, if it ends there too.
+                "validated_step": self._due_validated_step,
                 "best": None if self.best is None else self.best.state_dict(),
                 "window": dict(vars(self._window)),
                 "staleness": self.staleness.state_dict(),
@@ -268,7 +273,7 @@ class RunMonitor:
         self.step, self.samples, self.seconds = state["step"], state["samples"], state["seconds"]
         self.first_samples, self.first_seconds = self.samples, self.seconds
         self.validation = dict(state["validation"])
-        self._validated_step = state.get("validated_step")
+        self._validated_step = self._due_validated_step = state.get("validated_step")
         self.epoch = state["epoch"]
         self.resumes = state["resumes"] + 1
         if "staleness" in state:
@@ -416,5 +421,5 @@ def kinds_recorded_later(state: Mapping[str, Any]) -> set[str]:
     if state.get("window", {}).get("steps"):
         kinds.update(("train", "staleness"))  # of a window that only the end of the run closed
     if state.get("validated_step", state["step"]) != state["step"]:
-        kinds.add("validation")  # the last one of a run, after a checkpoint that was due
+        kinds.add("validation")  # the last one of a run, if it was not due, or made after a checkpoint that was
     return kinds

@@ -91,6 +91,35 @@ def test_a_run_resumed_after_its_end_has_the_windows_of_one_that_did_not_end(tmp
     assert account(run)["buffer"] == account(whole)["buffer"] == [(step, 0) for step in (3, 6, 9, 11)]
 
 
+@pytest.mark.claim("resumed-validations")
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("mode", "trainers", "server"),
+    [("local", 1, {}), ("ddp", 2, {}), ("rpc", 2, {}), ("rpc", 2, {"consistency": "bounded", "staleness_bound": 0})],
+)
+def test_a_validation_that_was_made_because_the_run_ended_is_superseded(tmp_path, mode, trainers, server):
+    def options(max_steps):
+        training = {"max_steps": max_steps, "batch_size": 4, "validate_every": 4}
+        return {"training": training, "checkpoint": {"best": {"metric": "loss"}}, "server": server}
+
+    def validated(run):
+        return [record["step"] for record in run.of_kind("validation")]
+
+    whole = train(tmp_path / "whole", mode, trainers, **options(9))
+    part = train(tmp_path / "part", mode, trainers, **options(5))
+    assert (validated(whole), validated(part)) == ([4, 8, 9], [4, 5])
+    again = resume(part)  # which has nothing to do, and ends at the same step
+    assert again.code == 0, again.output
+    assert validated(again) == [4, 5]
+    more = resume(part, "--set", "training.max_steps=9")
+    assert more.code == 0, more.output
+    assert validated(more) == validated(whole)
+    if not server:
+        assert account(more)["validation"] == account(whole)["validation"]
+    superseded = (more.run_dir / "metrics.superseded.jsonl").read_text()
+    assert '"kind": "validation", "step": 5' in superseded
+
+
 def test_an_end_that_comes_again_is_recorded_once(tmp_path):
     """Step 8 is saved because that is due; only then the run validates it, which that checkpoint does not know."""
     config = config_of(tmp_path, 1, max_steps=8)
