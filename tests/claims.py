@@ -42,6 +42,7 @@ CLAIMS: dict[str, dict[str, str]] = {
         "any-optimizer": "runs with optimizers of torch and of others are stopped, killed and resumed in every mode",
         "optimizer-lr-none": "a group with lr: None, and a wrapper without Optimizer.__init__, train and resume",
         "optimizer-modes": "optimizers with train() and eval() are switched around validations and checkpoints",
+        "optimizer-exits": "SystemExit and KeyboardInterrupt in an optimizer end a run by name within seconds",
         "slow-update": "no living trainer is lost while an update takes longer than cluster.lost_after_s",
         "forked-workers": "a forked worker that a task leaves open does not keep a run from ending",
         "second-signal": "a second signal ends a run that does not react to the first",

@@ -6,6 +6,7 @@ optimizer is a job of the update thread, which does not hold the lock. Errors ar
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
 import threading
 import time
@@ -262,6 +263,7 @@ class ParameterServer(TutorialMethods):
         self._staged = (monitor.step if checkpoints.resumes else -1, False)
         self._stagings = PendingReplies()
         self._gathers = Gathers()
+        self._readers: list[concurrent.futures.Future[list[Tensor] | RemoteError]] = []  # of the current parameters
         self._staging_reason = ""
         self._parts = PartCollector(checkpoints)
         self.left_behind: list[str] = []  # the trainers that did not end in time after a request to stop
@@ -712,8 +714,11 @@ class ParameterServer(TutorialMethods):
             tables = [self._joins, self._stagings, *self._validations.tables, *self._gathers.tables]
             # Removed from the tables under the lock, so that each future is completed once.
             waiting = [f for table in tables for f in table.pop_all()[1].values()] + self.aggregator.pop_waiters()
+            readers, self._readers = self._readers, []
         for future in waiting:
             future.set_result(reply)
+        for reading in readers:
+            reading.set_result(reply)
         self.finished.set()
 
     def _check_running(self) -> None:
@@ -759,24 +764,30 @@ class ParameterServer(TutorialMethods):
         self._submit(job)
 
     def _current_parameters(self) -> list[Tensor]:
-        found: list[list[Tensor]] = []
-        is_read, timeout_s = threading.Event(), self.config.cluster.timeout_s
+        reading: concurrent.futures.Future[list[Tensor] | RemoteError] = concurrent.futures.Future()
+        timeout_s = self.config.cluster.timeout_s
 
         def read(release: Callable[[], None]) -> None:
-            found.append(self.store.snapshot()[0])
-            is_read.set()
+            if reading in self._readers:  # otherwise ``fail`` has replied
+                self._readers.remove(reading)
+                reading.set_result(self.store.snapshot()[0])
             release()
 
         with self._lock:
             self._check_running()
+            self._readers.append(reading)
             self.aggregator.run_exclusively(read)
         # No trainer of this package calls this, so only a call of the user waits here.
-        if not is_read.wait(timeout_s):
+        try:
+            found = reading.result(timeout_s)
+        except concurrent.futures.TimeoutError:
             raise DeadlineExceeded(
                 f"the server was not done with its update within cluster.timeout_s ({timeout_s:g} s), so it cannot run "
                 "the forward; raise cluster.timeout_s"
-            )
-        return found[0]
+            ) from None
+        if isinstance(found, RemoteError):
+            raise found.error()
+        return found
 
     def _complete(self, futures: Mapping[int, Future], make_replies: Callable[[], Mapping[int, Any]]) -> None:
         """Reply to each trainer with its own value; an error ends the run and is the reply to all."""

@@ -359,7 +359,7 @@ class ShardServer:
         def prepare() -> None:
             try:
                 pipeline.prepare([gradients for _, gradients in pushes])
-            except Exception as error:  # noqa: BLE001 - the update computes it again, and its error is the reply
+            except BaseException as error:  # noqa: BLE001 - the update computes it again, and its error is the reply
                 log.debug("server %d computes the version with its update: %s", self.server_index, error)
                 return
             with self._lock:

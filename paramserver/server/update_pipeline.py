@@ -177,7 +177,7 @@ class UpdatePipeline:
         try:
             updated = self.updates.compute(bucket, gradients, None, groups)
             reply = self._codec.encode_one(self.updates.buckets.layout, bucket, updated.parameters)
-        except Exception as error:  # noqa: BLE001 - the commit computes the bucket again, and its error ends the run
+        except BaseException as error:  # noqa: BLE001 - the commit computes the bucket again, and its error ends the run
             log.debug("bucket %d is computed with the commit: %s", bucket, error)
         with self._lock:
             if step is not self._step:

@@ -270,6 +270,24 @@ class Langevin(Optimizer):
                     p.add_(torch.randn_like(p), alpha=1e-3 * (1 + random.random() + float(np.random.normal())))
 
 
+class Raising(Lion):
+    """Raises what is no ``Exception`` in its third step."""
+
+    updates_each = "element"
+    kind = SystemExit
+    count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        if self.count == 3:
+            raise self.kind("from step 3")
+        return super().step(closure)
+
+
+class Interrupting(Raising):
+    kind = KeyboardInterrupt
+
+
 def noisy_sgd(parameters):
     """An optimizer of torch with a hook that draws."""
 
@@ -301,6 +319,7 @@ OWN = {
     "NoisySGD": noisy_sgd,
     "Wrapper": lambda params: Wrapper(torch.optim.SGD(params, lr=0.05, momentum=0.9)),
 }
+RAISING = {"Raising": Raising, "Interrupting": Interrupting}
 OF_PACKAGES = {
     "timm.optim.lamb.Lamb": {},
     "timm.optim.Lion": {},
@@ -316,8 +335,8 @@ NAMES = [*OF_TORCH, *OWN, *OF_PACKAGES]
 
 def build(name, parameters):
     """An optimizer by name; skips the test where its package is not installed."""
-    if name in OWN:
-        return OWN[name](parameters)
+    if name in OWN or name in RAISING:
+        return {**OWN, **RAISING}[name](parameters)
     module, _, kind = (f"torch.optim.{name}" if name in OF_TORCH else name).rpartition(".")
     return getattr(importlib.import_module(module), kind)(parameters, **{**OF_TORCH, **OF_PACKAGES}[name])
 

@@ -3,6 +3,7 @@
 import io
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -256,6 +257,27 @@ def test_a_state_that_is_no_dictionary_is_refused():
         TaskError, match=r"^Listed\.state_dict\(\) returned list; it must return a dict, as that of torch"
     ):
         Updater(Given(lambda: Listed(model.parameters(), lr=0.1)), model, TrainingConfig())
+
+
+@pytest.mark.claim("optimizer-exits")
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "kind"), [("Raising", "SystemExit"), ("Interrupting", "KeyboardInterrupt")])
+@pytest.mark.parametrize(
+    ("mode", "servers", "clip", "transport"),
+    [("ddp", 1, None, "auto"), ("rpc", 1, None, "rpc"), ("rpc", 2, None, "auto"), ("rpc", 2, 0.5, "rpc")],
+)
+def test_an_optimizer_that_raises_no_exception_ends_the_run_by_name(
+    tmp_path, name, kind, mode, servers, clip, transport
+):
+    options = config(name)
+    options["training"]["clip_grad_norm"] = clip
+    cluster = {"num_trainers": 2, "num_servers": servers, "timeout_s": 30}
+    began = time.monotonic()
+    run = launch(tmp_path, mode=mode, cluster=cluster, server={"transport": transport}, **options)
+    assert (run.code, run.summary["status"]) == (1, "failed"), run.output
+    assert time.monotonic() - began < 15  # half of every deadline
+    said = rf"^error: .*((the server|server [01]) raised )?{kind}: from step 3"
+    assert re.search(said, run.output, re.MULTILINE), run.output
 
 
 # A learning rate that is None, and wrappers.

@@ -145,6 +145,19 @@ def test_an_update_that_was_computed_and_is_not_the_decision_is_dropped(by_bucke
     assert by_bucket.weight == -3.0
 
 
+@pytest.mark.claim("optimizer-exits")
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ValueError])
+def test_what_an_update_in_advance_raises_is_the_reply_to_the_request(by_bucket, monkeypatch, kind):
+    def raises(*args):
+        raise kind("from a step")
+
+    monkeypatch.setattr(by_bucket.server._pipeline.updates, "compute", raises)
+    by_bucket.server.begin_update(0, [0], GROUPS)
+    pushed = by_bucket.push(incarnation=1, gradient=3.0)
+    reply = names(by_bucket.apply(1, pushed))
+    assert reply.message.startswith(f"server 1 raised {kind.__name__}: from a step")
+
+
 def test_a_request_that_comes_before_all_pushes_ends_the_wait_for_them(by_bucket):
     reply = by_bucket.server.begin_update(0, [0, 1], GROUPS)
     kept = by_bucket.push(incarnation=1, gradient=3.0, trainer=0)

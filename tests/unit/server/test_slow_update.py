@@ -5,6 +5,7 @@ event, not by time: every handler that waited for it would wait for ever.
 """
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -21,6 +22,7 @@ from paramserver.consistency import Announcement, PushId, Readiness, TrainerId
 from paramserver.context import StopLimit, StopRequest
 from paramserver.distributed.membership import Member
 from paramserver.distributed.rpc_calls import WORKER_THREADS, RemoteError
+from paramserver.errors import PeerFailed, TaskError
 from paramserver.metrics.records import StepReport
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.sharding import full_shard, get_hyperparameters
@@ -288,6 +290,35 @@ def test_the_last_checkpoint_of_a_server_without_trainers_has_no_limit(monkeypat
     assert server.finished.wait(TIMEOUT_S)
     assert server.error is None
     assert server.last_decision.interrupted
+
+
+def test_a_forward_of_the_user_ends_with_the_run_and_does_not_wait_for_its_update(monkeypatch, updates, workers):
+    run = Run(monkeypatch, updates)
+    run.announce_all()
+    run.push(0)
+    assert run.gate.reached.wait(TIMEOUT_S)
+    asked = threading.Event()
+    waits = run.server.aggregator.run_exclusively
+    monkeypatch.setattr(run.server.aggregator, "run_exclusively", lambda task: (waits(task), asked.set()))
+    forward = workers.submit(run.server.forward, torch.ones(1, 4))
+    assert asked.wait(TIMEOUT_S)
+    began = time.monotonic()
+    run.server.fail(TaskError("the loss is NaN"))
+    with pytest.raises(PeerFailed, match="the loss is NaN"):
+        forward.result(TIMEOUT_S)
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    run.gate.opened.set()
+    updates.close()  # after the update, whose read has its reply already
+
+
+def test_a_forward_of_the_user_reads_after_the_update(monkeypatch, updates, workers):
+    run = Run(monkeypatch, updates)
+    run.gate.opened.set()
+    run.announce_all()
+    run.push(0).wait()
+    (output,) = answers(workers, partial(run.server.forward, torch.ones(1, 4)))
+    with torch.no_grad():
+        assert torch.equal(output, run.server.store.model(torch.ones(1, 4)))
 
 
 def test_a_run_that_fails_while_an_update_is_computed_drops_the_result(monkeypatch, updates, workers):

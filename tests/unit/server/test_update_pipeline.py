@@ -113,6 +113,19 @@ def test_also_where_its_loss_is_known_with_the_decision_only(run):
     assert run.pipeline.sent_early == frozenset()
 
 
+@pytest.mark.claim("optimizer-exits")
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ValueError])
+def test_what_a_bucket_raises_is_raised_by_the_commit_which_ends_the_run(run, monkeypatch, kind):
+    def raises(*args):
+        raise kind("from a step")
+
+    monkeypatch.setattr(run.pipeline.updates, "compute", raises)
+    run.begin(0)
+    assert [value(run.add(0, bucket)) for bucket in range(BUCKETS)] == [None] * BUCKETS
+    with pytest.raises(kind, match="from a step"):
+        run.commit(0)
+
+
 def test_buckets_may_arrive_before_the_step_is_known(run):
     futures = [run.add(trainer, 1, 2.0) for trainer in (0, 1)]
     assert not any(future.done() for future in futures)
