@@ -311,8 +311,10 @@ class World(engine.World):
         )
 
     def before_event(self) -> None:
-        if self.now > FAULTY_S + GRACE_S:
-            raise Violation(f"the run has not ended {GRACE_S:g} s after the last fault")
+        # Each update may take its time, and in the slowest case has one batch.
+        grace_s = GRACE_S + self.scenario.update_s * self.epoch_samples * (self.config.training.max_epochs or 1)
+        if self.now > FAULTY_S + grace_s:
+            raise Violation(f"the run has not ended {grace_s:g} s after the last fault")
         if self.events in self.scenario.faults:
             self.inject(self.scenario.faults[self.events])
 
