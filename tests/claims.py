@@ -28,6 +28,7 @@ CLAIMS: dict[str, dict[str, str]] = {
         "replaced-modules": "a parameter or layer that is replaced, added or removed in mid-run is refused by name",
         "changed-parameters": "trained parameters that a task changes itself are refused by name in each transport",
         "late-buffers": "a buffer that gets its shape at the first forward is trained, stored and resumed",
+        "buffer-types": "module buffers of every type, and expanded ones, are the same in every mode",
         "eval-buffers": "buffers that change in eval() are kept in every mode",
         "wire-dtype": "over messages parameters and gradients keep their own dtype unless another one is asked for",
         "validation-draws": "random draws of a validation do not change training",

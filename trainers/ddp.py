@@ -193,6 +193,14 @@ class DdpTrainer(Trainer):
         if self.checkpoints is not None:
             self.checkpoints.restore_model(model)  # on rank 0; the constructor of DDP broadcasts it
         self._broadcast_late_buffers(model)
+        _separate_elements(model)
+        # DDP would end with an error of the collective. What the task excludes itself stays excluded.
+        own = {name: buffer for name, buffer in model.named_buffers() if buffer.dtype not in _COLLECTIVE_DTYPES}
+        if own:
+            model._ddp_params_and_buffers_to_ignore = [*getattr(model, _IGNORED, ()), *own]  # type: ignore[assignment]
+            for buffer in own.values():
+                _broadcast_buffer(buffer, 0)
+        self._sends_bytes = bool(own)
         self._wrapped_without_buffers = not any(True for _ in model.buffers())
         device_ids = [placement.device] if placement.device.type != "cpu" and len(placement.devices) == 1 else None
         self.model = model
@@ -203,8 +211,10 @@ class DdpTrainer(Trainer):
             self._check_several_optimizers()
             # Not wrapped: a loss has gradients for a part of the model, and they are reduced after its backward.
             self.set_optimizers(self.updater.parameters_of)
-            for tensor in chain(model.parameters(), model.buffers()):
-                dist.broadcast(tensor.data, src=0)  # what the constructor of DDP does
+            for parameter in model.parameters():  # what the constructor of DDP does
+                dist.broadcast(parameter.data, src=0)
+            for buffer in model.buffers():
+                _broadcast_buffer(buffer, 0)
             return
         self.model = self.configure_ddp(model, device_ids)
         if isinstance(self.model, DistributedDataParallel):
@@ -333,15 +343,19 @@ class DdpTrainer(Trainer):
         # DDP does it before a forward, but not with several optimizers, where the model is not wrapped, nor if it found
         # no buffers at first.
         own_broadcast = self.parameters_of or self._wrapped_without_buffers
-        if own_broadcast or source != module_buffer_owner(active, uneven_inputs):
+        everything = own_broadcast or source != module_buffer_owner(active, uneven_inputs)
+        _separate_elements(self.unwrapped_model)
+        if everything or self._sends_bytes:
             with translate_peer_loss():
                 for buffer in self.unwrapped_model.buffers():
-                    dist.broadcast(buffer, src=source)
+                    if everything or buffer.dtype not in _COLLECTIVE_DTYPES:
+                        _broadcast_buffer(buffer, source)
 
     def _forward(self, batch: Any) -> tuple[float, Tensor]:
         try:
             return super()._forward(batch)
         except RuntimeError as error:
+            self._check_buffer_types()
             if "find_unused_parameters" not in str(error):
                 raise
             raise TaskError(
@@ -355,6 +369,15 @@ class DdpTrainer(Trainer):
                 f"training_step may only call the model, which mode ddp wraps ({error}); write what it does with its "
                 "parts into the forward of the model"
             ) from error
+
+    def _check_buffer_types(self) -> None:
+        """Name a module buffer that DDP cannot send, as it has another type than when the model was built."""
+        for name, buffer in self.unwrapped_model.named_buffers():
+            if buffer.dtype not in _COLLECTIVE_DTYPES and name in getattr(self.model, "named_module_buffers", {}):
+                raise TaskError(
+                    f"module buffer {name} has become {buffer.dtype}, which is broadcast only where it has that type "
+                    "from the start; give it the type in build_model"
+                )
 
     def _on_wrapper_forward(self, wrapper: DistributedDataParallel, inputs: Any) -> None:
         self._went_through_wrapper |= torch.is_grad_enabled() and wrapper.require_backward_grad_sync
@@ -493,9 +516,10 @@ class DdpTrainer(Trainer):
         if self._agreement.started:
             self._wait_agreement()  # for the totals of the last step; its announcements may be outdated by now
         source = module_buffer_owner(self._active, self.config.training.uneven_inputs)
+        _separate_elements(self.unwrapped_model)
         with translate_peer_loss():
             for buffer in self.unwrapped_model.buffers():
-                dist.broadcast(buffer, src=source)
+                _broadcast_buffer(buffer, source)
             if not self._some_were_idle:
                 self._compare_parameters()
                 return
@@ -591,6 +615,31 @@ class DdpTrainer(Trainer):
         self.all_totals = [of_trainer for of_trainer, _ in gathered]
         if self._channel is not None:
             self._channel.leave()
+
+
+# What gloo and NCCL both send; any other type is sent as bytes.
+_COLLECTIVE_DTYPES = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool),
+}
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
+@torch.no_grad()
+def _broadcast_buffer(buffer: Tensor, source: int) -> None:
+    if buffer.dtype in _COLLECTIVE_DTYPES:
+        dist.broadcast(buffer, src=source)
+        return
+    flat = buffer.flatten().contiguous()
+    dist.broadcast(flat.view(torch.uint8), src=source)
+    buffer.copy_(flat.view(buffer.shape))
+
+
+def _separate_elements(model: nn.Module) -> None:
+    """Give each element of an expanded module buffer memory of its own, as a collective writes to it."""
+    for buffer in model.buffers():
+        if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+            buffer.data = buffer.data.contiguous()  # by ``data``: a module may have it under two names
 
 
 def _register_powersgd(model: DistributedDataParallel) -> None:

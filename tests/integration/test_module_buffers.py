@@ -130,6 +130,32 @@ def test_a_model_with_large_buffers_uses_the_socket(tmp_path):
     assert rpc.load("model")["large"][0] == 6
 
 
+@pytest.mark.claim("buffer-types")
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("kind", ["int16", "uint16", "uint8", "float8_e4m3fn", "expanded"])
+def test_buffers_of_every_type_are_the_same_in_every_mode_and_resumed(tmp_path, kind, optimizers):
+    config = CONFIG if optimizers == 1 else SEVERAL
+    # At its end a run closes its epoch.
+    without = ["on_epoch_start", "on_epoch_end", "on_batch_end"]
+    args = {"kind": kind, "optimizers": optimizers, "without": without, "persistent": True}
+    config = {**config, "task": "buffer_tasks:TypedBuffers", "task_args": args}
+    rpc = train(tmp_path, "rpc", 2, **config)
+    begun = train(tmp_path, "ddp", 2, **{**config, "training": {**config["training"], "max_steps": 8}})
+    ddp = resume(begun, "--set", f"training.max_steps={config['training']['max_steps']}")
+    assert ddp.code == 0, ddp.output
+    assert_equal(ddp, rpc)
+    if kind != "expanded":
+        assert str(ddp.load("model")["4.typed"].dtype) == f"torch.{kind}"
+
+
+@pytest.mark.claim("buffer-types")
+def test_a_buffer_that_gets_a_type_that_ddp_cannot_send_is_refused_by_name(tmp_path):
+    config = {**CONFIG, "task": "buffer_tasks:TypedBuffers", "task_args": {"kind": "float32", "changes_to": "int16"}}
+    run = launch(tmp_path, mode="ddp", cluster={"num_trainers": 2}, **config)
+    assert run.code == 2, run.output
+    assert "module buffer 4.typed has become torch.int16" in run.output
+
+
 @pytest.mark.claim("async-buffers")
 def test_buffers_in_async_are_those_of_the_trainer_whose_push_was_applied_last(tmp_path):
     """As documented: they are not merged, so that the batches of other trainers are not in them."""
