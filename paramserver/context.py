@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from paramserver.cluster import ProcessIdentity
 from paramserver.config import Config, Role
-from paramserver.config.deadlines import GRACE_S, SAME_SIGNAL_S
+from paramserver.config.deadlines import GRACE_S, HURRY_S, SAME_SIGNAL_S
 from paramserver.consistency import Stop
 from paramserver.devices import Placement
 from paramserver.errors import ParamserverError
@@ -163,7 +163,6 @@ class StopRequest:
 
 _POLL_S = 0.1
 _CLOSE_S = 5.0
-_HURRY_S = 1.0
 
 
 class StopLimit:
@@ -232,7 +231,7 @@ class StopLimit:
     def hurry(self) -> None:
         """End soon after the limit, as the others continue without this process. From any thread."""
         if self.is_over and not self._closed:
-            self.grace_s = min(self.grace_s, _HURRY_S)
+            self.grace_s = min(self.grace_s, HURRY_S)
             self._wake()
 
     def end_now(self, reason: str) -> None:

@@ -18,6 +18,9 @@ It imports torch then, which may hold the interpreter's lock for seconds and may
 GRACE_S = 5.0
 """For a rank to end after it could have noticed a failure elsewhere."""
 
+HURRY_S = 1.0
+"""After the limit of a request to stop, for a hook that may be about to return."""
+
 SAME_SIGNAL_S = 1.0
 """A launcher and a supervisor may both send the one signal of a user or a scheduler, within this time."""
 

@@ -43,9 +43,16 @@ from paramserver.config import (
     with_world_size,
     world_size_of,
 )
-from paramserver.config.deadlines import GRACE_S, LAST_WRITE_S
+from paramserver.config.deadlines import GRACE_S, HURRY_S, LAST_WRITE_S
 from paramserver.consistency import Decision
-from paramserver.context import ProcessContext, StartupTimer, StopLimit, StopRequest, set_trainer_index
+from paramserver.context import (
+    ProcessContext,
+    StartupTimer,
+    StopLimit,
+    StopRequest,
+    place_of_user_code,
+    set_trainer_index,
+)
 from paramserver.devices import Placement, place_server, place_trainer, require_visible_gpus
 from paramserver.distributed.rendezvous import LeftRun, Rendezvous, job_store, join_rendezvous
 from paramserver.distributed.resize import ResizeRequest, mark_carried_out, pending_requests, refuse, resized
@@ -93,6 +100,7 @@ if TYPE_CHECKING:
 
     from paramserver.distributed.membership import Member
     from paramserver.server.parameter_server import ParameterServer
+    from paramserver.server.update_executor import UpdateExecutor
     from paramserver.trainers import Trainer
 
 log = logging.getLogger("paramserver")
@@ -727,9 +735,14 @@ def _interruption(checkpoints: CheckpointManager, reason: str) -> Interrupted:
 
 
 def _on_limit(log_file: Path, limit: StopLimit | None, place: str) -> None:
-    """If the main thread is in a hook, append all stacks to the log of this rank; with ``limit`` end it soon."""
+    """If this process is in a hook, append all stacks to its log; end it soon if that is the main thread.
+
+    Without ``limit`` only the main thread counts, and it is not ended sooner.
+    """
     if place and limit is not None:
         limit.hurry()
+    elif limit is not None:
+        place = place_of_user_code(threading.enumerate())  # such as an update on a server
     if place and log_file.parent.is_dir():
         with log_file.open("a") as file:
             print(f"the limit of cluster.stop_within_s has passed in {place}:", file=file, flush=True)
@@ -850,7 +863,7 @@ def _serve(
         server.store.use_threads(stack.enter_context(closing(ThreadTeam(helpers))))
     stack.enter_context(rpc_server(rendezvous, process.trainers * server_computes(config)))
     try:
-        _wait_until_finished(server, process, rendezvous, session)
+        _wait_until_finished(server, process, rendezvous, session, updates)
         server.members.wait_for_disconnects(_DISCONNECT_S)  # no live trainer needs this server any more
     finally:
         totals.extend(server.all_totals())
@@ -868,7 +881,11 @@ def _serve(
 
 
 def _wait_until_finished(
-    server: ParameterServer, process: ProcessContext, rendezvous: Rendezvous, session: RankSession
+    server: ParameterServer,
+    process: ProcessContext,
+    rendezvous: Rendezvous,
+    session: RankSession,
+    updates: UpdateExecutor,
 ) -> None:
     """Check heartbeats and requests until the server has finished; fail it if not all processes join in time."""
     config, limit = process.config, process.stop_limit
@@ -886,7 +903,9 @@ def _wait_until_finished(
                 server.request_stop()
             if limit.is_over:
                 over_at = over_at or time.monotonic()
-                _end_without(server, limit, rendezvous.trainer_ranks, time.monotonic() - over_at)
+                over_s = time.monotonic() - over_at
+                if not _end_stuck_update(server, process, updates, over_s):
+                    _end_without(server, limit, rendezvous.trainer_ranks, over_s)
             continue
         missing = server.missing()
         if missing and (late := _absent(server, rendezvous, session, time.monotonic() > deadline)):
@@ -904,13 +923,30 @@ def _wait_until_finished(
             server.fail(MissingRanks(f"{names} did not arrive within cluster.timeout_s ({limit_s:g} s)"))
 
 
+def _end_stuck_update(server: ParameterServer, process: ProcessContext, updates: UpdateExecutor, over_s: float) -> bool:
+    """End the run, soon after the limit of a request to stop, if an update on a server does not return from a hook.
+
+    Returns:
+        Whether there is such an update. No trainer is lost for it.
+    """
+    places = {} if server.coordinator is None else server.coordinator.stuck_places()
+    if own := updates.stuck_place():
+        places[0] = own
+    if places and over_s > HURRY_S and not server.finished.is_set():
+        index, limit_s = min(places), process.config.cluster.stop_within_s
+        reason = f"{process.stop.state()[1]}; rank {index} (server {index}) did not return from {places[index]}"
+        server.fail(Interrupted(f"{reason} within cluster.stop_within_s ({limit_s:g} s)"))
+        updates.abandon()
+    return bool(places)
+
+
 def _end_without(server: ParameterServer, limit: StopLimit, ranks: Sequence[int], over_s: float) -> None:
     """End the run without the trainers that do not, ``over_s`` seconds after the limit of a request to stop."""
     name = f"cluster.stop_within_s ({limit.limit_s:g} s)"
     if over_s < 2 * GRACE_S:
         server.end_without(name, ranks, also_waiting=over_s >= GRACE_S)
     elif not (server.members.present() or server.saves_alone):
-        # An update of the other servers, or one of the user's optimizer, does not end.
+        # An update that is in no code of the user does not end.
         reason = "; ".join([limit.stop.state()[1], *server.left_behind])
         server.fail(Interrupted(f"{reason}; an update that was in progress did not end within {name}"))
 

@@ -340,8 +340,13 @@ _LOCAL = frozenset({ParameterServer.announce, ParameterServer.push_in_place, Par
 class ShardCoordinatorClient(ServerConnection):
     """What a shard server calls on server 0."""
 
+    def __init__(self, config: Config, index: int) -> None:
+        super().__init__(config, index)
+        self.stuck_place: Callable[[], str] = lambda: ""  # that of its update thread, once there is one
+
     def _send_heartbeat(self) -> torch.futures.Future[None]:
-        return send(SERVER_NAME, self.config.server.lost_after_s, ShardCoordinator.heartbeat, self.index)
+        place, timeout_s = self.stuck_place(), self.config.server.lost_after_s
+        return send(SERVER_NAME, timeout_s, ShardCoordinator.heartbeat, self.index, place)
 
     def join(self, member: Member) -> ShardAssignment:
         """Join the run and return the shard that this server owns."""

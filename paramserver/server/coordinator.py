@@ -145,8 +145,9 @@ class ShardCoordinator:
         if self.complete:
             self._all_ready()
 
-    def heartbeat(self, server_index: int) -> None:
-        self._members.record_heartbeat(server_index, server_index)
+    def heartbeat(self, server_index: int, stuck_place: str = "") -> None:
+        """Record a sign of life, and where in the code of the user an update of the server does not end."""
+        self._members.record_heartbeat(server_index, server_index, stuck_place)
 
     def request_stop(self, reason: str) -> None:
         """A server received a signal."""
@@ -167,6 +168,10 @@ class ShardCoordinator:
     def missing(self) -> list[int]:
         """Return the servers that are not ready yet."""
         return [index for index in range(1, self.num_servers) if index not in self._ready]
+
+    def stuck_places(self) -> dict[int, str]:
+        """Return where in the code of the user an update of another server does not end, by its index."""
+        return {member.index: member.place for member in self._members.present() if member.place}
 
     def check_heartbeats(self) -> None:
         """Fail the run if a server has been silent for ``server.lost_after_s``."""

@@ -47,24 +47,30 @@ def serve_shard(
             on_joined()
             client.start_heartbeat()
             updates = stack.enter_context(closing(UpdateExecutor(config.cluster.timeout_s)))
+            client.stuck_place = updates.stuck_place
             server = ShardServer(task, config, index, assignment, rendezvous.view, updates.submit)
             register_server(server)
             client.report_ready(server.shares_memory)
-            return _wait_for_end(server, client, process)
+            return _wait_for_end(server, client, process, updates)
         except Exception as error:
             if not isinstance(error, (PeerLost, PeerRefused)):  # these come from server 0
                 client.report_failure(RemoteError.reported_by(f"server {index}", error))
             raise
 
 
-def _wait_for_end(server: ShardServer, client: ShardCoordinatorClient, process: ProcessContext) -> Decision:
+def _wait_for_end(
+    server: ShardServer, client: ShardCoordinatorClient, process: ProcessContext, updates: UpdateExecutor
+) -> Decision:
     signal_reported = False
     while not server.finished.wait(min(process.config.server.heartbeat_s, _POLL_S)):
+        process.stop_limit.beat()  # server 0 decides how the run ends
         client.raise_if_lost()
         if process.stop.event.is_set() and not signal_reported:
             signal_reported = True
             client.request_stop(process.stop.state()[1])
     if isinstance(server.outcome, RemoteError):
+        if process.stop.event.is_set() and updates.stuck_place():
+            updates.abandon()
         raise server.outcome.error()
     assert server.outcome is not None
     return server.outcome

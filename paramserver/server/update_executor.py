@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+from paramserver.config.deadlines import GRACE_S
+from paramserver.context import place_of_user_code
 
 log = logging.getLogger("paramserver")
 
@@ -52,6 +57,7 @@ class UpdateExecutor:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._closing = False
         self._error: BaseException | None = None
+        self._job_began = math.inf
         # Ends with ``close``. A job handles its own errors; one that escapes is raised there.
         self._thread = threading.Thread(target=self._run, name="updates", daemon=True)
         self._thread.start()
@@ -59,6 +65,15 @@ class UpdateExecutor:
     def submit(self, job: Job) -> None:
         """Run ``job`` after those that were submitted before; from any thread. It is dropped after ``close``."""
         self._jobs.put(job)
+
+    def stuck_place(self) -> str:
+        """Return where in the code of the user a job is that has run for longer than ``GRACE_S``; "" if nowhere."""
+        is_long = time.monotonic() - self._job_began > GRACE_S
+        return place_of_user_code([self._thread]) if is_long else ""
+
+    def abandon(self) -> None:
+        """Let ``close`` not wait for the job that runs: the run ends because it does not."""
+        self._timeout_s = 0.0
 
     def close(self) -> None:
         """Wait for the job that runs, and end the thread; those after it are dropped, as the run has ended.
@@ -80,7 +95,9 @@ class UpdateExecutor:
     def _run(self) -> None:
         try:
             while (job := self._jobs.get()) is not None and not self._closing:
+                self._job_began = time.monotonic()
                 job()
+                self._job_began = math.inf
         except BaseException as error:
             self._error = error
             log.exception("the thread of updates ends")

@@ -104,11 +104,13 @@ class NeverReturns(ReferenceTask):
         count: at which call of it.
         trainers: which.
         how: ``lock`` (handlers of signals run), ``call`` (none runs, other threads do) or ``interpreter`` (none does).
+        owns: for the hook ``step``, of the optimizer: blocks where the parameter of this index is updated.
     """
 
-    def __init__(self, marks, hook="training_step", count=5, trainers=(0,), how="lock", **options):
+    def __init__(self, marks, hook="training_step", count=5, trainers=(0,), how="lock", owns=0, **options):
         super().__init__(**options)
         self.marks, self.hook, self.count, self.trainers, self.how = Path(marks), hook, count, tuple(trainers), how
+        self.owns = owns
         self.calls = 0
 
     def _block_in(self, hook):
@@ -141,3 +143,21 @@ class NeverReturns(ReferenceTask):
 
     def on_checkpoint(self, state):
         self._block_in("on_checkpoint")
+
+    def build_optimizer(self, model):
+        return BlockingOptimizer(model.parameters(), self) if self.hook == "step" else super().build_optimizer(model)
+
+
+class BlockingOptimizer(torch.optim.SGD):
+    """SGD, except that a step may block as a hook of ``NeverReturns`` does."""
+
+    updates_each = "parameter"
+
+    def __init__(self, parameters, task):
+        super().__init__(parameters, lr=0.1)
+        self.task = task
+
+    def step(self, closure=None):
+        if self.param_groups[0]["params"][self.task.owns].grad is not None:
+            self.task._block_in("step")
+        return super().step(closure)

@@ -21,7 +21,7 @@ from launching import (
     write_config,
 )
 
-from paramserver.config.deadlines import SAME_SIGNAL_S
+from paramserver.config.deadlines import GRACE_S, SAME_SIGNAL_S
 from paramserver.distributed.timeouts import poll_until
 
 pytestmark = pytest.mark.processes
@@ -136,6 +136,26 @@ def test_other_hooks(tmp_path, fork_server, hook):
     finished = interrupted(fork_server, tmp_path, "rpc", hook=hook, count=1, every=4)
     assert_names(finished, 1, hook)
     assert finished.checkpoints
+
+
+@pytest.mark.claim("stuck-hook")
+@pytest.mark.parametrize(("rank", "servers"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("how", ["lock", "call"])
+def test_a_step_of_the_optimizer_ends_at_the_limit_and_names_its_server(tmp_path, fork_server, rank, servers, how):
+    config = config_of(tmp_path, "rpc", (-1,), every=2, hook="step", count=4, owns=-rank, how=how)
+    config["cluster"] |= {"num_servers": servers}
+    with started(fork_server, tmp_path, **config) as run:
+        written(tmp_path / "blocks--1")
+        signalled_at = time.monotonic()
+        os.kill(run.pid, signal.SIGTERM)
+        assert run.wait(60) == 3, run.output.read_text()
+        took_s = time.monotonic() - signalled_at
+    finished = FinishedRun(3, run.output.read_text(), tmp_path / "runs" / "run")
+    assert_names(finished, rank, "step")
+    assert "the last checkpoint is step-00000002" in finished.output.splitlines()[-1]
+    assert finished.summary["status"] == "interrupted"
+    assert took_s < LIMIT_S + GRACE_S
+    assert resumed(finished, tmp_path).summary["samples"] == 256
 
 
 @pytest.mark.claim("stuck-hook")
