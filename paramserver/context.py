@@ -77,6 +77,21 @@ def _restore_in_child() -> None:
 os.register_at_fork(after_in_child=_restore_in_child)
 
 
+_ends = threading.Lock()  # taken once, by whichever thread ends the process
+
+
+def _end_at_once(number: int) -> None:
+    """End this process at a second signal of the user: print a line, and nothing that could wait."""
+    if _ends.acquire(blocking=False):
+        name = signal.Signals(number).name
+        with suppress(OSError):
+            if select.select([], [2], [], 0)[1]:
+                os.write(2, f"signal {name} again: this process ends at once, without a checkpoint\n".encode())
+        # Not an exception: one that is raised inside a callback or a ``finally`` might be caught, and exit handlers may
+        # wait.
+        os._exit(1)
+
+
 class StopRequest:
     """Records the first request to stop this process, made by a signal or by :meth:`request`.
 
@@ -126,9 +141,7 @@ class StopRequest:
         self._handled += 1
         # Not by the event, which the thread of ``StopLimit`` may have set for this very signal.
         if number == signal.SIGINT and self._handled > 1:
-            # Not an exception: one that is raised inside a callback or a ``finally`` might be caught, and exit handlers
-            # may wait.
-            os._exit(1)
+            _end_at_once(number)
         self.request(f"signal {signal.Signals(number).name}")
 
     def __enter__(self) -> StopRequest:
@@ -185,6 +198,7 @@ class StopLimit:
         end: called with where the process stands. Ends it; if it returns, this object does nothing more.
         at_limit: called in the thread with where the main thread stands; "" if in no code of the user.
         is_over: the limit has passed.
+        limit_text: which limit that is, such as "within cluster.stop_within_s (15 s)".
 
     Example::
 
@@ -206,6 +220,7 @@ class StopLimit:
         self.at_limit: Callable[[str], None] = lambda place: None
         self.end: Callable[[str], None] = lambda place: None
         self.is_over = False
+        self.limit_text = f"within cluster.stop_within_s ({limit_s:g} s)"
         self._acknowledge = acknowledge
         self._main = threading.current_thread()
         self._signals = 0
@@ -316,9 +331,10 @@ class StopLimit:
         if self._signals == 1:
             self.stop.request(f"signal {signal.Signals(number).name}")
         elif number == signal.SIGINT:
-            os._exit(1)
-        elif time.monotonic() - self._requested_at > SAME_SIGNAL_S:
-            self._over_at = min(self._over_at, time.monotonic())
+            _end_at_once(number)
+        elif time.monotonic() - self._requested_at > SAME_SIGNAL_S and not self.is_over:
+            self._over_at, self.limit_text = 0.0, "before a second signal"
+            _attempt(self._acknowledge, f"signal {signal.Signals(number).name} again: this process ends now")
 
     def place(self) -> str:
         """Return where in the code of the user the main thread is; "" if nowhere."""

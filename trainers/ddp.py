@@ -115,12 +115,9 @@ class DdpTrainer(Trainer):
         self._before_limit(place)
         if self._channel is None:
             return
-        limit_s = self.config.cluster.stop_within_s
         if place:
-            rank = self.process.identity.global_rank
-            self._channel.report_loss(
-                rank, f"it did not return from {place} within cluster.stop_within_s ({limit_s:g} s)", is_stuck=True
-            )
+            rank, text = self.process.identity.global_rank, self.process.stop_limit.limit_text
+            self._channel.report_loss(rank, f"it did not return from {place} {text}", is_stuck=True)
         else:
             self._channel.send_over(self.process.stop.state()[1])
 

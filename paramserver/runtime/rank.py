@@ -194,7 +194,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
             stack.callback(sink.close)
         acknowledge = partial(print, file=sys.stderr, flush=True)  # of a supervised rank: its log
         limit = stack.enter_context(StopLimit(stop, config.cluster.stop_within_s, acknowledge))
-        limit.end = partial(_end_interrupted, plan, stop, None, ())
+        limit.end = partial(_end_interrupted, plan, limit, None, ())
         # Role, task and devices. Errors of the user's input are raised here, before any process waits for another.
         ranks = roles(config, identity.world_size)
         role, trainers = ranks[identity.global_rank], sum(r.kind == "trainer" for r in ranks)
@@ -436,7 +436,7 @@ class RankSession:
         # In a hook of its own such a process does nothing for others, and no other one can end the run.
         ends_alone = role.kind == "server" or mode_of(config).single_process
         limit.at_limit = partial(_on_limit, run.log_file(identity.global_rank), limit if ends_alone else None)
-        limit.end = partial(_end_interrupted, self.plan, process.stop, checkpoints, totals)
+        limit.end = partial(_end_interrupted, self.plan, limit, checkpoints, totals)
         if role.kind == "trainer":
             own_class = trainer_class(config, self.plan.folders)
             # Other ranks than those of a supervisor have the log on the console.
@@ -745,24 +745,23 @@ def _on_limit(log_file: Path, limit: StopLimit | None, place: str) -> None:
         place = place_of_user_code(threading.enumerate())  # such as an update on a server
     if place and log_file.parent.is_dir():
         with log_file.open("a") as file:
-            print(f"the limit of cluster.stop_within_s has passed in {place}:", file=file, flush=True)
+            print(f"a request to stop has not ended {place}:", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
 
 
 def _end_interrupted(
     plan: RankPlan,
-    stop: StopRequest,
+    limit: StopLimit,
     checkpoints: CheckpointManager | None,
     totals: Sequence[TrainerTotals],
     place: str,
 ) -> None:
     """End this process, which has not ended by itself, in the thread of ``StopLimit``."""
     what = f"did not return from {place}" if place else "did not end"
-    limit_s = plan.config.cluster.stop_within_s
-    reason = f"{stop.state()[1]}; {plan.identity.name()} {what} within cluster.stop_within_s ({limit_s:g} s)"
+    reason = f"{limit.stop.state()[1]}; {plan.identity.name()} {what} {limit.limit_text}"
     if plan.report is not None:
         _end_now(plan.report, checkpoints, totals, Interrupted(reason))
-    stop.raise_in_main_thread(Interrupted(reason))
+    limit.stop.raise_in_main_thread(Interrupted(reason))
 
 
 def _end_now(
@@ -933,22 +932,21 @@ def _end_stuck_update(server: ParameterServer, process: ProcessContext, updates:
     if own := updates.stuck_place():
         places[0] = own
     if places and over_s > HURRY_S and not server.finished.is_set():
-        index, limit_s = min(places), process.config.cluster.stop_within_s
-        reason = f"{process.stop.state()[1]}; rank {index} (server {index}) did not return from {places[index]}"
-        server.fail(Interrupted(f"{reason} within cluster.stop_within_s ({limit_s:g} s)"))
+        index, text = min(places), process.stop_limit.limit_text
+        stuck = f"rank {index} (server {index}) did not return from {places[index]} {text}"
+        server.fail(Interrupted(f"{process.stop.state()[1]}; {stuck}"))
         updates.abandon()
     return bool(places)
 
 
 def _end_without(server: ParameterServer, limit: StopLimit, ranks: Sequence[int], over_s: float) -> None:
     """End the run without the trainers that do not, ``over_s`` seconds after the limit of a request to stop."""
-    name = f"cluster.stop_within_s ({limit.limit_s:g} s)"
     if over_s < 2 * GRACE_S:
-        server.end_without(name, ranks, also_waiting=over_s >= GRACE_S)
+        server.end_without(limit.limit_text, ranks, also_waiting=over_s >= GRACE_S)
     elif not (server.members.present() or server.saves_alone):
         # An update that is in no code of the user does not end.
         reason = "; ".join([limit.stop.state()[1], *server.left_behind])
-        server.fail(Interrupted(f"{reason}; an update that was in progress did not end within {name}"))
+        server.fail(Interrupted(f"{reason}; an update that was in progress did not end {limit.limit_text}"))
 
 
 def _absent(server: ParameterServer, rendezvous: Rendezvous, session: RankSession, is_late: bool) -> set[int]:

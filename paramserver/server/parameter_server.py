@@ -570,7 +570,7 @@ class ParameterServer(TutorialMethods):
         """Lose the trainers that keep a run from ending, and save what is applied if none is left.
 
         Args:
-            limit: that has passed, for the user.
+            limit: that has passed, for the user: see ``StopLimit.limit_text``.
             ranks: of the trainers.
             also_waiting: lose also those that wait for a reply of this server.
         """
@@ -580,8 +580,8 @@ class ParameterServer(TutorialMethods):
         for member in self.members.present():
             if member.index not in waiting and not self._takes_part_in_checkpoint(member.index):
                 place = f"did not return from {member.place}" if member.place else "did not end"
-                self.left_behind.append(f"rank {ranks[member.index]} (trainer {member.index}) {place} within {limit}")
-                self._lose(member, f"it {place} within {limit}")
+                self.left_behind.append(f"rank {ranks[member.index]} (trainer {member.index}) {place} {limit}")
+                self._lose(member, f"it {place} {limit}")
         if not self.members.present() and not self.finished.is_set():
             self._save_alone()
 

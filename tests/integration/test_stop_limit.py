@@ -204,8 +204,14 @@ def test_a_second_signal_ends_at_once_what_does_not_react(tmp_path, fork_server,
         select.select([], [], [], SAME_SIGNAL_S + 0.5)  # one that comes sooner is taken for the same one
         os.kill(run.pid, signal.SIGTERM)
         assert run.wait(60) == 3, run.output.read_text()
+    output = run.output.read_text()
     if mode != "ddp":
-        assert "its checkpoint is written" in run.output.read_text()
+        assert "its checkpoint is written" in output
+    assert "did not return from training_step" in output.splitlines()[-1]
+    assert "before a second signal" in output.splitlines()[-1]
+    assert f"signal SIGTERM{' again: this process' if mode == 'local' else ': the run'} ends now" in output
+    last_lines = [line for line in output.splitlines() if "interrupted" in line]
+    assert not any("within cluster.stop_within_s" in line for line in last_lines), output
 
 
 @pytest.mark.claim("early-interrupt", "interrupt-line")
@@ -222,4 +228,6 @@ def test_an_interrupt_before_training_is_acknowledged_at_once(tmp_path, fork_ser
         assert poll_until(time.monotonic() + 30, told, threading.Event()), run.output.read_text()
         os.kill(run.pid, signal.SIGINT)
         assert run.wait(60) == 1
+    if mode == "local":
+        assert run.output.read_text().count("signal SIGINT again: this process ends at once") == 1
     assert "error:\n" not in run.output.read_text()

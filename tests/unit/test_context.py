@@ -70,6 +70,7 @@ def test_the_previous_handlers_are_restored():
 def test_a_second_interrupt_exits_at_once(monkeypatch, signals, exits):
     codes = []
     monkeypatch.setattr(context.os, "_exit", codes.append)
+    monkeypatch.setattr(context, "_ends", threading.Lock())  # it is not released, as the process ends
     with StopRequest():
         for number in signals:
             signal.raise_signal(number)
