@@ -359,9 +359,13 @@ class Supervisor:
         rank.done = True
 
     def _on_exit(self, rank: _RankProcess, exit_code: int) -> None:
+        """Conclude what follows from the end of a rank."""
+        # All ranks end, to start again from the last checkpoint: how each one ends does not matter.
         if self._restarting_all:
             self._restart_all()
             return
+
+        # What its end says of the run.
         if rank.global_rank == 0:
             self._read_summary()
         if rank.role.kind == "trainer" and rank.failure is not None and rank.failure["kind"] == "RunEnded":
@@ -370,34 +374,47 @@ class Supervisor:
         self._start_finished_again()
         if self._is_late(rank):
             return
-        if rank.failure is None:
-            lost = not rank.done and exit_code != Interrupted.exit_code
-        else:
-            # In ddp the report of a loss may arrive before the end of the lost rank.
-            lost = rank.failure["kind"] in ("Evicted", *(() if mode_of(self.config).has_servers else ("PeerLost",)))
-        if lost and self._may_restart(rank):
-            if rank in self._failed:
-                self._failed.remove(rank)
-            self._restart(rank, exit_code)
+
+        # A rank that is lost: another process takes its place, or the others continue without it.
+        if self._is_lost(rank, exit_code) and self._follow_loss(rank, exit_code):
             return
-        if lost and rank.failure is None:
-            self._on_error(rank, self._failure_from_exit(rank, exit_code))
-        if lost and self._continues_without(rank):
-            assert rank.failure is not None
-            self._failed.remove(rank)
-            self._note(f"{rank.title} is lost and not started again: {rank.failure['message']}")
-            return
+
+        # An interruption that the other ranks do not know of: they would wait.
         starts_again = self._starts_due or not self._ranks[0].trains
         if self._trainers_were_interrupted and starts_again and self._signal is None:
             self._signal = signal.SIGTERM
-            self._signal_ranks(self._signal)  # rank 0 would wait for them
+            self._signal_ranks(self._signal)
         if rank.global_rank == 0 and exit_code == Interrupted.exit_code and self._summary is None:
-            self._limit(GRACE_S)  # between two views: the others would wait for it
+            self._limit(GRACE_S)  # between two views
+
+        # A failure ends the run. The other ranks detect it, and end with their own errors; this ends those that cannot.
         if rank.failure is not None and exit_code != Interrupted.exit_code and not self._is_failing:
             self._is_failing = True
-            # The other ranks detect the loss, and end with their own errors. This ends the ones that cannot.
             self._limit(self._deadlines.failed_s)
             self._signal_ranks(signal.SIGTERM)
+
+    def _is_lost(self, rank: _RankProcess, exit_code: int) -> bool:
+        """Return whether a rank that has ended was to continue, and reported no error of its own."""
+        if rank.failure is None:
+            return not rank.done and exit_code != Interrupted.exit_code
+        # In ddp the report of a loss may arrive before the end of the lost rank.
+        return rank.failure["kind"] in ("Evicted", *(() if mode_of(self.config).has_servers else ("PeerLost",)))
+
+    def _follow_loss(self, rank: _RankProcess, exit_code: int) -> bool:
+        """Start a lost rank again, or let the others continue without it; False where its loss ends the run."""
+        if self._may_restart(rank):
+            if rank in self._failed:
+                self._failed.remove(rank)
+            self._restart(rank, exit_code)
+            return True
+        if rank.failure is None:
+            self._on_error(rank, self._failure_from_exit(rank, exit_code))
+        if not self._continues_without(rank):
+            return False
+        assert rank.failure is not None
+        self._failed.remove(rank)
+        self._note(f"{rank.title} is lost and not started again: {rank.failure['message']}")
+        return True
 
     # Starting ranks again.
 
