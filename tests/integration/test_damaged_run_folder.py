@@ -7,25 +7,8 @@ import shutil
 
 import pytest
 from cli_errors import assert_readers_refuse, error_message, file_contents
-from launching import train
 
 from paramserver.checkpoint.format import _manifest_digest, step_of
-
-CONFIG = {
-    "training": {"max_steps": 4, "batch_size": 8, "validate_every": 0},
-    "checkpoint": {"every": 2, "keep": 5, "background": False},
-}
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("odd"), "local", 1, **CONFIG).run_dir
-
-
-@pytest.fixture
-def run_dir(tmp_path, original):
-    shutil.copytree(original, tmp_path / "run")
-    return tmp_path / "run"
 
 
 def put(path, what):

@@ -16,7 +16,7 @@ from hashlib import sha256
 import pytest
 import torch
 from cli_errors import EVERY_3, error_message, file_contents, invalid_task
-from launching import command, environment, launch, train, write_config
+from launching import command, environment, launch, write_config
 from tasks import ReferenceTask
 
 import paramserver
@@ -26,23 +26,6 @@ from paramserver.errors import StorageError, UnsupportedConfiguration
 from paramserver.fileio import DISK_CURES
 from paramserver.online.journal import CoordinatorJournal
 from paramserver.runtime.supervisor import describe_error
-
-CONFIG = {
-    "training": {"max_steps": 4, "batch_size": 8, "validate_every": 2},
-    "checkpoint": {"every": 2, "keep": 5, "background": False},
-}
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("folder"), "local", 1, **CONFIG).run_dir
-
-
-@pytest.fixture
-def run_dir(tmp_path, original):
-    shutil.copytree(original, tmp_path / "run")
-    return tmp_path / "run"
-
 
 # losses.json and other JSON.
 

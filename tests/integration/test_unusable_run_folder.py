@@ -3,14 +3,14 @@
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
 
 import pytest
 from cli_errors import assert_readers_refuse, error_message, file_contents
-from launching import environment, resume, resume_in_process, run_concurrently, run_in_process, train, write_config
+from launching import environment, resume, resume_in_process, run_concurrently, run_in_process, write_config
+from stored_run import CONFIG
 from tasks import ReferenceTask
 
 import paramserver
@@ -19,22 +19,6 @@ from paramserver.checkpoint.format import Manifest, _manifest_digest
 from paramserver.errors import CheckpointError
 from paramserver.runs.attempt import resume_transaction
 from paramserver.runs.rundir import RunDir
-
-CONFIG = {
-    "training": {"max_steps": 4, "batch_size": 8, "validate_every": 2},
-    "checkpoint": {"every": 2, "keep": 5, "background": False},
-}
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("folder"), "local", 1, **CONFIG).run_dir
-
-
-@pytest.fixture
-def run_dir(tmp_path, original):
-    shutil.copytree(original, tmp_path / "run")
-    return tmp_path / "run"
 
 
 def without_logs(run_dir):
