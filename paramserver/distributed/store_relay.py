@@ -23,6 +23,7 @@ import socket
 import struct
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from concurrent import futures
 from contextlib import closing, suppress
 from functools import partial
@@ -50,6 +51,7 @@ _PROOF_S = 10.0
 # Of more connections that have proved nothing yet, the oldest is closed.
 _MAX_UNPROVED = 256
 _MAX_REFUSALS_LOGGED = 100
+_MAX_EQUAL_REFUSALS_LOGGED = 10
 _RETRY_S = 0.1
 _CLOSE_S = 5.0
 _CHUNK_BYTES = 1 << 16
@@ -95,7 +97,7 @@ class _Relay(ABC):
         self._listener = listener
         # Connections that have proved nothing yet, the oldest first. Used by the thread alone.
         self._unproved: dict[asyncio.Task[None], None] = {}
-        self._refusals = 0
+        self._refusals: Counter[str] = Counter()
         self._closing = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="store-relay", daemon=True)
@@ -202,8 +204,9 @@ class _Relay(ABC):
         return data
 
     def _log_refusal(self, text: str) -> None:
-        self._refusals += 1  # limited, as a stranger can make any number of them
-        if self._refusals <= _MAX_REFUSALS_LOGGED:
+        # Limited, as a stranger can make any number of them. Those of one kind do not hide a rank with another token.
+        if self._refusals[text] < _MAX_EQUAL_REFUSALS_LOGGED and self._refusals.total() < _MAX_REFUSALS_LOGGED:
+            self._refusals[text] += 1
             _log.warning("%s", text)
 
 

@@ -124,6 +124,19 @@ def test_another_token_is_refused_with_rank_source_and_cure(guarded, caplog):
     assert text.startswith("refused a connection to the store: 127.0.0.1: rank 3 has another job token; give all")
 
 
+def test_strangers_do_not_hide_a_rank_with_another_token(guarded, caplog):
+    for _ in range(store_relay._MAX_REFUSALS_LOGGED + 1):
+        with socket.create_connection((HOST, guarded.port), timeout=LONG_S) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert ends(stranger)
+    with pytest.raises(UnsupportedConfiguration):
+        guarded.tunnel(OTHER, rank=3).prove()
+    poll_until(time.monotonic() + LONG_S, lambda: "rank 3" in caplog.text or None, threading.Event())
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts[-1].startswith("refused a connection to the store: 127.0.0.1: rank 3 has another job token")
+    assert len(texts) == store_relay._MAX_EQUAL_REFUSALS_LOGGED + 1
+
+
 def test_nothing_shows_the_token(guarded, caplog):
     caplog.set_level(logging.DEBUG)
     with pytest.raises(UnsupportedConfiguration) as refused:
