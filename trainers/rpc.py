@@ -333,22 +333,19 @@ class RpcTrainer(Trainer):
             self._flush_records().wait()
             raise
 
-    @contextmanager
-    def _refuses_changes(self) -> Iterator[None]:
-        """Refuse changes of trained parameters by hooks that are called between two steps."""
-        loaded = self._loaded_parameters
-        # Otherwise the server may write to this memory for another trainer.
-        if loaded is None or not (self.lockstep or not self.transport.shares_parameters):
-            yield
-            return
-        self._check_unchanged(between_steps=True)
-        loaded.note(values=True)
-        yield
-        self._check_unchanged()
-
     def _enter_epoch(self, samples: int) -> None:
-        with self._refuses_changes():
+        if self._loaded_parameters is None:
             super()._enter_epoch(samples)
+            return
+        # The hooks are called between two steps. Memory of the server stays as it is in lockstep, until this trainer
+        # pushes; for one that has no more data the others do not wait.
+        decision = self._grant.decision
+        waits = self.lockstep and decision is not None and self.trainer_index in decision.active
+        stays = waits or not self.transport.shares_parameters
+        self._check_unchanged(between_steps=True)
+        self._note_loaded(values=stays)
+        super()._enter_epoch(samples)
+        self._check_unchanged(between_steps=not stays)
 
     def _fit(self) -> Decision:
         # By on_train_start. The others do not wait for a trainer that takes the place of a lost one.

@@ -1,12 +1,16 @@
 """Tasks that change trained parameters themselves, in the ways that steps and hooks can."""
 
 import copy
+import threading
+import time
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from paramserver import Task
+from paramserver.distributed.timeouts import poll_until
 
 
 def _clamp(model, bound=0.05):
@@ -100,6 +104,28 @@ class Clipped(Changing):
 
     def build_optimizer(self, model):
         return ClippedSGD(model.parameters(), lr=0.1)
+
+
+class Idle(Changing):
+    """Trainer 1 has one of three samples, so it has no more while trainer 0 trains; it looks at its model meanwhile.
+
+    Args:
+        mark: a file that is written once the parameters changed during a hook of it.
+    """
+
+    def __init__(self, mark):
+        super().__init__()
+        self.mark = Path(mark)
+
+    def train_source(self, partition):
+        return TensorDataset(*super().train_source(partition)[:3])
+
+    def on_epoch_start(self, epoch):
+        if self.trainer.trainer_index == 1 and epoch == 4:
+            weight = self.trainer.unwrapped_model[0].weight
+            before = weight.detach().clone()
+            if poll_until(time.monotonic() + 20, lambda: not torch.equal(weight, before) or None, threading.Event()):
+                self.mark.touch()
 
 
 class Sharpness(Changing):

@@ -79,3 +79,14 @@ def test_parameters_that_a_task_restores_are_not_changed(tmp_path):
     assert differing_tensors(local.load("model"), rpc.load("model")) == []
     shared = started(tmp_path / "shared", 1, server={"transport": "shared_memory"}, **config)
     assert shared.code == 2, "other trainers may read them meanwhile"
+
+
+def test_what_the_server_changes_while_a_trainer_has_no_data_is_no_change_of_the_task(tmp_path):
+    config = {
+        "task": "changing_tasks:Idle",
+        "task_args": {"mark": str(tmp_path / "mark")},
+        "training": {"max_epochs": 6, "batch_size": 1, "uneven_inputs": "join"},
+        "server": {"transport": "shared_memory"},
+    }
+    train(tmp_path, "rpc", 2, **config)
+    assert (tmp_path / "mark").exists(), "no parameter changed during the hook"
