@@ -94,11 +94,6 @@ def remaining_s(names: Sequence[str], took_s: Mapping[str, Sequence[float]], gue
         names: the case of each remaining run.
         took_s: the durations of earlier runs, by case.
         guess_s: the duration of a run while none has finished.
-
-    Example::
-
-        >>> remaining_s(["ddp", "rpc"], {"ddp": [4.0, 6.0]}, guess_s=10.0)
-        10.0
     """
     every = [seconds for taken in took_s.values() for seconds in taken]
     usual_s = statistics.fmean(every) if every else guess_s

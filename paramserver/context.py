@@ -104,13 +104,6 @@ class StopRequest:
 
     Attributes:
         on_request: called after each request, also inside of a signal handler.
-
-    Example::
-
-        >>> with StopRequest() as stop:
-        ...     signal.raise_signal(signal.SIGUSR1)
-        >>> stop.state()
-        (<Stop.SIGNAL: 3>, 'signal SIGUSR1')
     """
 
     def __init__(self, restore: bool = True) -> None:
@@ -199,15 +192,6 @@ class StopLimit:
         at_limit: called in the thread with where the main thread stands; "" if in no code of the user.
         is_over: the limit has passed.
         limit_text: which limit that is, such as "within cluster.stop_within_s (15 s)".
-
-    Example::
-
-        >>> ended = threading.Event()
-        >>> with StopRequest() as stop, StopLimit(stop, 0.1) as limit:
-        ...     limit.grace_s, limit.end = 0.1, lambda place: ended.set()
-        ...     stop.request("the owner")
-        ...     ended.wait(20.0), limit.is_over
-        (True, True)
     """
 
     def __init__(
@@ -398,13 +382,6 @@ class StartupTimer:
 
     Args:
         began: ``time.time()`` of the command; None = of this process.
-
-    Example::
-
-        >>> timer = StartupTimer(began=time.time())
-        >>> timer.mark("imports")
-        >>> list(timer.phases)
-        ['imports']
     """
 
     def __init__(self, began: float | None = None) -> None:

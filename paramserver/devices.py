@@ -26,11 +26,6 @@ class Placement:
     Attributes:
         devices: inputs go to the first one.
         backend: gloo or nccl.
-
-    Example::
-
-        >>> CPU.device, CPU.backend
-        (device(type='cpu'), 'gloo')
     """
 
     devices: tuple[torch.device, ...]

@@ -57,15 +57,6 @@ class HashingFile:
 
     The first failure of a write is stored and raised by ``finish``: ``torch.save`` calls ``write`` from C++ and would
     replace it with a less specific error.
-
-    Example::
-
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     file = HashingFile(Path(folder) / "data")
-        ...     written = file.write(b"abc")
-        ...     file.finish()[:8], file.size_bytes
-        ('ba7816bf', 3)
     """
 
     def __init__(self, path: Path) -> None:

@@ -85,13 +85,6 @@ def code_folders(
         config_file: the config; None = none is given, or it is that of a run.
         overrides: ``section.key=value`` strings, as after ``--set``.
         recorded: the folders of the run that is resumed (``RunDir.task_folders``).
-
-    Example::
-
-        >>> code_folders(Path("/projects/sine/config.yaml"))[0]
-        PosixPath('/projects/sine')
-        >>> code_folders(Path("/projects/sine/config.yaml"), ["task=task.py:Cosine"])[0] == Path.cwd()
-        True
     """
     files = [] if config_file is None else [config_file.resolve().parent]
     current = [Path.cwd()]
@@ -239,12 +232,6 @@ def class_reference(user_class: type) -> str:
 
     Raises:
         TaskError: there is none, because the class was defined inside a function or at a prompt.
-
-    Example::
-
-        >>> from collections import Counter
-        >>> class_reference(Counter)
-        'collections:Counter'
     """
     if "." in user_class.__qualname__:
         raise TaskError(

@@ -54,12 +54,5 @@ def is_due(step: int, every: int, since: int | None = None) -> bool:
     """Whether something that happens every ``every`` steps is due after this one; 0 means never.
 
     With ``since``, a step before it, also if it was due after one between the two.
-
-    Example::
-
-        >>> is_due(step=100, every=50), is_due(step=100, every=0)
-        (True, False)
-        >>> is_due(step=101, every=50, since=98), is_due(step=102, every=50, since=101)
-        (True, False)
     """
     return every > 0 and (step % every == 0 if since is None else step // every > since // every)

@@ -106,14 +106,6 @@ def validation_generators(seed: int, version: int, index: int, devices: Sequence
         version: of the parameters that are validated.
         index: of the trainer whose share is evaluated, whichever trainer evaluates it.
         devices: of this process; the generators of its GPUs are included.
-
-    Example::
-
-        >>> before = random_states()
-        >>> with validation_generators(0, version=100, index=1):
-        ...     first = torch.rand(1)
-        >>> torch.equal(torch.get_rng_state(), before["torch"])
-        True
     """
     with _generators(devices, seed, version, index, _VALIDATION):
         yield

@@ -68,23 +68,6 @@ class DataStream:
         receiver_spec: where samples of simulations arrive; for a source that receives them.
         samples: what ``task.train_source`` returned before; None = call it.
         keeps_served: whether ``pop_served`` is called in each step.
-
-    Example::
-
-        >>> from paramserver import Partition, Task
-        >>> from paramserver.config import Config, TrainingConfig
-        >>> class Doubles(Task):
-        ...     def train_source(self, partition):
-        ...         return [0.0, 2.0, 4.0]
-        >>> config = Config(training=TrainingConfig(batch_size=2, max_epochs=1))
-        >>> with DataStream(Doubles(), Partition(0, 1), config, {"shuffle": False}) as data:
-        ...     data.start()
-        ...     while (announcement := data.available()).readiness is Readiness.READY:
-        ...         print(data.next_batch())
-        (tensor([0., 2.], dtype=torch.float64), 2)
-        (tensor([4.], dtype=torch.float64), 1)
-        >>> announcement.readiness is Readiness.DRAINED
-        True
     """
 
     def __init__(

@@ -57,14 +57,6 @@ def communication_s(
         latency: of one message, seconds.
         overlap: servers send parameters while they receive gradients.
         colocated: each server is on the host of a trainer.
-
-    Example::
-
-        >>> from paramserver.config import MODES
-        >>> [communication_s(MODES[name], 8e6, 2, 1, bandwidth=1e9, latency=0.0) for name in ("ddp", "rpc")]
-        [0.008, 0.032]
-        >>> break_even_servers(2), break_even_servers(2, overlap=True)
-        (4, 2)
     """
     if mode.has_servers:
         one_share = size_bytes / (servers * bandwidth)

@@ -209,13 +209,7 @@ class WireSampler:
 
 
 def interpolated(samples: Sequence[tuple[float, float]], moment: float) -> float:
-    """The value at ``moment`` by linear interpolation; outside of the samples the first or last value.
-
-    Example::
-
-        >>> [interpolated([(0.0, 0.0), (2.0, 10.0)], moment) for moment in (-1.0, 1.0, 3.0)]
-        [0.0, 5.0, 10.0]
-    """
+    """The value at ``moment`` by linear interpolation; outside of the samples the first or last value."""
     # Samples are in the order of time, as one thread takes them.
     place = bisect.bisect_left(samples, (moment, 0.0))
     if place == 0 or place == len(samples):

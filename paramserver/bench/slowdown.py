@@ -16,16 +16,7 @@ _EXAMPLE = "write for example --slow trainer=1,factor=5,probability=0.2"
 
 @dataclass(frozen=True)
 class SlowdownSpec:
-    """A straggler: the index of the trainer, the factor on the time of a batch, and the probability of each batch.
-
-    Example::
-
-        >>> spec = parse_slowdown("trainer=1,factor=5,probability=0.2")
-        >>> str(spec)
-        'trainer 1 slowed 5 times with probability 0.2'
-        >>> [batch for batch in range(20) if spec.slows(0, 1, batch)]
-        [12, 16, 17]
-    """
+    """A straggler: the index of the trainer, the factor on the time of a batch, and the probability of each batch."""
 
     trainer: int
     factor: float

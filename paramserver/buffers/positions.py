@@ -26,18 +26,6 @@ class AppliedPositions:
     Attributes:
         low, above, count: as above, now.
         keys: of a stream.
-
-    Example::
-
-        >>> applied = AppliedPositions()
-        >>> applied.add([0, 1, 3], times_due=1)
-        >>> applied.low, applied.above, applied.count
-        (2, {3: 1}, 3)
-        >>> [applied.times(position) for position in range(5)]
-        [None, None, 0, 1, 0]
-        >>> applied.add([2], times_due=1)
-        >>> applied
-        AppliedPositions(low=4, above={}, count=4)
     """
 
     def __init__(self, low: int = 0, above: Mapping[int, int] | None = None, count: int = 0) -> None:

@@ -39,16 +39,6 @@ def reshard_buffers(
 
     Raises:
         CheckpointError: more samples must be kept than fit, and they cannot be fetched again.
-
-    Example::
-
-        >>> from paramserver.buffers import Fifo
-        >>> buffer = Fifo(capacity=4)
-        >>> buffer.put_many([1.0, 2.0, 3.0], keys="abc")
-        3
-        >>> states, unserved, partly = reshard_buffers([buffer.state_dict()], 2, capacity=4, entropy=(0, 1))
-        >>> [state["keys"] for state in states], unserved, partly
-        ([['a', 'c'], ['b']], [[]], [[]])
     """
     kept: list[_Place] = []
     unserved: list[list[Any]] = [[] for _ in states]

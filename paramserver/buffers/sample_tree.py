@@ -64,13 +64,6 @@ def encode(sample: Any) -> list[Any]:
 
     Raises:
         UnsupportedConfiguration: a part has a type that cannot be stored without pickling its class.
-
-    Example::
-
-        >>> encode({"x": 1, "y": (2.5, None)})
-        ['dict', [[['value', 'x'], ['value', 1]], [['value', 'y'], ['tuple', [['value', 2.5], ['value', None]]]]]]
-        >>> decode(encode({"x": 1, "y": (2.5, None)}))
-        {'x': 1, 'y': (2.5, None)}
     """
     kind = type(sample)
     if kind in _PLAIN:

@@ -574,15 +574,7 @@ class StackedSamples(Sequence[Any]):
 
 
 def stack_samples(samples: Sequence[Any]) -> Sequence[Any]:
-    """Return samples of one layout in a form that pickles and is put fast, others as they are.
-
-    Example::
-
-        >>> list(stack_samples([(1, torch.zeros(2)), (2, torch.ones(2))]))
-        [(1, tensor([0., 0.])), (2, tensor([1., 1.]))]
-        >>> stack_samples(["a", 1])
-        ['a', 1]
-    """
+    """Return samples of one layout in a form that pickles and is put fast, others as they are."""
     if isinstance(samples, StackedSamples):
         return samples
     layout = sample_spec_of(samples[0]) if samples else None

@@ -28,16 +28,6 @@ class BackgroundSender:
         background: False runs each job in the caller's thread, before ``submit`` returns.
         what: is sent, for messages.
         last_progress: ``time.monotonic()`` of the last sign of progress; each one extends the deadline of a wait.
-
-    Example::
-
-        >>> sent = []
-        >>> with BackgroundSender(True, "a part of a checkpoint") as sender:
-        ...     sender.submit(lambda: sent.append("part of step 10"))
-        ...     sender.submit(lambda: sent.append("part of step 20"))
-        ...     sender.wait()
-        >>> sent
-        ['part of step 10', 'part of step 20']
     """
 
     def __init__(self, background: bool, what: str, last_progress: Callable[[], float] = lambda: 0.0) -> None:

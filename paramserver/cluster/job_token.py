@@ -27,11 +27,6 @@ class JobToken:
     Args:
         source: where it was read, for messages.
         secret: the token.
-
-    Example::
-
-        >>> JobToken("PARAMSERVER_TOKEN", b"0123456789abcdef")
-        JobToken(source='PARAMSERVER_TOKEN')
     """
 
     source: str

@@ -37,14 +37,6 @@ class SimulationEnvironment:
         members: number of processes in the group.
         keys: folder of the run's keys.
         secret: of this start, by which its clients prove that the run has started them.
-
-    Example::
-
-        >>> environment = SimulationEnvironment(simulation=3, parameters=(0.5, 2.0))
-        >>> environment.to_environ()
-        {'PARAMSERVER_SIMULATION': '3', 'PARAMSERVER_PARAMETERS': '[0.5, 2.0]'}
-        >>> SimulationEnvironment.from_environ(environment.to_environ()) == environment
-        True
     """
 
     address: str | None = None

@@ -116,11 +116,6 @@ def expand_hosts(text: str) -> list[str]:
 
     Raises:
         UnsupportedConfiguration: a bracket or a range is not complete.
-
-    Example::
-
-        >>> expand_hosts("login,gpu[07-09,12]-ib,r[1-2]n[0-1]")
-        ['login', 'gpu07-ib', 'gpu08-ib', 'gpu09-ib', 'gpu12-ib', 'r1n0', 'r1n1', 'r2n0', 'r2n1']
     """
     hosts = []
     for group in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
@@ -156,11 +151,6 @@ def expand_counts(text: str) -> list[int]:
 
     Raises:
         UnsupportedConfiguration: it has another form.
-
-    Example::
-
-        >>> expand_counts("2(x3),1")
-        [2, 2, 2, 1]
     """
     counts: list[int] = []
     for one in text.split(","):

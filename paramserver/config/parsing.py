@@ -43,11 +43,6 @@ def check_value(name: str, rule: Rule, value: Any, origin: str = "") -> Any:
 
     Raises:
         UnsupportedConfiguration: the value violates the rule; the message has origin, name, value, rule and cure.
-
-    Example::
-
-        >>> check_value("seed", Rule("int", minimum=0), "1e3")
-        1000
     """
     if value is None and rule.nullable:
         return None

@@ -20,17 +20,6 @@ class OpenedSockets:
     """The sockets that this process opens while :meth:`record` is active, in any thread.
 
     ``abort`` may be called from any thread, also while :meth:`record` is active in another.
-
-    Example::
-
-        >>> opened = OpenedSockets()
-        >>> with opened.record():
-        ...     near, far = socket.socketpair()
-        >>> opened.abort()
-        >>> near.recv(1)
-        b''
-        >>> near.close(), far.close()
-        (None, None)
     """
 
     def __init__(self) -> None:

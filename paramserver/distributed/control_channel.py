@@ -150,22 +150,6 @@ class ControlChannel:
     Attributes:
         stuck: the lost rank, and why, if it was asked to end and did not; otherwise "".
         on_over: called in the reading thread with the reason of another rank's ``send_over``. Must not block.
-
-    Example::
-
-        >>> with socket.create_server(("127.0.0.1", 0)) as listener:
-        ...     far = socket.create_connection(listener.getsockname())
-        ...     near, _ = listener.accept()
-        >>> zero = ControlChannel(0, {1: Connection(near, 1, 5.0)}, 1.0, lambda: None)
-        >>> one = ControlChannel(1, {0: Connection(far, 0, 5.0)}, 1.0, lambda: None)
-        >>> one.send(0, 7, b"ready")
-        >>> peer, kind, body = zero.receive()
-        >>> peer, kind, bytes(body)
-        (1, 7, b'ready')
-        >>> for channel in (zero, one):
-        ...     channel.leave()
-        >>> for channel in (zero, one):
-        ...     channel.close()
     """
 
     def __init__(

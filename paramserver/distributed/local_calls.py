@@ -105,17 +105,6 @@ class LocalCallServer:
     Args:
         handle: runs a handler: class, name and arguments as in ``rpc_calls``; returns a future that gets no exception.
         timeout_s: how long closing may take.
-
-    Example::
-
-        >>> from paramserver.distributed.rpc_calls import completed_future
-        >>> with LocalCallServer(lambda owner, name, number: completed_future(number + 1), timeout_s=5.0) as server:
-        ...     with contextlib.closing(LocalConnection(server.connect("trainer 0"))) as connection:
-        ...         reply = connection.call(("Counter", "increment", 1), {})
-        ...         while connection.is_waiting:
-        ...             connection.receive()
-        >>> reply.value()
-        2
     """
 
     def __init__(self, handle: Callable[..., torch.futures.Future[Any]], timeout_s: float) -> None:

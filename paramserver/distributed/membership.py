@@ -56,19 +56,6 @@ class Members:
 
     Args:
         clock: in seconds.
-
-    Example::
-
-        >>> members = Members()
-        >>> members.join(Member(0, "trainer0_1", 1, "node7, process 42"))
-        >>> members.missing(2), [str(member) for member in members.present()]
-        ([1], ['trainer 0 (node7, process 42)'])
-        >>> members.leave(0)
-        >>> members.present(), members.wait_for_disconnects(timeout_s=0.0)
-        ([], False)
-        >>> members.mark_disconnected(members.get(0))
-        >>> members.wait_for_disconnects(timeout_s=0.0)
-        True
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -210,16 +197,6 @@ class Heartbeat:
         on_lost: called once, in the thread, with the error of a heartbeat that failed; the thread ends then.
         lost_after_s: heartbeats that fail sooner after the last one that was answered do not count, unless the server
             refused them: a message may be lost, and the end of the connection is noticed by the liveness call.
-
-    Example::
-
-        >>> lost, errors = threading.Event(), []
-        >>> def fail():
-        ...     raise RuntimeError("the server is frozen")
-        >>> heartbeat = Heartbeat(fail, 0.001, lambda error: (errors.append(error), lost.set()))
-        >>> lost.wait(20), errors
-        (True, [PeerLost('it did not answer (the server is frozen)')])
-        >>> heartbeat.close()
     """
 
     def __init__(

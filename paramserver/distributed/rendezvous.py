@@ -89,15 +89,6 @@ class Rendezvous:
         base: the store without the prefix.
         trainer_ranks: global ranks of the trainers of this view, in the order of their indices.
         sockets: of this rank's connection to the store; their end ends a wait for a key.
-
-    Example::
-
-        >>> from torch._C._distributed_c10d import HashStore
-        >>> identity = ProcessIdentity(0, 1, 0, 1, 0, "127.0.0.1", 29500, False, "example", "flags")
-        >>> rendezvous = Rendezvous(HashStore(), identity, 20.0, host_identity())
-        >>> rendezvous.set("run", "digits-1")
-        >>> rendezvous.get("run")
-        'digits-1'
     """
 
     store: Store

@@ -20,11 +20,6 @@ class ResizeRequest:
     Args:
         kind: ``join`` or ``leave``.
         global_rank: of the trainer.
-
-    Example::
-
-        >>> resized([1, 2], [ResizeRequest("join", 3), ResizeRequest("leave", 1)])
-        (2, 3)
     """
 
     kind: Literal["join", "leave"]

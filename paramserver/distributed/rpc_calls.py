@@ -65,14 +65,7 @@ def agent_options(timeout_s: float, same_host: bool, computing: int = 0) -> rpc.
 
 @dataclass(frozen=True)
 class RemoteError:
-    """An error as a value: RPC preserves only a few exception types, so handlers return errors.
-
-    Example::
-
-        >>> from paramserver.errors import TrainingError
-        >>> RemoteError.of(TrainingError("the loss is NaN")).error()
-        TrainingError('the loss is NaN')
-    """
+    """An error as a value: RPC preserves only a few exception types, so handlers return errors."""
 
     kind: str
     message: str

@@ -34,15 +34,6 @@ def call_with_timeout(
     Raises:
         DeadlineExceeded: the function did not return in time.
         Interrupted: ``interrupted`` was set first.
-
-    Example::
-
-        >>> call_with_timeout(20.0, "the sum", lambda: 1 + 1)
-        2
-        >>> call_with_timeout(0.01, "an event", lambda: threading.Event().wait(0.1))
-        Traceback (most recent call last):
-            ...
-        paramserver.errors.DeadlineExceeded: an event did not finish within 0.01 s
     """
     outcome: list[T] = []
     failure: list[BaseException] = []
@@ -88,12 +79,6 @@ def poll_until(
 
     Returns:
         None if the deadline passed or ``interrupted`` was set first.
-
-    Example::
-
-        >>> answers = iter([None, None, 7])
-        >>> poll_until(time.monotonic() + 20.0, lambda: next(answers), threading.Event(), every_s=0.0)
-        7
     """
     while (answer := ready()) is None:
         if time.monotonic() >= deadline or interrupted.wait(every_s):

@@ -62,23 +62,7 @@ class Section:
 
 @dataclass
 class Diagnosis:
-    """Findings and sections.
-
-    Example::
-
-        >>> machine = Section("machine", [Fact("cores", "2")])
-        >>> found = Diagnosis([Finding("the disk is full", "remove old runs")], [machine])
-        >>> found.exit_code
-        1
-        >>> print(found.to_text())
-        paramserver doctor: 1 problem
-        <BLANKLINE>
-          problem: the disk is full
-             cure: remove old runs
-        <BLANKLINE>
-        machine
-          cores             2
-    """
+    """Findings and sections."""
 
     findings: list[Finding] = field(default_factory=list)
     sections: list[Section] = field(default_factory=list)

@@ -220,13 +220,7 @@ def group_hosts(participants: Sequence[Participant]) -> list[Host]:
 
 
 def exchanges(config: Config, first: Sequence[int], second: Sequence[int]) -> bool:
-    """Whether ranks of two hosts exchange messages in a run: with servers, only if one of them is a server.
-
-    Example::
-
-        >>> exchanges(Config(), [0], [1, 2]), exchanges(Config(), [1], [2]), exchanges(Config(mode="ddp"), [1], [2])
-        (True, False, True)
-    """
+    """Whether ranks of two hosts exchange messages in a run: with servers, only if one of them is a server."""
     return not mode_of(config).has_servers or min(*first, *second) < num_servers_of(config)
 
 

@@ -70,14 +70,6 @@ class FaultDirector(Sink):
     Args:
         faults: the plan.
         config: of the run.
-
-    Example::
-
-        >>> from paramserver.config import Config
-        >>> with FaultDirector([Fault("kill", "trainer:0", at_step=5)], Config()) as director:
-        ...     director.write({"kind": "train", "step": 3, "time": 0.0})
-        >>> director.shots[0].fired_at is None, director.step
-        (True, 3)
     """
 
     def __init__(self, faults: Sequence[Fault], config: Config) -> None:

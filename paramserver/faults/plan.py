@@ -33,11 +33,6 @@ class Fault:
         at_step: fires when the run has made this step.
         at_s: fires this many seconds after the first update of the run. Without either, it fires at the first update.
         for_s: how long it lasts; None: until the end of the run.
-
-    Example::
-
-        >>> str(Fault("freeze", "server:0", at_s=8.0, for_s=5.0))
-        'freeze server:0 @8s for 5s'
     """
 
     kind: str
@@ -74,13 +69,6 @@ def parse_faults(text: str, ranks: Sequence[Role], config: Config) -> list[Fault
 
     Raises:
         UnsupportedConfiguration: a fault is not understood, or does not fit the run.
-
-    Example::
-
-        >>> from paramserver.config import Config, roles
-        >>> config = Config()
-        >>> [str(f) for f in parse_faults("kill trainer:1 @step 50; lose replies 2%", roles(config, 3), config)]
-        ['kill trainer:1 @step 50', 'lose replies 2%']
     """
     parts = [part.strip() for part in text.split(";")]
     faults = [_parse(part) for part in parts if part]

@@ -94,13 +94,6 @@ class RecordWindow:
         steps, losses: number of steps, and the sum of their losses.
         step, samples, seconds, lr: values of the last step.
         by_optimizer: steps and the sum of losses of each optimizer, where there are several.
-
-    Example::
-
-        >>> window = RecordWindow()
-        >>> window.add(StepResult(step=1, samples=32, loss=0.5, lr=(0.1,), seconds=0.01))
-        >>> window.to_record(epoch=0)["loss"]
-        0.5
     """
 
     samples_before: int = 0
@@ -147,16 +140,7 @@ class RecordWindow:
 
 
 class DurationHistogram:
-    """Counts of durations in logarithmic bins of 2 %, so that quantiles over processes and runs merge exactly.
-
-    Example::
-
-        >>> histogram = DurationHistogram()
-        >>> for duration_s in (0.010, 0.010, 0.030):
-        ...     histogram.add(duration_s)
-        >>> histogram.summary_ms()["max"], round(histogram.quantile_s(0.5), 3)
-        (30.0, 0.01)
-    """
+    """Counts of durations in logarithmic bins of 2 %, so that quantiles over processes and runs merge exactly."""
 
     _GROWTH = math.log(1.02)
     _SMALLEST_S = 1e-6
@@ -300,14 +284,6 @@ class WeightedSums:
     """Sums of validation metrics, weighted by samples, so that parts of several trainers merge to the exact mean.
 
     Metrics that are no means are objects with ``compute()`` and ``merge_state(other)``, which are merged too.
-
-    Example::
-
-        >>> sums = WeightedSums()
-        >>> sums.add({"loss": 1.0}, samples=1)
-        >>> sums.add({"loss": 4.0}, samples=2)
-        >>> sums.means()
-        {'loss': 3.0}
     """
 
     sums: dict[str, float] = field(default_factory=dict)

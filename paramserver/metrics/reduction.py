@@ -35,19 +35,6 @@ class LogReducer:
 
     Args:
         trainers: their indices.
-
-    Example::
-
-        >>> reducer = LogReducer([0, 1])
-        >>> def logged(trainer, value, samples):
-        ...     return make_record("log", 3, trainer=trainer, name="gap", value=value, reduce="mean", weight=samples)
-        >>> reducer.add(logged(0, 1.0, 8)), reducer.add(logged(1, 4.0, 4))
-        ([], [])
-        >>> reducer.add(make_record("buffer", 4, trainer=0))
-        []
-        >>> [record] = reducer.add(make_record("buffer", 4, trainer=1))
-        >>> record["step"], record["name"], record["value"], record["trainers"]
-        (3, 'gap', 2.0, 2)
     """
 
     def __init__(self, trainers: Iterable[int]) -> None:

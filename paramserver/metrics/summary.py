@@ -70,18 +70,6 @@ def summary_text(summary: Summary, run_dir: Path | str, first_step: int = 0) -> 
 
     Returns:
         Aligned lines ``name  value``.
-
-    Example::
-
-        >>> print(summary_text({"status": "completed", "mode": "local", "steps": 100}, "runs/digits"), end="")
-        status       completed
-        mode         local
-        steps        100
-        samples      - applied
-        time         -
-        train loss   -
-        checkpoint   none was written
-        folder       runs/digits
     """
     lines = [(name, line(summary)) for name, line in _LINES]
     if first_step:

@@ -75,15 +75,6 @@ class SimulationCoordinator:
 
     Raises:
         UnsupportedConfiguration: the sampler or command cannot be used; on entry, the address cannot be bound.
-
-    Example::
-
-        >>> import tempfile
-        >>> spec = IngestSpec.from_config(SimulationsConfig(fields={"u": [2]}, count=1, steps=2))
-        >>> with tempfile.TemporaryDirectory() as logs:
-        ...     with SimulationCoordinator(spec, num_trainers=1, seed=0, logs=Path(logs)) as coordinator:
-        ...         print(coordinator.address.rpartition(":")[0], coordinator.summary()["simulations"]["planned"])
-        tcp://127.0.0.1 1
     """
 
     def __init__(

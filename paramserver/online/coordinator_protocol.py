@@ -76,22 +76,6 @@ class RequestHandler:
         first_refusals: kind -> the first message of this kind that a trainer has refused, and why.
         over: whether the run needs no more samples.
         record: called with each HELLO, BYE and FINISH of a client from outside, before it is answered.
-
-    Example::
-
-        >>> from paramserver.config import SimulationsConfig
-        >>> from paramserver.online.protocol import pack_parameters
-        >>> from paramserver.online.tracker import ExternalSimulations
-        >>> spec = IngestSpec.from_config(SimulationsConfig(fields={"u": [2]}))
-        >>> handler = RequestHandler(spec, ExternalSimulations(spec.config, 1, 60.0), 1, b"token", dict)
-        >>> hello = [Header(MessageKind.HELLO, 3).pack(), pack_parameters([])]
-        >>> handler.handle(b"client", hello, now=0.0)  # no trainer has joined yet
-        []
-        >>> join = [Header(MessageKind.JOIN, 0).pack(), b"token", TrainerJoined("tcp://a:1", {}, {}).pack()]
-        >>> for peer, frames in handler.handle(b"trainer", join, now=1.0):
-        ...     print(peer, Header.unpack(frames[0]).kind.name)
-        b'trainer' READY
-        b'client' WELCOME
     """
 
     def __init__(

@@ -26,16 +26,6 @@ class CoordinatorJournal:
     Attributes:
         port: of the last coordinator; None if there was none.
         received: the HELLO, BYE and FINISH of earlier coordinators.
-
-    Example::
-
-        >>> file = getfixture("tmp_path") / "coordinator.jsonl"
-        >>> journal = CoordinatorJournal(file, continues=False)
-        >>> journal.record_port(5555)
-        >>> journal.record(Header(MessageKind.BYE, simulation=3, step=10))
-        >>> again = CoordinatorJournal(file, continues=True)
-        >>> again.port, again.received[0].simulation, again.received[0].step
-        (5555, 3, 10)
     """
 
     def __init__(self, file: Path, continues: bool) -> None:

@@ -43,13 +43,6 @@ class ProcessRunner:
 
     Raises:
         UnsupportedConfiguration: see ``LaunchCommand``.
-
-    Example::
-
-        >>> runner = ProcessRunner(spec, Path("logs"))  # doctest: +SKIP
-        >>> runner.start(StartProcess(0, 0, (0.5,)), "tcp://127.0.0.1:5555", "secret")  # doctest: +SKIP
-        >>> runner.poll_exited()  # doctest: +SKIP
-        [(0, 0, 0)]
     """
 
     def __init__(
@@ -235,16 +228,6 @@ class LaunchCommand:
     Raises:
         UnsupportedConfiguration: the function does not exist; or the command cannot be split, has an unknown
             placeholder, or begins with no program.
-
-    Example::
-
-        >>> from paramserver.config import SimulationsConfig
-        >>> config = SimulationsConfig(
-        ...     fields={"u": [2]}, parameters={"t": [0, 1]}, count=1, command="echo {simulation} --t={t}"
-        ... )
-        >>> command = LaunchCommand(IngestSpec.from_config(config), [], {"PATH": "/usr/bin:/bin"})
-        >>> command.arguments(StartProcess(simulation=3, attempt=0, parameters=(0.5,)))
-        ['echo', '3', '--t=0.5']
     """
 
     def __init__(self, spec: IngestSpec, folders: Sequence[Path], environ: Mapping[str, str]) -> None:

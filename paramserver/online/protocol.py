@@ -196,11 +196,6 @@ def pack_descriptor(fields: Mapping[str, npt.NDArray[Any]]) -> bytes:
 
     Raises:
         MalformedMessage: no message can hold an array of this dtype (objects, text, complex numbers, dates).
-
-    Example::
-
-        >>> pack_descriptor({"temperature": np.zeros((2, 3), np.float32)})
-        b'[["temperature", "<f4", [2, 3]]]'
     """
     return json.dumps([[name, wire_dtype(array), array.shape] for name, array in fields.items()]).encode()
 

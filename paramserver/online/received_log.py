@@ -28,16 +28,6 @@ class ReceivedLog:
     Threads: ``contains`` and ``mark_received`` belong to the receiver thread, ``extend`` to the feeder; each takes O(1)
     per sample. ``state_dict`` and the counts are safe to call from any thread. ``load_state_dict``, ``truncate``,
     ``restart`` and ``reshard`` replace the content and must be called before these threads start.
-
-    Example::
-
-        >>> log = ReceivedLog()
-        >>> log.mark_received(3, 0)
-        >>> log.contains(3, 0), log.contains(3, 1)
-        (True, False)
-        >>> log.extend([(3, 0)])
-        >>> log.counts()
-        {3: 1}
     """
 
     def __init__(self) -> None:

@@ -77,15 +77,6 @@ class SampleReceiver:
     Args:
         spec: where to receive, and what.
         received_log: what was received before. The thread adds what it accepts to its set; the caller extends its log.
-
-    Example::
-
-        >>> receiver = SampleReceiver(spec, ReceivedLog())  # doctest: +SKIP
-        >>> receiver.start()  # doctest: +SKIP
-        >>> while (samples := receiver.get()) is not None:  # doctest: +SKIP
-        ...     buffer.put_many([sample.sample for sample in samples])
-        ...     receiver.mark_stored(len(samples))
-        >>> receiver.close()  # doctest: +SKIP
     """
 
     def __init__(self, spec: ReceiverSpec, received_log: ReceivedLog) -> None:
@@ -571,16 +562,6 @@ class RunningMoments:
 
     Arrays are merged by T. Chan, G. Golub and R. LeVeque, "Updating formulae and a pairwise algorithm for computing
     sample variances", Stanford 1979. Numbers that are not finite are counted and left out.
-
-    Example::
-
-        >>> moments = RunningMoments()
-        >>> moments.add(np.array([1.0, 3.0]))
-        >>> moments.add(np.array([5.0, np.nan]))
-        >>> moments.count, moments.mean, moments.not_finite
-        (3, 3.0, 1)
-        >>> round(moments.deviation, 3)
-        1.633
     """
 
     def __init__(self) -> None:

@@ -53,13 +53,6 @@ def make_keys(folder: str | Path, client: str | None = None) -> list[Path]:
     Raises:
         UnsupportedConfiguration: the keys exist already, and keys are never overwritten; the name is not valid in a
             file name; or the folder cannot be written.
-
-    Example::
-
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     [str(file.relative_to(folder)) for file in make_keys(folder)]
-        ['server.key', 'server.key_secret', 'clients/client.key', 'client.key_secret']
     """
     folder, name = Path(folder), CLIENT if client is None else client
     if not _NAME.fullmatch(name) or name == SERVER:
@@ -190,12 +183,6 @@ class ServerSecurity:
 
     Raises:
         UnsupportedConfiguration: the keys do not exist or cannot be read.
-
-    Example::
-
-        >>> with zmq.Context() as context, ServerSecurity(context, keys=None) as security:
-        ...     with context.socket(zmq.ROUTER) as router:
-        ...         security.protect(router)  # before bind()
     """
 
     def __init__(self, context: zmq.Context[Any], keys: str | Path | None) -> None:

@@ -109,14 +109,6 @@ class IngestSpec:
         config: the section.
         fields: of every sample.
         parameters: (name, low, high) of every simulation parameter, in order.
-
-    Example::
-
-        >>> spec = IngestSpec.from_config(SimulationsConfig(fields={"u": [4, 3]}, count=10, steps=5))
-        >>> (spec.sample_bytes, spec.expected_samples)
-        (48, 50)
-        >>> [spec.steps_for(simulation=0, trainer_index=index, num_trainers=2) for index in range(2)]
-        [3, 2]
     """
 
     config: SimulationsConfig

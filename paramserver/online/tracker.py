@@ -411,18 +411,6 @@ class ExternalSimulations(SimulationTracker):
         config: the section ``simulations``.
         num_trainers: trainers of the run.
         first_s: how long the run waits for the first simulation, in seconds: ``cluster.timeout_s``.
-
-    Example::
-
-        >>> from paramserver.online.protocol import MessageKind
-        >>> tracker = ExternalSimulations(SimulationsConfig(fields={"u": [2]}, count=1, steps=2), 1, first_s=60.0)
-        >>> tracker.on_trainers_joined([TrainerJoined("tcp://a:1", {}, {})], now=0.0)
-        >>> tracker.on_hello(Header(MessageKind.HELLO, 0), [0.5], now=1.0)
-        >>> tracker.on_report(0, SimulationReport({0: 2}), now=2.0)
-        >>> tracker.poll(now=2.0)
-        [TrackerEvent(kind='complete', simulation=0, text='simulation 0 is complete')]
-        >>> tracker.done
-        True
     """
 
     def __init__(self, config: SimulationsConfig, num_trainers: int, first_s: float) -> None:

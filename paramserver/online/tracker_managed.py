@@ -41,17 +41,6 @@ class ManagedSimulations(SimulationTracker):
         num_trainers: trainers of the run.
         sample_parameters: number of a simulation -> its parameters.
         logs: folder of the simulations' output, for messages.
-
-    Example::
-
-        >>> config = SimulationsConfig(fields={"u": [2]}, command="true", count=1, steps=2)
-        >>> tracker = ManagedSimulations(config, 1, lambda number: [0.5], Path("logs"))
-        >>> tracker.on_trainers_joined([TrainerJoined("tcp://a:1", {}, {})], now=0.0)
-        >>> tracker.poll(now=0.0)
-        [StartProcess(simulation=0, attempt=0, parameters=(0.5,))]
-        >>> tracker.on_exit(0, attempt=0, exit_code=1, now=5.0)
-        >>> [event.text for event in tracker.poll(now=5.0)[:1]]
-        ['simulation 0, attempt 0: it ended with exit code 1; it is started again']
     """
 
     def __init__(

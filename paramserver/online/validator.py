@@ -558,17 +558,6 @@ class SampleAssembly:
     Args:
         members: parts of a whole sample.
         limit: maximum of unfinished samples of one simulation.
-
-    Example::
-
-        >>> assembly = SampleAssembly(members=2, limit=4)
-        >>> assembly.start_attempt(simulation=0, attempt=0)
-        []
-        >>> assembly.add((0, 5), attempt=0, member=1, part=SamplePart((np.ones(2),), "b"))
-        <PartOutcome.WAITING: 'other parts are missing'>
-        >>> parts = assembly.add((0, 5), attempt=0, member=0, part=SamplePart((np.zeros(1),), "a"))
-        >>> concatenate_parts(parts)
-        (array([0., 1., 1.]),)
     """
 
     def __init__(self, members: int, limit: int) -> None:

@@ -23,14 +23,7 @@ from paramserver.parameters.sharding import Shard, State, get_hyperparameters
 
 
 def why_not_by_bucket(optimizer: torch.optim.Optimizer, clip_grad_norm: float | None) -> str | None:
-    """Return why an update must wait for the gradients of all buckets; None if each can be updated by itself.
-
-    Example::
-
-        >>> sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-        >>> why_not_by_bucket(sgd, None) is None, why_not_by_bucket(sgd, 1.0)
-        (True, 'training.clip_grad_norm needs the norm of all gradients')
-    """
+    """Return why an update must wait for the gradients of all buckets; None if each can be updated by itself."""
     if clip_grad_norm is not None:
         return "training.clip_grad_norm needs the norm of all gradients"
     if isinstance(optimizer, NamedOptimizers):
@@ -91,22 +84,6 @@ class BucketUpdates:
     Args:
         updater: owns the parameters of the shard and the optimizer.
         buckets: the same shard; each of its ranges is a bucket (``sharding.split_ranges``).
-
-    Example::
-
-        >>> from paramserver.parameters.flat import FlatTensors
-        >>> from paramserver.parameters.sharding import full_shard
-        >>> flat = FlatTensors({"w": nn.Parameter(torch.zeros(2))})
-        >>> sgd = torch.optim.SGD(flat.tensors.values(), lr=1.0)
-        >>> shard = full_shard(flat.layout)
-        >>> updater = ShardUpdater(flat.layout, shard, flat.flats, list(flat.tensors.values()), sgd)
-        >>> updates = BucketUpdates(updater, shard)
-        >>> updated = updates.compute(0, [torch.ones(16), torch.full((16,), 3.0)], None, updates.hyperparameters())
-        >>> updated.parameters[:2], flat.tensors["w"].tolist()
-        (tensor([-2., -2.]), [0.0, 0.0])
-        >>> updates.write([updated])
-        >>> flat.tensors["w"].tolist()
-        [-2.0, -2.0]
     """
 
     def __init__(self, updater: ShardUpdater, buckets: Shard) -> None:

@@ -114,15 +114,6 @@ class ThreadTeam:
 
     Args:
         others: number of threads in the pool, at least 1.
-
-    Example::
-
-        >>> team = ThreadTeam(1)
-        >>> results = [0, 0]
-        >>> team.run([lambda: results.__setitem__(0, 1), lambda: results.__setitem__(1, 2)])
-        >>> results
-        [1, 2]
-        >>> team.close()
     """
 
     def __init__(self, others: int) -> None:

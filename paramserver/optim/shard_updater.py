@@ -28,17 +28,6 @@ class ShardUpdater:
         ranges: flat tensors, the memory of the shard.
         parameters: of the model, in the order of the layout; those that the shard owns whole are views of ``ranges``.
         optimizer: over the parameters of the model.
-
-    Example::
-
-        >>> from paramserver.parameters.sharding import full_shard
-        >>> weight = nn.Parameter(torch.zeros(2))
-        >>> layout = FlatLayout.of([("weight", weight)])
-        >>> sgd = torch.optim.SGD([weight], lr=1.0)
-        >>> updater = ShardUpdater(layout, full_shard(layout), layout.allocate(), [weight], sgd)
-        >>> mean = updater.average([[torch.ones(2)], [torch.full((2,), 3.0)]], [1.0, 1.0])
-        >>> mean[0].tolist()
-        [2.0, 2.0]
     """
 
     def __init__(

@@ -42,19 +42,6 @@ class Updater:
     Raises:
         TaskError: the optimizer needs a closure, or the scheduler cannot be stepped.
         UnsupportedConfiguration: there are several optimizers, and ``accumulate_batches`` is above 1.
-
-    Example::
-
-        >>> from paramserver import Task
-        >>> class Line(Task):
-        ...     def build_model(self): return nn.Linear(1, 1)
-        ...     def build_optimizer(self, model): return torch.optim.SGD(model.parameters(), lr=0.5)
-        ...     def train_source(self, partition): return None
-        ...     def training_step(self, model, batch, batch_idx): return model(batch).sum()
-        >>> model = nn.Linear(1, 1)
-        >>> updater = Updater(Line(), model, TrainingConfig())
-        >>> updater.lr
-        (0.5,)
     """
 
     def __init__(self, task: Task, model: nn.Module, training: TrainingConfig, seed: int = 0) -> None:

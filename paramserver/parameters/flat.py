@@ -42,16 +42,6 @@ class FlatLayout:
         dtypes: of each flat tensor; several have the same dtype if they are sent as buckets.
         sizes: of each flat tensor, in elements.
         slots: one for each named tensor.
-
-    Example::
-
-        >>> layout = FlatLayout.of([("weight", torch.zeros(2, 3)), ("bias", torch.zeros(2))])
-        >>> layout.sizes, [slot.offset for slot in layout.slots]  # aligned to 64 bytes
-        ((32,), [0, 16])
-        >>> flats = layout.allocate()
-        >>> _ = layout.views(flats)["bias"].fill_(1.0)
-        >>> flats[0][16:19]
-        tensor([1., 1., 0.])
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -143,14 +133,6 @@ class FlatTensors:
 
     Raises:
         UnsupportedConfiguration: two tensors share memory, or one is sparse.
-
-    Example::
-
-        >>> model = nn.Linear(3, 2)
-        >>> flat = FlatTensors(trainable_parameters(model))
-        >>> flat.copy_([torch.ones(size) for size in flat.layout.sizes])
-        >>> model.weight.sum().item()
-        6.0
     """
 
     def __init__(

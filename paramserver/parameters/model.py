@@ -80,16 +80,6 @@ def load_weights(
 
     Raises:
         CheckpointError: they are of another model; the message names the first differences.
-
-    Example::
-
-        >>> model = nn.Linear(1, 1, bias=False)
-        >>> load_weights(model, {"weight": torch.full((1, 1), 2.0)}, "model.pt")
-        >>> model.weight.item()
-        2.0
-        >>> load_weights(model, {"bias": torch.zeros(1)}, "model.pt")
-        Traceback (most recent call last):
-        paramserver.errors.CheckpointError: model.pt holds another model: weight is missing there; bias is not in ...
     """
     if not isinstance(weights, Mapping):
         raise CheckpointError(

@@ -63,19 +63,6 @@ class ModelTree:
 
     Args:
         model: built completely, and not changed since the optimizer was made.
-
-    Example::
-
-        >>> model, other = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-        >>> model.running_mean = torch.ones(2)  # assigned anew
-        >>> ModelTree(other).load_buffers(ModelTree(model).pack_buffers())
-        >>> other.running_mean
-        tensor([1., 1.])
-        >>> tree = ModelTree(layers := nn.Sequential(nn.Linear(2, 2)))
-        >>> layers[0] = nn.Linear(2, 2)
-        >>> tree.check_parameters()
-        Traceback (most recent call last):
-        paramserver.errors.TaskError: layer 0 was replaced after the start of the run, and would not be trained: ...
     """
 
     def __init__(self, model: nn.Module) -> None:

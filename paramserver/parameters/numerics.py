@@ -127,16 +127,7 @@ def check_loss(loss: object, trainer_index: int, batch_idx: int, optimizer: str 
 
 @contextmanager
 def name_float64(what: str, batch: Any, model: nn.Module) -> Iterator[None]:
-    """Raise a ``TaskError`` that names the float64 tensors of ``batch`` in place of an error that they cause.
-
-    Example::
-
-        >>> model, batch = nn.Linear(1, 1), {"parameters": torch.ones(2, 1, dtype=torch.float64)}
-        >>> with name_float64("training_step", batch, model):  # doctest: +ELLIPSIS
-        ...     model(batch["parameters"])
-        Traceback (most recent call last):
-        paramserver.errors.TaskError: training_step: RuntimeError: ...; batch["parameters"] is float64, and ...
-    """
+    """Raise a ``TaskError`` that names the float64 tensors of ``batch`` in place of an error that they cause."""
     try:
         yield
     except (RuntimeError, ValueError, TrainingError) as error:

@@ -95,12 +95,6 @@ def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Sha
 
     Raises:
         UnsupportedConfiguration: there are more servers than parts.
-
-    Example::
-
-        >>> layout = FlatLayout.of([("weight", torch.zeros(64, 1024)), ("bias", torch.zeros(64))])
-        >>> [shard.ranges for shard in plan_shards(layout, servers=2, splittable=True)]
-        [((0, 0, 32800),), ((0, 32800, 65600),)]
     """
     if servers == 1:
         return (full_shard(layout),)
@@ -132,15 +126,6 @@ def split_ranges(shard: Shard, layout: FlatLayout, range_bytes: float, first_byt
         layout: of all parameters.
         range_bytes: size of a range, at most, unless 4,096 elements of a tensor are larger.
         first_bytes: size of the first one, if that differs.
-
-    Example::
-
-        >>> layout = FlatLayout.of([("weight", torch.zeros(3, 4096)), ("bias", torch.zeros(3))])
-        >>> buckets = split_ranges(full_shard(layout), layout, 32 * 1024)
-        >>> buckets.ranges
-        ((0, 0, 8192), (0, 8192, 12304))
-        >>> [slot.name for slot in buckets.layout.slots]
-        ['weight[0:8192]', 'weight[8192:12288]', 'bias']
     """
     ranges: list[tuple[int, int, int]] = []
     slices, slots, dtypes = [], [], []

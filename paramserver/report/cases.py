@@ -83,17 +83,7 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class ReportCase:
-    """All records of one name, in the order of their repeats. Figures are over the completed ones.
-
-    Example::
-
-        >>> from paramserver.report.results import CaseResult
-        >>> def record(case, repeat, speed):
-        ...     return CaseResult(case, repeat, "rpc", 2, 1, "completed", samples_per_second=speed)
-        >>> sync, free = cases_of([record("sync", 0, 100.0), record("async", 0, 150.0), record("sync", 1, 100.0)])
-        >>> sync.name, sync.speed.repeats, round(free.ratio_to(sync).value, 3)
-        ('sync', 2, 1.5)
-    """
+    """All records of one name, in the order of their repeats. Figures are over the completed ones."""
 
     name: str
     results: tuple[CaseResult, ...]

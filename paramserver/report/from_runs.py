@@ -64,13 +64,6 @@ def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, lis
     Args:
         records: the lines of metrics.jsonl.
         summary: summary.json; empty where there is none.
-
-    Example::
-
-        >>> train = {"kind": "train", "step": 10, "samples": 320, "seconds": 1.5, "loss": 0.7}
-        >>> validation = {"kind": "validation", "step": 5, "seconds": 0.9, "values": {"accuracy": 0.8}}
-        >>> learning_curves([validation, train], {})
-        {'loss': [[320, 1.5, 0.7]], 'validation': [[160.0, 0.9, {'accuracy': 0.8}]]}
     """
 
     def of_kind(kind: str, *numbers: str) -> list[Record]:

@@ -91,12 +91,6 @@ def estimate(values: Iterable[float | None]) -> Estimate | None:
     If every value is above 0, as speeds and durations are, this is the geometric mean with the t-interval of the
     logarithm: no bound is below 0, and the quotient of two such means is what ``ratio`` returns. Otherwise it is the
     arithmetic mean with the t-interval of the values.
-
-    Example::
-
-        >>> found = estimate([90.0, 100.0, None, 111.0])
-        >>> f"{found.value:.1f} ({found.low:.1f} to {found.high:.1f}), {found.repeats} repeats"
-        '100.0 (77.0 to 129.7), 3 repeats'
     """
     known = [float(value) for value in values if value is not None]
     if not known:

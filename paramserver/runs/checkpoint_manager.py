@@ -146,21 +146,6 @@ class CheckpointManager:
         consistency_state, ledger_state: of the checkpoint, for the consistency model and the ledger of pushes.
         simulations: of an online run; its state is saved and its figures are in the summary.
         simulations_state: of the checkpoint.
-
-    Example::
-
-        >>> from types import SimpleNamespace
-        >>> from paramserver.metrics import FanOut
-        >>> config, run = Config(mode="local"), RunDir(getfixture("tmp_path"))
-        >>> checkpoints = CheckpointManager(config, run, RunMonitor(config, FanOut([]), run.summary_file))
-        >>> updater = SimpleNamespace(state_dict=lambda: {"optimizer": {}, "scheduler": None})
-        >>> def collect(staged):  # there is one trainer, in this process
-        ...     checkpoints.commit(staged, {0: {"position": 320}}, pause_s=0.001)
-        >>> checkpoints.save(10, nn.Linear(1, 1), updater, "periodic", time.perf_counter(), collect)
-        >>> checkpoints.close("completed", totals=[])["checkpoint"]
-        'step-00000010'
-        >>> load_for_resume(config, run).checkpoint.names
-        ('model', 'optimizer', 'run', 'trainer-0')
     """
 
     def __init__(

@@ -55,14 +55,6 @@ class RunMonitor:
         improved_step: the step of the newest validation that was the best.
         staleness, dropped_pushes: of the gradients that the server applied, and those that came too late for it.
         resumes: how often the run was resumed.
-
-    Example::
-
-        >>> from paramserver.metrics import FanOut
-        >>> monitor = RunMonitor(Config(), FanOut([]), Path("summary.json"))
-        >>> monitor.update_applied(StepResult(step=1, samples=32, loss=0.5, lr=(0.1,), seconds=0.01))
-        >>> monitor.step, monitor.samples, monitor.stop_reason()
-        (1, 32, None)
     """
 
     def __init__(self, config: Config, sink: Sink, summary_file: Path, losses: LossLog | None = None) -> None:

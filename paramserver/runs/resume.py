@@ -32,14 +32,6 @@ def open_run(path: Path) -> RunDir:
 
     Raises:
         CheckpointError: it is not such a folder, or a file of the run is not a file, or a folder not a folder.
-
-    Example::
-
-        >>> base = getfixture("tmp_path") / "digits"
-        >>> step = base / "checkpoints" / "step-00000100"
-        >>> step.mkdir(parents=True)
-        >>> open_run(step).path.name, open_run(step).chosen.name
-        ('digits', 'step-00000100')
     """
     path, chosen = Path(path), None
     if path.parent.name == "checkpoints" and step_of(path.name) is not None:

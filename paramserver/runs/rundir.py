@@ -39,14 +39,6 @@ class RunDir:
     Args:
         path: of the folder.
         chosen: the checkpoint that the user chose to resume from; None = the newest.
-
-    Example::
-
-        >>> run = RunDir(Path("runs/digits"))
-        >>> run.metrics_file, run.log_file(0).name
-        (PosixPath('runs/digits/metrics.jsonl'), 'rank-0.log')
-        >>> run.resume_command
-        'python -m paramserver.launch --resume runs/digits'
     """
 
     path: Path

@@ -50,12 +50,6 @@ class ForkServer:
 
     Attributes:
         failed: why a fork was not made; empty if all were.
-
-    Example::
-
-        >>> from contextlib import closing
-        >>> with closing(ForkServer(environ, log_file, guard, 60.0)) as server:  # doctest: +SKIP
-        ...     rank = server.fork(["--rank", "1"], [log, config, pipe], lambda: False)
     """
 
     def __init__(self, environ: Mapping[str, str], log_file: Path, guard: RankGuard, timeout_s: float) -> None:

@@ -23,16 +23,6 @@ class RankGuard:
 
     Args:
         limit_s: seconds that ranks have to end in good order after this process died.
-
-    Example::
-
-        >>> from contextlib import closing
-        >>> with closing(RankGuard(limit_s=10.0)) as guard:
-        ...     rank = subprocess.Popen(["true"], start_new_session=True)
-        ...     guard.add(rank.pid)
-        ...     guard.remove(rank.pid)
-        ...     rank.wait()
-        0
     """
 
     def __init__(self, limit_s: float) -> None:

@@ -14,14 +14,6 @@ class RestartPolicy:
 
     Args:
         max_restarts: of one rank.
-
-    Example::
-
-        >>> policy = RestartPolicy(max_restarts=3)
-        >>> policy.next_delay(1, lived_s=100.0), policy.next_delay(1, lived_s=2.0), policy.next_delay(1, lived_s=2.0)
-        ((0.0, 1), (1.0, 2), (2.0, 3))
-        >>> policy.allows(1), policy.allows(2)
-        (False, True)
     """
 
     def __init__(self, max_restarts: int) -> None:

@@ -845,13 +845,7 @@ def _descriptor_shortage(error: BaseException) -> str | None:
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """Return an error as plain values: kind, message, exit code, and a traceback unless the message is sufficient.
-
-    Example::
-
-        >>> describe_error(errors.UnsupportedConfiguration("--rank (-1) must be at least 0"))["exit_code"]
-        2
-    """
+    """Return an error as plain values: kind, message, exit code, and a traceback unless the message is sufficient."""
     error = first_error(error)
     exit_code = error.exit_code if isinstance(error, ParamserverError) else 1
     if (shortage := _descriptor_shortage(error)) is not None:

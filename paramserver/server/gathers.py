@@ -13,17 +13,6 @@ class Gathers:
     """The values of each call until all trainers that make it have sent theirs; every use holds the server's lock.
 
     ``participants`` are the trainers of the last decision that are not lost.
-
-    Example::
-
-        >>> gathers = Gathers()
-        >>> futures = [gathers.add(i, value, call=(7, 0), active=None) for i, value in enumerate(["a", "b"])]
-        >>> [values for _, values in gathers.pop_complete({0, 1, 2})]
-        []
-        >>> gathers.overdue({0, 1, 2}, limit_s=0)
-        [2]
-        >>> [values for _, values in gathers.pop_complete({0, 1})]
-        [['a', 'b'], ['a', 'b']]
     """
 
     def __init__(self) -> None:

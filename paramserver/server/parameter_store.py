@@ -77,19 +77,6 @@ class ParameterStore:
 
     Attributes:
         device: of the model and the optimizer. What a trainer sends is moved there when it arrives.
-
-    Example::
-
-        >>> from paramserver import Task
-        >>> from paramserver.config import Config
-        >>> class Line(Task):
-        ...     def build_model(self): return torch.nn.Linear(1, 1)
-        ...     def build_optimizer(self, model): return torch.optim.SGD(model.parameters(), lr=0.1)
-        ...     def train_source(self, partition): return None
-        ...     def training_step(self, model, batch, batch_idx): return model(batch).sum()
-        >>> store = ParameterStore(Line(), Config())
-        >>> [tuple(tensor.shape) for tensor in store.parameters.tensors.values()]
-        [(1, 1), (1,)]
     """
 
     def __init__(

@@ -77,20 +77,6 @@ def executed_once(handler: Handler) -> Handler:
     The class has a ``_lock`` and ``last_replies``. The first argument of the handler is the ``TrainerId`` of the
     sender. A caller that may repeat its call adds the keyword ``number``, which grows from 1. Calls that raise have no
     effect, so they are not recorded.
-
-    Example::
-
-        >>> import threading
-        >>> class Server:
-        ...     def __init__(self):
-        ...         self._lock, self.last_replies, self.total = threading.RLock(), LastReplies(), 0
-        ...     @executed_once
-        ...     def add(self, sender, value):
-        ...         self.total += value
-        ...         return self.total
-        >>> server, trainer = Server(), TrainerId(trainer_index=0, view=1, incarnation=1)
-        >>> server.add(trainer, 5, number=1), server.add(trainer, 5, number=1), server.add(trainer, 5, number=2)
-        (5, 5, 10)
     """
 
     @functools.wraps(handler)

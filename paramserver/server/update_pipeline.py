@@ -81,25 +81,6 @@ class UpdatePipeline:
         updates: computes and writes buckets.
         codec: of the run.
         submit: runs a job after those that were submitted before, like ``UpdateExecutor.submit``.
-
-    Example::
-
-        >>> from paramserver.optim.shard_updater import ShardUpdater
-        >>> from paramserver.parameters.flat import FlatTensors
-        >>> from paramserver.parameters.sharding import full_shard
-        >>> from paramserver.transport.compression import CastCodec
-        >>> flat = FlatTensors({"w": torch.nn.Parameter(torch.zeros(2))})
-        >>> sgd, shard = torch.optim.SGD(flat.tensors.values(), lr=1.0), full_shard(flat.layout)
-        >>> updater = ShardUpdater(flat.layout, shard, flat.flats, list(flat.tensors.values()), sgd)
-        >>> pipeline = UpdatePipeline(BucketUpdates(updater, shard), CastCodec(torch.float32))
-        >>> pipeline.begin((0, 1))
-        >>> gradients = [torch.ones(16), torch.full((16,), 3.0)]
-        >>> replies = [pipeline.add(trainer, 0, gradients[trainer]) for trainer in (0, 1)]
-        >>> replies[0].wait()[:2], flat.tensors["w"].tolist()
-        (tensor([-2., -2.]), [0.0, 0.0])
-        >>> pipeline.commit([[gradient] for gradient in gradients], None)
-        >>> flat.tensors["w"].tolist(), pipeline.sent_early
-        ([-2.0, -2.0], frozenset({0}))
     """
 
     def __init__(self, updates: BucketUpdates, codec: WireCodec, submit: SubmitFn = run_now) -> None:

@@ -38,13 +38,6 @@ class Reading:
         init_fn: ``worker_init_fn`` of the DataLoader.
         largest_batch: samples of a whole batch, at most; None = a batch is made of ``training.batch_size`` samples.
             Otherwise each sample of ``data``, or index of the order, is a whole batch.
-
-    Example::
-
-        >>> loader = DataLoader([1.0, 2.0, 3.0], batch_size=2, shuffle=True)
-        >>> reading = resolve_reading(loader, Partition(0, 1), Config(seed=5))
-        >>> reading.data, reading.config.training.batch_size, reading.options
-        ([1.0, 2.0, 3.0], 2, {'shuffle': True})
     """
 
     data: Any

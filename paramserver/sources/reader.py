@@ -23,18 +23,6 @@ class SampleReader:
 
     Attributes:
         failed_at: which sample the last read that raised was reading, for messages.
-
-    Example::
-
-        >>> import random
-        >>> class Noise:
-        ...     def __getitem__(self, index):
-        ...         return random.random()
-        >>> first, _ = SampleReader(Noise(), seed=0).read(0, [4, 5, 6])
-        >>> random.seed(1)
-        >>> again, _ = SampleReader(Noise(), seed=0).read(0, [4, 5, 6], skip=1)
-        >>> again == first[1:]
-        True
     """
 
     def __init__(self, dataset: Any, seed: int, wraps: bool = False) -> None:

@@ -37,15 +37,6 @@ class SamplerOrder:
         sampler: an iterable of indices, or of batches of indices.
         dataset: what they are indices of. The sampler may hold it: copies of the sampler share it.
         seed: of the run.
-
-    Example::
-
-        >>> from torch.utils.data import WeightedRandomSampler
-        >>> order = SamplerOrder(WeightedRandomSampler([0.0, 1.0, 0.0], num_samples=4), "abc", seed=0)
-        >>> order.indices(epoch=7)
-        [1, 4, 7, 10]
-        >>> SamplerOrder([[0, 2], [1]], "abc", seed=0).indices(epoch=0)
-        [(0, 2), (1,)]
     """
 
     def __init__(self, sampler: Iterable[Any], dataset: Any, seed: int) -> None:

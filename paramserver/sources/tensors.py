@@ -24,17 +24,6 @@ class TensorRows:
         tables: the tensor data sets.
         rows: for each sample its row in its table; None: sample n is row n.
         which: for each sample its table; None: there is one.
-
-    Example::
-
-        >>> data = TensorDataset(torch.arange(6).view(3, 2), torch.tensor([0.5, 1.5, 2.5]))
-        >>> rows = TensorRows.of(ConcatDataset([data, Subset(data, [2])]))
-        >>> list(rows.take([3, 1]))
-        [(tensor([4, 5]), tensor(2.5000)), (tensor([2, 3]), tensor(1.5000))]
-        >>> class Doubled(TensorDataset):
-        ...     def __getitem__(self, index): return 2 * self.tensors[0][index]
-        >>> TensorRows.of(Doubled(torch.ones(3))) is None
-        True
     """
 
     def __init__(

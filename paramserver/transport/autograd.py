@@ -120,17 +120,7 @@ def push_root(gradients: Sequence[Tensor], pulled: Sequence[Tensor]) -> Tensor:
 
 
 def send_outputs(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return a token and ``outputs``, which all require gradients, for a reply of the process that computed them.
-
-    Example::
-
-        >>> weight = torch.ones(1, requires_grad=True)
-        >>> sent = send_outputs([weight * 2, weight * 3])
-        >>> anchor, (first, second) = recv_outputs(sent)
-        >>> torch.autograd.backward([first.sum(), anchor])
-        >>> weight.grad
-        tensor([2.])
-    """
+    """Return a token and ``outputs``, which all require gradients, for a reply of the process that computed them."""
     apply: Any = SendOutputs.apply
     return list(apply(*outputs))
 

@@ -28,13 +28,7 @@ from paramserver.transport.messages import VersionView
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """A flat tensor of gradients that is sent as a message of its own, as in DDP.
-
-    Example::
-
-        >>> GradientBucket(server_index=1, flat_index=2)
-        GradientBucket(server_index=1, flat_index=2)
-    """
+    """A flat tensor of gradients that is sent as a message of its own, as in DDP."""
 
     server_index: int
     flat_index: int

@@ -68,16 +68,6 @@ class CastCodec(WireCodec):
     Args:
         dtype: of the tensors that are sent, unless their own is as small.
         device: of the parameters, on a server.
-
-    Example::
-
-        >>> codec = CastCodec(torch.bfloat16)
-        >>> layout = FlatLayout.of([("weight", torch.zeros(2)), ("step", torch.zeros(1, dtype=torch.int8))])
-        >>> codec.wire_layout(layout).dtypes
-        (torch.bfloat16, torch.int8)
-        >>> wire = codec.encode(layout, layout.allocate())
-        >>> codec.decode(wire[0], torch.float32).dtype
-        torch.float32
     """
 
     name = "cast"

@@ -239,18 +239,7 @@ def push_id(report: StepReport) -> PushId:
 
 
 class PendingReplies:
-    """Parts that trainers have sent for something that all do together, and the futures of the replies they wait for.
-
-    Example::
-
-        >>> replies = PendingReplies()
-        >>> futures = [replies.add(trainer_index, loss) for trainer_index, loss in enumerate([0.5, 1.5])]
-        >>> parts, waiting, _ = replies.pop_all()
-        >>> for future in waiting.values():
-        ...     future.set_result(sum(parts.values()) / len(parts))
-        >>> futures[0].wait()
-        1.0
-    """
+    """Parts that trainers have sent for what all do together, and the futures of the replies that they wait for."""
 
     def __init__(self) -> None:
         # No lock of its own: every call holds the server's lock. The three dictionaries always have the same keys.
@@ -287,15 +276,7 @@ class PendingReplies:
 
 
 def merge_used(masks: Sequence[tuple[bool, ...] | None]) -> tuple[bool, ...] | None:
-    """Return which parameters have a gradient from any trainer; None for all of them.
-
-    Example::
-
-        >>> merge_used([(True, False, False), (False, False, True)])
-        (True, False, True)
-        >>> merge_used([(True, False, False), None]) is None
-        True
-    """
+    """Return which parameters have a gradient from any trainer; None for all of them."""
     # A None stands for all parameters, so one of them decides the result.
     present = [mask for mask in masks if mask is not None]
     if len(present) < len(masks):

@@ -30,15 +30,6 @@ class WireVersion:
         layout: of the parameters that the server owns.
         codec: of the run.
         snapshot: returns the current version, immutable, and the same list for as long as it is current.
-
-    Example::
-
-        >>> from paramserver.transport.compression import CastCodec
-        >>> layout = FlatLayout.of([("weight", torch.zeros(2))])
-        >>> version = [torch.full((size,), 1 / 3) for size in layout.sizes]
-        >>> outgoing = WireVersion(layout, CastCodec(torch.bfloat16), lambda: version)
-        >>> outgoing.current()[0].dtype, outgoing.current() is outgoing.current()
-        (torch.bfloat16, True)
     """
 
     def __init__(self, layout: FlatLayout, codec: WireCodec, snapshot: Callable[[], list[Tensor]]) -> None:
@@ -187,26 +178,6 @@ class RpcTrainerTransport(TrainerTransport):
         shards: what each server owns, in the order of servers.
         codec: of the run.
         parameters: those of the model, in the order of the layout.
-
-    Example::
-
-        >>> from paramserver.parameters.sharding import full_shard
-        >>> from paramserver.transport.compression import CastCodec
-        >>> codec, layout = CastCodec(torch.float32), FlatLayout.of([("weight", torch.zeros(3))])
-        >>> version = [torch.ones(size) for size in layout.sizes]
-        >>> leaves = [flat.clone().requires_grad_() for flat in version]
-        >>> server = RpcServerTransport(leaves, WireVersion(layout, codec, lambda: version))
-        >>> weight = torch.nn.Parameter(torch.zeros(3))
-        >>> trainer = RpcTrainerTransport(layout, [full_shard(layout)], codec, [weight])
-        >>> slot = server.pin_version()
-        >>> pulled = server.pull()
-        >>> trainer.load(pulled)
-        >>> weight.tolist()
-        [1.0, 1.0, 1.0]
-        >>> _ = trainer.gradient_views[0].fill_(0.5)
-        >>> trainer.backward_root(pulled).backward()  # in a run dist_autograd.backward, across processes
-        >>> server.collect_gradients({leaf: leaf.grad for leaf in leaves})[0][:3].tolist()
-        [0.5, 0.5, 0.5]
     """
 
     name = "rpc"

@@ -65,16 +65,6 @@ class SegmentHost:
     Args:
         name_hint: prefix of the socket's name in /proc/net/unix.
         timeout_s: how long a client may be silent, and how long closing may take.
-
-    Example::
-
-        >>> layout = FlatLayout.of([("weight", torch.zeros(3))])
-        >>> with SegmentHost("example", timeout_s=5.0) as host:
-        ...     own = host.allocate("weights", layout)
-        ...     same = attach(host.address, "weights", layout, timeout_s=5.0)  # in any process of this host
-        >>> _ = own[0].fill_(2.0)
-        >>> same[0][:3]
-        tensor([2., 2., 2.])
     """
 
     def __init__(self, name_hint: str, timeout_s: float) -> None:

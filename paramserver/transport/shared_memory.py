@@ -93,18 +93,6 @@ class RingSnapshots(SnapshotSource):
         layout: of the parameters.
         readers: how many trainers read at the same time, at most.
         current: returns the current version's number and its flat tensors.
-
-    Example::
-
-        >>> layout = FlatLayout.of([("weight", torch.zeros(2))])
-        >>> version, flats = 0, layout.allocate()
-        >>> with SegmentHost("example", timeout_s=5.0) as host:
-        ...     snapshots = RingSnapshots(host, layout, readers=1, current=lambda: (version, flats))
-        >>> snapshots.pin(), snapshots.pin()  # the same version
-        (0, 0)
-        >>> version = 1
-        >>> snapshots.pin()
-        1
     """
 
     def __init__(

@@ -24,16 +24,6 @@ class SnapshotRing:
 
     Args:
         slots: at least 2.
-
-    Example::
-
-        >>> ring = SnapshotRing(slots=3)
-        >>> ring.publish(version=1), ring.publish(version=2)
-        (0, 1)
-        >>> slot, version = ring.pin()
-        >>> ring.publish(version=3), ring.publish(version=4)  # slot 1 is pinned
-        (2, 0)
-        >>> ring.unpin(slot)
     """
 
     def __init__(self, slots: int) -> None:

@@ -22,9 +22,6 @@ ILLUSTRATIONS = {
     "paramserver.client.ping",
     "paramserver.evaluate.evaluate_run",
     "paramserver.predict.predict_run",
-    "paramserver.online.process_runner.ProcessRunner",
-    "paramserver.online.receiver.SampleReceiver",
-    "paramserver.runtime.fork_server.ForkServer",
 }
 
 
