@@ -178,6 +178,34 @@ class BufferClosed(BufferError):  # noqa: N818
     pass
 
 
+def message_of(error: BaseException) -> str:
+    """Return ``str(error)``; where that raises, as it may for a class of the user, the message says so.
+
+    Example::
+
+        >>> class Unreadable(Exception):
+        ...     def __str__(self):
+        ...         return self.missing
+        >>> message_of(Unreadable()), message_of(ValueError("no file"))
+        ('(its message cannot be read: __str__ raises AttributeError)', 'no file')
+    """
+    try:
+        return str(error)
+    except Exception as raised:  # noqa: BLE001 - what a class of the user raises, and the message names it
+        return f"(its message cannot be read: __str__ raises {type(raised).__name__})"
+
+
+def kind_and_message(error: BaseException) -> str:
+    """Return the name of the error's class and its message, as the last line of a traceback shows them.
+
+    Example::
+
+        >>> kind_and_message(ValueError("no file"))
+        'ValueError: no file'
+    """
+    return f"{type(error).__name__}: {message_of(error)}"
+
+
 def as_peer_error(error: ParamserverError) -> ParamserverError:
     """Return the error that the other processes of a run raise because this process failed with ``error``."""
     if isinstance(error, ViewChanged):

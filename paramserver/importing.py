@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from paramserver.errors import ParamserverError, SourceError, TaskError, UnsupportedConfiguration
+from paramserver.errors import ParamserverError, SourceError, TaskError, UnsupportedConfiguration, kind_and_message
 from paramserver.version import TORCH_BELOW, TORCH_FROM, __version__
 
 # The keys whose values are references to user code.
@@ -201,7 +201,7 @@ def describe_user_error(error: Exception) -> str:
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(_LIBRARY_PREFIXES)]
-    return f"{type(error).__name__}: {error}" + (f" ({own[-1].filename}:{own[-1].lineno})" if own else "")
+    return kind_and_message(error) + (f" ({own[-1].filename}:{own[-1].lineno})" if own else "")
 
 
 def _names_in(module: ModuleType) -> str:

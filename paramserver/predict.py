@@ -88,7 +88,9 @@ def predict_run(run_dir: Path, source: str, out: Path, which: str = "latest", ov
         raise TaskError(
             f"--source ({source}) is {samples!r}; it must be a function without arguments that returns the samples"
         ) from error
-    outputs = _predict(restored, samples())
+    with name_user_error(f"--source ({source})"):
+        returned = samples()
+    outputs = _predict(restored, returned)
     _write_outputs(out, outputs)
     kinds = [
         f"{name} ({'x'.join(map(str, tensor.shape))}, {str(tensor.dtype).removeprefix('torch.')})"
@@ -109,7 +111,9 @@ def _predict(restored: Restored, samples: Any) -> dict[str, Tensor]:
     found: list[dict[str, Tensor]] = []
     with eval_mode(restored.model), autocast(placement.device, config.training.precision):
         for batch_idx, batch in enumerate(_batches(task, samples, size)):
-            outputs = _named_tensors(task.predict_step(restored.model, move(batch), batch_idx))
+            with name_user_error(f"predict_step, batch {batch_idx} of --source,"):
+                outputs = task.predict_step(restored.model, move(batch), batch_idx)
+            outputs = _named_tensors(outputs)
             if found and outputs.keys() != found[0].keys():
                 raise TaskError(
                     f"predict_step must return the same outputs for every batch: {', '.join(found[0])} for the first, "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from paramserver.config import mode_of
-from paramserver.errors import ParamserverError, TaskError
+from paramserver.errors import ParamserverError, TaskError, message_of
 from paramserver.importing import describe_user_error, load_object
 from paramserver.rng import CONSTRUCTOR, seed_all
 from paramserver.sources.base import Partition
@@ -390,7 +390,7 @@ def _cannot_stack(samples: Sequence[Any], error: Exception) -> str:
     """Explain why ``default_collate`` failed: two samples of different types or shapes, or its own message."""
     kinds = list(dict.fromkeys(_describe_sample(sample) for sample in samples))
     if len(kinds) < 2:
-        cause = str(error).partition("\n")[0]
+        cause = message_of(error).partition("\n")[0]
         return f"samples ({kinds[0]}) cannot be stacked into a batch ({cause}); write collate(self, samples)"
     return (
         f"samples of a batch must be alike to be stacked, and these differ: {kinds[0]} and {kinds[1]}; make them alike "

@@ -21,7 +21,7 @@ from paramserver.consistency import Announcement, Decision, Readiness, Stop, Ver
 from paramserver.context import ProcessContext
 from paramserver.devices import move_to_device, use_device
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.errors import TaskError
+from paramserver.errors import TaskError, message_of
 from paramserver.importing import name_user_error
 from paramserver.limits import epoch_of, is_due
 from paramserver.metrics.records import (
@@ -686,7 +686,7 @@ class Trainer(ABC):
             try:
                 loss.backward(inputs=parameters, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
-                if "modified by an inplace operation" not in str(error):
+                if "modified by an inplace operation" not in message_of(error):
                     raise
                 raise TaskError(
                     f"optimize({name!r}, loss): the loss was computed before an update of parameters that its gradient "
@@ -954,6 +954,8 @@ class Trainer(ABC):
         else:
             self.data.load_state_dict(part)
         self.progress = TrainerProgress(**part["counters"])
+        if self.monitor is not None:  # the time of the run, which another trainer may have reported
+            self.progress.seconds = max(self.progress.seconds, self.monitor.seconds)
         self._saved_step = self.step
         if part["random"] is not None:
             restore_random_states(part["random"], self.process.placement.devices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +25,7 @@ from paramserver.context import ProcessContext
 from paramserver.distributed.control_channel import ControlChannel, connect_ranks
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.session import all_gather_objects, process_group
-from paramserver.errors import Interrupted, PeerLost, TaskError, UnsupportedConfiguration
+from paramserver.errors import Interrupted, PeerLost, TaskError, UnsupportedConfiguration, message_of
 from paramserver.limits import Limits
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_sums
 from paramserver.optim.updater import Updater
@@ -267,15 +268,21 @@ class DdpTrainer(Trainer):
             device_ids: one GPU; None on the CPU, or if the model spans several devices.
         """
         options = self.config.ddp
-        wrapped = DistributedDataParallel(
-            model,
-            device_ids=device_ids,
-            find_unused_parameters=options.find_unused_parameters,
-            static_graph=options.static_graph,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            bucket_cap_mb=options.bucket_cap_mb,
-            **options.extra,
-        )
+        arguments: dict[str, Any] = {
+            "module": model,
+            "device_ids": device_ids,
+            "find_unused_parameters": options.find_unused_parameters,
+            "static_graph": options.static_graph,
+            "gradient_as_bucket_view": options.gradient_as_bucket_view,
+            "bucket_cap_mb": options.bucket_cap_mb,
+        }
+        further = inspect.signature(DistributedDataParallel).parameters.keys() - arguments
+        if unknown := sorted(options.extra.keys() - further):
+            raise UnsupportedConfiguration(
+                f"ddp.extra ({', '.join(unknown)}) must be arguments of DistributedDataParallel without a key of their "
+                f"own; choose from {', '.join(sorted(further))}"
+            )
+        wrapped = DistributedDataParallel(**arguments, **options.extra)
         _COMM_HOOKS[options.comm_hook](wrapped)
         return wrapped
 
@@ -353,14 +360,14 @@ class DdpTrainer(Trainer):
             return super()._forward(batch)
         except RuntimeError as error:
             self._check_buffer_types()
-            if "find_unused_parameters" not in str(error):
+            if "find_unused_parameters" not in message_of(error):
                 raise
             raise TaskError(
                 "some parameters had no part in the loss of an earlier step; set ddp.find_unused_parameters (false) to "
                 "true, or use all parameters in each step"
             ) from error
         except (AttributeError, TypeError) as error:
-            if "'DistributedDataParallel' object" not in str(error):
+            if "'DistributedDataParallel' object" not in message_of(error):
                 raise
             raise TaskError(
                 f"training_step may only call the model, which mode ddp wraps ({error}); write what it does with its "

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paramserver.errors import CheckpointError
+from paramserver.errors import CheckpointError, kind_and_message
 from paramserver.fileio import json_text
 
 FORMAT_VERSION = 3
@@ -153,7 +153,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.parse(text)
     except _WRONG as error:
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+        raise CheckpointError(f"{path} is damaged ({kind_and_message(error)})") from error
 
 
 def _other_format(text: str) -> int | None:

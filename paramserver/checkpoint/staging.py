@@ -82,9 +82,11 @@ _Memo = dict[Hashable, torch.Tensor]
 def stage_copy(obj: Any, pool: StagingPool | None = None, what: str = "a state") -> Any:
     """Copy nested dict, list and tuple of tensors so that the copy shares nothing that can change with the original.
 
-    Every tensor (a parameter too) becomes a plain, contiguous CPU tensor with a storage of its own size: saving a view
-    of a flat tensor would otherwise write the whole flat tensor. Tensors that show the same memory in the same way
-    (tied weights) share one copy. numpy arrays, sets and bytearrays are copied. Other leaves are kept as they are.
+    Every tensor (a parameter too) becomes a plain CPU tensor with a storage of its own size: saving a view of a flat
+    tensor would otherwise write the whole flat tensor. It has no gaps in memory, and its dimensions follow each other
+    there as they did: a matrix product of transposed values may round otherwise. Tensors that show the same memory in
+    the same way (tied weights) share one copy. numpy arrays, sets and bytearrays are copied. Other leaves are kept as
+    they are.
 
     Args:
         obj: what is copied.
@@ -104,6 +106,8 @@ def stage_copy(obj: Any, pool: StagingPool | None = None, what: str = "a state")
         >>> _ = flat.zero_()
         >>> copied["bias"].tolist(), copied["bias"] is copied["tied"], copied["bias"].untyped_storage().nbytes()
         ([0.0, 1.0], True, 8)
+        >>> stage_copy(torch.arange(6.0).view(2, 3).T).stride()
+        (1, 3)
     """
     try:
         return _copied(obj, {}, pool)
@@ -161,7 +165,13 @@ def _copied_tensor(tensor: torch.Tensor, memo: _Memo, pool: StagingPool | None) 
 
 
 def _empty_like(tensor: torch.Tensor, pool: StagingPool | None) -> torch.Tensor:
-    if pool is None or tensor.is_quantized or tensor.numel() == 0:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    if tensor.is_quantized:
+        return torch.empty_like(tensor, device="cpu")
+    strides = tensor.stride()
+    if not tensor.is_contiguous():
+        # Without gaps, and the dimensions in the same order. Of a plain tensor: a subclass may lack the call.
+        strides = torch.empty_like(torch.empty_strided(tensor.shape, strides, device="meta")).stride()
+    if pool is None or tensor.numel() == 0:
+        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu")
     block = torch.from_numpy(pool.acquire(tensor.numel() * tensor.element_size()))
-    return block.view(tensor.dtype).view(tensor.shape)
+    return block.view(tensor.dtype).as_strided(tensor.shape, strides)

@@ -374,6 +374,11 @@ def bind_listener(host: str, port: int, interface: str | None = None) -> socket.
         except BaseException:
             listener.close()
             raise
+    except (socket.gaierror, UnicodeError) as error:  # a name in a form that none has
+        reason = getattr(error, "strerror", error)
+        raise UnsupportedConfiguration(
+            f"cluster.master_addr ({host}) has no address: {reason}; give the name or address of rank 0's host"
+        ) from error
     except OSError as error:
         raise UnsupportedConfiguration(
             f"cluster.master_port ({port}) on cluster.master_addr ({host}) cannot be opened: "

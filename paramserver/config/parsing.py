@@ -117,7 +117,7 @@ def _to_str(value: Any, rule: Rule) -> str:
         known = next((cure for pattern, cure in rule.cures if re.fullmatch(pattern, word, re.IGNORECASE)), None)
         closest = closest_match(word, rule.choices)
         likely = f"did you mean {closest}?" if closest else "choose one of them"
-        raise _BrokenRuleError(f"be one of {', '.join(rule.choices)}", known or likely)
+        raise _BrokenRuleError(f"be {rule.describe()}", known or likely)
     if not isinstance(value, str):
         raise _BrokenRuleError("be text", "put it in quotes")
     if not value.strip():

@@ -191,7 +191,7 @@ _FUNCTION = string(
 _SINKS = strings(
     r"csv|[^:\s][^:\n]*:[^:\s]+", "a list of csv, module:Class and path/to/file.py:Class", "[csv, sinks.py:Wandb]"
 )
-_HOST = string(r"\S+", "a host name or address", "127.0.0.1")
+_HOST = string(r"[^\s.]{1,63}(\.[^\s.]{1,63})*\.?", "a host name or address", "127.0.0.1")
 _INTERFACE = string(r"\S+", "the name of a network interface", "eth0", nullable=True)
 _FOLDER = string(r"(?!\.{1,2}$)[^/\0\n]+", "the plain name of a folder, without /", "digits-1", nullable=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -48,6 +49,7 @@ log = logging.getLogger("paramserver")
 
 # How often rank 0 looks for the others.
 _POLL_S = 0.02
+_QUIET_S = 2.0  # after which a process says what it waits for
 
 # A store answers a ping within this time, or is asked again.
 _ANSWER_S = 1.0
@@ -329,6 +331,7 @@ def _begin_view(
         job_store(base, identity).set("view", str(view))
         deadline, newcomers_until = (time.monotonic() + limit for limit in (timeout_s, config.server.lost_after_s))
         missing = [*range(1, servers), *ranks]
+        noted_at = time.monotonic() + _QUIET_S
         while missing:
             _check_attempt(base, identity)
             missing = [r for r in missing if not store.check([f"rank/{r}"])]
@@ -337,6 +340,9 @@ def _begin_view(
                 late = late or [r for r in missing if r in newcomers]
             if late or interrupted.wait(_POLL_S if missing else 0.0):
                 break
+            if missing and time.monotonic() >= noted_at:
+                log.info("waiting up to cluster.timeout_s (%g s) for %s", timeout_s, identity.name(*missing))
+                noted_at = math.inf
         if not missing:
             _check_attempt(base, identity)
             store.set(_FULL, "")
@@ -523,7 +529,10 @@ def open_store(
         tunnel = resources.enter_context(closing(StoreTunnel(host, port, token, identity.global_rank)))
         reach = lambda: tunnel.prove(max(deadline - time.monotonic(), _POLL_S))  # noqa: E731
     try:
-        reached = poll_until(deadline, reach, interrupted)
+        reached = poll_until(min(deadline, time.monotonic() + _QUIET_S), reach, interrupted)
+        if reached is None and not interrupted.is_set():
+            log.info("waiting up to cluster.timeout_s (%g s) for %s at %s", timeout_s, identity.name(0), where)
+            reached = poll_until(deadline, reach, interrupted)
     except NoStore as other:
         raise UnsupportedConfiguration(
             f"{identity.name()} found no {identity.name(0)} at {where}: {other}; correct --master_addr and "

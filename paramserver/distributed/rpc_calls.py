@@ -76,14 +76,14 @@ class RemoteError:
         if isinstance(error, errors.ParamserverError):
             return cls(type(error).__name__, str(error))
         text = "".join(traceback.format_exception(error))
-        return cls("TrainingError", f"{who} raised {type(error).__name__}: {error}\n{text}")
+        return cls("TrainingError", f"{who} raised {errors.kind_and_message(error)}\n{text}")
 
     @classmethod
     def reported_by(cls, who: str, error: BaseException) -> RemoteError:
         """Wrap the reason why a process of the run fails, for another process; an error of user input stays one."""
         kind = errors.PeerRefused if isinstance(error, errors.UnsupportedConfiguration) else errors.PeerFailed
         self_explanatory = isinstance(error, errors.ParamserverError) and error.self_explanatory
-        return cls(kind.__name__, f"{who} failed: {error if self_explanatory else f'{type(error).__name__}: {error}'}")
+        return cls(kind.__name__, f"{who} failed: {error if self_explanatory else errors.kind_and_message(error)}")
 
     def error(self) -> errors.ParamserverError:
         """Return the exception to raise."""

@@ -78,7 +78,7 @@ def describe_choices(found: Diagnosis, config: Config, identity: ProcessIdentity
         section.add("started by", f"{identity.source}: {where}", identity.source, _SOURCES.get(identity.source, ""))
     address = "" if mode.single_process else _address(found, section, config, identity)
     _devices(found, section, config, identity)
-    _exchange(section, config, identity)
+    _transport(section, config, identity)
     _threads(section, config, identity, environ)
     for line in loss_lines(config, None if identity is None else identity.source):
         # What follows from a loss; the limits of the waits for one are in the section "deadlines".
@@ -175,13 +175,13 @@ def _placed(placement: Placement) -> str:
     return ", ".join(str(device) for device in placement.devices)
 
 
-def _exchange(section: Section, config: Config, identity: ProcessIdentity | None) -> None:
+def _transport(section: Section, config: Config, identity: ProcessIdentity | None) -> None:
     """How parameters and gradients are exchanged."""
     mode, server = mode_of(config), config.server
     wire = f"in {server.wire_dtype or 'the type of the parameters'}"
     if not mode.has_servers:
         if mode.has_process_group:
-            section.add("exchange", "all-reduce by DistributedDataParallel", why=f"mode is {config.mode}")
+            section.add("transport", "all-reduce by DistributedDataParallel", why=f"mode is {config.mode}")
         return
     if server_computes(config):
         text, why = "inputs and outputs over RPC", "server.compute is server"
@@ -193,7 +193,7 @@ def _exchange(section: Section, config: Config, identity: ProcessIdentity | None
         text = "shared memory on the servers' host"
         text += "" if server.transport == "shared_memory" else f", elsewhere RPC, {wire}"
         why = f"server.transport is {server.transport}; the check between hosts shows which"
-    section.add("exchange", text, why=why)
+    section.add("transport", text, why=why)
 
 
 def _threads(section: Section, config: Config, identity: ProcessIdentity | None, environ: Environ) -> None:

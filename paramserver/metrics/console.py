@@ -57,6 +57,8 @@ class Console(Sink):
             self._on_end(record)
 
     def _on_start(self, record: Record) -> None:
+        if self._progress is not None:  # of ranks that start again after a loss
+            self._progress.close()
         self._run_dir, self._first_step = record["run_dir"], record.get("first_step", record["step"])
         for line in self._changes:
             self._print(line)
@@ -73,7 +75,10 @@ class Console(Sink):
         if record["step"] > self._first_step:
             self._print(summary_text(summary, self._run_dir, self._first_step))
         elif summary["status"] == "completed":
-            self._print(f"completed at step {record['step']}, no step was made: {summary['reason']}")
+            self._print(
+                f"completed at step {record['step']}, no step was made: {summary['reason']}; to continue, raise what "
+                "limits it, such as training.max_epochs"
+            )
 
     def _print(self, text: str) -> None:
         if self._progress is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from paramserver.errors import StorageError, TaskError
+from paramserver.errors import StorageError, TaskError, kind_and_message
 from paramserver.fileio import json_text, then_resume
 from paramserver.importing import describe_user_error, load_object
 
@@ -215,7 +215,7 @@ class OpenSink(Sink):
 
 
 def _describe(sink: Sink, error: Exception) -> str:
-    return f"{type(sink).__name__} failed ({type(error).__name__}: {error})"
+    return f"{type(sink).__name__} failed ({kind_and_message(error)})"
 
 
 def _close(sink: Sink, reports: list[str]) -> Exception | None:

@@ -221,7 +221,13 @@ def _simulations(summary: Summary) -> str:
 def _faults(summary: Summary) -> str:
     faults, restarts = len(summary.get("faults") or ()), summary.get("restarts") or 0
     redone = summary.get("updates_redone") or 0
-    return f"{faults}, {restarts} restarts, {redone} updates made again" if faults or restarts else ""
+    if not (faults or restarts):
+        return ""
+    return f"{faults}, {_with_noun(restarts, 'restart')}, {_with_noun(redone, 'update')} made again"
+
+
+def _with_noun(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 _LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (

@@ -58,10 +58,13 @@ def build_model(task: Task, seed: int, placement: Placement) -> nn.Module:
         raise TaskError(
             f"{type(task).__name__}.build_model returned a model without a parameter that requires a gradient"
         )
+    # Expanded tensors get memory of their own: no step, no load and no broadcast of DDP can write to them.
+    for parameter in model.parameters():
+        if parameter.layout is torch.strided and not is_writable(parameter):
+            parameter.data = parameter.detach().clone()
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.layout is torch.strided and not is_writable(buffer):
-                # An expanded one, to which neither a load nor the broadcast of DDP can write.
                 module._buffers[name] = buffer.clone()
     return model.to(placement.device) if len(placement.devices) == 1 else model
 

@@ -285,11 +285,11 @@ def _copy(buffers: Buffers, layout: FlatLayout) -> tuple[Tensor, ...]:
     return tuple(flats)
 
 
-def is_writable(buffer: Tensor | None) -> bool:
-    """Return whether each element of a buffer has memory of its own."""
-    if buffer is None or buffer.layout is not torch.strided:
+def is_writable(tensor: Tensor | None) -> bool:
+    """Return whether each element of a tensor has memory of its own."""
+    if tensor is None or tensor.layout is not torch.strided:
         return False
-    return all(stride > 0 or size < 2 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+    return all(stride > 0 or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paramserver.errors import NotFinite, TaskError, TrainingError
+from paramserver.errors import NotFinite, TaskError, TrainingError, message_of
 from paramserver.importing import describe_user_error
 
 
@@ -132,10 +132,13 @@ def name_float64(what: str, batch: Any, model: nn.Module) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError, TrainingError) as error:
         # A TrainingError is that of a server which computes the forward; the traceback of the server follows its text.
-        raised = str(error).partition("\n")[0] if isinstance(error, TrainingError) else describe_user_error(error)
+        raised = (
+            message_of(error).partition("\n")[0] if isinstance(error, TrainingError) else describe_user_error(error)
+        )
+        text = message_of(error)
         # torch names the dtypes of an operation and not the tensors, in other words in each of its functions. One that
         # needs whole numbers is not helped by another float.
-        if not re.search(r"double|float64|datatype", str(error), re.IGNORECASE) or re.search(r"\bLong\b", str(error)):
+        if not re.search(r"double|float64|datatype", text, re.IGNORECASE) or re.search(r"\bLong\b", text):
             raise
         found = list(_float64_in(batch, "batch"))
         # With server.compute: server the parameters are elsewhere.

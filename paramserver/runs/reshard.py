@@ -65,6 +65,8 @@ def _trainer_part(
         **parts[0]["counters"],
         "batch_idx": parts[index]["counters"]["batch_idx"] if known else 0,
         "samples_served": sum(one["samples_served"] for one in merged),
+        # The time of the run, which does not go back where the first trainer was the fastest.
+        "seconds": max(part["counters"]["seconds"] for part in parts),
     }
     return {
         "trainer_index": index,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from paramserver.errors import kind_and_message
 from paramserver.process_utils import kill_group
 from paramserver.runtime.preloaded import assume_role, import_modules, receive_role, send_role, start_importing
 from paramserver.runtime.rank_guard import RankGuard
@@ -98,7 +99,7 @@ class ForkServer:
             return written.splitlines()[-1]
         if isinstance(error, TimeoutError):
             return f"the process to fork them from did not answer within {self._timeout_s:g} s"
-        return f"the process to fork them from ended without a message ({type(error).__name__}: {error})"
+        return f"the process to fork them from ended without a message ({kind_and_message(error)})"
 
     def _receive_pid(self, is_stopping: Callable[[], bool]) -> int:
         deadline = time.monotonic() + self._timeout_s

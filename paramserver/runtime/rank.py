@@ -73,6 +73,7 @@ from paramserver.errors import (
     Unreachable,
     UnsupportedConfiguration,
     ViewChanged,
+    kind_and_message,
 )
 from paramserver.importing import load_object, source_file
 from paramserver.metrics import Csv, FanOut, JsonLines, OpenSink, Sink, TensorBoard, make_sinks
@@ -572,7 +573,8 @@ def _log_file(run: RunDir, global_rank: int) -> Iterator[None]:
         yield
     except BaseException as error:
         # To this file only: the console prints the error of the run once, at the end.
-        handler.emit(log.makeRecord(log.name, logging.ERROR, __file__, 0, "%r", (error,), sys.exc_info()))
+        text, stack = kind_and_message(error), None if isinstance(error, Interrupted) else sys.exc_info()
+        handler.emit(log.makeRecord(log.name, logging.ERROR, __file__, 0, "%s", (text,), stack))
         raise
     finally:
         logging.getLogger("paramserver").removeHandler(handler)
@@ -645,7 +647,12 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
                 resumed=resume is not None,
             )
         )
-        yield checkpoints
+        try:
+            yield checkpoints
+        except BaseException:
+            if not checkpoints.is_closed:  # such as an error before the work began, which has no summary
+                checkpoints.suspend()
+            raise
 
 
 def _initial_weights(config: Config) -> tuple[Any, str, Sequence[str]] | None:
@@ -710,7 +717,7 @@ def _run_and_summarize(
         raise _interruption(checkpoints, str(interrupted)) from interrupted
     except BaseException as error:
         # A PeerFailed already names the rank and its error.
-        text = str(error) if isinstance(error, PeerFailed) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, PeerFailed) else kind_and_message(error)
         checkpoints.close("failed", totals, error=text)
         raise
     with limit.paused():
@@ -775,7 +782,7 @@ def _end_now(
         log.warning("the main thread of this process waits or computes, so the process ends without it")
         if checkpoints is not None and not checkpoints.is_closed:
             status = "interrupted" if isinstance(error, Interrupted) else "failed"
-            texts = (str(error), None) if isinstance(error, Interrupted) else ("", f"{type(error).__name__}: {error}")
+            texts = (str(error), None) if isinstance(error, Interrupted) else ("", kind_and_message(error))
             # The main thread may hold any lock, so this may never return.
             limit_s = LAST_WRITE_S if checkpoints.writer.pending() else _CLOSE_S
             with suppress(DeadlineExceeded):
@@ -1027,19 +1034,26 @@ def _resize(
         server.request_resize(reason)
 
 
-def trainer_class(config: Config, folders: Sequence[Path]) -> Any:
+def trainer_class(config: Config, folders: Sequence[Path]) -> type[Trainer]:
     """Import the trainer of a run.
 
     Raises:
-        UnsupportedConfiguration: it is for another mode, or for the other value of ``server.compute``.
+        UnsupportedConfiguration: it is no trainer, or for another mode or the other value of ``server.compute``.
     """
+    from paramserver.trainers import Trainer
+
     found = load_object(trainer_of(config), "trainer", folders)
-    if getattr(found, "for_mode", None) not in (None, config.mode):
+    if not (isinstance(found, type) and issubclass(found, Trainer)):
+        raise UnsupportedConfiguration(
+            f"trainer ({config.trainer}) must be a class derived from one in paramserver.trainers; derive it, or leave "
+            "the key out"
+        )
+    if found.for_mode not in (None, config.mode):
         raise UnsupportedConfiguration(
             f"trainer ({config.trainer}) is for mode {found.for_mode}, and the config has {config.mode}; derive it "
             "from the class in paramserver.trainers that fits, or change mode"
         )
-    if getattr(found, "computes", None) not in (None, config.server.compute):
+    if found.computes not in (None, config.server.compute):
         raise UnsupportedConfiguration(
             f"trainer ({config.trainer}) is for server.compute: {found.computes}, and the config has "
             f"{config.server.compute}; derive it from the class in paramserver.trainers that fits, or change "

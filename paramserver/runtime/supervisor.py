@@ -30,7 +30,7 @@ from paramserver import errors
 from paramserver.cluster import SUPERVISED, bind_listener, child_environment, process_environ
 from paramserver.config import Config, Deadlines, Role, dump_yaml, mode_of, num_trainers_of, roles, world_size_of
 from paramserver.config.deadlines import GRACE_S, SAME_SIGNAL_S
-from paramserver.errors import Interrupted, ParamserverError, StorageError, TrainingError
+from paramserver.errors import Interrupted, ParamserverError, StorageError, TrainingError, kind_and_message, message_of
 from paramserver.fileio import DISK_CURES
 from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
@@ -175,6 +175,7 @@ class Supervisor:
         self._restarts = RestartPolicy(self.config.cluster.max_restarts)
         self._starts_due: list[tuple[float, Role]] = []
         self._restarting_all = False
+        self._failed_end: dict[str, Any] | None = None
         self._looked_at = time.monotonic()
         self._deadlines = Deadlines.of(self.config)
 
@@ -211,6 +212,8 @@ class Supervisor:
                 if self._kill_at is not None and time.monotonic() > self._kill_at:
                     self._signal_ranks(signal.SIGKILL)
             self._read_summary()
+            if self._failed_end is not None:
+                self.sink.write(self._failed_end)
             if self._summary is not None and self._summary["status"] == "completed":
                 self._note_late_losses()
                 return self._summary
@@ -339,6 +342,9 @@ class Supervisor:
             self._has_started = True
         if record["kind"] == "end":
             self._summary = record["summary"]
+            if self._summary["status"] == "failed" and not mode_of(self.config).has_servers:
+                self._failed_end = record  # not the end of the run if all ranks start again
+                return
         for rank in self._ranks:
             # A trainer reports the phases of its start after its first step. Server 0 sends all records.
             is_server = rank.role.kind == "server"
@@ -469,12 +475,15 @@ class Supervisor:
     def _restart(self, rank: _RankProcess, exit_code: int) -> None:
         lived_s = time.monotonic() - rank.started_at
         delay_s, number = self._restarts.next_delay(rank.global_rank, lived_s)
+        has_servers = mode_of(self.config).has_servers
+        delay = f" in {delay_s:g} s" if delay_s else ""
+        what = f"all ranks start again{delay}, from the last checkpoint if there is one"
         self._note(
-            f"{rank.title} is lost ({_describe_exit(exit_code)}); it starts again"
-            f"{f' in {delay_s:g} s' if delay_s else ''} ({number} of {self._restarts.max_restarts})",
+            f"{rank.title} is lost ({_describe_exit(exit_code)}); {f'it starts again{delay}' if has_servers else what} "
+            f"({number} of {self._restarts.max_restarts})",
             lost_rank=rank.global_rank,
         )
-        if mode_of(self.config).has_servers:
+        if has_servers:
             self._starts_due.append((time.monotonic() + delay_s, rank.role))
             return
         # The others end, as their collectives cannot be completed; then all start again from the last checkpoint.
@@ -512,6 +521,7 @@ class Supervisor:
         due = [role for at, role in self._starts_due if at <= now]
         self._starts_due = [(at, role) for at, role in self._starts_due if at > now]
         for role in due:
+            self._failed_end = None
             self._start_rank(role)
 
     def _keep_spares(self) -> None:
@@ -834,11 +844,12 @@ def _descriptor_shortage(error: BaseException) -> str | None:
     while found is not None and id(found) not in seen:
         seen.add(id(found))
         number = found.errno if isinstance(found, OSError) else None
-        if number in (errno.EMFILE, errno.ENFILE) or "too many open files" in str(found).lower():
+        if number in (errno.EMFILE, errno.ENFILE) or "too many open files" in message_of(found).lower():
             limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+            enough = min(max(4096, 4 * limit), highest) if highest > limit else 4096
             return (
-                f"this process may have {limit} files and sockets open, and needs more ({found}); raise the limit, for "
-                f"example ulimit -n {min(max(4096, 4 * limit), highest) if highest > limit else 4096}, and start again"
+                f"this process may have {limit} files and sockets open, and needs more ({message_of(found)}); raise "
+                f"the limit, for example ulimit -n {enough}, and start again"
             )
         found = found.__cause__ or found.__context__
     return None
@@ -850,7 +861,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     exit_code = error.exit_code if isinstance(error, ParamserverError) else 1
     if (shortage := _descriptor_shortage(error)) is not None:
         return {"kind": "TrainingError", "message": shortage, "exit_code": 1, "traceback": ""}
-    text = str(error) if isinstance(error, ParamserverError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, ParamserverError) else kind_and_message(error)
     self_explanatory = exit_code != 1 or (isinstance(error, ParamserverError) and error.self_explanatory)
     lines = [] if self_explanatory else traceback.format_exception(error)
     return {"kind": type(error).__name__, "message": text, "exit_code": exit_code, "traceback": "".join(lines)}

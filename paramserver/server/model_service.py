@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paramserver.config import Config
 from paramserver.devices import CPU, move_to_device, place_server
-from paramserver.errors import TaskError, UnsupportedConfiguration
+from paramserver.errors import TaskError, UnsupportedConfiguration, kind_and_message
 from paramserver.metrics.records import StepReport
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.model import build_model, frozen_state_dict
@@ -68,7 +68,7 @@ class ModelReplica:
             self.module = copy.deepcopy(model, memo)
         except Exception as error:
             raise UnsupportedConfiguration(
-                f"the model ({type(model).__name__}) cannot be copied ({type(error).__name__}: {error}), which a "
+                f"the model ({type(model).__name__}) cannot be copied ({kind_and_message(error)}), which a "
                 "server that many trainers call must do; use server.compute: trainer"
             ) from error
         own = dict(self.module.named_parameters())

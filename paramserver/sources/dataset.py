@@ -354,7 +354,7 @@ class DatasetSource(Source):
                     raise failure
                 if failure is not None:
                     where = f"trainer {self.partition.index}: the source raised at sample {position}"
-                    raise SourceError(f"{where}: {failure}")
+                    raise SourceError(f"{where}{failure}")
 
     @property
     def failed_at(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from paramserver.buffers import Buffer
 from paramserver.buffers.positions import AppliedPositions
-from paramserver.errors import BufferClosed, SourceError, UnsupportedConfiguration
+from paramserver.errors import BufferClosed, SourceError, UnsupportedConfiguration, kind_and_message
 from paramserver.sources.base import KeyedSamples, Source
 
 
@@ -168,8 +168,8 @@ class Feeder:
         except (GeneratorExit, SourceError, UnsupportedConfiguration):
             raise
         except BaseException as error:  # a user's source may raise anything, a ValueError as well
-            at = f" at {self.source.failed_at}" if self.source.failed_at else ""
+            at = f", {self.source.failed_at}" if self.source.failed_at else ""
             raise SourceError(
-                f"trainer {self.trainer_index}: the source raised at sample {position}: {error!r}{at}\n"
+                f"trainer {self.trainer_index}: the source raised at sample {position}{at}: {kind_and_message(error)}\n"
                 f"{traceback.format_exc()}"
             ) from error

@@ -23,7 +23,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from paramserver.buffers.storage import stack_samples
-from paramserver.errors import SourceError, TaskError, TrainingError, UnsupportedConfiguration
+from paramserver.errors import (
+    SourceError,
+    TaskError,
+    TrainingError,
+    UnsupportedConfiguration,
+    kind_and_message,
+    message_of,
+)
 from paramserver.process_utils import LOADER_NAME, die_with_parent
 from paramserver.sources.reader import SampleReader
 
@@ -64,7 +71,7 @@ def pickle_data(dataset: Any, options: WorkerOptions, sampler: Any = None) -> by
         kind = type(dataset)
         raise TaskError(
             f"the training data set ({kind.__module__}.{kind.__qualname__}) and worker_init_fn must be picklable "
-            f"to be sent to worker processes ({type(error).__name__}: {error}); define what they consist of at the top "
+            f"to be sent to worker processes ({kind_and_message(error)}); define what they consist of at the top "
             f"of a module and open files in __getitem__, or use training.loader_workers: 0, not {options.count}"
         ) from error
 
@@ -169,7 +176,7 @@ def _payloads(data: bytes, workers: int, trainer_index: int, seed: int, requests
         dataset, init_fn, sampler = pickle.loads(data)
     except Exception as error:
         raise TrainingError(
-            f"the training data set cannot be unpickled in another process ({type(error).__name__}: {error}); define "
+            f"the training data set cannot be unpickled in another process ({kind_and_message(error)}); define "
             "its class at the top of a module that can be imported, or use training.loader_workers: 0"
         ) from error
     try:
@@ -198,11 +205,11 @@ def _payloads(data: bytes, workers: int, trainer_index: int, seed: int, requests
 def _explain(error: BaseException) -> str:
     if isinstance(error, (TrainingError, UnsupportedConfiguration)):
         return str(error)
-    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+    if isinstance(error, RuntimeError) and message_of(error).startswith("DataLoader worker"):
         # The cause names the signal that ended the worker.
         text = str(error.__cause__ if isinstance(error.__cause__, RuntimeError) else error).strip().rstrip(".")
         return f"{text}; if the machine ran out of memory, use fewer training.loader_workers"
-    return f"{error}\n{traceback.format_exc()}"
+    return f"{message_of(error)}\n{traceback.format_exc()}"
 
 
 class _Reads(Dataset[bytes]):
@@ -219,13 +226,14 @@ class _Reads(Dataset[bytes]):
             lines = "".join(traceback.format_exception(error))
             info = get_worker_info()
             worker = info.id if info else 0
-            failure = f"{error!r} at {self.reader.failed_at} in DataLoader worker process {worker}\n{lines}"
+            where = f"{self.reader.failed_at} in DataLoader worker process {worker}"
+            failure = f", {where}: {kind_and_message(error)}\n{lines}"
         try:
             return pickle.dumps((keys, stack_samples(samples), failure), pickle.HIGHEST_PROTOCOL)
         except Exception as reason:  # noqa: BLE001 - pickle calls methods of the user's classes
             failure = (
-                f"{reason!r}: samples must be picklable to be sent by a worker process; return tensors, arrays and "
-                "numbers, or use training.loader_workers: 0"
+                f": {kind_and_message(reason)}; samples must be picklable to be sent by a worker process; return "
+                "tensors, arrays and numbers, or use training.loader_workers: 0"
             )
             return pickle.dumps((keys, [], failure))
 

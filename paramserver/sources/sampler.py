@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from paramserver.errors import TaskError
+from paramserver.errors import TaskError, kind_and_message
 from paramserver.importing import name_user_error
 from paramserver.rng import GeneratorStates, seed_order
 
@@ -153,7 +153,7 @@ class SamplerOrder:
             cure = "return a list of its indices" if once else "open files and connections in its __iter__"
             raise TaskError(
                 f"the sampler ({self.name}) must be an object that can be copied, as a pass is drawn again after a "
-                f"resume ({type(error).__name__}: {error}); {cure}"
+                f"resume ({kind_and_message(error)}); {cure}"
             ) from error
         if (generator := _generator_of(made)) is not None and self._first_state is not None:
             generator.set_state(self._first_state)

@@ -270,6 +270,30 @@ class Langevin(Optimizer):
                     p.add_(torch.randn_like(p), alpha=1e-3 * (1 + random.random() + float(np.random.normal())))
 
 
+class Rotated(Optimizer):
+    """Vyas et al., "SOAP", 2024, without Adam: its state has tensors whose columns follow each other in memory."""
+
+    updates_each = "parameter"
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state, grad = self.state[p], p.grad.reshape(p.shape[0] if p.ndim else 1, -1)
+                if not state:
+                    state |= {"covariance": torch.eye(len(grad), dtype=p.dtype), "moment": torch.zeros_like(grad.T).T}
+                state["covariance"].lerp_(grad @ grad.T, 0.1)
+                if "basis" not in state:
+                    state["basis"] = torch.linalg.eigh(state["covariance"]).eigenvectors
+                state["basis"] = torch.linalg.qr(state["covariance"] @ state["basis"]).Q
+                state["moment"].lerp_(grad, 0.1)
+                update = state["basis"] @ torch.tanh(state["basis"].T @ state["moment"] * 10)
+                p.add_(update.reshape(p.shape), alpha=-group["lr"])
+
+
 class Raising(Lion):
     """Raises what is no ``Exception`` in its third step."""
 
@@ -316,6 +340,7 @@ OWN = {
     "HalfLayout": HalfLayout,
     "Nested": Nested,
     "Langevin": Langevin,
+    "Rotated": Rotated,
     "NoisySGD": noisy_sgd,
     "Wrapper": lambda params: Wrapper(torch.optim.SGD(params, lr=0.05, momentum=0.9)),
 }

@@ -17,11 +17,12 @@ class UnusualModel(nn.Module):
         self.columns = nn.Parameter(u.contiguous()[:7, :5])
         self.every_other = nn.Parameter(torch.randn(7, 7, 2)[..., 0])
         self.large = nn.Parameter(torch.randn(240, 96).t()[:, :144])  # of which each server owns a part
+        self.expanded = nn.Parameter(torch.ones(7, 1).expand(7, 7))
         self.none = nn.Parameter(torch.empty(0, 3))
         self.none_double = nn.Parameter(torch.empty(0, dtype=torch.float64))
 
     def forward(self, x):
-        hidden = torch.tanh(self.first(x)) @ self.rows.t() @ self.columns.t() @ self.every_other
+        hidden = torch.tanh(self.first(x)) @ self.rows.t() @ self.columns.t() @ self.every_other @ self.expanded
         wide = (hidden.repeat(1, 14)[:, :96] @ self.large).mean(1, keepdim=True)
         return self.last(hidden) + wide + self.none.sum() + self.none_double.sum().float()
 

@@ -171,6 +171,58 @@ class Logs(ReferenceTask):
         )
 
 
+class UnreadableError(Exception):
+    """Its message cannot be read, as where ``__init__`` was given other arguments than ``__str__`` needs."""
+
+    def __str__(self):
+        return self.missing
+
+    __repr__ = __str__
+
+
+class RaisesUnreadable(ReferenceTask):
+    """Raises it where ``what`` says: in a hook of the task, or in the data set."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def build_model(self):
+        self._raise("build_model")
+        return super().build_model()
+
+    def train_source(self, partition):
+        self._raise("train_source")
+        return UnreadableItem() if self.what == "item" else super().train_source(partition)
+
+    def training_step(self, model, batch, batch_idx):
+        self._raise("training_step")
+        return super().training_step(model, batch, batch_idx)
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        self._raise("validation_step")
+        return super().validation_step(model, batch, valid_batch_idx, batch_idx)
+
+    def on_checkpoint(self, state):
+        self._raise("on_checkpoint")
+
+    def collate(self, samples):
+        self._raise("collate")
+        return super().collate(samples)
+
+    def _raise(self, what):
+        if what == self.what:
+            raise UnreadableError
+
+
+class UnreadableItem(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        raise UnreadableError
+
+
 class ComplexLoss(ReferenceTask):
     def training_step(self, model, batch, batch_idx):
         return super().training_step(model, batch, batch_idx) * (1 + 1j)

@@ -93,6 +93,36 @@ BEFORE = {
         None,
         r"cluster\.master_addr \(192\.0\.2\.1\) cannot be opened: .*an address of its own host",
     ),
+    "a name that has no address": (
+        {"mode": "rpc"},
+        ["--rank", "0", "--world_size", "3", "--master_addr", ":2950"],
+        None,
+        r"cluster\.master_addr \(:2950\) has no address: .*give the name or address of rank 0's host",
+    ),
+    "a name in a form that none has": (
+        {"mode": "rpc"},
+        ["--rank", "0", "--world_size", "3", "--master_addr", "a..b"],
+        None,
+        r"cluster\.master_addr \(a\.\.b\) must be a host name or address",
+    ),
+    "a trainer that is a class of another kind": (
+        {"trainer": invalid_task("Unmakeable")},
+        [],
+        None,
+        r"trainer \(.*:Unmakeable\) must be a class derived from one in paramserver\.trainers",
+    ),
+    "an argument that DDP does not have": (
+        {"mode": "ddp", "ddp": {"extra": {"foo": 1}}, "cluster": {"num_trainers": 1}},
+        [],
+        None,
+        r"ddp\.extra \(foo\) must be arguments of DistributedDataParallel .*choose from .*mixed_precision",
+    ),
+    "an argument of DDP that has a key": (
+        {"mode": "ddp", "ddp": {"extra": {"bucket_cap_mb": 1}}, "cluster": {"num_trainers": 1}},
+        [],
+        None,
+        r"ddp\.extra \(bucket_cap_mb\) must be arguments of DistributedDataParallel without a key",
+    ),
     "an interface that is not there": (
         {"mode": "ddp", "cluster": {"interface": "nowhere0"}},
         ["--rank", "0", "--world_size", "1", "--master_port", "0"],
@@ -167,7 +197,7 @@ WHILE = {
         "and (Tensor 1x3x6, Tensor); make them alike in process_sample(self, sample), or write collate(self, samples)",
         5,
     ),
-    "a source that raises": ("BadSource", {}, 1, "trainer 0: the source raised at sample 50: OSError('the disk", None),
+    "a source that raises": ("BadSource", {}, 1, "trainer 0: the source raised at sample 50: OSError: the disk", None),
 }
 
 

@@ -6,6 +6,7 @@ Most ranks here have no supervisor, so what they notice they notice themselves.
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -158,6 +159,8 @@ def test_the_supervisor_starts_all_ranks_again(tmp_path, number):
     assert (folder / "mark").exists()
     assert finished.code == 0, finished.output
     assert [record["step"] for record in everything(finished.run_dir, "start")] == [0, 14]
+    assert "all ranks start again, from the last checkpoint if there is one (1 of 3)" in finished.output
+    assert re.findall(r"^status +(\w+)", finished.output, re.MULTILINE) == ["completed"]
     assert_equal_runs(whole, finished, trainers=2)
 
 

@@ -186,7 +186,7 @@ def test_a_source_that_raises_is_named_with_its_sample(tmp_path, mode):
         **QUICK,
     )
     assert finished.code == 1
-    assert "the source raised at sample 50: OSError('the disk is gone')" in finished.output
+    assert "the source raised at sample 50: OSError: the disk is gone" in finished.output
     assert "Traceback" in finished.output
 
 

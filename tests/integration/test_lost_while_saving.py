@@ -100,7 +100,7 @@ def test_the_part_of_a_lost_trainer_has_the_newest_known_state_of_its_task(tmp_p
         cluster={"num_trainers": 2, "timeout_s": 60},
         server={"heartbeat_s": 0.3, "lost_after_s": 5.0, "transport": transport},
         training={"max_steps": 50},
-        checkpoint={"every": 10, "keep": 9},
+        checkpoint={"every": 10, "keep": 9, "background": False},  # so that none replaces one that waits
         timeout_s=90,
     )
     assert finished.code == 0, finished.output

@@ -24,10 +24,10 @@ def first_line(finished):
     return finished.output.partition("error: ")[2].splitlines()[0]
 
 
-ITEM = r"OSError\('the image is damaged'\)"
+ITEM = "OSError: the image is damaged"
 RAISING = {
-    "item": rf"trainer 0: the source raised at sample \d+: {ITEM} at index 17 of the data set$",
-    "items": rf"trainer 0: the source raised at sample \d+: {ITEM} at one of the indices .*\b17\b",
+    "item": rf"trainer 0: the source raised at sample \d+, index 17 of the data set: {ITEM}$",
+    "items": rf"trainer 0: the source raised at sample \d+, one of the indices .*\b17\b.*: {ITEM}",
     "length": r"trainer 0: train_source, or what it returned, raised KeyError: 'no index file' \(.*:\d+\)",
     "hook": r"trainer 0: train_source, or what it returned, raised ZeroDivisionError: no data today \(.*:\d+\)",
     "process": r"trainer 0, batch \d+: process_sample raised for index 17: KeyError: 'label' \(.*:\d+\)",
@@ -52,6 +52,17 @@ def test_an_error_of_the_data_names_the_call_and_the_sample(start, what):
     assert re.match(RAISING[what], first_line(finished)), finished.output
 
 
+@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
+@pytest.mark.parametrize(
+    "what",
+    ["build_model", "train_source", "item", "collate", "training_step", "validation_step", "on_checkpoint"],
+)
+def test_an_error_whose_message_cannot_be_read_is_named_by_its_class(start, mode, what):
+    finished = start(**SHORT | {"mode": mode}, **task("RaisesUnreadable", what=what))
+    assert finished.code == 1, finished.output
+    assert "UnreadableError: (its message cannot be read: __str__ raises AttributeError)" in first_line(finished)
+
+
 @pytest.mark.claim("failing-item")
 @pytest.mark.parametrize("what", VALIDATING)
 def test_an_error_of_the_validation_data_names_the_call_and_the_sample(start, what):
@@ -72,9 +83,8 @@ def test_an_error_of_another_rank_names_its_sample_too(tmp_path, mode, workers):
         **task("Raises", what="item"),
     )
     assert finished.code == 1
-    assert re.match(
-        rf"rank \d \(trainer (\d)\): trainer \1: the source raised at .*{ITEM} at index 17 of", first_line(finished)
-    )
+    message = rf"rank \d \(trainer (\d)\): trainer \1: the source raised at .*, index 17 of the data set.*: {ITEM}"
+    assert re.match(message, first_line(finished)), finished.output
 
 
 @pytest.mark.claim("cyclic-state")

@@ -232,11 +232,13 @@ def test_a_wrong_sample_is_refused_counted_and_reported(tmp_path, online):
     assert finished.summary["simulations"]["given_up"] == 1
 
 
+# A program that says why it failed needs time to start before it does.
 @pytest.mark.parametrize(
-    ("mode", "function", "text"), [("rpc", "simulate_hopeless", "exit code 1"), ("ddp", "simulate_silent", "silent")]
+    ("mode", "function", "timeout_s", "text"),
+    [("rpc", "simulate_hopeless", 60.0, "exit code 1"), ("ddp", "simulate_silent", 1.0, "silent")],
 )
-def test_simulations_that_all_fail_end_the_run_with_one_message(tmp_path, online, mode, function, text):
-    settings = {"function": f"{SIMULATIONS}:{function}", "max_restarts": 0, "timeout_s": 1.0}
+def test_simulations_that_all_fail_end_the_run_with_one_message(tmp_path, online, mode, function, timeout_s, text):
+    settings = {"function": f"{SIMULATIONS}:{function}", "max_restarts": 0, "timeout_s": timeout_s}
     finished = online(tmp_path, mode, simulations=settings)
     assert finished.code == 1, finished.output
     last = finished.output.rpartition("error: ")[2]

@@ -44,6 +44,12 @@ class Broken:
             raise OSError("the image is damaged")
         return images[index]
 
+def dictionaries():
+    return [{"image": image} for image in images]
+
+def fails():
+    raise LookupError("no images")
+
 def broken():
     return Broken()
 
@@ -181,6 +187,19 @@ def test_what_cannot_be_written_is_reported_in_one_sentence(run, folder, capsys,
     assert error.startswith("error: ")
     assert expected in error
     assert (folder / "out.pt").read_text() == "as before"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("dictionaries", "predict_step, batch 0 of --source, raised TypeError: "),
+        ("fails", "--source (own_sources.py:fails) raised LookupError: no images ("),
+    ],
+)
+def test_an_error_of_the_task_or_the_source_names_the_call(run, folder, capsys, source, expected):
+    code = predict(run, source=f"own_sources.py:{source}")
+    assert (code, expected in capsys.readouterr().err.splitlines()[0]) == (1, True)
 
 
 @pytest.mark.processes

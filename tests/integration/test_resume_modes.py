@@ -97,6 +97,8 @@ def test_a_checkpoint_resumes_in_every_mode_and_number_of_trainers(tmp_path, beg
     differences[f"{before} to {after}"] = found
     assert found < 1e-12
     assert [r["step"] for r in second.of_kind("train")] == list(range(1, END + 1))
+    times = [r["seconds"] for r in second.of_kind("train")]
+    assert times == sorted(times)
     noted = f"a step takes {trainers} x 8 samples in place of {before[1]} x 8" in second.output
     assert noted == (trainers != before[1])
 

@@ -71,7 +71,10 @@ def test_a_resume_that_has_nothing_to_do_says_so_and_the_run_keeps_its_figures(r
     more = resume_in_process(run)
     assert more.code == 0, more.output
     assert not has_table(more.output)
-    assert more.output.endswith("completed at step 12, no step was made: training.max_steps (12) reached\n")
+    assert more.output.endswith(
+        "completed at step 12, no step was made: training.max_steps (12) reached; "
+        "to continue, raise what limits it, such as training.max_epochs\n"
+    )
     assert without_logs(content(run)) == before
     assert more.summary["train_loss"] is not None
     assert has_table(resume_in_process(run, "--set", "training.max_steps=13").output)

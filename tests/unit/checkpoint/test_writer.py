@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paramserver.checkpoint import CheckpointWriter, find_checkpoint, read_checkpoint, stage_copy, writer
+from paramserver.checkpoint import CheckpointWriter, StagingPool, find_checkpoint, read_checkpoint, stage_copy, writer
 from paramserver.errors import DeadlineExceeded, ParamserverError, TrainingError, UnsupportedConfiguration
 
 WAIT_S = 20.0
@@ -261,6 +261,20 @@ def test_private_copy_of_every_kind_of_tensor(tensor):
     copied = stage_copy(tensor)
     assert copied.dtype == tensor.dtype
     assert torch.equal(copied.to_dense(), tensor.to_dense())
+
+
+@pytest.mark.parametrize("pool", [None, StagingPool()])
+def test_stage_copy_keeps_the_order_of_dimensions_in_memory(pool):
+    """A matrix product may round otherwise where the memory of a factor has another order."""
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    large = torch.randn(1000, 1000).T
+    for value in (torch.randn(2, 3).T, image, image[:, :2], torch.randn(8, 8)[::2, ::2].T, torch.empty(0, 3), large):
+        copied = stage_copy(value, pool)
+        assert torch.equal(copied, value)
+        order = sorted(range(value.dim()), key=lambda i: -value.stride(i))
+        assert copied.permute(order).is_contiguous()
+        assert copied.untyped_storage().nbytes() == value.numel() * value.element_size()
+    assert stage_copy(torch.ones(1, 3).expand(2, 3), pool).is_contiguous()
 
 
 def test_stage_copy_distinguishes_a_conjugate_from_its_original():

@@ -147,7 +147,7 @@ def test_each_choice_is_accepted_and_suggested_for_a_similar_word(key):
         assert check_value(key.name, key.rule, word) == word
     longest = max(key.rule.choices, key=len)
     assert refusal(key, longest + "x").endswith(f"did you mean {longest}?")
-    assert refusal(key, "§").endswith(f"must be one of {', '.join(key.rule.choices)}; choose one of them")
+    assert refusal(key, "§").endswith(f"must be {key.rule.describe()}; choose one of them")
 
 
 @pytest.mark.parametrize("key", keys_where(lambda rule: rule.pattern), ids=by_name)

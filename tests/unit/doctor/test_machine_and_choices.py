@@ -142,10 +142,10 @@ def test_one_command_on_one_host(config):
     assert shown["mode"].startswith("rpc: 1 server and 2 trainers")
     assert shown["rank 0"] == "127.0.0.1:<free> (cluster.master_port is 0: a free port)"
     assert shown["interface"] == "lo, address 127.0.0.1 (all ranks are on this host)"
-    assert shown["exchange"].startswith("shared memory (server.transport is auto")
+    assert shown["transport"].startswith("shared memory (server.transport is auto")
     assert shown["lost trainer"].endswith("(server.on_loss: continue)")
     rpc = replace(config, server=ServerConfig(transport="rpc", wire_dtype="bfloat16"))
-    assert facts(choices_of(rpc)[0])["exchange"] == "RPC, in bfloat16 (server.transport is rpc)"
+    assert facts(choices_of(rpc)[0])["transport"] == "RPC, in bfloat16 (server.transport is rpc)"
 
 
 def test_one_process_has_no_address_and_no_deadlines(config):

@@ -132,6 +132,14 @@ def test_pass_numbers_continue_after_the_last_started_pass():
     assert sorted(keys[20:30]) == sorted(keys[30:40]) == list(range(10))
 
 
+@pytest.mark.parametrize("trainers", [1, 2, 3])
+def test_the_time_of_the_run_does_not_go_back(trainers):
+    parts = [Trainer([1.0, 2.0], i, 2, 1).part() for i in range(2)]
+    parts[1]["counters"]["seconds"] = 2.5
+    resharded = reshard_parts(parts, trainers, capacity=10, entropy=(4, 1))
+    assert [part["counters"]["seconds"] for part in resharded] == [2.5] * trainers
+
+
 def test_another_data_set_is_refused():
     (old,) = [Trainer(range(10), 0, 1, None)]
     with pytest.raises(CheckpointError, match=r"has 12 samples, it must have 10.*init_from"):
@@ -333,7 +341,7 @@ def test_a_checkpoint_made_while_a_trainer_was_lost_serves_each_sample_once(new_
             applied.update(buffer.get_batch(5, timeout=5.0).keys)
             state = buffer.state_dict(samples=False)
             parts.append({"buffer": state, "source": source.state_dict()})
-        parts[-1] |= {"random": None, "task": {}, "counters": {"batch_idx": 1, "samples_served": 5}}
+        parts[-1] |= {"random": None, "task": {}, "counters": {**COUNTERS, "batch_idx": 1}}
     resharded = reshard_parts(parts, new_trainers, capacity=8, entropy=(7, 1))
     for index, part in enumerate(resharded):
         source = DatasetSource(range(length), Partition(index, new_trainers), passes=passes, **options)

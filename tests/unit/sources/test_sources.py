@@ -296,7 +296,7 @@ def test_the_sample_is_counted_from_the_start_of_the_run():
     fed.start()
     with pytest.raises(BufferClosed):
         drained(fed)
-    with pytest.raises(SourceError, match=r"at sample 6: ValueError\('sample file \d is damaged'\)"):
+    with pytest.raises(SourceError, match=r"at sample 6, index \d of the data set: ValueError: sample file"):
         fed.raise_error()
     fed.close()
 

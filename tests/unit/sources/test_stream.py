@@ -264,7 +264,12 @@ def test_resume_with_another_number_of_trainers(before, after, kind):
                 for _ in range(3):
                     one.get()
         parts = [
-            {**one.state(), "random": None, "task": {}, "counters": {"samples_served": 0, "batch_idx": 0}}
+            {
+                **one.state(),
+                "random": None,
+                "task": {},
+                "counters": {"samples_served": 0, "batch_idx": 0, "seconds": 0.0},
+            }
             for one in trainers
         ]
     served = [key for one in trainers for key in one.served]

@@ -331,7 +331,7 @@ def test_what_was_served_once_of_two_times_is_served_once_more_by_other_trainers
             # Of a fifo, all that was read may have been served equally often by then.
             assert kind == "fifo" or 1 in account.above.values()
             state = {"buffer": None, "applied": account.state_dict(), "source": source}
-        counters = {"batch_idx": 0, "samples_served": 0}
+        counters = {"batch_idx": 0, "samples_served": 0, "seconds": 0.0}
         return {**state, "random": None, "task": {}, "counters": counters}
 
     parts = [serve_some(index, 3, None, 6 + index) for index in range(3)]
