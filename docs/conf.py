@@ -1,12 +1,14 @@
 """Sphinx builds the documents as a site: ``python -m sphinx -c docs . site`` in the top folder of the project.
 
 The sources are the Markdown files as they stand in the repository, so links between them, and to code, lead to the same
-places there and here. The front page is README.md; a page that is added to docs/ appears without a change here.
+places there and here. The front page is README.md; a page that is added to docs/ appears without a change here. What
+docs/generated.py makes is on the site only.
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from sphinx.application import Sphinx
 from paramserver import __version__
 
 DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+
+from generated import PARTS  # noqa: E402
 
 project = "paramserver"
 author = "the paramserver authors"
@@ -52,10 +57,10 @@ html_show_sphinx = False
 
 # The pages in the order of the side bar. Those of docs/ that no group names are in the last one.
 GROUPS = {
-    "First steps": ["start", "task", "modes", "buffers", "online", "checkpoints", "runs", "examples"],
+    "First steps": ["start", "task", "modes", "buffers", "online", "checkpoints", "examples"],
     "On a cluster": ["clusters", "several-hosts", "doctor", "devices", "losses", "benchmark", "scale"],
     "Your code": ["callbacks", "sinks", "several-optimizers", "own-trainers", "lightning", "coming-from/*"],
-    "Reference": ["configuration", "api", "interface", "refused", "protocol", "measured", "faults"],
+    "Reference": ["configuration", "api", "interface", "refused", "protocol", "measured"],
     "The project": ["architecture", "torch-notes", "release", "../CONTRIBUTING", "../CHANGELOG"],
 }
 HIDDEN = "```{{toctree}}\n:hidden:\n:caption: {}\n\n{}\n```\n"
@@ -75,12 +80,19 @@ def pages() -> dict[str, list[str]]:
 
 
 def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Append the side bar's contents to the front page, and to the gallery the examples' pages."""
+    """Append what the files do not have: the side bar's contents, the examples' pages, and what is generated."""
     if docname == root_doc:
         source[0] += "\n" + "\n".join(HIDDEN.format(caption, "\n".join(names)) for caption, names in pages().items())
     if docname == "docs/examples":
         names = sorted(f"../examples/{file.parent.name}/README" for file in DOCS.glob("../examples/*/README.md"))
         source[0] += "\n```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```\n"
+    if docname in PARTS:
+        source[0] += PARTS[docname]()
+
+
+def with_generated_parts(*_: object) -> list[str]:
+    """Read these pages again in every build: their files do not show whether the parts changed."""
+    return list(PARTS)
 
 
 def add_index(app: Sphinx, exception: Exception | None) -> None:
@@ -91,5 +103,6 @@ def add_index(app: Sphinx, exception: Exception | None) -> None:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("source-read", add_contents)
+    app.connect("env-get-outdated", with_generated_parts)
     app.connect("build-finished", add_index)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

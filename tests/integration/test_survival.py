@@ -1,4 +1,4 @@
-"""A run with one fault goes on, or ends with one sentence. The full table is docs/faults.md."""
+"""A run with one fault goes on, or ends with one sentence. All faults are in docs/faults.csv."""
 
 import sys
 from pathlib import Path

@@ -41,6 +41,14 @@ def test_every_document_is_a_page_that_the_side_bar_lists(site):
     assert [page for page in pages if f'href="{page}"' not in front] == []
 
 
+def test_what_is_generated_is_on_its_pages(site):
+    assert "must be 0 with cluster.max_restarts (0)" in (site / "docs" / "refused.html").read_text()
+    losses = (site / "docs" / "losses.html").read_text()
+    rows = (DOCS / "faults.csv").read_text().count(",SIGKILL,")
+    assert rows == losses.count("<td><p>SIGKILL</p></td>")
+    assert [role for role in ("trainer", "server", "shard-server", "supervisor") if f'id="{role}"' not in losses] == []
+
+
 def test_the_figures_are_on_their_pages(site):
     shown = {
         name for page in site.rglob("*.html") for name in re.findall(r'src="[^"]*_images/(\w+)\.svg"', page.read_text())

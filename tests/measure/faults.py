@@ -1,6 +1,6 @@
 """Real faults: one run for each fault, role, phase and consistency, and what became of it.
 
-    python -m tests.measure.faults [--cells WORD ...] [--out docs/faults.md]
+    python -m tests.measure.faults [--cells WORD ...] [--out docs/faults.csv]
     python -m tests.measure.faults --figures 5
 
 A cell is named ``consistency/role/phase/fault``; ``--cells`` selects those whose names have all of these words. With
@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
+import io
+import itertools
 import json
 import os
 import re
@@ -20,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -506,66 +510,43 @@ def _number(value: float | None) -> str:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """The document."""
+    """The contents of docs/faults.csv, of which the site makes the tables of docs/losses.md."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
     by_rpc = [r for r in results.values() if r["name"].endswith("/rpc")]
     ran = [r for r in results.values() if r not in by_rpc]
-    failed = [r for r in ran if not r["expected"]]
-    lines = [
-        HEADER.format(
-            date=time.strftime("%Y-%m-%d"),
-            commit=commit,
-            minutes=sum(r["seconds"] for r in ran) / 60,
-            cells=len(ran),
-            failed=len(failed),
-            origin=origin().splitlines()[1],
-            lost=LOST_AFTER_S,
-            longest=max((r["seconds"] for r in ran), default=0),
-            due=DUE,
-        )
-    ]
+    made = ORIGIN.format(
+        date=time.strftime("%Y-%m-%d"),
+        commit=commit,
+        minutes=sum(r["seconds"] for r in ran) / 60,
+        origin=origin().splitlines()[1],
+        cells=len(ran),
+        failed=sum(not r["expected"] for r in ran),
+        longest=max((r["seconds"] for r in ran), default=0),
+    )
     if by_rpc:
-        lines.append(HEADER_RPC.format(cells=len(by_rpc), failed=sum(not r["expected"] for r in by_rpc)))
-    for role in ROLES:
-        lines += [f"\n## {role.capitalize() if role != 'shard' else 'Shard server'}\n"]
-        lines += ["| phase | fault | " + " | ".join(CONSISTENCIES) + " |", "| --- " * (2 + len(CONSISTENCIES)) + "|"]
-        for phase in PHASES:
-            for fault, title in FAULTS.items():
-                cells = [Cell(c, role, phase, fault) for c in CONSISTENCIES]
-                if all(cell.impossible() for cell in cells):
-                    continue
-                texts = [
-                    "n/a" if cell.impossible() else describe(results[cell.name]) if cell.name in results else ""
-                    for cell in cells
-                ]
-                if any(texts):
-                    lines.append(f"| {phase.replace('_', ' ')} | {title} | " + " | ".join(texts) + " |")
-        reasons = sorted({(cell.fault, r) for cell in all_cells() if cell.role == role and (r := cell.impossible())})
-        whys: dict[str, list[str]] = {}
-        for fault, reason in reasons:
-            whys.setdefault(reason, []).append(FAULTS[fault])
-        lines += [""] + [f"- Impossible: {reason} ({', '.join(faults)})." for reason, faults in whys.items()]
-    return "\n".join(lines) + "\n"
+        made += ORIGIN_RPC.format(cells=len(by_rpc), failed=sum(not r["expected"] for r in by_rpc))
+    file = io.StringIO(newline="")
+    file.writelines(f"{line}\n" for line in textwrap.wrap(made, 119, initial_indent="# ", subsequent_indent="# "))
+    rows = csv.writer(file, lineterminator="\n")
+    rows.writerow(["role", "phase", "fault", *CONSISTENCIES])
+    for role, phase, fault in itertools.product(ROLES, PHASES, FAULTS):
+        cells = [Cell(consistency, role, phase, fault) for consistency in CONSISTENCIES]
+        texts = [
+            "n/a" if cell.impossible() else describe(results[cell.name]) if cell.name in results else ""
+            for cell in cells
+        ]
+        if any(text not in ("", "n/a") for text in texts):
+            title = "Shard server" if role == "shard" else role.capitalize()
+            rows.writerow([title, phase.replace("_", " "), FAULTS[fault], *texts])
+    return file.getvalue()
 
 
-HEADER = """# Real faults
+ORIGIN = """Made by `python -m tests.measure.faults` on {date} at commit {commit}, in {minutes:.0f} minutes of runs, two
+at a time, on {origin}. Of {cells} cells {failed} did not end as they must; the longest took {longest:.0f} s."""
 
-Made by `python -m tests.measure.faults` on {date} at commit {commit}, in {minutes:.0f} minutes of runs, two at a time,
-on {origin}.
-
-Each of {cells} cells of the tables is a run of two trainers with one fault in one phase of the process that the
-section names; {failed} did not end as they must; the longest took {longest:.0f} s. `server.lost_after_s` is {lost:g}
-s. A cell reads "noticed / next update / replacement trains", seconds after the fault, of a run that completed with
-all {due} samples applied once; "-" where there is nothing to measure. "ended" is a run that ended with code 1 and
-one sentence, and after how many seconds. Ranks are forks of a process that has imported torch, so a replacement
-saves the 3 to 4 seconds of a new interpreter. In `rollback` (`sync` with `server.on_loss: rollback`), in `ddp`, and
-after the loss of a server in `sync`, the parameters are bit-equal to those of the undisturbed run. No cell leaves a
-process or a temporary file behind; shared memory and abstract sockets end with their processes."""
-
-HEADER_RPC = """
-The same faults with `server.transport: rpc`: {cells} cells, of which {failed} did not end as they must."""
+ORIGIN_RPC = " The same faults with `server.transport: rpc`: {cells} cells, of which {failed} did not end as they must."
 
 
 # Figures, with new interpreters.
