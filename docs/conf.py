@@ -58,7 +58,7 @@ html_show_sphinx = False
 # The pages in the order of the side bar. Those of docs/ that no group names are in the last one.
 GROUPS = {
     "First steps": ["start", "task", "modes", "buffers", "online", "checkpoints", "examples"],
-    "On a cluster": ["clusters", "several-hosts", "doctor", "devices", "losses", "benchmark", "scale"],
+    "On a cluster": ["clusters", "doctor", "devices", "losses", "benchmark", "scale"],
     "Your code": ["callbacks", "sinks", "several-optimizers", "own-trainers", "lightning", "coming-from/*"],
     "Reference": ["configuration", "api", "interface", "refused", "protocol", "measured"],
     "The project": ["architecture", "torch-notes", "release", "../CONTRIBUTING", "../CHANGELOG"],
