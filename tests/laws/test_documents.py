@@ -6,6 +6,7 @@
 import argparse
 import ast
 import configparser
+import csv
 import importlib.util
 import os
 import re
@@ -421,6 +422,19 @@ def test_the_figures_are_those_that_the_script_draws(monkeypatch):
     assert {file.name: file.read_text() for file in script.FOLDER.iterdir()} == drawn, "run: python docs/figures.py"
     shown = "".join(document.read_text() for document in DOCUMENTS)
     assert [name for name in drawn if f"figures/{name})" not in shown] == []
+
+
+# Results.
+
+
+def test_the_results_of_the_faults_are_those_that_the_documents_state():
+    lines = [line for line in (DOCS / "faults.csv").read_text().splitlines() if not line.startswith("#")]
+    rows = list(csv.DictReader(lines))
+    cells = [cell for row in rows for name, cell in row.items() if name not in ("role", "phase", "fault")]
+    assert [cell for cell in cells if "FAILED" in cell or not cell] == []
+    ran = sum(cell != "n/a" for cell in cells)
+    assert f"| all of {ran} ended as they must |" in README.read_text()
+    assert f"| all of {ran}; [" in (DOCS / "measured.md").read_text()
 
 
 # Links and pins.
