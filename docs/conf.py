@@ -58,9 +58,9 @@ html_show_sphinx = False
 # The pages in the order of the side bar. Those of docs/ that no group names are in the last one.
 GROUPS = {
     "First steps": ["start", "task", "modes", "buffers", "online", "checkpoints", "examples"],
-    "On a cluster": ["clusters", "doctor", "devices", "losses", "benchmark", "scale"],
+    "On a cluster": ["clusters", "doctor", "devices", "losses", "benchmark"],
     "Your code": ["callbacks", "sinks", "several-optimizers", "own-trainers", "lightning", "coming-from/*"],
-    "Reference": ["configuration", "api", "interface", "refused", "protocol", "measured"],
+    "Reference": ["configuration", "api", "interface", "refused", "protocol", "measured", "scale"],
     "The project": ["architecture", "torch-notes", "release", "../CONTRIBUTING", "../CHANGELOG"],
 }
 HIDDEN = "```{{toctree}}\n:hidden:\n:caption: {}\n\n{}\n```\n"
