@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from paramserver import errors
 from paramserver.config import checks
 from paramserver.config.schema import format_value
 
@@ -23,7 +24,12 @@ ROOT = DOCS.parent
 
 # What is refused.
 
-CLASSES = {"UnsupportedConfiguration", "TaskError", "CheckpointError", "ModelIsElsewhere", "NoSuchMember"}
+CLASSES = {
+    name
+    for name, member in vars(errors).items()
+    if isinstance(member, type) and issubclass(member, errors.UnsupportedConfiguration)
+}
+"""The errors of wrong input, with which a command ends with exit code 2."""
 SUBJECTS = {
     "Config": "config",
     "Command line, processes and hosts": "launch cli cluster context devices distributed elastic process_utils runtime",
