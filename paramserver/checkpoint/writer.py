@@ -153,9 +153,11 @@ class CheckpointWriter:
         return displaced
 
     def pending(self) -> list[Mapping[str, Any]]:
-        """Return the objects of the checkpoints that are not written yet, or just now, the newest first."""
+        """Return the objects of the checkpoints that are not written yet, the newest first."""
         with self._changed:
             jobs = [*self._waiting, *([] if self._current is None else [self._current])]
+        # Callbacks of the future, which run in the writing thread, do not count.
+        jobs = [job for job in jobs if not job.future.done()]
         return [job.objects for job in sorted(jobs, key=lambda job: job.step, reverse=True)]
 
     def wait_idle(self, timeout_s: float = 0.0) -> bool:

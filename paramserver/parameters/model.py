@@ -58,15 +58,27 @@ def build_model(task: Task, seed: int, placement: Placement) -> nn.Module:
         raise TaskError(
             f"{type(task).__name__}.build_model returned a model without a parameter that requires a gradient"
         )
-    # Expanded tensors get memory of their own: no step, no load and no broadcast of DDP can write to them.
     for parameter in model.parameters():
-        if parameter.layout is torch.strided and not is_writable(parameter):
-            parameter.data = parameter.detach().clone()
+        if not _is_plain(parameter):
+            parameter.data = _plain(parameter)
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.layout is torch.strided and not is_writable(buffer):
-                module._buffers[name] = buffer.clone()
+            if buffer is not None and not _is_plain(buffer):
+                module._buffers[name] = _plain(buffer)
     return model.to(placement.device) if len(placement.devices) == 1 else model
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether the memory of a tensor has its values, and each element some of its own.
+
+    No step, no load and no broadcast of DDP can write to an expanded tensor, and few operations to one that is
+    conjugated or negated when it is read.
+    """
+    return tensor.layout is not torch.strided or (is_writable(tensor) and not tensor.is_conj() and not tensor.is_neg())
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().resolve_conj().resolve_neg()
 
 
 def load_weights(

@@ -749,7 +749,7 @@ def _on_limit(log_file: Path, limit: StopLimit | None, place: str) -> None:
     if place and limit is not None:
         limit.hurry()
     elif limit is not None:
-        place = place_of_user_code(threading.enumerate())  # such as an update on a server
+        place = place_of_user_code()  # such as an update on a server
     if place and log_file.parent.is_dir():
         with log_file.open("a") as file:
             print(f"a request to stop has not ended {place}:", file=file, flush=True)
