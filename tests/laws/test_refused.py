@@ -32,13 +32,13 @@ SUBJECTS = {
     "Records": "metrics",
     "Simulations and clients": "online client run_simulation",
     "Lightning": "integrations",
-    "Benchmarks and reports": "bench benchmark report reporting",
-    "Faults": "chaos faults",
+    "Benchmarks and reports": "bench prediction report",
+    "Faults": "chaos",
 }
 
 
 def subject_of(module):
-    unit = module.name.removeprefix("paramserver.").partition(".")[0]
+    unit = module.name.removeprefix("paramserver.").removeprefix("tools.").partition(".")[0]
     return next((subject for subject, units in SUBJECTS.items() if unit in units.split()), "Other commands")
 
 
