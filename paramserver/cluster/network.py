@@ -25,8 +25,9 @@ DEFAULT_PORT = 29500
 
 SUPERVISED = "PARAMSERVER_SUPERVISED"
 """Set by a supervisor for the ranks that it starts."""
-FAULT_ADDRESS = "PARAMSERVER_FAULTS"
-"""Set by ``paramserver chaos`` for the processes of its run: the socket from which a rank receives faults."""
+RANK_PLUGIN = "PARAMSERVER_RANK_PLUGIN"
+"""Names a function, ``module:function``, that each rank of a supervisor calls with its global rank before it imports
+torch. It returns what the rank calls with its role and its task before it joins the run."""
 _CHOSEN = "PARAMSERVER_CHOSEN"  # names of the variables that the launcher set for the ranks, not the user
 _INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 LOOPBACK = "lo"

@@ -12,8 +12,8 @@ from hosts import FOLDER, PORT, Hosts, Ranks, name_of, start_ranks, write_config
 from launching import TASKS, FinishedRun, assert_equal_runs, differing_tensors, environment, train
 from simulations import SHAPE
 
-from paramserver.bench.network import INTERFACE
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.tools.bench.namespaces import INTERFACE
 
 pytestmark = pytest.mark.processes
 
@@ -414,6 +414,6 @@ def test_hosts_are_skipped_by_name_where_they_are_not_permitted(monkeypatch):
     def refuse():
         raise UnsupportedConfiguration("this user is not root")
 
-    monkeypatch.setattr("paramserver.bench.network.require_network_namespaces", refuse)
+    monkeypatch.setattr("paramserver.tools.bench.namespaces.require_network_namespaces", refuse)
     with pytest.raises(pytest.skip.Exception, match="no hosts on this machine: this user is not root"):
         Hosts(1).__enter__()
