@@ -20,15 +20,7 @@ class Relation:
 
 
 def value_of(config: Config, name: str) -> Any:
-    """Return the value of a dotted key or section; None for a key of a section that is null.
-
-    Example::
-
-        >>> value_of(Config(), "training.batch_size")
-        32
-        >>> value_of(Config(), "checkpoint.best.metric") is None
-        True
-    """
+    """Return the value of a dotted key or section; None for a key of a section that is null."""
     value: Any = config
     for part in name.split("."):
         value = None if value is None else getattr(value, part)
@@ -39,9 +31,7 @@ def check_config(config: Config, origins: Mapping[str, str], source: str = "") -
     """Refuse values that contradict each other.
 
     Args:
-        config: a config whose values each satisfy their own rule.
         origins: where each key was given, in the order of assignment. A message names the latest of its keys.
-        source: the origin of keys that were not given.
 
     Raises:
         UnsupportedConfiguration: the first violation.

@@ -41,14 +41,7 @@ def _limit(text: str) -> float:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds after which each kind of wait ends. ``of`` derives them from a config.
-
-    Example::
-
-        >>> deadlines = Deadlines.of(Config())
-        >>> deadlines.silent_s, deadlines.starting_s, deadlines.wait_s
-        (5.0, 10.0, 60.0)
-    """
+    """Seconds after which each kind of wait ends. ``of`` derives them from a config."""
 
     heartbeat_s: float = _limit("between two heartbeats of a process (server.heartbeat_s)")
     silent_s: float = _limit("without a heartbeat, a process counts as lost (server.lost_after_s)")

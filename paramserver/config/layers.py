@@ -18,13 +18,7 @@ from paramserver.errors import UnsupportedConfiguration
 
 @dataclass(frozen=True)
 class Key:
-    """One config key, such as ``training.batch_size``. The default of a required key is None.
-
-    Example::
-
-        >>> KEYS["training.batch_size"].default, KEYS["task_args"].is_free
-        (32, True)
-    """
+    """One config key, such as ``training.batch_size``. The default of a required key is None."""
 
     name: str
     rule: Rule
@@ -40,13 +34,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Section:
-    """One section of keys, such as ``training`` or ``checkpoint.best``.
-
-    Example::
-
-        >>> SECTIONS["checkpoint.best"].nullable
-        True
-    """
+    """One section of keys, such as ``training`` or ``checkpoint.best``."""
 
     name: str
     nullable: bool
@@ -203,14 +191,6 @@ class Settings:
     Attributes:
         values: checked values by dotted key.
         origins: where each key was given last, in the order of assignment.
-
-    Example::
-
-        >>> settings = Settings()
-        >>> settings.assign((), {"task": "a:B", "seed": 1}, constant_origin("example"))
-        >>> apply_overrides(settings, ["seed=2"])
-        >>> settings.build().seed, settings.origins["seed"]
-        (2, '--set seed=2')
     """
 
     def __init__(self) -> None:
@@ -222,8 +202,6 @@ class Settings:
 
         Args:
             path: names from the top; () is the whole config.
-            value: a value read from YAML or passed from Python.
-            origin_of: returns where a path was given.
 
         Raises:
             UnsupportedConfiguration: there is no such key, or the value violates the rule of its key.

@@ -15,12 +15,7 @@ _RANKS = "ranks"
 
 @dataclass(frozen=True)
 class ResizeRequest:
-    """A trainer asks to join the run, or to leave it.
-
-    Args:
-        kind: ``join`` or ``leave``.
-        global_rank: of the trainer.
-    """
+    """A trainer asks to join the run, or to leave it."""
 
     kind: Literal["join", "leave"]
     global_rank: int
