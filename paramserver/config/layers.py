@@ -144,6 +144,22 @@ def _named_elsewhere(leaf: str) -> str | None:
     return f"write {_KEY_OF[name]}" if name in _KEY_OF else None
 
 
+# What an earlier version had as a key. The config that a run stores contains every key, so the default is accepted and
+# left out; for any other value: what to write instead.
+_REMOVED: dict[str, tuple[Any, str]] = {
+    **{
+        f"ddp.{name}": (default, f"write it into ddp.extra, as in ddp.extra: {{{name}: ...}}")
+        for name, default in (
+            ("find_unused_parameters", False),
+            ("static_graph", False),
+            ("gradient_as_bucket_view", True),
+            ("bucket_cap_mb", None),
+        )
+    },
+    "server.heartbeat_s": (1.0, "leave it out: it follows from server.lost_after_s"),
+}
+
+
 def unknown_key_message(name: str) -> str:
     """Return the message that refuses ``name`` and suggests the key that was probably meant."""
     parent, _, leaf = name.rpartition(".")
@@ -213,6 +229,13 @@ class Settings:
             self._store(name, check_value(name, KEYS[name].rule, value, origin_of(path)), origin_of(path))
         elif free := free_key(path):
             self._assign_inside(free, path, value, origin_of(path))
+        elif name in _REMOVED:
+            default, cure = _REMOVED[name]
+            if value != default:
+                raise UnsupportedConfiguration(
+                    f"{origin_prefix(origin_of(path))}{name} ({format_value(value)}) must not be given: it is no key "
+                    f"any more; {cure}"
+                )
         else:
             raise UnsupportedConfiguration(origin_prefix(origin_of(path)) + unknown_key_message(name))
 

@@ -195,6 +195,10 @@ CONSISTENCIES = ("sync", "bounded", "async")
 BUFFERS = ("fifo", "firo", "reservoir")
 
 
+HEARTBEAT_S = 1.0
+"""Seconds between two heartbeats of a process, unless ``server.lost_after_s`` is below five times as much."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """Section ``cluster``: the processes of a run and how they find each other."""
@@ -296,9 +300,13 @@ class ServerConfig:
         "over rpc, size in MB of the buckets that are sent during backward; "
         "null = chosen from the size of the model where each is updated as it arrives, 4 elsewhere",
     )
-    heartbeat_s: float = key(1.0, positive_number(), "seconds between two heartbeats of a trainer")
     lost_after_s: float = key(5.0, positive_number(), "seconds without a heartbeat after which a trainer is lost")
     on_loss: str = key("continue", one_of("continue", "rollback", "fail"), "rpc: reaction to the loss of a trainer")
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between two heartbeats of a process: several of them before it counts as lost."""
+        return min(HEARTBEAT_S, self.lost_after_s / 5)
 
     @property
     def bucket_bytes(self) -> float:
@@ -314,16 +322,8 @@ class ServerConfig:
 class DdpConfig:
     """Section ``ddp``: arguments of DistributedDataParallel. Other modes ignore it."""
 
-    find_unused_parameters: bool = key(False, boolean(), "see DistributedDataParallel")
-    static_graph: bool = key(False, boolean(), "see DistributedDataParallel")
-    gradient_as_bucket_view: bool = key(True, boolean(), "see DistributedDataParallel")
-    bucket_cap_mb: float | None = key(
-        None,
-        positive_number(nullable=True),
-        "null = 25, and 1 for the first bucket, so that communication starts early",
-    )
     comm_hook: str = key("none", one_of("none", "fp16", "bf16", "powersgd"), "compression of the gradients")
-    extra: dict[str, Any] = key({}, mapping(), "further arguments of DistributedDataParallel")
+    extra: dict[str, Any] = key({}, mapping(), "arguments of DistributedDataParallel")
 
 
 @dataclass(frozen=True, kw_only=True)

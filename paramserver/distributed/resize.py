@@ -47,7 +47,7 @@ def draw_rank(store: Store, taken: Iterable[int]) -> int:
 
 
 def send_request(store: Store, request: ResizeRequest) -> str:
-    """Send a request to rank 0, which reads it within ``server.heartbeat_s``; return its key."""
+    """Send a request to rank 0, which reads it within a second; return its key."""
     key = f"request/{store.add(_COUNT, 1)}"
     store.set(key, json.dumps(asdict(request)))
     return key
