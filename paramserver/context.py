@@ -449,18 +449,10 @@ class ProcessContext:
     """One process of a run.
 
     Args:
-        config: effective configuration.
-        identity: rank and addresses.
-        role: server or trainer, with its index.
-        trainers: number of trainers in the run.
-        placement: devices on which this process computes.
-        stop: request to stop this process.
-        startup_timer: times of the start-up.
         receiver_spec: how this trainer receives samples of simulations; None where there are none.
         session: how often this process has joined the run before.
         is_newcomer: this trainer joins a running job, and has not taken part yet: the others continue if it fails.
         kept: from one session to the next.
-        stop_limit: limits the time after a request to stop.
         end_now: reports an error and ends this process, from any thread; for a loss that the main thread does not
             notice, as it waits in C++ or computes. None where the process outlives the run.
     """

@@ -428,11 +428,7 @@ def launch_local(
     """Start every rank on this machine, and wait for the end of the run.
 
     Args:
-        config: effective.
         run: to resume; None = a new one.
-        folders: where the task is searched.
-        began: ``time.time()`` of the command; None = now.
-        command: for environment.json.
         create_task: creates the task of a run of one process; None = its class is loaded by ``config.task``.
         sink: receives the records that the console receives; closed at the end.
         continues: an earlier attempt of this command began ``run``.

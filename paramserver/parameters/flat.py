@@ -53,7 +53,6 @@ class FlatLayout:
         """Return the layout of ``tensors`` in their order.
 
         Args:
-            tensors: names and tensors, on any device.
             flat_bytes: size of a flat tensor, at most; a single tensor that is larger gets one of its own.
 
         Raises:
@@ -127,9 +126,7 @@ class FlatTensors:
     Tied parameters stay tied: ``named_parameters()`` names a shared tensor once, and its ``data`` is replaced in place.
 
     Args:
-        tensors: by name.
         allocate: returns the flat tensors; by default memory of this process.
-        flat_bytes: see ``FlatLayout.of``.
         others: further tensors of the model, by name, which stay where they are.
 
     Raises:

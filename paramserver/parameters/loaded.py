@@ -22,21 +22,8 @@ class LoadedParameters:
     in each 64th, and around the hooks between steps.
 
     Args:
-        parameters: the trained ones of the model, by name.
         owned: their memory is that of this process alone. A change that is undone, as by an optimizer of the task that
             looks at neighbouring points, is then none; in memory of the server other trainers might have read it.
-
-    Example::
-
-        >>> import torch
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> loaded = LoadedParameters({"weight": weight}, owned=True)
-        >>> loaded.note()
-        >>> loaded.check()
-        >>> _ = weight.data.clamp_(-0.1, 0.1)
-        >>> loaded.check()
-        Traceback (most recent call last):
-        paramserver.errors.TaskError: parameter weight was changed by the task, and belongs to the servers: ...
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], owned: bool) -> None:

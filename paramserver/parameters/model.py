@@ -24,22 +24,10 @@ def build_model(task: Task, seed: int, placement: Placement) -> nn.Module:
     A process with one device moves the model there; a task with several (``self.devices``) places it itself.
 
     Args:
-        task: builds the model.
         seed: of all random generators while it does.
-        placement: devices of this process.
 
     Raises:
         TaskError: ``build_model`` returns no module, or one without trainable parameters.
-
-    Example::
-
-        >>> from paramserver.devices import CPU
-        >>> class Regression(Task):
-        ...     def build_model(self):
-        ...         return nn.Linear(2, 1)
-        >>> first, second = build_model(Regression(), seed=7, placement=CPU), build_model(Regression(), 7, CPU)
-        >>> torch.equal(first.weight, second.weight)
-        True
     """
     task.devices = placement.devices
     seed_all(seed)
@@ -87,9 +75,6 @@ def load_weights(
     """Copy stored weights into the model: all of them, or none if any does not fit.
 
     Args:
-        model: to load into.
-        weights: a ``state_dict()``.
-        origin: where they come from, for messages.
         late_buffers: the module buffers that had another shape or dtype than as built, or were not there; the model
             gets them as they are stored.
 

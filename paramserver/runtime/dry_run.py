@@ -25,8 +25,6 @@ def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = No
     """Describe a run of ``config`` with all ranks on this machine. Starts nothing; reads the task's data.
 
     Args:
-        config: effective.
-        folders: where the task is searched.
         launcher: what starts the ranks, as in ``ProcessIdentity.source``; None for the local supervisor.
     """
     task = make_task(config, folders)
