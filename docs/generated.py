@@ -40,7 +40,7 @@ SUBJECTS = {
     "Records": "metrics",
     "Simulations and clients": "online client run_simulation",
     "Lightning": "integrations",
-    "Benchmarks and reports": "bench benchmark report reporting",
+    "Benchmarks and reports": "bench prediction report benchmark reporting",
     "Faults": "chaos faults",
 }
 OTHER = "Other commands"
