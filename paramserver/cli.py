@@ -8,12 +8,15 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paramserver import benchmark, chaos, elastic, evaluate, launch, predict, reporting
+from paramserver import elastic, evaluate, launch, predict
 from paramserver.config.schema import closest_match
-from paramserver.doctor.command import main as doctor_main
 from paramserver.errors import ClientError, UnsupportedConfiguration
 from paramserver.launch import normalize_flags, report_error
 from paramserver.process_utils import exit_process, print_output
+from paramserver.tools.bench import command as benchmark
+from paramserver.tools.chaos import command as chaos
+from paramserver.tools.doctor import command as doctor
+from paramserver.tools.report import command as report
 from paramserver.version import __version__
 
 
@@ -85,7 +88,7 @@ def _ping(arguments: argparse.Namespace) -> str:
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "benchmark": benchmark.main,
     "chaos": chaos.main,
-    "doctor": doctor_main,
+    "doctor": doctor.main,
     "evaluate": evaluate.main,
     "join": elastic.join_main,
     "keys": keys_main,
@@ -93,7 +96,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "leave": elastic.leave_main,
     "ping": ping_main,
     "predict": predict.main,
-    "report": reporting.main,
+    "report": report.main,
 }
 
 _USAGE = """usage: paramserver COMMAND [arguments]

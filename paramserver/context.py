@@ -211,6 +211,7 @@ class StopLimit:
         self._requested_at = self._over_at = math.inf
         self._alive_at = 0.0
         self._pauses = 0
+        self._paused_at = 0.0  # when the first of them began
         self._closed = False
 
     def beat(self) -> None:
@@ -219,7 +220,13 @@ class StopLimit:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context for what may take any time and has a limit of its own, such as writing a checkpoint."""
+        """Return a context for what may take any time and has a limit of its own, such as writing a checkpoint.
+
+        It does not pause the time of the code of the user that is called in it, such as the ``state_dict`` of an
+        optimizer: that has ``GRACE_S`` at least.
+        """
+        if not self._pauses:
+            self._paused_at = time.monotonic()
         self._pauses += 1
         try:
             yield
@@ -288,16 +295,19 @@ class StopLimit:
         self.is_over, self._over_at = True, time.monotonic()
         _attempt(self.at_limit, self.place())
         if self._wait_until(lambda: max(self._over_at, self._alive_at) + self.grace_s * (1 if self.place() else 2)):
-            self.end(self.place() or place_of_user_code(threading.enumerate()))
+            self.end(self.place() or place_of_user_code())
 
     def _wait_until(self, due: Callable[[], float]) -> bool:
         """Return True at that time, unless it is paused, or False once this object is closed."""
         while not self._closed:
             left_s = due() - time.monotonic()
-            if left_s <= 0 and not self._pauses:
+            if left_s <= 0 and (not self._pauses or self._is_in_hook_of_pause()):
                 return True
             self._receive(None if math.isinf(left_s) else max(left_s, _POLL_S))
         return False
+
+    def _is_in_hook_of_pause(self) -> bool:
+        return time.monotonic() - self._paused_at > GRACE_S and bool(self.place())
 
     def _receive(self, timeout_s: float | None) -> None:
         """Wait for a request or a signal."""
@@ -335,7 +345,13 @@ def _attempt(call: Callable[[str], None], text: str) -> None:
 
 _FOLDER = Path(__file__).parent
 _OWN = (f"{_FOLDER}{os.sep}", f"{_FOLDER.with_name('trainers')}{os.sep}")
-_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
+# A virtual environment may use the packages of another one, or of the system.
+_INSTALLED = tuple(
+    {
+        *(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")),
+        *(path + os.sep for path in sys.path if Path(path).name in ("site-packages", "dist-packages")),
+    }
+)
 _COLLECTIVES = tuple(
     f"{path}torch{os.sep}{name}{os.sep}" for path in _INSTALLED for name in ("distributed", f"nn{os.sep}parallel")
 )
@@ -346,15 +362,17 @@ _USED = tuple(
 _STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 
 
-def place_of_user_code(threads: Iterable[threading.Thread]) -> str:
+def place_of_user_code(threads: Iterable[threading.Thread] | None = None) -> str:
     """Return which function of the user one of ``threads`` is in, and where; "" if in none.
+
+    Without ``threads`` these are all of the process, also those of torch's RPC agent, which ``threading`` may not know.
 
     Code of the user is what this package has called last, and is neither of Python nor of a package that it uses. It
     is not what waits in a collective: DistributedDataParallel makes some in a forward.
     """
     frames = sys._current_frames()
-    for thread in threads:
-        frame = frames.get(thread.ident or 0)
+    for ident in frames if threads is None else [thread.ident or 0 for thread in threads]:
+        frame = frames.get(ident)
         inner: FrameType | None = None
         called: FrameType | None = None
         while frame is not None and not frame.f_code.co_filename.startswith(_OWN):
@@ -431,18 +449,10 @@ class ProcessContext:
     """One process of a run.
 
     Args:
-        config: effective configuration.
-        identity: rank and addresses.
-        role: server or trainer, with its index.
-        trainers: number of trainers in the run.
-        placement: devices on which this process computes.
-        stop: request to stop this process.
-        startup_timer: times of the start-up.
         receiver_spec: how this trainer receives samples of simulations; None where there are none.
         session: how often this process has joined the run before.
         is_newcomer: this trainer joins a running job, and has not taken part yet: the others continue if it fails.
         kept: from one session to the next.
-        stop_limit: limits the time after a request to stop.
         end_now: reports an error and ends this process, from any thread; for a loss that the main thread does not
             notice, as it waits in C++ or computes. None where the process outlives the run.
     """

@@ -51,8 +51,6 @@ def require_visible_gpus(config: Config, allocated: int, visible: int | None = N
     """Check that torch sees a GPU where the allocation has some, unless the config asks for the CPU.
 
     Args:
-        config: effective.
-        allocated: GPUs of this host that the scheduler gives to the job.
         visible: GPUs that torch sees; None = ask torch.
 
     Raises:
@@ -113,9 +111,6 @@ def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_her
     computes only the loss, on the CPU.
 
     Args:
-        config: the config, for ``device`` and ``cluster.backend``.
-        local_index: index of this trainer among those of its host.
-        trainers_here: number of trainers on the host.
         gpus_here: number of GPUs of the host; None = ask torch.
 
     Raises:

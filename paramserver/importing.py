@@ -51,9 +51,6 @@ def torch_import_without_gc() -> Iterator[None]:
 def check_torch_version(version: str | None = None) -> None:
     """Check that the release of torch is one that this version was tested with. Does not import torch.
 
-    Args:
-        version: None = that of the installed package.
-
     Raises:
         UnsupportedConfiguration: it is not, or torch is not installed.
     """
@@ -83,7 +80,6 @@ def code_folders(
 
     Args:
         config_file: the config; None = none is given, or it is that of a run.
-        overrides: ``section.key=value`` strings, as after ``--set``.
         recorded: the folders of the run that is resumed (``RunDir.task_folders``).
     """
     files = [] if config_file is None else [config_file.resolve().parent]
@@ -109,8 +105,6 @@ def load_object(reference: str, key: str, folders: Sequence[Path] = ()) -> Any:
     """Import and return the object that ``reference`` names.
 
     Args:
-        reference: ``package.module:Name`` or ``folder/file.py:Name``.
-        key: the config key that holds the reference, for messages.
         folders: folders that are searched for a relative file, in this order. They are put first on ``sys.path``.
 
     Raises:

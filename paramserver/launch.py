@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from paramserver.cluster import (
-    FAULT_ADDRESS,
+    RANK_PLUGIN,
     RankFlags,
     process_environ,
     quiet_torch_log,
@@ -37,6 +37,7 @@ from paramserver.cluster.job_token import hide_token
 from paramserver.config import (
     MODES,
     Config,
+    Role,
     is_colocated,
     load_config,
     mode_of,
@@ -46,8 +47,7 @@ from paramserver.config import (
     world_size_of,
 )
 from paramserver.errors import CheckpointError, Interrupted, ParamserverError, PeerLost, UnsupportedConfiguration
-from paramserver.faults.receiver import receive_faults
-from paramserver.importing import check_torch_version, code_folders, torch_import_without_gc
+from paramserver.importing import check_torch_version, code_folders, load_object, torch_import_without_gc
 from paramserver.metrics import FanOut, Sink
 from paramserver.process_utils import die_with_parent, exit_process, print_output
 from paramserver.runs.attempt import continue_attempt, recover, reserve_run, resume_transaction, start_transaction
@@ -428,11 +428,7 @@ def launch_local(
     """Start every rank on this machine, and wait for the end of the run.
 
     Args:
-        config: effective.
         run: to resume; None = a new one.
-        folders: where the task is searched.
-        began: ``time.time()`` of the command; None = now.
-        command: for environment.json.
         create_task: creates the task of a run of one process; None = its class is loaded by ``config.task``.
         sink: receives the records that the console receives; closed at the end.
         continues: an earlier attempt of this command began ``run``.
@@ -568,7 +564,7 @@ def _run_supervised_rank(arguments: argparse.Namespace) -> int:
     try:
         # Before the seconds of importing torch: a supervisor that dies meanwhile must not leave this rank behind.
         die_with_parent()
-        on_task = receive_faults(process_environ().get(FAULT_ADDRESS), arguments.rank)
+        on_task = _call_plugin(arguments.rank)
         with torch_import_without_gc():
             from paramserver.runtime.rank import RankPlan, run_rank
 
@@ -604,6 +600,15 @@ def _run_supervised_rank(arguments: argparse.Namespace) -> int:
     except BaseException as error:  # noqa: BLE001 - the supervisor reports it
         return report(error)
     return 0
+
+
+def _call_plugin(global_rank: int) -> Callable[[Role, Task], None]:
+    """Call the function of ``RANK_PLUGIN``, if there is one; return what to call with the role and the task."""
+    reference = process_environ().get(RANK_PLUGIN)
+    if reference is None:
+        return lambda role, task: None
+    on_task: Callable[[Role, Task], None] = load_object(reference, RANK_PLUGIN)(global_rank)
+    return on_task
 
 
 if __name__ == "__main__":

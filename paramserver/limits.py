@@ -9,13 +9,7 @@ from paramserver.config import TrainingConfig
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a run; the first one that is reached ends it. None means no limit.
-
-    Example::
-
-        >>> Limits(max_steps=100).reached(steps=100, samples=3200)
-        'training.max_steps (100) reached'
-    """
+    """The limits of a run; the first one that is reached ends it. None means no limit."""
 
     max_steps: int | None = None
     max_samples: int | None = None
@@ -44,7 +38,6 @@ def epoch_of(samples: int, epoch_samples: int | None) -> int:
     """Return the epoch of the next sample.
 
     Args:
-        samples: samples applied so far, by all trainers.
         epoch_samples: samples of one pass over the source, for all trainers; None if unknown (then there is one epoch).
     """
     return samples // epoch_samples if epoch_samples else 0

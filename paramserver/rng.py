@@ -49,9 +49,6 @@ def seed_all(*entropy: int) -> None:
 
     The numbers are mixed by ``numpy.random.SeedSequence``, so that neighboring ones, such as the indices of two
     trainers, give unrelated streams.
-
-    Args:
-        entropy: for example the seed of the run and the index of the trainer.
     """
     words = np.random.SeedSequence(entropy).generate_state(4)
     torch.manual_seed((int(words[0]) << 32 | int(words[1])) & (2**63 - 1))
@@ -102,10 +99,7 @@ def validation_generators(seed: int, version: int, index: int, devices: Sequence
     So what a validation draws neither depends on the training before it nor changes the training after it.
 
     Args:
-        seed: of the run.
-        version: of the parameters that are validated.
         index: of the trainer whose share is evaluated, whichever trainer evaluates it.
-        devices: of this process; the generators of its GPUs are included.
     """
     with _generators(devices, seed, version, index, _VALIDATION):
         yield
@@ -118,18 +112,8 @@ def update_generators(seed: int, version: int, index: int = 0, devices: Sequence
     So what an optimizer draws in ``step()`` is the same in every mode, on every rank of ddp, and after a resume.
 
     Args:
-        seed: of the run.
         version: that the update makes.
         index: of the server; 0 where there is none.
-        devices: of the parameters; the generators of GPUs among them are included.
-
-    Example::
-
-        >>> with update_generators(0, version=100):
-        ...     first = torch.rand(1)
-        >>> with update_generators(0, version=100):
-        ...     torch.equal(torch.rand(1), first)
-        True
     """
     # Trainers may call the model of a server meanwhile, with random numbers of their own: see ``PrivateRng``.
     with _generator_lock, _generators(devices, seed, version, index, _UPDATE):
@@ -159,22 +143,12 @@ _MT19937_BYTES = 2500  # 624 words and the position
 
 
 def seed_read(seed: int, epoch: int, index: int) -> None:
-    """Seed the CPU generators of torch, numpy and ``random`` for the read of one sample.
-
-    Args:
-        seed: of the run.
-        epoch: the pass over the data set.
-        index: of the sample in the data set.
-    """
+    """Seed the CPU generators of torch, numpy and ``random`` for the read of one sample."""
     _seed_default(seed, epoch, index, _READ)
 
 
 def seed_order(seed: int, epoch: int) -> None:
     """Seed the CPU generators of torch, numpy and ``random`` for the order of one pass over a data set.
-
-    Args:
-        seed: of the run.
-        epoch: the pass.
 
     Example::
 
@@ -198,18 +172,7 @@ def _seed_default(*entropy: int) -> None:
 
 @dataclass(frozen=True)
 class GeneratorStates:
-    """The states of the CPU generators, to find out whether something was drawn, and to undo it.
-
-    Example::
-
-        >>> before = GeneratorStates.take()
-        >>> first = random.random()
-        >>> GeneratorStates.take() == before
-        False
-        >>> before.restore()
-        >>> random.random() == first
-        True
-    """
+    """The states of the CPU generators, to find out whether something was drawn, and to undo it."""
 
     torch: bytes
     random: tuple[Any, ...]
@@ -262,15 +225,6 @@ class PrivateRng(TorchDispatchMode):
 
     Args:
         state: of torch's CPU generator, as ``torch.get_rng_state()`` returns it. Updated in place of that generator.
-
-    Example::
-
-        >>> seed_all(0)
-        >>> before = torch.get_rng_state()
-        >>> with PrivateRng(before) as private:
-        ...     numbers = torch.rand(2)
-        >>> torch.equal(torch.get_rng_state(), before), torch.equal(private.state, before)
-        (True, False)
     """
 
     def __init__(self, state: Tensor) -> None:

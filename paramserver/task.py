@@ -431,8 +431,6 @@ def make_task(config: Config, folders: Sequence[Path], create_task: Callable[...
     """Create the task of a process, with all random generators seeded, so that it is the same in every process.
 
     Args:
-        config: the config that names the task and its arguments.
-        folders: folders that are searched for the file or module of the task.
         create_task: creates the task from ``task_args``; None = its class, loaded by its name.
 
     Raises:

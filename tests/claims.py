@@ -36,6 +36,7 @@ CLAIMS: dict[str, dict[str, str]] = {
         "optimizer-draws": "an optimizer that draws random numbers draws the same in every mode and after a resume",
         "time-after-losses": "seconds and samples/s cover all sessions of a start; time lost between them is a field",
         "strided-parameters": "parameters with gaps in memory are bit-equal over shared memory, rpc and ddp",
+        "shared-memory-of-tensors": "two tensors of a model that share memory, one of them trained, are refused in rpc",
         "empty-parameters": "parameters without elements have an entry in optimizer.pt with any number of servers",
         "loss-names": "each loss has one name in summary, progress, records, report and TensorBoard",
     },

@@ -271,18 +271,14 @@ class DdpTrainer(Trainer):
         arguments: dict[str, Any] = {
             "module": model,
             "device_ids": device_ids,
-            "find_unused_parameters": options.find_unused_parameters,
-            "static_graph": options.static_graph,
-            "gradient_as_bucket_view": options.gradient_as_bucket_view,
-            "bucket_cap_mb": options.bucket_cap_mb,
         }
         further = inspect.signature(DistributedDataParallel).parameters.keys() - arguments
         if unknown := sorted(options.extra.keys() - further):
             raise UnsupportedConfiguration(
-                f"ddp.extra ({', '.join(unknown)}) must be arguments of DistributedDataParallel without a key of their "
-                f"own; choose from {', '.join(sorted(further))}"
+                f"ddp.extra ({', '.join(unknown)}) must be arguments of DistributedDataParallel that the trainer does "
+                f"not give itself; choose from {', '.join(sorted(further))}"
             )
-        wrapped = DistributedDataParallel(**arguments, **options.extra)
+        wrapped = DistributedDataParallel(**arguments, **{"gradient_as_bucket_view": True, **options.extra})
         _COMM_HOOKS[options.comm_hook](wrapped)
         return wrapped
 
@@ -363,8 +359,8 @@ class DdpTrainer(Trainer):
             if "find_unused_parameters" not in message_of(error):
                 raise
             raise TaskError(
-                "some parameters had no part in the loss of an earlier step; set ddp.find_unused_parameters (false) to "
-                "true, or use all parameters in each step"
+                "some parameters had no part in the loss of an earlier step; set ddp.extra: "
+                "{find_unused_parameters: true}, or use all parameters in each step"
             ) from error
         except (AttributeError, TypeError) as error:
             if "'DistributedDataParallel' object" not in message_of(error):
@@ -401,7 +397,7 @@ class DdpTrainer(Trainer):
                 if id(parameter) in frozen:
                     raise TaskError(
                         f"parameter {name} was frozen after the start of the run, and gradients would not be averaged "
-                        "over the trainers; set ddp.find_unused_parameters (false) to true"
+                        "over the trainers; set ddp.extra: {find_unused_parameters: true}"
                     )
 
     def on_last_loss(self, loss: float, samples: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paramserver.checkpoint import stage_copy
 from paramserver.consistency import Decision, decide
+from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.limits import Limits
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.optim.updater import Updater
@@ -23,6 +24,9 @@ from paramserver.runs.monitor import RunMonitor
 from paramserver.trainers.base import Trainer
 
 log = logging.getLogger("paramserver")
+
+# For a copy of model, optimizer and counters while the main thread is in a hook.
+_STAGE_S = 10.0
 
 
 class LocalTrainer(Trainer):
@@ -134,7 +138,15 @@ class LocalTrainer(Trainer):
             "resumes": self.monitor.resumes + 1,
             "counters": vars(self._applied_progress) | {"seconds": self.seconds},
         }
-        self._commit(self._applied, part, "interrupted", time.perf_counter())
+        since, staged = time.perf_counter(), list[StagedCheckpoint]()
+
+        def stage() -> None:
+            self.checkpoints.save(self._applied, self.model, self.updater, "interrupted", since, staged.append)
+
+        # The state of a module or of the optimizer may wait for what the hook holds, and so may the records.
+        call_with_timeout(_STAGE_S, "the copy of what is applied", stage)
+        self.checkpoints.commit(staged[0], {self.trainer_index: part}, time.perf_counter() - since)
+        self._committed = self._applied
 
     def send_records(self, records: Sequence[Record]) -> None:
         for record in records:

@@ -26,9 +26,9 @@ from pathlib import Path
 
 from work import BATCH_SIZE, HERE, NAMES, ROOT, read_rows
 
-from paramserver.bench.cases import interleaved
-from paramserver.report.formatting import format_estimate, join_names
-from paramserver.report.statistics import estimate, ratio
+from paramserver.tools.bench.cases import interleaved
+from paramserver.tools.report.formatting import format_estimate, join_names
+from paramserver.tools.report.statistics import estimate, ratio
 from tests.measure import tutorial
 from tests.measure.common import measuring_environment, origin
 from tests.measure.foreign import run_until_error

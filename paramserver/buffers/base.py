@@ -229,12 +229,6 @@ class Buffer(ABC):
 
         Raises:
             BufferClosed, ValueError: as of ``put``.
-
-        Example::
-
-            >>> from paramserver.buffers import Fifo
-            >>> Fifo(capacity=2).offer([1.0, 2.0, 3.0], "abc")
-            2
         """
         with self._lock:
             done, error = self._put_all(samples, keys, served, _deadline(0.0), mark, last)
@@ -366,19 +360,7 @@ class Buffer(ABC):
             )
 
     def applied(self) -> AppliedPositions:
-        """Return which samples were served so far, and how often.
-
-        Example::
-
-            >>> from paramserver.buffers import Fifo
-            >>> buffer = Fifo(capacity=4, pseudo_epochs=2)
-            >>> buffer.put_many("abc")
-            3
-            >>> buffer.get_batch(2).positions
-            array([0, 1])
-            >>> buffer.applied()
-            AppliedPositions(low=0, above={0: 1, 1: 1}, count=2)
-        """
+        """Return which samples were served so far, and how often."""
         with self._lock:
             applied = self._store.applied(self._counters.puts, self.times_due)
             applied.count = self._counters.gets

@@ -20,13 +20,7 @@ REGISTRY: dict[str, type[Buffer]] = {
 
 
 def buffer_class(kind: str) -> type[Buffer]:
-    """Return the class of a kind of the config, which declares what holds for it.
-
-    Example::
-
-        >>> buffer_class("fifo").in_order, buffer_class("reservoir").repeats
-        (True, True)
-    """
+    """Return the class of a kind of the config, which declares what holds for it."""
     return REGISTRY[kind]
 
 

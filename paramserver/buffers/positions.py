@@ -109,9 +109,6 @@ class KeySet:
     The steps of a simulation are in fixed blocks of 64, so that the set stays small also when they arrive with gaps, as
     they do when several trainers share them.
 
-    Args:
-        state: what ``state_dict`` returned.
-
     Example::
 
         >>> keys = KeySet()

@@ -83,15 +83,7 @@ class SlotQueue(SlotIndex):
 
 
 class SlotBag(SlotIndex):
-    """Slots in arbitrary order. A hole is filled from the tail: positions stay dense, so any one can be drawn.
-
-    Example::
-
-        >>> bag = SlotBag(4, np.array([10, 11, 12]), 3)
-        >>> bag.remove(np.array([0]))
-        >>> bag.slots()
-        array([12, 11])
-    """
+    """Slots in arbitrary order. A hole is filled from the tail: positions stay dense, so any one can be drawn."""
 
     def append(self, slot: int) -> None:
         self._slots[self._count] = slot

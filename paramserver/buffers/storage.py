@@ -326,7 +326,6 @@ class SampleStore:
         """Fill an empty store, with the saved samples in slots 0, 1, ... in the saved order.
 
         Args:
-            state: what ``state_dict`` returned.
             samples: the samples themselves if the state has keys only.
         """
         keys = state["keys"]
@@ -540,16 +539,7 @@ class StackedSamples(Sequence[Any]):
     """Samples of one layout, in one array per leaf. Tensors and arrays of a sample are rows of these, not copies.
 
     Args:
-        layout: of each sample.
         columns: the values of each leaf, as ``Column.array`` has them.
-        size: number of samples.
-
-    Example::
-
-        >>> layout = sample_spec_of((1.5, 2))
-        >>> samples = StackedSamples(layout, [np.array([1.5, 2.5, 3.5]), np.arange(3)], 3)
-        >>> samples[1], list(samples[1:]), len(samples)
-        ((2.5, 1), [(2.5, 1), (3.5, 2)], 3)
     """
 
     def __init__(self, layout: SampleSpec, columns: list[npt.NDArray[Any]], size: int) -> None:

@@ -15,19 +15,10 @@ class BestMetric:
 
     Args:
         metric: the name in the dictionary that ``validation_step`` returns.
-        mode: ``min`` (a smaller value is better) or ``max``.
         min_delta: for patience, a value counts as better only if it is by more than this.
 
     Raises:
         UnsupportedConfiguration: there is no such mode.
-
-    Example::
-
-        >>> best = BestMetric("loss", "min")
-        >>> [best.update(value, step) for step, value in ((10, 0.5), (20, 0.7), (30, 0.4))]
-        [True, False, True]
-        >>> best.value, best.step, best.without_improvement
-        (0.4, 30, 0)
     """
 
     def __init__(self, metric: str, mode: str, min_delta: float = 0.0) -> None:
@@ -46,8 +37,6 @@ class BestMetric:
         """Count the next validation.
 
         Args:
-            value: of the metric.
-            step: of the validated version.
             scheduled: by ``training.validate_every``, so that it counts for patience.
 
         Returns:

@@ -60,13 +60,6 @@ class Manifest:
         files: size and digest of every other file, by name.
         metadata: further entries (mode, trainers, ...).
         format_version: of the files and what is in them.
-
-    Example::
-
-        >>> entry = FileEntry(bytes=3, sha256=hashlib.sha256(b"abc").hexdigest())
-        >>> manifest = Manifest(100, "2025-01-01T00:00:00+00:00", {"model.pt": entry}, {"mode": "rpc"})
-        >>> Manifest.parse(manifest.to_text()) == manifest
-        True
     """
 
     step: int

@@ -31,17 +31,7 @@ _MAX_ATTEMPTS = 10
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files were all compared with their SHA-256: see ``read_checkpoint``.
-
-    Example::
-
-        >>> from paramserver.checkpoint import write_checkpoint
-        >>> run = getfixture("tmp_path")
-        >>> path = write_checkpoint(run / "checkpoints", 100, {"counts": {"samples": 3200}}, {"trainers": 2})
-        >>> checkpoint = read_checkpoint(path)
-        >>> checkpoint.step, checkpoint.num_trainers, checkpoint.names
-        (100, 2, ('counts',))
-    """
+    """A checkpoint whose files were all compared with their SHA-256: see ``read_checkpoint``."""
 
     path: Path
     manifest: Manifest
@@ -105,14 +95,6 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: a file is missing, damaged, or of another format version; the message names the file and the
             newest intact checkpoint.
-
-    Example::
-
-        >>> from paramserver.checkpoint import write_checkpoint
-        >>> run = getfixture("tmp_path")
-        >>> path = write_checkpoint(run / "checkpoints", 100, {"counts": {"samples": 3200}}, {"trainers": 2})
-        >>> read_checkpoint(path).load("counts")
-        {'samples': 3200}
     """
     path = Path(path)
     try:
@@ -131,21 +113,11 @@ def load_chosen(run: Path, which: str, *names: str) -> tuple[Checkpoint, list[An
     When the chosen one disappears meanwhile, it is chosen again: ``latest`` and ``best`` name another one by then.
 
     Args:
-        run: the folder.
         which: ``latest``, ``best``, or a step by its number.
         names: of the objects to load. All are in memory on return, whatever happens to the files.
 
     Raises:
         CheckpointError: there is no such checkpoint; or it is damaged, or it disappeared at every attempt.
-
-    Example::
-
-        >>> from paramserver.checkpoint import write_checkpoint
-        >>> run = getfixture("tmp_path")
-        >>> path = write_checkpoint(run / "checkpoints", 100, {"counts": {"samples": 3200}}, {"trainers": 2})
-        >>> checkpoint, (counts,) = load_chosen(run, "latest", "counts")
-        >>> checkpoint.step, counts
-        (100, {'samples': 3200})
     """
     for attempt in range(1, _MAX_ATTEMPTS + 1):
         try:
@@ -214,14 +186,6 @@ def find_checkpoint(run: Path) -> Path:
 
     Raises:
         CheckpointError: there is none; the message lists what was found.
-
-    Example::
-
-        >>> from paramserver.checkpoint import write_checkpoint
-        >>> run = getfixture("tmp_path")
-        >>> path = write_checkpoint(run / "checkpoints", 100, {"counts": {"samples": 3200}}, {"trainers": 2})
-        >>> find_checkpoint(run).name
-        'step-00000100'
     """
     folder = Path(run) / "checkpoints"
     latest = read_pointer(folder, LATEST)

@@ -40,17 +40,7 @@ if TYPE_CHECKING:
 
 
 class ChunkedFile:
-    """The content of a file that arrives in chunks, in the order of their arrival. The chunks are not copied.
-
-    Example::
-
-        >>> import numpy as np
-        >>> content = ChunkedFile()
-        >>> content.append(np.frombuffer(b"ab", np.uint8))
-        >>> content.append(np.frombuffer(b"c", np.uint8))
-        >>> b"".join(content)
-        b'abc'
-    """
+    """The content of a file that arrives in chunks, in the order of their arrival. The chunks are not copied."""
 
     def __init__(self) -> None:
         self._chunks: list[memoryview] = []
@@ -75,23 +65,9 @@ def write_checkpoint(folder: Path, step: int, objects: Mapping[str, Any], metada
         step: the version that was staged. A checkpoint of the same step is replaced.
         objects: by name, what ``torch.save`` puts into ``<name>.pt``; ``bytes`` and ``ChunkedFile`` become a file
             ``<name>`` as they are. Nothing is copied.
-        metadata: further entries of the manifest (mode, trainers, ...).
-
-    Returns:
-        The folder of the checkpoint.
 
     Raises:
         TrainingError: a file could not be written, or could not be loaded again; nothing half-written remains.
-
-    Example::
-
-        >>> from paramserver.checkpoint import read_checkpoint
-        >>> folder = getfixture("tmp_path") / "checkpoints"
-        >>> path = write_checkpoint(folder, 100, {"counts": {"samples": 3200}}, {"mode": "local"})
-        >>> path.name, sorted(file.name for file in path.iterdir())
-        ('step-00000100', ['counts.pt', 'manifest.json'])
-        >>> read_checkpoint(path).load("counts")
-        {'samples': 3200}
     """
     files = _file_names(objects)
     final = folder / step_name(step)
@@ -201,16 +177,7 @@ def explain_disk_errors(path: Path, what: str = "checkpoint") -> Iterator[None]:
 
 
 def mark_best(folder: Path, step: int) -> None:
-    """Point ``folder/best`` to the checkpoint of ``step``, which retention then keeps.
-
-    Example::
-
-        >>> folder = getfixture("tmp_path") / "checkpoints"
-        >>> path = write_checkpoint(folder, 100, {"counts": {"samples": 3200}}, {"mode": "local"})
-        >>> mark_best(folder, 100)
-        >>> (folder / "best").read_text().strip()
-        'step-00000100'
-    """
+    """Point ``folder/best`` to the checkpoint of ``step``, which retention then keeps."""
     with explain_disk_errors(folder / BEST):
         atomic_write_text(folder / BEST, f"{step_name(step)}\n")
 
@@ -231,14 +198,6 @@ def apply_retention(folder: Path, keep: int) -> list[Path]:
 
     Raises:
         UnsupportedConfiguration: ``keep`` is below 1.
-
-    Example::
-
-        >>> folder = getfixture("tmp_path") / "checkpoints"
-        >>> for step in (100, 200):
-        ...     path = write_checkpoint(folder, step, {"counts": {}}, {"mode": "local"})
-        >>> [path.name for path in apply_retention(folder, keep=1)]
-        ['step-00000100']
     """
     if keep < 1:
         raise UnsupportedConfiguration(f"checkpoint.keep ({keep}) must be at least 1; resuming needs one")
@@ -258,16 +217,6 @@ def remove_leftovers(folder: Path) -> list[Path]:
     """Remove what crashed processes left in ``folder``. Call it at the start of a run, before its first write.
 
     A checkpoint that was moved aside is moved back where its successor never took its place.
-
-    Returns:
-        The removed paths.
-
-    Example::
-
-        >>> folder = getfixture("tmp_path") / "checkpoints"
-        >>> path = write_checkpoint(folder, 100, {"counts": {}}, {"mode": "local"})
-        >>> remove_leftovers(folder)
-        []
     """
     removed: list[Path] = []
     if not folder.is_dir():

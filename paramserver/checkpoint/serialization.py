@@ -53,13 +53,6 @@ def write_chunks(obj: Any, send: Callable[[npt.NDArray[np.uint8]], None]) -> Non
 
     Raises:
         Exception: of ``send`` or ``torch.save``.
-
-    Example::
-
-        >>> chunks = []
-        >>> write_chunks({"weight": torch.ones(3)}, lambda chunk: chunks.append(chunk.tobytes()))
-        >>> unpack(b"".join(chunks))
-        {'weight': tensor([1., 1., 1.])}
     """
     writer = _ChunkWriter(send)
     write_archive(obj, writer)
@@ -164,13 +157,7 @@ def check_mapping(content: Any, what: str, names: Sequence[str] = ()) -> Mapping
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
-    """Return a trainer's part as the bytes of a file that ``torch.load(weights_only=True)`` reads.
-
-    Example::
-
-        >>> unpack(pack({"batch_idx": 7, "weights": np.arange(2)}))
-        {'batch_idx': 7, 'weights': array([0, 1])}
-    """
+    """Return a trainer's part as the bytes of a file that ``torch.load(weights_only=True)`` reads."""
     file = io.BytesIO()
     torch.save(dict(state), file)
     return file.getvalue()
@@ -181,11 +168,6 @@ def unpack(part: bytes) -> dict[str, Any]:
 
     Raises:
         CheckpointError: ``part`` is not the result of ``pack``.
-
-    Example::
-
-        >>> unpack(pack({"batch_idx": 7}))
-        {'batch_idx': 7}
     """
     return dict(check_mapping(load_archive(io.BytesIO(part)), "a trainer's part of a checkpoint"))
 
@@ -195,7 +177,6 @@ def check_storable(state: Mapping[str, Any], task_name: str) -> None:
 
     Args:
         state: private, so that its tensors are plain ones.
-        task_name: for the message.
 
     Raises:
         TaskError: ``on_checkpoint`` stored something that ``torch.load(weights_only=True)`` refuses.

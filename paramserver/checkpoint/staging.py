@@ -26,15 +26,6 @@ class StagingPool:
     it any more, a tensor on it and its views included, in whatever thread that happens. So the pool holds as much
     memory as copies were alive at one time: one copy of the state, where each checkpoint is written before the next is
     staged. Thread-safe.
-
-    Example::
-
-        >>> pool = StagingPool()
-        >>> block = pool.acquire(2**21)
-        >>> address = block.ctypes.data
-        >>> del block
-        >>> pool.acquire(2**21).ctypes.data == address, pool.size_bytes
-        (True, 2097152)
     """
 
     def __init__(self) -> None:
@@ -89,25 +80,13 @@ def stage_copy(obj: Any, pool: StagingPool | None = None, what: str = "a state")
     they are.
 
     Args:
-        obj: what is copied.
         pool: where large copies are made; None = in fresh memory.
-        what: names ``obj``, for the message.
 
     Returns:
         The same structure; classes of dictionaries and named tuples, and a ``state_dict``'s ``_metadata``, are kept.
 
     Raises:
         TaskError: it contains itself, or is nested too deeply.
-
-    Example::
-
-        >>> flat = torch.arange(1000.0)
-        >>> copied = stage_copy({"bias": flat[:2], "tied": flat[:2]})
-        >>> _ = flat.zero_()
-        >>> copied["bias"].tolist(), copied["bias"] is copied["tied"], copied["bias"].untyped_storage().nbytes()
-        ([0.0, 1.0], True, 8)
-        >>> stage_copy(torch.arange(6.0).view(2, 3).T).stride()
-        (1, 3)
     """
     try:
         return _copied(obj, {}, pool)

@@ -23,13 +23,7 @@ _EXIT_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class WrittenCheckpoint:
-    """What one write produced, for its record.
-
-    Example::
-
-        >>> WrittenCheckpoint(100, Path("checkpoints/step-00000100"), 2048, seconds=0.1, is_best=False).path.name
-        'step-00000100'
-    """
+    """What one write produced, for its record."""
 
     step: int
     path: Path
@@ -57,22 +51,11 @@ class CheckpointWriter:
     best that wait. A fourth exists while a new one is staged. Writing copies nothing.
 
     Args:
-        folder: the run's ``checkpoints`` folder.
         keep: how many of the newest checkpoints stay, at least 1.
         background: write in the thread; otherwise ``submit`` writes before it returns.
 
     Raises:
         UnsupportedConfiguration: ``keep`` is below 1.
-
-    Example::
-
-        >>> folder = getfixture("tmp_path") / "checkpoints"
-        >>> with CheckpointWriter(folder, keep=1, background=True) as writer:
-        ...     first = writer.submit(10, {"model": {"scale": 1.0}}, {"mode": "local"})
-        ...     _ = first.result(timeout=10)
-        ...     second = writer.submit(20, {"model": {"scale": 0.5}}, {"mode": "local"})
-        >>> second.result().path.name, sorted(path.name for path in folder.iterdir())
-        ('step-00000020', ['latest', 'step-00000020'])
     """
 
     def __init__(self, folder: Path, keep: int, background: bool) -> None:
@@ -114,9 +97,6 @@ class CheckpointWriter:
 
         In the background ``objects`` must be private copies: see ``stage_copy``.
 
-        Returns:
-            A future of what was written.
-
         Raises:
             ParamserverError: closed already.
             Exception: the failure of an earlier write (without ``background``: of this one).
@@ -153,9 +133,11 @@ class CheckpointWriter:
         return displaced
 
     def pending(self) -> list[Mapping[str, Any]]:
-        """Return the objects of the checkpoints that are not written yet, or just now, the newest first."""
+        """Return the objects of the checkpoints that are not written yet, the newest first."""
         with self._changed:
             jobs = [*self._waiting, *([] if self._current is None else [self._current])]
+        # Callbacks of the future, which run in the writing thread, do not count.
+        jobs = [job for job in jobs if not job.future.done()]
         return [job.objects for job in sorted(jobs, key=lambda job: job.step, reverse=True)]
 
     def wait_idle(self, timeout_s: float = 0.0) -> bool:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from paramserver.cluster.job import Job as Job, find_job as find_job
     from paramserver.cluster.network import (
         DEFAULT_PORT as DEFAULT_PORT,
-        FAULT_ADDRESS as FAULT_ADDRESS,
         LOOPBACK as LOOPBACK,
+        RANK_PLUGIN as RANK_PLUGIN,
         SUPERVISED as SUPERVISED,
         bind_interface as bind_interface,
         bind_listener as bind_listener,

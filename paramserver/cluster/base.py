@@ -34,14 +34,6 @@ class ProcessIdentity:
         token: the job token; None = the store is open to all that reach it.
         restarts_all: the launcher starts all ranks again after the loss of one, so none continues without it.
         servers: how many of the ranks are servers, if this process was started by ``--role``; None = by its rank.
-
-    Example::
-
-        >>> from paramserver.cluster import resolve_identity
-        >>> resolve_identity(RankFlags(), {"RANK": "1", "WORLD_SIZE": "3"}, Config()).local_rank
-        1
-        >>> resolve_identity(RankFlags(role="trainer", index=1), {}, Config()).name()
-        'trainer 1 (rank 2)'
     """
 
     global_rank: int
@@ -81,10 +73,6 @@ class RankFlags:
         num_trainers: must agree with what started the ranks.
         supervised: a supervisor gives them, which counts all ranks, also where servers are co-located.
         is_colocated_trainer: this process is the trainer of a host with a co-located server.
-
-    Example::
-
-        >>> RankFlags(global_rank=1, world_size=3).check()
     """
 
     global_rank: int | None = None
@@ -132,20 +120,6 @@ class ClusterEnvironment(ABC):
 
     A subclass defines ``detect``, ``global_rank``, ``world_size``, ``master_addr`` and ``master_port``, and overrides
     the other properties if the environment provides them. See ``resolve.ENVIRONMENTS`` for how to add one.
-
-    Args:
-        environ: environment variables of this process.
-        config: effective configuration; provides what the environment leaves out.
-        flags: of the command line.
-
-    Example::
-
-        >>> from paramserver.cluster import EnvVarEnvironment
-        >>> variables = {"RANK": "1", "WORLD_SIZE": "3"}
-        >>> EnvVarEnvironment.detect(variables, RankFlags())
-        True
-        >>> EnvVarEnvironment(variables, Config(), RankFlags()).identity().source
-        'environment'
     """
 
     source: ClassVar[str]
@@ -235,14 +209,7 @@ class ClusterEnvironment(ABC):
 
 
 class VariableEnvironment(ClusterEnvironment):
-    """An environment with a variable for each number of a process: see ``variables``.
-
-    Example::
-
-        >>> from paramserver.cluster import TorchrunEnvironment
-        >>> TorchrunEnvironment({"RANK": "1", "WORLD_SIZE": "2"}, Config(), RankFlags()).global_rank
-        1
-    """
+    """An environment with a variable for each number of a process: see ``variables``."""
 
     set_by: ClassVar[str]
     """The launcher that sets the variables, for messages."""
@@ -302,23 +269,12 @@ def list_numbers(numbers: Iterable[int], most: int = 6) -> str:
 
 
 def process_environ() -> MutableMapping[str, str]:
-    """Return the environment variables of this process, for code that passes them on.
-
-    Example::
-
-        >>> "PATH" in process_environ()
-        True
-    """
+    """Return the environment variables of this process, for code that passes them on."""
     return os.environ
 
 
 def read_variable(environ: Environ, name: str, set_by: str) -> str:
     """Return the value of a required variable.
-
-    Args:
-        environ: environment variables.
-        name: of the variable.
-        set_by: launcher that sets it, for the message.
 
     Raises:
         UnsupportedConfiguration: it is missing or blank.

@@ -7,12 +7,7 @@ from pathlib import Path, PurePosixPath
 
 
 def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's group and of its ancestors, each with whether it is of version 1.
-
-    Args:
-        controller: such as ``memory`` or ``cpu``.
-        root: where ``proc`` and the control groups are mounted.
-    """
+    """Yield the folders of this process's group and of its ancestors, each with whether it is of version 1."""
     lines = [line.split(":", 2) for line in read_text(root / "proc/self/cgroup").splitlines()]
     paths = {tuple(controllers.split(",")): path for _, controllers, path in lines}
     for line in read_text(root / "proc/self/mountinfo").splitlines():
@@ -28,11 +23,7 @@ def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pat
 
 
 def cpu_limit(root: Path = Path("/")) -> float | None:
-    """Return how many cores the groups let this process use at a time; None without a limit.
-
-    Args:
-        root: where ``proc`` and the control groups are mounted.
-    """
+    """Return how many cores the groups let this process use at a time; None without a limit."""
     limits = []
     for folder, is_v1 in group_folders("cpu", root):
         if is_v1:

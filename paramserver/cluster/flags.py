@@ -9,16 +9,7 @@ from paramserver.errors import UnsupportedConfiguration
 
 
 class FlagEnvironment(ClusterEnvironment):
-    """A process that was started with ``--rank`` or ``--role``. Flags that are not given come from the config.
-
-    Example::
-
-        >>> from paramserver.config import Config
-        >>> FlagEnvironment({}, Config(mode="ddp"), RankFlags(global_rank=1, world_size=2)).identity().local_rank
-        1
-        >>> FlagEnvironment({}, Config(), RankFlags(role="trainer", index=1)).global_rank
-        2
-    """
+    """A process that was started with ``--rank`` or ``--role``. Flags that are not given come from the config."""
 
     source = "flags"
 

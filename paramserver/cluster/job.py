@@ -23,11 +23,6 @@ class Job:
         id: no other job has it, such as ``slurm/4711``.
         restarts: how often it was started again, as far as its launcher counts.
         is_named: by hand, so that each start may be another one of the same job.
-
-    Example::
-
-        >>> Job("slurm/4711", restarts=1).may_continue
-        True
     """
 
     id: str
@@ -45,14 +40,6 @@ def find_job(environ: Environ) -> Job | None:
 
     Raises:
         UnsupportedConfiguration: a number of restarts is none.
-
-    Example::
-
-        >>> find_job({"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": "1"})
-        Job(id='slurm/4711', restarts=1, is_named=False)
-        >>> find_job({"PARAMSERVER_JOB_ID": "digits-7"})
-        Job(id='digits-7', restarts=0, is_named=True)
-        >>> find_job({})
     """
     restarts = num_restarts(environ)
     if SLURM["job"] in environ:

@@ -22,12 +22,7 @@ _MAKE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 @dataclass(frozen=True)
 class JobToken:
-    """A secret of all ranks of a run. Its text form does not show it.
-
-    Args:
-        source: where it was read, for messages.
-        secret: the token.
-    """
+    """A secret of all ranks of a run. Its text form does not show it."""
 
     source: str
     secret: bytes = field(repr=False)

@@ -25,8 +25,9 @@ DEFAULT_PORT = 29500
 
 SUPERVISED = "PARAMSERVER_SUPERVISED"
 """Set by a supervisor for the ranks that it starts."""
-FAULT_ADDRESS = "PARAMSERVER_FAULTS"
-"""Set by ``paramserver chaos`` for the processes of its run: the socket from which a rank receives faults."""
+RANK_PLUGIN = "PARAMSERVER_RANK_PLUGIN"
+"""Names a function, ``module:function``, that each rank of a supervisor calls with its global rank before it imports
+torch. It returns what the rank calls with its role and its task before it joins the run."""
 _CHOSEN = "PARAMSERVER_CHOSEN"  # names of the variables that the launcher set for the ranks, not the user
 _INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 LOOPBACK = "lo"
@@ -46,13 +47,7 @@ _ALLOCATOR = {
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach ``host``. Names are not resolved; localhost is known by its name.
-
-    Example::
-
-        >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("10.0.0.1")
-        (True, True, False)
-    """
+    """Return whether only this machine can reach ``host``. Names are not resolved; localhost is known by its name."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -60,15 +55,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bind_interface(environ: MutableMapping[str, str], name: str) -> None:
-    """Make TensorPipe and gloo listen on this interface only. Call it before either starts.
-
-    Example::
-
-        >>> variables = {}
-        >>> bind_interface(variables, "lo")
-        >>> variables["GLOO_SOCKET_IFNAME"]
-        'lo'
-    """
+    """Make TensorPipe and gloo listen on this interface only. Call it before either starts."""
     environ.update(dict.fromkeys(_INTERFACE_VARIABLES, name))
 
 
@@ -79,20 +66,8 @@ def choose_interface(environ: MutableMapping[str, str], configured: str | None, 
     TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name, each also for the other if that is not set; else the one over which
     this machine reaches rank 0. None is chosen while the name of rank 0 cannot be resolved.
 
-    Args:
-        environ: of this process; written.
-        configured: ``cluster.interface``.
-        master_addr: of rank 0.
-
     Raises:
         UnsupportedConfiguration: this machine has no such interface, or it has no address.
-
-    Example::
-
-        >>> variables = {"GLOO_SOCKET_IFNAME": "lo"}
-        >>> choose_interface(variables, None, "10.0.0.1")
-        >>> variables["TP_SOCKET_IFNAME"]
-        'lo'
     """
     given = {name: environ[name] for name in _INTERFACE_VARIABLES if environ.get(name)}
     if configured is not None:
@@ -117,13 +92,7 @@ def choose_interface(environ: MutableMapping[str, str], configured: str | None, 
 
 
 def chosen_interface(environ: Mapping[str, str]) -> str | None:
-    """Return the interface on which gloo listens, the first of several; None before ``choose_interface``.
-
-    Example::
-
-        >>> chosen_interface({"GLOO_SOCKET_IFNAME": "eth0,eth1"})
-        'eth0'
-    """
+    """Return the interface on which gloo listens, the first of several; None before ``choose_interface``."""
     return environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None
 
 
@@ -142,13 +111,7 @@ def _check_interface(key: str, name: str) -> None:
 
 
 def num_usable_cores() -> int:
-    """Return the number of cores that this process may use.
-
-    Example::
-
-        >>> num_usable_cores() >= 1
-        True
-    """
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -169,11 +132,6 @@ def child_environment(
         num_trainers: on this machine, at least 1. A server works while they wait, with as many threads as a trainer.
         folders: searched for modules before those of PYTHONPATH, in this order; None = the current folder.
         cores: cores to divide; None = those that this process may use.
-
-    Example::
-
-        >>> child_environment({"MALLOC_ARENA_MAX": "4"}, num_trainers=2, cores=8)["OMP_NUM_THREADS"]
-        '4'
     """
     available = num_usable_cores() if cores is None else cores
     threads = max(1, available // num_trainers)
@@ -191,7 +149,6 @@ def producer_environment(environ: Mapping[str, str], variables: Mapping[str, str
 
     Args:
         environ: of a rank; variables that the launcher set for ranks are left out.
-        variables: of the program itself.
     """
     ours = {SUPERVISED, _CHOSEN, TOKEN_VARIABLE, *environ.get(_CHOSEN, "").split(",")}
     users = {name: value for name, value in environ.items() if name not in ours}
@@ -233,16 +190,10 @@ def own_address(host: str, interface: str | None = None) -> str:
     """Return the address at which other machines that reach ``host`` reach this one.
 
     Args:
-        host: for example that of rank 0.
         interface: if it has an address, that is returned, and ``host`` is not resolved.
 
     Raises:
         UnsupportedConfiguration: this machine does not reach ``host``.
-
-    Example::
-
-        >>> own_address("127.0.0.1")
-        '127.0.0.1'
     """
     found = [address for name, address in _interface_addresses() if name == interface]
     if found:
@@ -276,13 +227,7 @@ _IFF_UP = 1
 
 
 def list_interfaces() -> list[Interface]:
-    """Return the network interfaces of this machine, each with its addresses, those of a link only left out.
-
-    Example::
-
-        >>> next(one.addresses[0] for one in list_interfaces() if one.name == "lo")
-        '127.0.0.1'
-    """
+    """Return the network interfaces of this machine, each with its addresses, those of a link only left out."""
     addresses = _interface_addresses()
     found = []
     for _, name in socket.if_nameindex():
@@ -349,18 +294,10 @@ def bind_listener(host: str, port: int, interface: str | None = None) -> socket.
     listens on all interfaces if ``interface`` is another one than loopback.
 
     Args:
-        host: address or name of this machine.
         port: 0 = a free one.
-        interface: on which this rank listens otherwise.
 
     Raises:
         UnsupportedConfiguration: the address is not this machine's, or the port is taken.
-
-    Example::
-
-        >>> with bind_listener("127.0.0.1", 0) as listener:
-        ...     listener.getsockname()[0]
-        '127.0.0.1'
     """
     try:
         family, address = _resolve(host, port)[0]

@@ -35,25 +35,12 @@ ENVIRONMENTS: tuple[type[ClusterEnvironment], ...] = (
 def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> ProcessIdentity | None:
     """Return the identity of this process by ``--rank``, else by its environment variables.
 
-    Args:
-        flags: of the command line.
-        environ: environment variables.
-        config: effective configuration.
-
     Returns:
         None if neither gives a rank: then this process starts all ranks on this machine.
 
     Raises:
         UnsupportedConfiguration: a flag or variable is wrong, they contradict each other, or the mode cannot run in
             such a world.
-
-    Example::
-
-        >>> resolve_identity(RankFlags(global_rank=1, world_size=2), {}, Config(mode="ddp")).source
-        'flags'
-        >>> resolve_identity(RankFlags(), {"RANK": "1", "WORLD_SIZE": "2"}, Config(mode="ddp")).source
-        'environment'
-        >>> resolve_identity(RankFlags(), {}, Config(mode="ddp"))
     """
     flags.check()
     token = read_token(config.cluster.token_file, environ)

@@ -52,9 +52,6 @@ class SimulationEnvironment:
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> SimulationEnvironment:
         """Read the variables.
 
-        Args:
-            environ: None = that of this process.
-
         Raises:
             UnsupportedConfiguration: a variable has a wrong value.
         """

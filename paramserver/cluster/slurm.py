@@ -39,16 +39,6 @@ class SlurmEnvironment(VariableEnvironment):
 
     Rank 0 is on the first host of the step, and its port follows from the numbers of job and step. In the config,
     ``cluster.master_port``, and an address of ``cluster.master_addr`` that other hosts can reach, take precedence.
-
-    Example::
-
-        >>> variables = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
-        >>> variables |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "gpu[07-08]"}
-        >>> variables |= {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0"}
-        >>> from paramserver.config import Config
-        >>> identity = SlurmEnvironment(variables, Config(), RankFlags()).identity()
-        >>> identity.master_addr, identity.master_port, identity.local_world_size
-        ('gpu07', 19711, 2)
     """
 
     source = set_by = "srun"
@@ -83,13 +73,7 @@ class SlurmEnvironment(VariableEnvironment):
 
 
 def unused_tasks(environ: Environ) -> str:
-    """Return how many tasks or nodes the allocation has if this process is not one of its tasks; empty if just one.
-
-    Example::
-
-        >>> unused_tasks({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})
-        '4 tasks (SLURM_NTASKS)'
-    """
+    """Return how many tasks or nodes the allocation has if this process is not one of its tasks; empty if just one."""
     if VARIABLES["job"] not in environ or VARIABLES["step"] in environ:
         return ""
     for key, what in (("num_tasks", "tasks"), ("num_nodes", "nodes")):
@@ -100,13 +84,7 @@ def unused_tasks(environ: Environ) -> str:
 
 
 def allocated_gpus(environ: Environ) -> int:
-    """Return how many GPUs of this host SLURM gives to the job or step; 0 without any, and outside of SLURM.
-
-    Example::
-
-        >>> allocated_gpus({"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"})
-        4
-    """
+    """Return how many GPUs of this host SLURM gives to the job or step; 0 without any, and outside of SLURM."""
     gpus = environ.get(VARIABLES["num_gpus"], "")
     return int(gpus) if VARIABLES["job"] in environ and gpus.isdecimal() else 0
 

@@ -37,17 +37,7 @@ VARIABLES = {
 
 
 class TorchrunEnvironment(VariableEnvironment):
-    """A worker of torchrun, whose agent may serve the store already.
-
-    Example::
-
-        >>> variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-        >>> variables |= {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "job7"}
-        >>> TorchrunEnvironment.detect(variables, RankFlags())
-        True
-        >>> TorchrunEnvironment(variables, Config(), RankFlags()).job
-        'job7'
-    """
+    """A worker of torchrun, whose agent may serve the store already."""
 
     source = set_by = "torchrun"
     variables = VARIABLES
@@ -87,14 +77,7 @@ class TorchrunEnvironment(VariableEnvironment):
 
 
 class EnvVarEnvironment(TorchrunEnvironment):
-    """RANK and WORLD_SIZE set by hand or by a job script. Variables that are not set come from the config.
-
-    Example::
-
-        >>> environment = EnvVarEnvironment({"RANK": "1", "WORLD_SIZE": "3"}, Config(), RankFlags())
-        >>> environment.master_addr, environment.master_port
-        ('127.0.0.1', 29500)
-    """
+    """RANK and WORLD_SIZE set by hand or by a job script. Variables that are not set come from the config."""
 
     source = "environment"
 
@@ -139,10 +122,6 @@ def write_error_file(environ: Environ, message: str) -> None:
 
     The format is that of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, which needs torch. torchrun
     shows ``py_callstack``.
-
-    Args:
-        environ: of this process.
-        message: the complete text, with a traceback if there is one.
 
     Raises:
         OSError: the file cannot be written.

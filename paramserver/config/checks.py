@@ -20,15 +20,7 @@ class Relation:
 
 
 def value_of(config: Config, name: str) -> Any:
-    """Return the value of a dotted key or section; None for a key of a section that is null.
-
-    Example::
-
-        >>> value_of(Config(), "training.batch_size")
-        32
-        >>> value_of(Config(), "checkpoint.best.metric") is None
-        True
-    """
+    """Return the value of a dotted key or section; None for a key of a section that is null."""
     value: Any = config
     for part in name.split("."):
         value = None if value is None else getattr(value, part)
@@ -39,9 +31,7 @@ def check_config(config: Config, origins: Mapping[str, str], source: str = "") -
     """Refuse values that contradict each other.
 
     Args:
-        config: a config whose values each satisfy their own rule.
         origins: where each key was given, in the order of assignment. A message names the latest of its keys.
-        source: the origin of keys that were not given.
 
     Raises:
         UnsupportedConfiguration: the first violation.
@@ -158,16 +148,6 @@ def _pseudo_epochs(config: Config) -> str | None:
     )
 
 
-def _heartbeat(config: Config) -> str | None:
-    limit_s, interval_s = config.server.lost_after_s, config.server.heartbeat_s
-    if limit_s > interval_s:
-        return None
-    return (
-        f"server.lost_after_s ({limit_s}) must be above server.heartbeat_s ({interval_s}), or every trainer counts as "
-        "lost; raise it or lower the other"
-    )
-
-
 def _backup_trainers(config: Config) -> str | None:
     backups, trainers = config.server.backup_trainers, num_trainers_of(config)
     if not backups or not mode_of(config).has_servers:
@@ -256,7 +236,6 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("buffer.watermark", "buffer.capacity"), _watermark),
     Relation(("buffer.min_new_per_batch", "buffer.kind", "training.batch_size"), _new_samples),
     Relation(("buffer.pseudo_epochs", "buffer.kind"), _pseudo_epochs),
-    Relation(("server.lost_after_s", "server.heartbeat_s"), _heartbeat),
     Relation(("server.backup_trainers", "server.consistency", "cluster.num_trainers"), _backup_trainers),
     Relation(("server.transport", "server.wire_dtype"), _wire_dtype),
     _served(

@@ -41,16 +41,9 @@ def _limit(text: str) -> float:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds after which each kind of wait ends. ``of`` derives them from a config.
+    """Seconds after which each kind of wait ends. ``of`` derives them from a config."""
 
-    Example::
-
-        >>> deadlines = Deadlines.of(Config())
-        >>> deadlines.silent_s, deadlines.starting_s, deadlines.wait_s
-        (5.0, 10.0, 60.0)
-    """
-
-    heartbeat_s: float = _limit("between two heartbeats of a process (server.heartbeat_s)")
+    heartbeat_s: float = _limit("between two heartbeats of a process")
     silent_s: float = _limit("without a heartbeat, a process counts as lost (server.lost_after_s)")
     stacks_s: float = _limit("without a sign of life, a rank writes its stacks to its log")
     starting_s: float = _limit("without CPU time while it starts, a rank of the supervisor is ended")

@@ -35,8 +35,6 @@ def load_config(
     """Load the effective config. A flag overrides ``--set``, which overrides the file, which overrides the default.
 
     Args:
-        file: a YAML file; None = defaults only.
-        overrides: ``section.key=value`` strings, as after ``--set``; a later one overrides an earlier one.
         flags: values by dotted key; None for a flag that was not given.
         base: a stored config (``Config.to_mapping()``) instead of the file, when a run is resumed.
         stored: the file is that of a run that is resumed, see ``without_old_defaults``.
@@ -46,12 +44,6 @@ def load_config(
         UnsupportedConfiguration: an unknown key, a value that violates its rule, or values that contradict each other.
             The message begins with file and line, or with the option.
         ValueError: both ``file`` and ``base`` are given.
-
-    Example::
-
-        >>> config = load_config(None, overrides=["task=task.py:Sine", "training.max_steps=10"])
-        >>> config.training.max_steps, config.mode
-        (10, 'rpc')
     """
     if file is not None and base is not None:
         raise ValueError(f"file ({file}) and base must not be given together; a stored config stands in for the file")
@@ -98,17 +90,8 @@ def _holds(mapping: Mapping[str, Any], path: KeyPath) -> bool:
 def config_from_mapping(mapping: Mapping[str, Any], origin: str | None = None) -> Config:
     """Build a checked config from nested mappings. Use it to configure a run from Python.
 
-    Args:
-        mapping: sections and keys, as in a config file.
-        origin: where the mapping comes from; messages begin with it.
-
     Raises:
         UnsupportedConfiguration: an unknown key, a value that violates its rule, or values that contradict each other.
-
-    Example::
-
-        >>> config_from_mapping({"task": "task.py:Sine", "training": {"batch_size": 64}}).training.batch_size
-        64
     """
     source = origin or ""
     settings = Settings()
@@ -129,23 +112,12 @@ def dump_yaml(config: Config) -> str:
     """Return the config as YAML; `load_config` of this text gives an equal config.
 
     It has every key, except for those of `LOADER_KEYS` that were not given: a DataLoader of the task replaces them.
-
-    Example::
-
-        >>> dump_yaml(Config(task="task.py:Sine")).splitlines()[:3]
-        ['task: task.py:Sine', 'task_args: {}', 'trainer: null']
     """
     return dump(config.given_mapping())
 
 
 def differences(a: Config, b: Config) -> list[str]:
-    """Return one line per key whose value differs, in the order of the keys.
-
-    Example::
-
-        >>> differences(Config(seed=1), Config(seed=2))
-        ['seed: 1 -> 2']
-    """
+    """Return one line per key whose value differs, in the order of the keys."""
     before, after = dict(flatten_mapping(a.to_mapping())), dict(flatten_mapping(b.to_mapping()))
     names = [*before, *(name for name in after if name not in before)]
     pairs = ((name, before.get(name, _ABSENT), after.get(name, _ABSENT)) for name in names)
@@ -172,13 +144,7 @@ def _format_or_absent(value: Any) -> str:
 
 
 def describe_keys() -> list[str]:
-    """Return one line per key: name, default, accepted values, purpose.
-
-    Example::
-
-        >>> describe_keys()[3]
-        'mode = rpc  # one of rpc, ddp, local: how the ranks share the work'
-    """
+    """Return one line per key: name, default, accepted values, purpose."""
     lines = []
     for key in KEYS.values():
         default = "(required)" if key.required else format_value(key.default)

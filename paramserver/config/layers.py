@@ -18,13 +18,7 @@ from paramserver.errors import UnsupportedConfiguration
 
 @dataclass(frozen=True)
 class Key:
-    """One config key, such as ``training.batch_size``. The default of a required key is None.
-
-    Example::
-
-        >>> KEYS["training.batch_size"].default, KEYS["task_args"].is_free
-        (32, True)
-    """
+    """One config key, such as ``training.batch_size``. The default of a required key is None."""
 
     name: str
     rule: Rule
@@ -40,13 +34,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Section:
-    """One section of keys, such as ``training`` or ``checkpoint.best``.
-
-    Example::
-
-        >>> SECTIONS["checkpoint.best"].nullable
-        True
-    """
+    """One section of keys, such as ``training`` or ``checkpoint.best``."""
 
     name: str
     nullable: bool
@@ -156,6 +144,22 @@ def _named_elsewhere(leaf: str) -> str | None:
     return f"write {_KEY_OF[name]}" if name in _KEY_OF else None
 
 
+# What an earlier version had as a key. The config that a run stores contains every key, so the default is accepted and
+# left out; for any other value: what to write instead.
+_REMOVED: dict[str, tuple[Any, str]] = {
+    **{
+        f"ddp.{name}": (default, f"write it into ddp.extra, as in ddp.extra: {{{name}: ...}}")
+        for name, default in (
+            ("find_unused_parameters", False),
+            ("static_graph", False),
+            ("gradient_as_bucket_view", True),
+            ("bucket_cap_mb", None),
+        )
+    },
+    "server.heartbeat_s": (1.0, "leave it out: it follows from server.lost_after_s"),
+}
+
+
 def unknown_key_message(name: str) -> str:
     """Return the message that refuses ``name`` and suggests the key that was probably meant."""
     parent, _, leaf = name.rpartition(".")
@@ -203,14 +207,6 @@ class Settings:
     Attributes:
         values: checked values by dotted key.
         origins: where each key was given last, in the order of assignment.
-
-    Example::
-
-        >>> settings = Settings()
-        >>> settings.assign((), {"task": "a:B", "seed": 1}, constant_origin("example"))
-        >>> apply_overrides(settings, ["seed=2"])
-        >>> settings.build().seed, settings.origins["seed"]
-        (2, '--set seed=2')
     """
 
     def __init__(self) -> None:
@@ -222,8 +218,6 @@ class Settings:
 
         Args:
             path: names from the top; () is the whole config.
-            value: a value read from YAML or passed from Python.
-            origin_of: returns where a path was given.
 
         Raises:
             UnsupportedConfiguration: there is no such key, or the value violates the rule of its key.
@@ -235,6 +229,13 @@ class Settings:
             self._store(name, check_value(name, KEYS[name].rule, value, origin_of(path)), origin_of(path))
         elif free := free_key(path):
             self._assign_inside(free, path, value, origin_of(path))
+        elif name in _REMOVED:
+            default, cure = _REMOVED[name]
+            if value != default:
+                raise UnsupportedConfiguration(
+                    f"{origin_prefix(origin_of(path))}{name} ({format_value(value)}) must not be given: it is no key "
+                    f"any more; {cure}"
+                )
         else:
             raise UnsupportedConfiguration(origin_prefix(origin_of(path)) + unknown_key_message(name))
 

@@ -16,11 +16,6 @@ class Mode:
         has_servers: the first ``cluster.num_servers`` ranks are parameter servers.
         has_process_group: the trainers form one process group of torch.distributed.
         single_process: the world is one rank, regardless of ``cluster.num_trainers``.
-
-    Example::
-
-        >>> MODES["ddp"].has_process_group, MODES["local"].unused_prefixes
-        (True, ('server.', 'cluster.num_servers', 'cluster.colocate', 'ddp.', 'cluster.'))
     """
 
     name: str

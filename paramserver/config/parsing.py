@@ -275,14 +275,7 @@ def read_text(text: str, name: str, *, numbered: bool = True) -> Document:
     """Read one YAML document.
 
     Args:
-        text: the document.
-        name: where it comes from; messages begin with it.
         numbered: add the line number to messages. False for text on a command line.
-
-    Example::
-
-        >>> read_text("a: {b: 1e-3}", "example").value
-        {'a': {'b': 0.001}}
     """
     try:
         loader = _Loader(text)

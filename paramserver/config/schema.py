@@ -46,11 +46,6 @@ class Rule:
             and `example` matches it.
         cures: what to write instead of a word that is not among the choices: pairs of a regular expression, which the
             whole word must match in any case, and the cure.
-
-    Example::
-
-        >>> Rule("int", minimum=1, nullable=True).describe()
-        'a positive whole number, or null'
     """
 
     kind: Kind
@@ -200,15 +195,13 @@ CONSISTENCIES = ("sync", "bounded", "async")
 BUFFERS = ("fifo", "firo", "reservoir")
 
 
+HEARTBEAT_S = 1.0
+"""Seconds between two heartbeats of a process, unless ``server.lost_after_s`` is below five times as much."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Section ``cluster``: the processes of a run and how they find each other.
-
-    Example::
-
-        >>> ClusterConfig(num_trainers=4).master_addr
-        '127.0.0.1'
-    """
+    """Section ``cluster``: the processes of a run and how they find each other."""
 
     num_servers: int | None = key(
         None, integer(1, nullable=True), "parameter servers; null = 1, or with colocate one per trainer; rpc only"
@@ -239,13 +232,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
-    """Section ``device``: where tensors live.
-
-    Example::
-
-        >>> DeviceConfig(kind="cpu").num_gpus is None
-        True
-    """
+    """Section ``device``: where tensors live."""
 
     kind: str = key(
         "auto", one_of("auto", "cpu", "cuda"), "device of the trainers; auto = a GPU each where there are enough"
@@ -257,13 +244,7 @@ class DeviceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Section ``training``: limits, batches and validation. The first limit that is reached ends the run.
-
-    Example::
-
-        >>> TrainingConfig(max_steps=100).batch_size
-        32
-    """
+    """Section ``training``: limits, batches and validation. The first limit that is reached ends the run."""
 
     max_epochs: int | None = key(None, integer(1, nullable=True), "limit: passes over a map-style source")
     max_steps: int | None = key(None, integer(1, nullable=True), "limit: global steps, exact")
@@ -300,16 +281,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Section ``server``: the parameter servers. Only mode rpc uses it.
-
-    Example::
-
-        >>> server = ServerConfig(consistency="bounded", bucket_mb=1)
-        >>> server.shares_memory
-        True
-        >>> server.bucket_bytes
-        1048576
-    """
+    """Section ``server``: the parameter servers. Only mode rpc uses it."""
 
     consistency: str = key("sync", one_of(*CONSISTENCIES), "when an update is applied and which trainers wait")
     staleness_bound: int = key(4, integer(0), "bounded: steps that a trainer may be ahead of the slowest one")
@@ -328,9 +300,13 @@ class ServerConfig:
         "over rpc, size in MB of the buckets that are sent during backward; "
         "null = chosen from the size of the model where each is updated as it arrives, 4 elsewhere",
     )
-    heartbeat_s: float = key(1.0, positive_number(), "seconds between two heartbeats of a trainer")
     lost_after_s: float = key(5.0, positive_number(), "seconds without a heartbeat after which a trainer is lost")
     on_loss: str = key("continue", one_of("continue", "rollback", "fail"), "rpc: reaction to the loss of a trainer")
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between two heartbeats of a process: several of them before it counts as lost."""
+        return min(HEARTBEAT_S, self.lost_after_s / 5)
 
     @property
     def bucket_bytes(self) -> float:
@@ -344,35 +320,15 @@ class ServerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DdpConfig:
-    """Section ``ddp``: arguments of DistributedDataParallel. Other modes ignore it.
+    """Section ``ddp``: arguments of DistributedDataParallel. Other modes ignore it."""
 
-    Example::
-
-        >>> DdpConfig(comm_hook="bf16").static_graph
-        False
-    """
-
-    find_unused_parameters: bool = key(False, boolean(), "see DistributedDataParallel")
-    static_graph: bool = key(False, boolean(), "see DistributedDataParallel")
-    gradient_as_bucket_view: bool = key(True, boolean(), "see DistributedDataParallel")
-    bucket_cap_mb: float | None = key(
-        None,
-        positive_number(nullable=True),
-        "null = 25, and 1 for the first bucket, so that communication starts early",
-    )
     comm_hook: str = key("none", one_of("none", "fp16", "bf16", "powersgd"), "compression of the gradients")
-    extra: dict[str, Any] = key({}, mapping(), "further arguments of DistributedDataParallel")
+    extra: dict[str, Any] = key({}, mapping(), "arguments of DistributedDataParallel")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferConfig:
-    """Section ``buffer``: the samples that each trainer holds.
-
-    Example::
-
-        >>> BufferConfig(kind="reservoir").capacity
-        4096
-    """
+    """Section ``buffer``: the samples that each trainer holds."""
 
     kind: str = key("fifo", one_of(*BUFFERS), "order in which samples are served")
     capacity: int = key(4096, integer(1), "samples per trainer")
@@ -384,13 +340,7 @@ class BufferConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationsConfig:
-    """Section ``simulations``: online training. It is null where samples come from a data set or an iterable.
-
-    Example::
-
-        >>> SimulationsConfig(function="simulate.py:simulate", count=100).at_once
-        1
-    """
+    """Section ``simulations``: online training. It is null where samples come from a data set or an iterable."""
 
     command: str | None = key(
         None,
@@ -419,13 +369,7 @@ class SimulationsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BestConfig:
-    """Section ``checkpoint.best``: the validation metric that decides which checkpoint is the best.
-
-    Example::
-
-        >>> BestConfig(metric="accuracy").mode
-        'max'
-    """
+    """Section ``checkpoint.best``: the validation metric that decides which checkpoint is the best."""
 
     metric: str = key(REQUIRED, string(), "the name of a value that validation_step returns")
     mode: str = key("max", one_of("min", "max"), "whether the smallest or the largest value is the best")
@@ -433,13 +377,7 @@ class BestConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Section ``checkpoint``: what is saved, and when.
-
-    Example::
-
-        >>> CheckpointConfig(every=500).keep
-        3
-    """
+    """Section ``checkpoint``: what is saved, and when."""
 
     every: int | None = key(
         None, integer(0, nullable=True), "global steps between two; null = validate_every; 0 = at the end only"
@@ -451,13 +389,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Section ``logging``: what is recorded, and where.
-
-    Example::
-
-        >>> LoggingConfig(name="digits-1").run_dir
-        'runs'
-    """
+    """Section ``logging``: what is recorded, and where."""
 
     run_dir: str = key("runs", string(), "folder of the runs")
     name: str | None = key(None, _FOLDER, "folder of the run in run_dir; null = task, mode and time")
@@ -469,14 +401,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The effective configuration of a run. Equal configs describe the same run.
-
-    Example::
-
-        >>> config = Config(task="task.py:Sine", mode="local", training=TrainingConfig(max_steps=10))
-        >>> config.training.max_steps, config.buffer.kind
-        (10, 'fifo')
-    """
+    """The effective configuration of a run. Equal configs describe the same run."""
 
     task: str | None = key(None, _CLASS, "required: the class of the task")
     task_args: dict[str, Any] = key({}, mapping(), "keyword arguments of the task's class")

@@ -14,13 +14,7 @@ _MOST_RANKS = 65_536
 
 @dataclass(frozen=True)
 class Role:
-    """The role of one rank. Exactly one of the two indices is set.
-
-    Example::
-
-        >>> str(Role(2, "trainer", trainer_index=1))
-        'trainer 1'
-    """
+    """The role of one rank. Exactly one of the two indices is set."""
 
     global_rank: int
     kind: Literal["server", "trainer"]
@@ -33,47 +27,23 @@ class Role:
 
 
 def mode_of(config: Config) -> Mode:
-    """Return the mode of a run.
-
-    Example::
-
-        >>> mode_of(Config(mode="local")).single_process
-        True
-    """
+    """Return the mode of a run."""
     return MODES[config.mode]
 
 
 def server_computes(config: Config) -> bool:
-    """Whether the forward of the model runs on the server.
-
-    Example::
-
-        >>> server_computes(Config())
-        False
-    """
+    """Whether the forward of the model runs on the server."""
     return mode_of(config).has_servers and config.server.compute == "server"
 
 
 def trainer_of(config: Config) -> str:
-    """Return the "module:Class" of the trainer of a run.
-
-    Example::
-
-        >>> trainer_of(Config(mode="ddp"))
-        'paramserver.trainers:DdpTrainer'
-    """
+    """Return the "module:Class" of the trainer of a run."""
     mode = mode_of(config)
     return config.trainer or (mode.served_trainer_class if server_computes(config) else mode.trainer_class)
 
 
 def num_servers_of(config: Config) -> int:
-    """Return the number of parameter servers of a run.
-
-    Example::
-
-        >>> num_servers_of(Config()), num_servers_of(Config(mode="ddp"))
-        (1, 0)
-    """
+    """Return the number of parameter servers of a run."""
     if not mode_of(config).has_servers:
         return 0
     cluster = config.cluster
@@ -81,60 +51,29 @@ def num_servers_of(config: Config) -> int:
 
 
 def num_trainers_of(config: Config) -> int:
-    """Return the number of trainers of a run.
-
-    Example::
-
-        >>> num_trainers_of(Config())
-        2
-    """
+    """Return the number of trainers of a run."""
     return world_size_of(config) - num_servers_of(config)
 
 
 def world_size_of(config: Config) -> int:
-    """Return the number of ranks of a run that the config asks for.
-
-    Example::
-
-        >>> world_size_of(Config()), world_size_of(Config(mode="local"))
-        (3, 1)
-    """
+    """Return the number of ranks of a run that the config asks for."""
     if mode_of(config).single_process:
         return 1
     return num_servers_of(config) + config.cluster.num_trainers
 
 
 def is_colocated(config: Config) -> bool:
-    """Whether each server shares the host of a trainer, and a command is started for each host.
-
-    Example::
-
-        >>> is_colocated(Config())
-        False
-    """
+    """Whether each server shares the host of a trainer, and a command is started for each host."""
     return mode_of(config).has_servers and config.cluster.colocate
 
 
 def num_commands_of(config: Config) -> int:
-    """Return the number of commands that start a run where each is started by itself: hosts if servers are co-located.
-
-    Example::
-
-        >>> num_commands_of(Config())
-        3
-    """
+    """Return the number of commands that start a run by one each: hosts if servers are co-located."""
     return num_trainers_of(config) if is_colocated(config) else world_size_of(config)
 
 
 def num_ranks_started(config: Config, commands: int) -> int:
-    """Return the number of ranks that so many commands start: each of one host, if servers are co-located.
-
-    Example::
-
-        >>> from paramserver.config import ClusterConfig
-        >>> num_ranks_started(Config(cluster=ClusterConfig(colocate=True)), 3)
-        6
-    """
+    """Return the number of ranks that so many commands start: each of one host, if servers are co-located."""
     return commands + (config.cluster.num_servers or commands) if is_colocated(config) else commands
 
 
@@ -143,11 +82,6 @@ def with_world_size(config: Config, world_size: int) -> Config:
 
     Raises:
         UnsupportedConfiguration: the mode cannot run with this world size.
-
-    Example::
-
-        >>> with_world_size(Config(), 5).cluster.num_trainers
-        4
     """
     _check_world(config, world_size)
     if not mode_of(config).has_servers:
@@ -163,11 +97,6 @@ def roles(config: Config, world_size: int) -> list[Role]:
 
     Raises:
         UnsupportedConfiguration: the mode cannot run with this world size.
-
-    Example::
-
-        >>> [str(role) for role in roles(Config(), 3)]
-        ['server 0', 'trainer 0', 'trainer 1']
     """
     _check_world(config, world_size)
     servers = _servers_in(config, world_size)

@@ -16,22 +16,6 @@ class Async(FreeRunning):
 
     Dean et al., "Large scale distributed deep networks", NeurIPS 2012 (Downpour SGD). As in Recht et al., "Hogwild!",
     NeurIPS 2011, reading and writing parameters takes no lock, but trainers read complete versions only.
-
-    Example::
-
-        >>> from paramserver.consistency import Announcement, Readiness
-        >>> from paramserver.limits import Limits
-        >>> rules = Async(RunTerms(num_trainers=2, limits=Limits()))
-        >>> for trainer_index in (0, 1):
-        ...     rules.announce(trainer_index, Announcement(Readiness.READY))
-        >>> sorted(rules.pop_decisions())
-        [0, 1]
-        >>> rules.push(trainer_index=1, version=0, samples=32), rules.push(trainer_index=0, version=0, samples=32)
-        (True, True)
-        >>> rules.next_update()
-        Update(trainers=(1,), staleness=(0,), buffers_from=1)
-        >>> rules.next_update()
-        Update(trainers=(0,), staleness=(1,), buffers_from=0)
     """
 
     def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
@@ -96,22 +80,7 @@ class Bounded(Async):
     holds, and what follows from it.
 
     Args:
-        terms, step, samples: see ``Consistency``.
         bound: clocks that a trainer may start ahead of the slowest, at least 0.
-
-    Example::
-
-        >>> from paramserver.consistency import Announcement, Readiness
-        >>> from paramserver.limits import Limits
-        >>> rules = Bounded(RunTerms(num_trainers=2, limits=Limits()), bound=0)
-        >>> rules.announce(0, Announcement(Readiness.READY))
-        >>> rules.pop_decisions()[0].verdict
-        <Verdict.GO: 'go'>
-        >>> rules.push(trainer_index=0, version=0, samples=32), rules.next_update().trainers
-        (True, (0,))
-        >>> rules.announce(0, Announcement(Readiness.READY))
-        >>> rules.pop_decisions()  # trainer 1 has not finished clock 0
-        {}
     """
 
     def __init__(self, terms: RunTerms, bound: int, step: int = 0, samples: int = 0) -> None:

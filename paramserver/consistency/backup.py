@@ -17,22 +17,7 @@ class BackupSync(FreeRunning):
     buffer. An update has at least one gradient, however many trainers leave.
 
     Args:
-        terms, step, samples: see ``Consistency``.
         backups: B, at most T - 1.
-
-    Example::
-
-        >>> from paramserver.consistency import Announcement, Readiness
-        >>> from paramserver.limits import Limits
-        >>> rules = BackupSync(RunTerms(num_trainers=2, limits=Limits()), backups=1)
-        >>> for trainer_index in (0, 1):
-        ...     rules.announce(trainer_index, Announcement(Readiness.READY))
-        >>> sorted(rules.pop_decisions())
-        [0, 1]
-        >>> rules.push(trainer_index=1, version=0, samples=32), rules.next_update().trainers
-        (True, (1,))
-        >>> rules.push(trainer_index=0, version=0, samples=32), rules.dropped
-        (False, {0: 1, 1: 0})
     """
 
     def __init__(self, terms: RunTerms, backups: int, step: int = 0, samples: int = 0) -> None:

@@ -26,13 +26,7 @@ from paramserver.limits import Limits
 
 
 class Readiness(IntEnum):
-    """What a trainer announces before a step: it has its next batches, it waits for samples, or its data has ended.
-
-    Example::
-
-        >>> Readiness.READY < Readiness.DRAINED
-        True
-    """
+    """What a trainer announces before a step: it has its next batches, it waits for samples, or its data has ended."""
 
     READY = 1
     WAITING = 2
@@ -43,11 +37,6 @@ class Stop(IntEnum):
     """Why the end of the run, or of its view, is requested; the larger reason wins.
 
     ``RESIZE``: the run continues from here with other trainers.
-
-    Example::
-
-        >>> max(Stop.NO, Stop.SIGNAL, Stop.LIMIT)
-        <Stop.SIGNAL: 3>
     """
 
     NO = 0
@@ -63,11 +52,6 @@ class Verdict(Enum):
     are at the same step, where they validate or save together; in lockstep they do so without it, and get it where all
     that had to are lost. ``VALIDATE``, only without lockstep: this trainer validates a share of a retained version, its
     own or that of a lost trainer, while the others continue.
-
-    Example::
-
-        >>> Verdict("barrier")
-        <Verdict.BARRIER: 'barrier'>
     """
 
     GO = "go"
@@ -83,11 +67,6 @@ class Announcement:
 
     Attributes:
         samples: of these batches, at most; None = ``RunTerms.batch_size`` each.
-
-    Example::
-
-        >>> Announcement(Readiness.READY, batches=4).stop
-        <Stop.NO: 0>
     """
 
     readiness: Readiness
@@ -111,11 +90,6 @@ class Decision:
         resizes: only this view ends; the run continues with other trainers.
         batches: of each active trainer; fewer than ``training.accumulate_batches`` only at the end of the data.
         share: with ``VALIDATE`` the trainer whose share of the validation samples is meant.
-
-    Example::
-
-        >>> Decision(Verdict.GO, active=(0, 1), step=10, samples=640, batches=1).interrupted
-        False
     """
 
     verdict: Verdict
@@ -130,13 +104,7 @@ class Decision:
 
 
 def end(stop: Stop, reason: str, step: int, samples: int) -> Decision:
-    """Return the decision that ends the run, or this view of it, because of ``stop``.
-
-    Example::
-
-        >>> end(Stop.SIGNAL, "signal SIGTERM", step=10, samples=640).interrupted
-        True
-    """
+    """Return the decision that ends the run, or this view of it, because of ``stop``."""
     interrupted, resizes = stop is Stop.SIGNAL, stop is Stop.RESIZE
     return Decision(Verdict.END, (), step, samples, reason, interrupted=interrupted, resizes=resizes)
 
@@ -152,11 +120,6 @@ class RunTerms:
         batch_size: samples of a batch, at most; bounds the samples that are in flight.
         barrier_every: steps; at multiples of any of them all trainers wait for each other (checkpoints). 0 is never.
         validate_every: steps; multiples of it are retained and validated without a barrier. 0 is never.
-
-    Example::
-
-        >>> RunTerms(2, Limits(max_steps=100), barrier_every=(50,)).uneven_inputs
-        'stop'
     """
 
     num_trainers: int
@@ -176,11 +139,6 @@ class Update:
         staleness: of each gradient: the version that it is applied to minus the version that it was computed at.
         buffers_from: the trainer whose module buffers become those of the version. If the trainer that was asked for
             them left, this one may have pushed none; then those of the version before are kept.
-
-    Example::
-
-        >>> Update(trainers=(0, 2), staleness=(0, 1), buffers_from=0).staleness
-        (0, 1)
     """
 
     trainers: tuple[int, ...]
@@ -198,20 +156,6 @@ class Consistency(ABC):
     A trainer whose process is lost leaves, and its replacement joins under the same index. In between the others
     continue. If their data ends first they wait, because that of the lost trainer has not been served, until a
     replacement joins or ``forget`` gives the lost one up.
-
-    Args:
-        terms: of the run.
-        step: steps applied so far.
-        samples: samples applied so far.
-
-    Example::
-
-        >>> from paramserver.consistency import Sync
-        >>> rule = Sync(RunTerms(2, Limits()))
-        >>> for trainer in (0, 1):
-        ...     rule.announce(trainer, Announcement(Readiness.READY))
-        >>> rule.next_update() is None, [decision.verdict.name for decision in rule.pop_decisions().values()]
-        (True, ['GO', 'GO'])
     """
 
     lockstep: bool

@@ -14,15 +14,7 @@ CLASSES: dict[str, type[Consistency]] = {"sync": Sync, "bounded": Bounded, "asyn
 
 
 def consistency_class(config: ServerConfig) -> type[Consistency]:
-    """Return the class of the consistency of a config, which declares what holds for it.
-
-    Example::
-
-        >>> consistency_class(ServerConfig(consistency="async")).lockstep
-        False
-        >>> consistency_class(ServerConfig(backup_trainers=1)).gradients_per_update(ServerConfig(backup_trainers=1), 4)
-        3
-    """
+    """Return the class of the consistency of a config, which declares what holds for it."""
     # Backup trainers are a variant of sync; config/checks.py rejects them with other consistencies.
     return BackupSync if config.backup_trainers else CLASSES[config.consistency]
 
@@ -33,18 +25,6 @@ def make_consistency(config: Config, trainers: int, step: int = 0, samples: int 
     Without lockstep, all trainers wait for each other at checkpoints. They validate retained versions without waiting,
     unless the best version is to be saved, as what is saved must be what was validated, or parameters are averaged: no
     averages are retained.
-
-    Args:
-        config: of the run.
-        trainers: number of trainers.
-        step: steps applied so far.
-        samples: samples applied so far.
-
-    Example::
-
-        >>> rules = make_consistency(Config(server=ServerConfig(consistency="bounded", staleness_bound=3)), trainers=2)
-        >>> type(rules).__name__, rules.bound
-        ('Bounded', 3)
     """
     training, server = config.training, config.server
     every = training.validate_every if config.checkpoint.every is None else config.checkpoint.every

@@ -18,11 +18,6 @@ class TrainerId:
         trainer_index: of the trainer.
         view: of the servers that it has joined; see ``Ledger``.
         incarnation: how often a process had joined as this trainer when this one did.
-
-    Example::
-
-        >>> TrainerId(trainer_index=1, view=1, incarnation=2) == TrainerId(trainer_index=1, view=2, incarnation=2)
-        False
     """
 
     trainer_index: int
@@ -37,11 +32,6 @@ class PushId(TrainerId):
     Attributes:
         trainer_index, view, incarnation: as in ``TrainerId``.
         sequence: counts the pushes of this incarnation.
-
-    Example::
-
-        >>> PushId(trainer_index=1, view=1, incarnation=2, sequence=3).sequence
-        3
     """
 
     sequence: int
@@ -53,11 +43,6 @@ class PushState(Enum):
     ``NEW``: the next one; accept it. ``PENDING``: it was accepted and is not decided yet. ``DECIDED``: it was applied
     or dropped; reply as before. ``EVICTED``: of an earlier view or incarnation, which takes no part any more. ``GAP``:
     one before it is missing.
-
-    Example::
-
-        >>> PushState("new")
-        <PushState.NEW: 'new'>
     """
 
     NEW = "new"
@@ -81,12 +66,6 @@ class LedgerRow:
         moved_pushes: accepted from trainers that no longer exist, which this one stands for.
         samples: of all these pushes.
         positions: of its own samples, in the trainer's order; of a stream, their keys.
-
-    Example::
-
-        >>> row = LedgerRow()
-        >>> row.incarnation, row.positions.low
-        (0, 0)
     """
 
     incarnation: int = 0
@@ -112,24 +91,6 @@ class Ledger:
 
     Args:
         times_due: how often each sample is served (``buffer.pseudo_epochs``); None for a reservoir, which repeats them.
-        view: of this server.
-
-    Example::
-
-        >>> ledger = Ledger()
-        >>> push = PushId(trainer_index=0, view=1, incarnation=ledger.admit(0), sequence=1)
-        >>> ledger.state_of(push)
-        <PushState.NEW: 'new'>
-        >>> ledger.accept(push, version=0, samples=2, positions=[0, 1])
-        >>> ledger.state_of(push), ledger[0].positions.low
-        (<PushState.PENDING: 'pending'>, 2)
-        >>> ledger.decide(push)
-        >>> ledger.state_of(push)
-        <PushState.DECIDED: 'decided'>
-        >>> ledger.admit(0)  # another process takes the place of this trainer
-        2
-        >>> ledger.state_of(PushId(trainer_index=0, view=1, incarnation=1, sequence=2))
-        <PushState.EVICTED: 'evicted'>
     """
 
     def __init__(self, times_due: int | None = 1, view: int = 1) -> None:
@@ -194,7 +155,6 @@ class Ledger:
         """Restore ``state_dict()``. Positions are those of the parts that trainers load, which report them anew.
 
         Args:
-            state: of a checkpoint.
             num_trainers: of the run that continues, if there may be fewer than before: the pushes and samples of
                 trainer i are counted for trainer i modulo ``num_trainers`` then, as ``reshard_parts`` does.
         """

@@ -35,16 +35,6 @@ def decide(
 
     All wait for a trainer that waits for samples, unless one of ``blocking`` is ready, whose full buffer may block the
     simulations that the other waits for; see ``Consistency.set_blocks``.
-
-    Example::
-
-        >>> ready, drained = Announcement(Readiness.READY), Announcement(Readiness.DRAINED)
-        >>> decide({0: ready, 1: ready}, 0, 0, Limits(), "stop").verdict
-        <Verdict.GO: 'go'>
-        >>> decide({0: ready, 1: drained}, 5, 160, Limits(), "join").active
-        (0,)
-        >>> decide({0: ready, 1: ready}, 5, 160, Limits(max_steps=5), "stop").reason
-        'training.max_steps (5) reached'
     """
     active, drained, batches, blocked = [], [], [], False
     stop, reason = Stop.NO, ""
@@ -74,13 +64,7 @@ def decide(
 
 
 def module_buffer_owner(active: tuple[int, ...], uneven_inputs: str) -> int:
-    """Return the trainer whose module buffers (BatchNorm) a step keeps: as in DDP the first, in DDP's join the last.
-
-    Example::
-
-        >>> module_buffer_owner((0, 1), "stop"), module_buffer_owner((0, 1), "join")
-        (0, 1)
-    """
+    """Return the trainer whose module buffers (BatchNorm) a step keeps: as in DDP the first, in DDP's join the last."""
     return active[-1] if uneven_inputs == "join" else active[0]
 
 
@@ -90,18 +74,6 @@ class Sync(Consistency):
     Bulk-synchronous parallelism with a server: Valiant, "A bridging model for parallel computation", CACM 33(8), 1990.
     DistributedDataParallel computes the same mean (Li et al., "PyTorch Distributed", VLDB 2020). If a trainer leaves
     during a step, the mean is over those that push.
-
-    Example::
-
-        >>> sync = Sync(RunTerms(num_trainers=2, limits=Limits()))
-        >>> for trainer_index in (0, 1):
-        ...     sync.announce(trainer_index, Announcement(Readiness.READY))
-        >>> sync.pop_decisions()[0].active
-        (0, 1)
-        >>> sync.push(trainer_index=1, version=0, samples=32), sync.next_update()
-        (True, None)
-        >>> sync.push(trainer_index=0, version=0, samples=32), sync.next_update()
-        (True, Update(trainers=(0, 1), staleness=(0, 0), buffers_from=0))
     """
 
     lockstep = True

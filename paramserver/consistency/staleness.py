@@ -11,18 +11,7 @@ _P95 = Fraction(95, 100)  # exact, so that rounding never moves the rank, howeve
 
 
 class StalenessHistogram:
-    """How often gradients of each trainer were applied at each staleness (versions).
-
-    Example::
-
-        >>> histogram = StalenessHistogram()
-        >>> for trainer_index, staleness in [(0, 0), (1, 2), (0, 1), (1, 1)]:
-        ...     histogram.add(trainer_index, staleness)
-        >>> histogram.summary()
-        {'mean': 1.0, 'p95': 2, 'max': 2, 'histogram': {'0': 1, '1': 2, '2': 1}}
-        >>> histogram.for_trainer(0)["mean"]
-        0.5
-    """
+    """How often gradients of each trainer were applied at each staleness (versions)."""
 
     def __init__(self) -> None:
         self._counts: dict[int, Counter[int]] = {}

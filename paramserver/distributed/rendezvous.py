@@ -84,10 +84,6 @@ class Rendezvous:
 
     Args:
         store: with the prefix of this run.
-        identity: of this rank.
-        timeout_s: ``cluster.timeout_s``.
-        host: ``host_identity()`` of this rank.
-        view: of the servers; see ``consistency/ledger.py``.
         base: the store without the prefix.
         trainer_ranks: global ranks of the trainers of this view, in the order of their indices.
         sockets: of this rank's connection to the store; their end ends a wait for a key.
@@ -230,8 +226,6 @@ def join_rendezvous(
 
     Args:
         config: this rank's; keys that may differ between hosts are not compared.
-        identity: which rank this is, and the address of rank 0.
-        interrupted: ends the wait.
         listener: on rank 0, the socket for the store if it is bound already.
         view: on rank 0, the view that begins; elsewhere, the first that this rank may join.
         store: on rank 0, that of an earlier view.
@@ -398,9 +392,7 @@ def connect_to_job(config: Config, identity: ProcessIdentity, limit_s: float) ->
     """Connect to the store of a running job; yield it, and the global ranks of the job's trainers.
 
     Args:
-        config: of the job.
         identity: with the address of rank 0; its rank is not used.
-        limit_s: for rank 0 to answer.
 
     Raises:
         DeadlineExceeded: rank 0 cannot be reached.
@@ -413,10 +405,6 @@ def connect_to_job(config: Config, identity: ProcessIdentity, limit_s: float) ->
 
 def fetch_config(identity: ProcessIdentity, limit_s: float) -> str:
     """Return the config of rank 0, as YAML; waits for rank 0 to start.
-
-    Args:
-        identity: of this process.
-        limit_s: for rank 0 to start and to answer.
 
     Raises:
         DeadlineExceeded: rank 0 cannot be reached.
@@ -488,12 +476,9 @@ def open_store(
     """Connect to the store of rank 0, which rank 0 itself opens first.
 
     Args:
-        identity: of this process, with the address of rank 0 and the job token.
         timeout_s: of later calls of the store.
         deadline: ``time.monotonic()`` until which rank 0 must answer.
-        interrupted: ends the wait.
         listener: on rank 0, the socket for the store if it is bound already.
-        sockets: records the connection.
         resources: receives what has to be closed after the last use of the store. Required with a token.
 
     Raises:

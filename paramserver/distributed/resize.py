@@ -15,12 +15,7 @@ _RANKS = "ranks"
 
 @dataclass(frozen=True)
 class ResizeRequest:
-    """A trainer asks to join the run, or to leave it.
-
-    Args:
-        kind: ``join`` or ``leave``.
-        global_rank: of the trainer.
-    """
+    """A trainer asks to join the run, or to leave it."""
 
     kind: Literal["join", "leave"]
     global_rank: int
@@ -52,7 +47,7 @@ def draw_rank(store: Store, taken: Iterable[int]) -> int:
 
 
 def send_request(store: Store, request: ResizeRequest) -> str:
-    """Send a request to rank 0, which reads it within ``server.heartbeat_s``; return its key."""
+    """Send a request to rank 0, which reads it within a second; return its key."""
     key = f"request/{store.add(_COUNT, 1)}"
     store.set(key, json.dumps(asdict(request)))
     return key

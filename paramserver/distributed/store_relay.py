@@ -216,7 +216,6 @@ class StoreGuard(_Relay):
     Args:
         listener: where ranks connect; owned from here on.
         store_port: of the store, on loopback.
-        token: of the run.
     """
 
     def __init__(self, listener: socket.socket, store_port: int, token: JobToken) -> None:
@@ -242,13 +241,7 @@ class StoreGuard(_Relay):
 
 
 class StoreTunnel(_Relay):
-    """On the other ranks: relays connections of this process to rank 0, and proves the token there.
-
-    Args:
-        host, port: of rank 0's guard.
-        token: of the run.
-        rank: of this process.
-    """
+    """On the other ranks: relays connections of this process to rank 0, and proves the token there."""
 
     def __init__(self, host: str, port: int, token: JobToken, rank: int) -> None:
         self._host, self._host_port, self._token, self._rank = host, port, token, rank

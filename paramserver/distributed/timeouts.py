@@ -26,10 +26,7 @@ def call_with_timeout(
     raised here.
 
     Args:
-        timeout_s: seconds.
         what: what the call waits for, as in "the shutdown of the RPC agent"; part of the error message.
-        function: called without arguments.
-        interrupted: ends the wait, if it is given.
 
     Raises:
         DeadlineExceeded: the function did not return in time.
@@ -73,9 +70,6 @@ def poll_until(
 
     Args:
         deadline: ``time.monotonic()`` at which to give up; ``ready`` is called at least once.
-        ready: the condition.
-        interrupted: ends the wait.
-        every_s: seconds between two calls.
 
     Returns:
         None if the deadline passed or ``interrupted`` was set first.

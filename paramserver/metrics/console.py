@@ -26,8 +26,6 @@ class Console(Sink):
     With ``logging.progress: off`` only the progress is left out.
 
     Args:
-        config: the config of the run.
-        stream: usually ``sys.stderr``.
         changes: lines about a resumed run. They are printed at its start, so not where the resume is refused.
     """
 
@@ -97,22 +95,11 @@ class Progress(Sink):
     A closed stream or a broken pipe stops the display, never the run.
 
     Args:
-        stream: usually ``sys.stderr``.
         style: ``auto``: one live line (with tqdm, if installed) if ``stream`` is a terminal, otherwise a plain line at
             most every 2 seconds and one per validation. ``on``: the live line on any stream. ``off``: nothing.
         total_steps: ``training.max_steps``, if it is a limit. Where neither total is given, a record "expected" may
             set a total of samples before the first step.
         total_samples: ``training.max_samples``, if it is a limit; used where ``total_steps`` is None.
-        clock: returns monotonic seconds.
-
-    Example::
-
-        >>> import io
-        >>> stream = io.StringIO()
-        >>> progress = Progress(stream, "auto", total_steps=100)
-        >>> progress.write({"kind": "train", "step": 10, "samples": 320, "loss": 0.5})
-        >>> stream.getvalue().strip()
-        'step 10/100: train loss 0.5'
     """
 
     def __init__(

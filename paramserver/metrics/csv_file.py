@@ -27,17 +27,6 @@ class Csv(Sink):
 
     Raises:
         StorageError: the file cannot be opened.
-
-    Example::
-
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder) / "metrics.csv"
-        ...     with Csv(path, Path(folder) / "metrics.jsonl") as sink:
-        ...         sink.write({"time": 5.0, "kind": "train", "step": 1, "loss": 0.5})
-        ...     print(path.read_text(), end="")
-        step,time,name,value
-        1,5.0,train/loss,0.5
     """
 
     def __init__(self, path: Path, metrics_file: Path) -> None:

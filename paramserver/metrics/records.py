@@ -190,15 +190,6 @@ class PhaseClock:
     Attributes:
         on_step: called at the end of each step with ``time.perf_counter()``, the duration in seconds, and the seconds
             of each phase and of ``hidden``.
-
-    Example::
-
-        >>> clock = PhaseClock()
-        >>> clock.lap("forward")
-        >>> clock.lap("backward")
-        >>> duration_s = clock.end_step()
-        >>> clock.steps.count, abs(sum(clock.seconds.values()) - duration_s) < 1e-9
-        (1, True)
     """
 
     def __init__(self) -> None:
@@ -343,14 +334,7 @@ def merge_sums(parts: Mapping[int, WeightedSums]) -> WeightedSums:
 
 
 class CoreWait:
-    """Measures the share of the time from now on for which this thread could run and had no core.
-
-    Example::
-
-        >>> share = CoreWait().share()
-        >>> share is None or 0.0 <= share <= 1.0
-        True
-    """
+    """Measures the share of the time from now on for which this thread could run and had no core."""
 
     def __init__(self) -> None:
         self._began, self._waited_s = time.perf_counter(), self._seconds()

@@ -32,9 +32,6 @@ class LogReducer:
 
     A value is complete once each trainer has recorded something of a later step. Trainers that log nothing in a step
     have no part in its value.
-
-    Args:
-        trainers: their indices.
     """
 
     def __init__(self, trainers: Iterable[int]) -> None:

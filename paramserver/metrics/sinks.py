@@ -76,26 +76,8 @@ class FanOut(Sink):
     A sink that fails is reported once and dropped. The failure of a required sink is raised, after the other sinks have
     received the record.
 
-    Args:
-        sinks: in the order in which they receive a record.
-
     Attributes:
         on_failure: is called, without a lock, with a sentence about a sink that failed.
-
-    Example::
-
-        >>> class Collect(Sink):
-        ...     def __init__(self):
-        ...         self.steps = []
-        ...     def write(self, record):
-        ...         self.steps.append(record["step"])
-        ...     def close(self):
-        ...         pass
-        >>> first, second = Collect(), Collect()
-        >>> with FanOut([first, second]) as sinks:
-        ...     sinks.write({"kind": "train", "step": 1})
-        >>> first.steps, second.steps
-        ([1], [1])
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -157,15 +139,9 @@ def make_sinks(references: Sequence[str], folders: Sequence[Path] = ()) -> list[
 
     Args:
         references: the value of the key; ``csv`` is not one of them.
-        folders: where files and modules are searched.
 
     Raises:
         TaskError: there is no such class, it is not derived from `Sink`, or making one raised.
-
-    Example::
-
-        >>> make_sinks(["csv"])
-        []
     """
     made = []
     for reference in references:
@@ -187,18 +163,7 @@ def make_sinks(references: Sequence[str], folders: Sequence[Path] = ()) -> list[
 
 
 class OpenSink(Sink):
-    """Passes records to a sink whose owner closes it.
-
-    Example::
-
-        >>> import io
-        >>> class Print(Sink):
-        ...     def write(self, record): print(record["step"])
-        ...     def close(self): print("closed")
-        >>> with OpenSink(Print()) as sink:
-        ...     sink.write({"kind": "train", "step": 1})
-        1
-    """
+    """Passes records to a sink whose owner closes it."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -246,21 +211,9 @@ def _raise_first(failures: list[Exception | None]) -> None:
 class JsonLines(Sink):
     """Appends each record to ``path`` as one line of strict JSON (see `json_text`) and flushes it.
 
-    Args:
-        path: the file; created if missing.
-
     Raises:
         StorageError: the file cannot be opened or written, or it was removed, moved or replaced; noticed by ``check``,
             and by ``write`` within a second.
-
-    Example::
-
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with JsonLines(Path(folder) / "metrics.jsonl") as sink:
-        ...         sink.write({"kind": "train", "step": 1, "loss": float("inf")})
-        ...     print(sink.path.read_text(), end="")
-        {"kind": "train", "step": 1, "loss": null, "loss_text": "inf"}
     """
 
     required = True

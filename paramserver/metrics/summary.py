@@ -65,11 +65,7 @@ def summary_text(summary: Summary, run_dir: Path | str, first_step: int = 0) -> 
 
     Args:
         summary: the content of ``summary.json``. A field that is missing or None has no line, or a dash in its line.
-        run_dir: the folder of the run.
         first_step: where the run was resumed. Times and speeds count from there, ``steps`` and ``samples`` from 0.
-
-    Returns:
-        Aligned lines ``name  value``.
     """
     lines = [(name, line(summary)) for name, line in _LINES]
     if first_step:

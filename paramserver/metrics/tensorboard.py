@@ -125,20 +125,10 @@ class TensorBoard(Sink):
     """Writes TensorBoard event files. TensorBoard is imported at the first record that needs it.
 
     Args:
-        folder: the ``tensorboard`` folder of the run.
         purge_step: for a resumed run, the first step whose earlier events are invalid (the resumed step plus one).
 
     Raises:
         StorageError: the folder was removed or moved; noticed by the next ``write``.
-
-    Example::
-
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with TensorBoard(Path(folder)) as sink:
-        ...         sink.write({"time": 0.0, "kind": "train", "step": 1, "loss": 0.5})
-        ...     len(list(Path(folder).glob("events.*")))
-        1
     """
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:

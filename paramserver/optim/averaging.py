@@ -21,20 +21,6 @@ class AverageParameters:
     The numbers are those of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``, updated after
     each step: the first average of a parameter is its value after its first update. A parameter without a gradient is
     not stepped, and its average stays as it is. Each element depends on itself only.
-
-    Args:
-        decay: the share of the previous average.
-
-    Example::
-
-        >>> weight = nn.Parameter(torch.zeros(1))
-        >>> sgd = torch.optim.SGD([weight], lr=1.0)
-        >>> handle = sgd.register_step_post_hook(AverageParameters(0.5))
-        >>> for _ in range(2):
-        ...     weight.grad = torch.ones(1)
-        ...     sgd.step()
-        >>> weight.item(), averages(sgd.state_dict()["state"], ["weight"])["weight"].item()
-        (-2.0, -1.5)
     """
 
     def __init__(self, decay: float) -> None:
@@ -64,7 +50,6 @@ def averages(states: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> d
     """Return the average of each parameter that has one, by name.
 
     Args:
-        states: the entry ``state`` of the optimizer's ``state_dict()``.
         names: of the parameters, in the order of the optimizer.
     """
     return {names[number]: state[_AVERAGE] for number, state in states.items() if _AVERAGE in state}

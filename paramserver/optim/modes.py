@@ -50,9 +50,6 @@ def copied_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 class SwitchedOptimizer:
     """Switches an optimizer that has modes, and knows the present one, also where a task calls these methods.
 
-    Args:
-        optimizer: whose methods are replaced by ones that record the call.
-
     Example::
 
         >>> class Average(torch.optim.SGD):

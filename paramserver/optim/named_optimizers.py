@@ -17,15 +17,6 @@ class NamedOptimizers(torch.optim.Optimizer):
 
     Args:
         by_name: the optimizers; no parameter is in two of them.
-
-    Example::
-
-        >>> first, second = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-        >>> both = NamedOptimizers({"a": torch.optim.SGD([first], lr=1.0), "b": torch.optim.SGD([second], lr=2.0)})
-        >>> second.grad = torch.ones(1)
-        >>> both.step()
-        >>> first.item(), second.item(), sorted(both.state_dict())
-        (0.0, -2.0, ['a', 'b'])
     """
 
     def __init__(self, by_name: Mapping[str, torch.optim.Optimizer]) -> None:

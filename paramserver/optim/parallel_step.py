@@ -110,11 +110,7 @@ def num_spare_threads(cores: int) -> int:
 
 
 class ThreadTeam:
-    """The calling thread and a pool of others. Used by one thread at a time; ``close`` ends the pool.
-
-    Args:
-        others: number of threads in the pool, at least 1.
-    """
+    """The calling thread and a pool of others. Used by one thread at a time; ``close`` ends the pool."""
 
     def __init__(self, others: int) -> None:
         self.size = others + 1
@@ -153,7 +149,6 @@ class ParallelStep:
 
     Args:
         optimizer: one that ``supports`` accepts.
-        team: the threads.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, team: ThreadTeam) -> None:

@@ -31,8 +31,6 @@ class Updater:
     Gradients are read from ``parameter.grad``; a parameter without one is not stepped, as in torch.optim.
 
     Args:
-        task: builds the optimizer and the scheduler.
-        model: whose parameters are optimized.
         training: ``clip_grad_norm``, ``ema_decay``, ``validate_every`` and ``accumulate_batches`` are used.
         seed: of the run, for what the optimizer draws in ``step()``.
 
@@ -143,10 +141,6 @@ class Updater:
 
         A validation that is made only because the run ends does not count: a run that is resumed later must continue as
         if it had not ended.
-
-        Args:
-            step: of the validation; ``since`` as for ``is_due``.
-            values: that it gave, by name.
         """
         if not is_due(step, self.validate_every, since):
             return

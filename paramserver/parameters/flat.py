@@ -53,7 +53,6 @@ class FlatLayout:
         """Return the layout of ``tensors`` in their order.
 
         Args:
-            tensors: names and tensors, on any device.
             flat_bytes: size of a flat tensor, at most; a single tensor that is larger gets one of its own.
 
         Raises:
@@ -127,9 +126,8 @@ class FlatTensors:
     Tied parameters stay tied: ``named_parameters()`` names a shared tensor once, and its ``data`` is replaced in place.
 
     Args:
-        tensors: by name.
         allocate: returns the flat tensors; by default memory of this process.
-        flat_bytes: see ``FlatLayout.of``.
+        others: further tensors of the model, by name, which stay where they are.
 
     Raises:
         UnsupportedConfiguration: two tensors share memory, or one is sparse.
@@ -140,8 +138,9 @@ class FlatTensors:
         tensors: Mapping[str, Tensor],
         allocate: Callable[[FlatLayout], list[Tensor]] | None = None,
         flat_bytes: float = math.inf,
+        others: Mapping[str, Tensor] | None = None,
     ) -> None:
-        _check_separate_memory(tensors)
+        _check_separate_memory(tensors, others or {})
         self.layout = FlatLayout.of(tensors.items(), flat_bytes)
         self.tensors = dict(tensors)
         device = next((t.device for t in tensors.values()), torch.device("cpu"))
@@ -189,16 +188,54 @@ def gradient_leaf(flat: Tensor) -> Tensor:
     return torch.zeros((), dtype=flat.dtype).expand(flat.shape).requires_grad_()
 
 
-def _check_separate_memory(tensors: Mapping[str, Tensor]) -> None:
-    # Two tensors over the same memory would become independent when each is moved to its own slot.
-    places: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        if tensor.numel() and (other := places.setdefault(tensor.data_ptr(), name)) != name:
-            raise UnsupportedConfiguration(
-                f"{other} and {name} share memory but are two tensors; to tie them, give both modules one Parameter"
-            )
+def _check_separate_memory(moved: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+    """Refuse a tensor that shares memory with one of ``moved``: they would become independent when that is moved."""
+    first: dict[int, tuple[str, Tensor]] = {}  # in each storage
+    taken: dict[int, Tensor] = {}  # the bytes of a storage in which there are several, once there is a second one
+    for name, tensor in (*moved.items(), *others.items()):
+        if not tensor.numel() or tensor.layout is not torch.strided:
+            continue
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if key not in first:
+            if name in moved:
+                first[key] = name, tensor
+            continue
+        if key not in taken:
+            taken[key] = torch.zeros(storage.nbytes(), dtype=torch.bool)
+            _bytes_of(first[key][1], taken[key]).fill_(True)
+        own = _bytes_of(tensor, taken[key])
+        if bool(own.any()):
+            other = next(n for n, t in moved.items() if n != name and _shares_memory(t, tensor))
+            cure = "to tie them, give both modules one Parameter"
+            if name not in moved:
+                cure = f"use the parameter itself in its place, or give {name} memory of its own (clone())"
+            raise UnsupportedConfiguration(f"{other} and {name} share memory but are two tensors; {cure}")
+        if name in moved:
+            own.fill_(True)
+
+
+def _bytes_of(tensor: Tensor, storage: Tensor) -> Tensor:
+    """Return the bytes of a tensor as a view of ``storage``, which has one element for each byte."""
+    size = tensor.element_size()
+    stride = (*(step * size for step in tensor.stride()), 1)
+    return torch.as_strided(storage, (*tensor.shape, size), stride, tensor.storage_offset() * size)
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    storage = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool)
+    _bytes_of(one, storage).fill_(True)
+    return bool(_bytes_of(other, storage).any())
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters that are trained, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def other_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the frozen parameters and the module buffers, by name."""
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {**frozen, **dict(model.named_buffers())}

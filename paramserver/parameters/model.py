@@ -24,22 +24,10 @@ def build_model(task: Task, seed: int, placement: Placement) -> nn.Module:
     A process with one device moves the model there; a task with several (``self.devices``) places it itself.
 
     Args:
-        task: builds the model.
         seed: of all random generators while it does.
-        placement: devices of this process.
 
     Raises:
         TaskError: ``build_model`` returns no module, or one without trainable parameters.
-
-    Example::
-
-        >>> from paramserver.devices import CPU
-        >>> class Regression(Task):
-        ...     def build_model(self):
-        ...         return nn.Linear(2, 1)
-        >>> first, second = build_model(Regression(), seed=7, placement=CPU), build_model(Regression(), 7, CPU)
-        >>> torch.equal(first.weight, second.weight)
-        True
     """
     task.devices = placement.devices
     seed_all(seed)
@@ -58,15 +46,27 @@ def build_model(task: Task, seed: int, placement: Placement) -> nn.Module:
         raise TaskError(
             f"{type(task).__name__}.build_model returned a model without a parameter that requires a gradient"
         )
-    # Expanded tensors get memory of their own: no step, no load and no broadcast of DDP can write to them.
     for parameter in model.parameters():
-        if parameter.layout is torch.strided and not is_writable(parameter):
-            parameter.data = parameter.detach().clone()
+        if not _is_plain(parameter):
+            parameter.data = _plain(parameter)
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.layout is torch.strided and not is_writable(buffer):
-                module._buffers[name] = buffer.clone()
+            if buffer is not None and not _is_plain(buffer):
+                module._buffers[name] = _plain(buffer)
     return model.to(placement.device) if len(placement.devices) == 1 else model
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether the memory of a tensor has its values, and each element some of its own.
+
+    No step, no load and no broadcast of DDP can write to an expanded tensor, and few operations to one that is
+    conjugated or negated when it is read.
+    """
+    return tensor.layout is not torch.strided or (is_writable(tensor) and not tensor.is_conj() and not tensor.is_neg())
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().resolve_conj().resolve_neg()
 
 
 def load_weights(
@@ -75,9 +75,6 @@ def load_weights(
     """Copy stored weights into the model: all of them, or none if any does not fit.
 
     Args:
-        model: to load into.
-        weights: a ``state_dict()``.
-        origin: where they come from, for messages.
         late_buffers: the module buffers that had another shape or dtype than as built, or were not there; the model
             gets them as they are stored.
 

@@ -83,7 +83,7 @@ class ModelTree:
     def _read_modules(self) -> None:
         self._modules = {f"{name}." if name else "": module for name, module in self._model.named_modules()}
         self._tree = [
-            (module, dict(module._modules), (*module._parameters,), (*module._parameters.values(),))
+            (module, dict(module._modules), (*module._parameters.keys(),), (*module._parameters.values(),))
             for module in self._modules.values()
         ]
 
@@ -104,7 +104,7 @@ class ModelTree:
         # Called for each update: a few comparisons for each module, and nothing more if it is as it was.
         for module, children, names, parameters in self._tree:
             own = module._parameters
-            if (*own,) != names or module._modules != children or not all(map(is_, own.values(), parameters)):
+            if (*own.keys(),) != names or module._modules != children or not all(map(is_, own.values(), parameters)):
                 break
         else:
             return
@@ -227,7 +227,9 @@ def set_buffer(model: nn.Module, name: str, value: Tensor | None, persistent: bo
     if value is not None:
         value = value.to(next(model.parameters()).device)
     try:
-        module = model.get_submodule(prefix)
+        module = model
+        for part in prefix.split(".") if prefix else ():  # a model of TorchScript has no get_submodule
+            module = module._modules[part]  # type: ignore[assignment]
         if last in module._buffers:
             module._buffers[last] = value
         else:

@@ -69,8 +69,6 @@ def check_parameters_finite(parameters: Mapping[str, Tensor], step: int, resume_
     """Check parameters before they are saved: no training can continue from NaN or infinity.
 
     Args:
-        parameters: the trained ones, by name.
-        step: number of the step, for the message.
         resume_command: resumes from the last checkpoint; None if there is none.
 
     Raises:
@@ -91,9 +89,6 @@ def check_loss(loss: object, trainer_index: int, batch_idx: int, optimizer: str 
     """Return the loss of a batch as a number, before its backward.
 
     Args:
-        loss: what ``training_step`` returned, or passed to ``trainer.optimize``.
-        trainer_index: with ``batch_idx``, for messages.
-        batch_idx: index of the batch.
         optimizer: the name that ``trainer.optimize`` was called with; empty if it was not.
 
     Raises:
@@ -168,18 +163,8 @@ def _float64_in(value: Any, name: str) -> Iterator[str]:
 def to_number(value: Any, what: str, cure: str) -> float:
     """Return a value that the task gave as a number.
 
-    Args:
-        value: a number, or a tensor or array with one element.
-        what: names it, for the message.
-        cure: the rule and the cure; ends the message.
-
     Raises:
         TaskError: it is not one real number.
-
-    Example::
-
-        >>> to_number(torch.tensor([2.5]), "the loss", "take .mean()")
-        2.5
     """
     try:
         if isinstance(value, (str, bytes, bytearray)):

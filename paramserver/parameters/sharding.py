@@ -40,13 +40,6 @@ class Shard:
         ranges: ``(group, first element, end)`` of each range of a flat tensor; empty only if the flat tensor is.
         slices: of tensors, one after the other in the ranges.
         layout: of the slices in the ranges: a whole tensor has its own shape, a part of one has one dimension.
-
-    Example::
-
-        >>> layout = FlatLayout.of([("weight", torch.zeros(16)), ("bias", torch.zeros(16))])
-        >>> first, second = plan_shards(layout, servers=2, splittable=False)
-        >>> second.slice_flats([torch.arange(32.0)])[0][:3]
-        tensor([16., 17., 18.])
     """
 
     ranges: tuple[tuple[int, int, int], ...]
@@ -84,8 +77,6 @@ def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Sha
     receive gradients from the beginning on. The parts of a section are in the order of servers.
 
     Args:
-        layout: of all parameters.
-        servers: number of servers.
         splittable: tensors may be split, because the optimizer updates each element independently. Only large ones are,
             at multiples of 64 bytes.
 
@@ -122,8 +113,6 @@ def split_ranges(shard: Shard, layout: FlatLayout, range_bytes: float, first_byt
     """Return the same shard in ranges of about ``range_bytes``; large tensors are cut, and their slices named anew.
 
     Args:
-        shard: of ``layout``.
-        layout: of all parameters.
         range_bytes: size of a range, at most, unless 4,096 elements of a tensor are larger.
         first_bytes: size of the first one, if that differs.
     """
@@ -352,8 +341,6 @@ def split_state(
     Args:
         states: of all parameters, by their index in the optimizer.
         indices: of the parameter of each slot, see ``optimizer_indices``.
-        layout: of all parameters.
-        shard: of the server.
     """
     parts: States = {}
     for piece in shard.slices:

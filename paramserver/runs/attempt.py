@@ -49,9 +49,7 @@ def reserve_folder(base: Path, name: str | None, default_name: str) -> Iterator[
     A folder in which a run was to start and never began (it has no config.yaml and no checkpoint) is used again.
 
     Args:
-        base: ``logging.run_dir``, made where it is missing.
         name: ``logging.name``. None takes ``default_name``, or ``default_name-2``, ``-3``, ... where that exists.
-        default_name: usually ``<task>-<mode>-<time>``.
 
     Raises:
         UnsupportedConfiguration: ``name`` exists already, or is not the name of a folder, or ``base`` cannot be
@@ -197,11 +195,7 @@ _NOTE = "note.json"
 
 
 class ResumeJournal:
-    """A copy, in ``.attempt``, of what a resume changes before its first step. All calls are made under the run's lock.
-
-    Args:
-        run: the folder.
-    """
+    """A copy, in ``.attempt``, of what a resume changes before its first step. Call it under the run's lock only."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run

@@ -85,10 +85,6 @@ def load_for_resume(config: Config, run: RunDir) -> ResumeState:
     every trainer loads model and optimizer, and a trainer restores its random states, its buffer and its position in
     the source from ``CheckpointManager.trainer_part``.
 
-    Args:
-        config: of the run that resumes.
-        run: its folder.
-
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or its buffers do not fit the trainers of ``config``.
     """
@@ -133,8 +129,6 @@ class CheckpointManager:
     """Saves and restores the checkpoints of a run. Lives on rank 0.
 
     Args:
-        config: the run's.
-        run: its folder, locked by this process.
         monitor: its state is part of every checkpoint.
         resume: what the run resumes from; None for a new one.
         initial_weights: of ``init_from``, where it is given; their origin and late buffers (see ``load_weights``).
@@ -218,7 +212,6 @@ class CheckpointManager:
         """Return the packed state that a trainer resumes from; None in a new run.
 
         Args:
-            trainer_index: of the trainer.
             newest: its part of the newest checkpoint that this process has taken after the resume, written or not.
         """
         for objects in self.writer.pending() if newest else ():
@@ -265,13 +258,10 @@ class CheckpointManager:
         returns; with ``checkpoint.background`` the parts arrive and the files are written meanwhile.
 
         Args:
-            step: the version of model and optimizer.
             model, updater: what is copied; the caller makes sure that nothing changes them during this call.
             reason, since: see ``StagedCheckpoint``.
             collect: arranges that ``commit`` is called, once, with the parts of all trainers; now or from any thread
                 later. Without that call, as when a trainer dies, nothing is written.
-            consistency: the state of its rules.
-            ledger: the state of the ledger of pushes.
 
         Raises:
             Exception: the failure of an earlier write.
@@ -330,7 +320,6 @@ class CheckpointManager:
         """Write a staged checkpoint: in the background, or before this returns, as configured. Copies nothing.
 
         Args:
-            staged: made by ``stage``.
             parts: of each trainer, by its index: private objects, or the file that ``torch.save`` made of them. That of
                 a lost trainer, without ``task``, gets the state of its task in the newest checkpoint.
             pause_s: how long training stopped for the copies, on the trainer where that took longest.
@@ -432,9 +421,6 @@ class PartCollector:
     Thread-safe. A trainer takes part in the next checkpoint only when its part of the last one has arrived, so one is
     collected at a time. Until then what is staged and the chunks that arrived are in memory, in addition to what the
     writer holds. The part of a trainer that is lost before it has arrived is replaced by its substitute.
-
-    Args:
-        checkpoints: commits.
     """
 
     def __init__(self, checkpoints: CheckpointManager) -> None:
@@ -451,7 +437,6 @@ class PartCollector:
         """Collect the parts of ``staged`` from now on.
 
         Args:
-            staged: of rank 0.
             taking_part: the trainers that will send a part.
             substitutes: a part for each trainer that cannot, or is lost before it has.
         """

@@ -21,15 +21,6 @@ class SessionClock:
 
     Args:
         file: exists from the first update of a session to its end, or to the next one if rank 0 was killed.
-
-    Example::
-
-        >>> clock = SessionClock(getfixture("tmp_path") / ".session")
-        >>> clock.set(2.5, now=100.0)
-        >>> SessionClock(clock.file).take()  # another process
-        (2.5, 100.0)
-        >>> clock.take() is None
-        True
     """
 
     def __init__(self, file: Path) -> None:
@@ -87,9 +78,6 @@ def _read(file: Path) -> dict[str, Any]:
 class LossLog:
     """The losses of one start of a run, which the restarts of rank 0 survive. Written at every change; these are rare.
 
-    Args:
-        file: ``losses.json`` of the run.
-
     Attributes:
         view: how often rank 0 has started in this folder; see ``consistency/ledger.py``.
         trainer_ranks: global ranks of the trainers of that view, in the order of their indices; empty before the first.
@@ -99,21 +87,6 @@ class LossLog:
         first_step, first_samples: with which this start began, before any loss.
         seconds: training time of the earlier sessions of this start: those that a return to a checkpoint ended.
         recovery_s: time from the last update of a session to the first step of the next one, summed.
-
-    Example::
-
-        >>> log = LossLog(getfixture("tmp_path") / "losses.json")
-        >>> log.begin(view=1, trainer_ranks=[1, 2])
-        >>> log.add_fault(step=40, text="trainer 1 is lost")
-        >>> log.return_to(30, furthest_step=45, view=2, trainer_ranks=[1, 2])
-        >>> log.add_fault(step=50, text="trainer 0 is lost", returns=True)
-        >>> log.return_to(50, furthest_step=50, view=3, trainer_ranks=[1, 2])
-        >>> same = LossLog(log.file)
-        >>> same.view, same.updates_redone, same.restarts
-        (3, 15, 2)
-        >>> [(fault["step"], fault["text"]) for fault in same.faults]  # doctest: +NORMALIZE_WHITESPACE
-        [(40, 'trainer 1 is lost'), (45, 'all processes return to step 30'),
-         (50, 'trainer 0 is lost; all processes return to step 50')]
     """
 
     def __init__(self, file: Path) -> None:

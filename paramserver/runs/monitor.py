@@ -38,12 +38,6 @@ class RunMonitor:
     There is one, on rank 0. The server (``rpc``) or the trainer of rank 0 (``ddp``, ``local``) reports every update to
     it; a checkpoint stores its ``state_dict``.
 
-    Args:
-        config: the run's.
-        sink: receives every record.
-        summary_file: where ``close`` writes the summary.
-        losses: of this start of the run; None where no process can be lost.
-
     Attributes:
         step, samples, seconds, epoch, loss: of the newest update.
         train_loss, train_losses: of the newest ``train`` record; by optimizer where there are several.
@@ -118,11 +112,7 @@ class RunMonitor:
             self.note(self.resume_note)
 
     def expect_samples(self, epoch_samples: int | None) -> None:
-        """Record how many samples the run will apply, for sinks that show progress.
-
-        Args:
-            epoch_samples: of one epoch over all trainers; None where that is unknown.
-        """
+        """Record how many samples the run will apply, for sinks that show progress."""
         passes = self.config.training.max_epochs
         if epoch_samples is not None and passes is not None:
             self.record(make_record("expected", self.step, rank=0, total_samples=passes * epoch_samples))
@@ -157,7 +147,6 @@ class RunMonitor:
         """Count an update.
 
         Args:
-            result: its version, samples and loss.
             staleness: of each trainer's gradient in it, in versions, where there is a server.
         """
         with self._lock:
@@ -194,10 +183,6 @@ class RunMonitor:
         """Record a validation over all samples.
 
         A second validation of the same step, as at the end of a run that had ended already, is ignored.
-
-        Args:
-            step: of the validation; ``since`` as for ``is_due``.
-            sums: the values of all trainers.
 
         Returns:
             Whether it is the best one so far.
@@ -303,16 +288,9 @@ class RunMonitor:
         """Write the last records and the summary, and close the sink.
 
         Args:
-            status: ``completed``, ``interrupted`` or ``failed``.
-            totals: of each trainer that reported them.
             reason: why the run ended, for the user.
             error: what made it fail.
-            checkpoint: the name of its newest checkpoint.
             checkpoint_pauses_s: how long training stopped for each of this start's checkpoints.
-            simulations: further fields of the summary, of an online run.
-
-        Returns:
-            The summary, as in ``summary.json``.
 
         Raises:
             StorageError: records are lost, or a file cannot be written; the summary then has the status ``failed``. Not
@@ -404,11 +382,7 @@ class RunMonitor:
 
 
 def kinds_recorded_later(state: Mapping[str, Any]) -> set[str]:
-    """Return the kinds of records of a checkpoint's own step that were written after the checkpoint.
-
-    Args:
-        state: the content of ``run.pt``.
-    """
+    """Return the kinds of records of a checkpoint's own step that were written after the checkpoint."""
     kinds: set[str] = set()
     if state.get("window", {}).get("steps"):
         kinds.update(("train", "staleness"))  # of a window that only the end of the run closed

@@ -19,8 +19,6 @@ def reshard_parts(
     to trainer i modulo ``trainers``, so that their sums are preserved.
 
     Args:
-        parts: of all trainers of the checkpoint, in their order.
-        trainers: the new number of trainers.
         capacity: samples that the buffer of each of them holds.
         entropy: seed and number of resumes, from which new random states are derived.
 

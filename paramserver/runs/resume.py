@@ -152,8 +152,6 @@ def earlier_attempt(config: Config, run: RunDir | None, identity: ProcessIdentit
     Its newest checkpoint follows from the one that the user chose, so this attempt continues from there.
 
     Args:
-        config: effective.
-        run: that the command resumes.
         identity: of this process; None if it starts all ranks.
 
     Raises:

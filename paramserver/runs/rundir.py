@@ -37,7 +37,6 @@ class RunDir:
     """The folder of one run, the files in it, and its locks.
 
     Args:
-        path: of the folder.
         chosen: the checkpoint that the user chose to resume from; None = the newest.
     """
 
@@ -285,8 +284,6 @@ def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()
     """Move the records after ``step`` to ``metrics.superseded.jsonl``, and any line that a crash tore.
 
     Args:
-        metrics_file: of the run.
-        step: of the checkpoint that the run resumes from.
         kinds: records of these kinds are moved at ``step`` itself too: they were written after the checkpoint. So were
             those of any kind with ``end: true``, which a run writes only because it ends.
 

@@ -22,11 +22,6 @@ class ColocatedTrainer:
 
     The trainer asks the kernel to kill it when this process dies, so that a command that starts again starts both. An
     error of the trainer ends the run by its own report.
-
-    Args:
-        command: of the trainer.
-        environ: its environment, with the job token.
-        config: effective.
     """
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], config: Config) -> None:

@@ -14,7 +14,6 @@ from paramserver.metrics import make_sinks
 from paramserver.online.process_runner import LaunchCommand
 from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
-from paramserver.report.formatting import plural
 from paramserver.runtime.rank import trainer_class
 from paramserver.sources import Partition, make_source
 from paramserver.sources.data_loader import resolve_reading
@@ -26,8 +25,6 @@ def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = No
     """Describe a run of ``config`` with all ranks on this machine. Starts nothing; reads the task's data.
 
     Args:
-        config: effective.
-        folders: where the task is searched.
         launcher: what starts the ranks, as in ``ProcessIdentity.source``; None for the local supervisor.
     """
     task = make_task(config, folders)
@@ -37,7 +34,7 @@ def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = No
     trainers = sum(role.kind == "trainer" for role in ranks)
     require_visible_gpus(config, allocated_gpus(process_environ()))
     lines = [dump_yaml(config).rstrip(), "", f"task {type(task).__name__}, defined in {source_file(type(task))}"]
-    lines += [f"{plural(len(ranks), 'rank')}, mode {config.mode}:"]
+    lines += [f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}, mode {config.mode}:"]
     lines += [f"  rank {role.global_rank}: {_rank_text(role, config, task, trainers)}" for role in ranks]
     make_callbacks(task)
     lines += _simulations_lines(config, folders)

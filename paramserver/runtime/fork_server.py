@@ -44,7 +44,6 @@ class ForkServer:
     """The supervisor's end: starts the fork server, which lives until :meth:`close`.
 
     Args:
-        environ: of the ranks.
         log_file: receives the output of the fork server.
         guard: ends it if this process dies.
         timeout_s: for the import and a fork. Without an answer by then, ranks have to be started in another way.
@@ -143,9 +142,6 @@ def _adopt_orphans() -> Iterator[None]:
 
 def serve_forks(descriptor: int) -> list[str] | None:
     """Be the fork server until the supervisor closes the socket.
-
-    Args:
-        descriptor: the socket to the supervisor.
 
     Returns:
         In each fork the arguments of the rank to be; None in the fork server at its end.

@@ -31,9 +31,7 @@ def start_coordinator(
     """Run the coordinator on rank 0. After a resume it continues from the state in the checkpoint.
 
     Args:
-        process: of rank 0.
         checkpoints: of the run; they include the state of the coordinator from now on.
-        folders: where functions of the user are searched.
         continues: takes the place of a coordinator that ended without the run.
     """
     from paramserver.online.coordinator import SimulationCoordinator

@@ -123,9 +123,6 @@ class RankPlan:
     """What a rank is started with.
 
     Args:
-        config: effective.
-        identity: of this process.
-        folders: where the task's file or module is searched.
         sinks: receive records in addition to the run folder (a progress line, a supervisor's pipe).
         run: the run folder, if it exists already.
         resume: continue from the newest checkpoint of ``run``.
@@ -134,7 +131,6 @@ class RankPlan:
         writes_log: write logs/rank-<N>.log here; a supervisor does it for its ranks.
         ends_process: this process ends with the rank, so its signal handlers stay installed.
         began: ``time.time()`` of the command that started the run.
-        command: for environment.json.
         restarted: rank 0 takes part in ``run`` again; without ``resume``, from its beginning.
         replaces: an earlier process of this rank is dead.
         joins: a trainer that joins the run while it takes place.
@@ -254,7 +250,6 @@ class RankSession:
     """One time of joining the run and taking part in it. A process has several if servers return to a checkpoint.
 
     Args:
-        plan, process, task: of this rank.
         resources: of the process, closed after its last session.
         min_view: the first view of the servers that this session may join.
         give_up_at: ``time.monotonic()`` at which the servers must have returned; None before a loss.
@@ -701,7 +696,6 @@ def _run_and_summarize(
     """Run ``work`` and write the summary, however it ends.
 
     Args:
-        checkpoints: of the run.
         work: serves or trains until the run ends, and returns the decision that ended it.
         totals: of the trainers; ``work`` fills it.
         limit: paused while files are written.
@@ -749,7 +743,7 @@ def _on_limit(log_file: Path, limit: StopLimit | None, place: str) -> None:
     if place and limit is not None:
         limit.hurry()
     elif limit is not None:
-        place = place_of_user_code(threading.enumerate())  # such as an update on a server
+        place = place_of_user_code()  # such as an update on a server
     if place and log_file.parent.is_dir():
         with log_file.open("a") as file:
             print(f"a request to stop has not ended {place}:", file=file, flush=True)

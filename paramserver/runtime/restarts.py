@@ -11,9 +11,6 @@ class RestartPolicy:
     """Counts the restarts of each rank. A rank starts again at once; after a second early death, with a delay.
 
     The delay doubles with each death soon after a start, from one second on.
-
-    Args:
-        max_restarts: of one rank.
     """
 
     def __init__(self, max_restarts: int) -> None:

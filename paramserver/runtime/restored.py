@@ -53,7 +53,6 @@ class Restored:
     """The model of a checkpoint, with the task as it was then.
 
     Args:
-        folders: where code is searched.
         batch_idx: of the next training batch.
     """
 
@@ -72,7 +71,6 @@ def restore(run_dir: Path, which: str, overrides: Sequence[str]) -> Restored:
     Args:
         run_dir: the folder of the run, or of one of its checkpoints.
         which: ``latest``, ``best``, or the number of a step.
-        overrides: as after ``--set``.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it was removed meanwhile, or it is damaged.

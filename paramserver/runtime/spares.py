@@ -36,21 +36,9 @@ class Spares:
     """The spare processes of a supervisor. Its thread calls every method.
 
     Args:
-        count: how many are kept.
         max_restarts: how many that die while they wait are replaced.
-        environ: of the spares, the same as that of the ranks.
         log_file: receives their output until they have a role.
         guard: ends them if this process dies.
-        note: displays a line.
-
-    Example::
-
-        >>> from contextlib import closing
-        >>> with closing(RankGuard(limit_s=10.0)) as guard:
-        ...     with closing(Spares(0, 3, {}, Path("spares.log"), guard, print)) as spares:
-        ...         spares.fill()
-        ...         spares.take(["--rank", "1"], []) is None  # there is none: start a new process
-        True
     """
 
     def __init__(
@@ -133,9 +121,6 @@ class Spares:
 
 def wait_for_role(descriptor: int) -> list[str] | None:
     """Be a spare process: import what a rank needs, wait, and return the arguments of the rank to be.
-
-    Args:
-        descriptor: the socket to the supervisor.
 
     Returns:
         None if the supervisor is gone.

@@ -56,8 +56,6 @@ class _RankProcess:
     Its end is that of the process, by its pidfd: a fork of the rank may hold the pipe open for longer.
 
     Args:
-        role: of the rank.
-        process: just started.
         pipe: the reading end of its event pipe; owned from here on.
 
     Attributes:
@@ -141,12 +139,8 @@ class Supervisor:
 
     Args:
         config: effective; ranks read it from a file in memory.
-        run: the run folder.
-        folders: where the task is searched.
         sink: receives the records of rank 0; closed at the end.
         resume: continue from the newest checkpoint.
-        began: ``time.time()`` of the command.
-        command: for environment.json.
         restarted: an earlier attempt of the command lost its processes; without ``resume``, from the beginning.
     """
 
@@ -183,9 +177,6 @@ class Supervisor:
         """Start all ranks, and wait for the end of the run.
 
         A rank that is lost once the summary states ``completed`` does not change that: a note names it.
-
-        Returns:
-            The summary.
 
         Raises:
             ParamserverError: the first error of the run, with its rank; Interrupted after a signal.

@@ -41,19 +41,7 @@ class Watchdog:
     """Writes the stacks of a process that makes no progress, once each time.
 
     Args:
-        log: the file to append to.
         progress: returns a value that changes with the work of this process.
-        stalled_after_s: how long it may stay the same.
-
-    Example::
-
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     log = Path(folder) / "rank-0.log"
-        ...     with Watchdog(log, progress=lambda: 0, stalled_after_s=0.01) as watchdog:
-        ...         _ = watchdog.written.wait(20.0)
-        ...     "most recent call first" in log.read_text()
-        True
     """
 
     def __init__(self, log: Path, progress: Callable[[], object], stalled_after_s: float) -> None:

@@ -18,7 +18,7 @@ from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import WORTHWHILE_BYTES, ThreadTeam
 from paramserver.optim.shard_updater import ShardUpdater, staleness_factor
 from paramserver.optim.updater import Updater
-from paramserver.parameters.flat import FlatLayout, FlatTensors, trainable_parameters
+from paramserver.parameters.flat import FlatLayout, FlatTensors, other_tensors, trainable_parameters
 from paramserver.parameters.model import build_model
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
 from paramserver.parameters.sharding import Shard, full_shard
@@ -85,7 +85,9 @@ class ParameterStore:
         placement = place_parameters(config)
         self.device = placement.device
         self.model = build_model(task, config.seed, placement)
-        self.parameters = FlatTensors(trainable_parameters(self.model), allocate, config.server.bucket_bytes)
+        self.parameters = FlatTensors(
+            trainable_parameters(self.model), allocate, config.server.bucket_bytes, other_tensors(self.model)
+        )
         self.updater = Updater(task, self.model, config.training, config.seed)
         self._tree = ModelTree(self.model)
         if any(isinstance(optimizer, torch.optim.SparseAdam) for optimizer in optimizers_of(self.updater.optimizer)):

@@ -1,1 +1,1 @@
-"""A run on a virtual clock: the engine of the tests of the protocol, and the prediction of throughput at scale."""
+"""A run on a virtual clock: the engine of the tests of the protocol, and of the prediction of throughput at scale."""

@@ -63,9 +63,6 @@ def resolve_reading(
     """Return how the data is read that ``hook`` returned.
 
     Args:
-        data: what the hook of the task returned.
-        partition: the trainer's.
-        config: of the run.
         hook: ``train_source`` or ``validation_source``.
         sampler: what ``Task.sampler`` returned.
 

@@ -79,11 +79,6 @@ def make_source(
 def check_watermark(watermark: int, total: int | None, partition: Partition) -> None:
     """Refuse a watermark that a trainer's buffer never reaches.
 
-    Args:
-        watermark: of its buffer.
-        total: samples that are put into it; None if unknown.
-        partition: the trainer's.
-
     Raises:
         UnsupportedConfiguration: the watermark is greater than the total.
     """

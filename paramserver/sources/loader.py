@@ -49,7 +49,6 @@ class WorkerOptions:
     """The workers of one trainer.
 
     Args:
-        count: number of worker processes.
         init_fn: called in each worker with its number, as ``worker_init_fn`` of a DataLoader.
         trainer_index: for messages, and the seeds of workers.
     """
@@ -81,8 +80,6 @@ class Loader:
 
     Args:
         data: of ``pickle_data``.
-        options: of the workers.
-        seed: of the run.
         requests: what is read, in order; ``with_sampler`` returns it with the sampler of ``data``. Pickled.
     """
 

@@ -17,8 +17,6 @@ class SampleReader:
     read again. A data set of tensors is read without its ``__getitem__`` (``TensorRows``).
 
     Args:
-        dataset: has ``__getitem__`` or ``__getitems__``.
-        seed: of the run.
         wraps: an index may be greater than the length of the data set, see ``SamplerOrder``.
 
     Attributes:
@@ -40,7 +38,6 @@ class SampleReader:
         Where an index is a tuple of indices, its sample is a whole batch: the list of their samples.
 
         Args:
-            epoch: the pass over the data set.
             indices: those of one call of ``__getitems__``, where the data set has it.
             skip: how many samples are not needed; ``__getitems__`` reads them too, for the random numbers of the rest.
         """

@@ -36,7 +36,6 @@ class SamplerOrder:
     Args:
         sampler: an iterable of indices, or of batches of indices.
         dataset: what they are indices of. The sampler may hold it: copies of the sampler share it.
-        seed: of the run.
     """
 
     def __init__(self, sampler: Iterable[Any], dataset: Any, seed: int) -> None:

@@ -176,9 +176,6 @@ class Stream(Source):
         """Continue in place of a trainer that was lost, of whose samples these were applied.
 
         They count as received. What else it had received is received again from clients that still have it.
-
-        Returns:
-            The position to continue from.
         """
         self.received_log.restart(applied)
         return len(self.received_log)

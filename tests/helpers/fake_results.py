@@ -4,7 +4,7 @@ import math
 import random
 
 from paramserver.metrics.records import DurationHistogram
-from paramserver.report.results import CaseResult
+from paramserver.tools.report.results import CaseResult
 
 ENVIRONMENT = {
     "versions": {"python": "3.11.9", "paramserver": "0.1.0", "torch": "2.13.0"},

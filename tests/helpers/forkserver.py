@@ -27,12 +27,12 @@ READY = b"ready"
 SHORT_LIFE = "TEST_SHORT_LIFE_S"
 """Ranks that live for less than so many seconds start again with a delay; 0: all ranks start again at once."""
 PRELOADED = (
-    "paramserver.chaos",
+    "paramserver.tools.chaos.command",
     "paramserver.launch",
     "paramserver.evaluate",
     "paramserver.predict",
     "paramserver.runtime.supervisor",
-    "paramserver.bench.processes",
+    "paramserver.tools.bench.processes",
     "paramserver.metrics.console",
     *MODULES,
 )

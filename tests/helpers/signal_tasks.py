@@ -12,6 +12,7 @@ from tasks import ReferenceTask
 from torch.nn import functional as F
 
 from paramserver.distributed.timeouts import poll_until
+from paramserver.metrics import Sink
 
 
 class RestartingIterable:
@@ -131,7 +132,11 @@ class NeverReturns(ReferenceTask):
 
     def build_model(self):
         self._block_in("build_model")
-        return super().build_model()
+        model = super().build_model()
+        if self.hook == "get_extra_state":
+            model.state = BlockingState(self)
+        Records.task = self
+        return model
 
     def training_step(self, model, batch, batch_idx):
         self._block_in("training_step")
@@ -145,11 +150,12 @@ class NeverReturns(ReferenceTask):
         self._block_in("on_checkpoint")
 
     def build_optimizer(self, model):
-        return BlockingOptimizer(model.parameters(), self) if self.hook == "step" else super().build_optimizer(model)
+        own = self.hook in ("step", "state_dict")
+        return BlockingOptimizer(model.parameters(), self) if own else super().build_optimizer(model)
 
 
 class BlockingOptimizer(torch.optim.SGD):
-    """SGD, except that a step may block as a hook of ``NeverReturns`` does."""
+    """SGD, except that a step or the reading of its state may block as a hook of ``NeverReturns`` does."""
 
     updates_each = "parameter"
 
@@ -161,3 +167,35 @@ class BlockingOptimizer(torch.optim.SGD):
         if self.param_groups[0]["params"][self.task.owns].grad is not None:
             self.task._block_in("step")
         return super().step(closure)
+
+    def state_dict(self):
+        self.task._block_in("state_dict")
+        return super().state_dict()
+
+
+class BlockingState(torch.nn.Module):
+    """A module whose state may block."""
+
+    def __init__(self, task):
+        super().__init__()
+        self.task = task
+
+    def get_extra_state(self):
+        self.task._block_in("get_extra_state")
+        return {"calls": self.task.calls}
+
+    def set_extra_state(self, state):
+        pass
+
+
+class Records(Sink):
+    """A sink that may block; the task is that of its process."""
+
+    task = None
+
+    def write(self, record):
+        if record["kind"] == "train":
+            self.task._block_in("write")
+
+    def close(self):
+        pass

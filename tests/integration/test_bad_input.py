@@ -117,11 +117,11 @@ BEFORE = {
         None,
         r"ddp\.extra \(foo\) must be arguments of DistributedDataParallel .*choose from .*mixed_precision",
     ),
-    "an argument of DDP that has a key": (
-        {"mode": "ddp", "ddp": {"extra": {"bucket_cap_mb": 1}}, "cluster": {"num_trainers": 1}},
+    "an argument of DDP that the trainer gives": (
+        {"mode": "ddp", "ddp": {"extra": {"device_ids": [0]}}, "cluster": {"num_trainers": 1}},
         [],
         None,
-        r"ddp\.extra \(bucket_cap_mb\) must be arguments of DistributedDataParallel without a key",
+        r"ddp\.extra \(device_ids\) must be arguments of DistributedDataParallel that the trainer does not give itself",
     ),
     "an interface that is not there": (
         {"mode": "ddp", "cluster": {"interface": "nowhere0"}},

@@ -16,15 +16,15 @@ from launching import TASKS, environment, write_config
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the scripts that measure are modules of the checkout, which is not always importable
 
-from paramserver import benchmark  # noqa: E402
-from paramserver.bench.cases import RequestedCases, make_cases  # noqa: E402
-from paramserver.bench.link_probe import GLOO, RPC, measure_links  # noqa: E402
-from paramserver.bench.measure import folder_name, measure, run_config  # noqa: E402
-from paramserver.bench.slowdown import SlowdownSpec  # noqa: E402
-from paramserver.benchmark import BenchmarkProgress, duration_text, remaining_s  # noqa: E402
 from paramserver.errors import Interrupted, TaskError, TrainingError  # noqa: E402
 from paramserver.metrics.records import PHASES  # noqa: E402
-from paramserver.report.results import CaseResult, append_result, read_results  # noqa: E402
+from paramserver.tools.bench import command as benchmark  # noqa: E402
+from paramserver.tools.bench.cases import RequestedCases, make_cases  # noqa: E402
+from paramserver.tools.bench.command import BenchmarkProgress, duration_text, remaining_s  # noqa: E402
+from paramserver.tools.bench.link_probe import GLOO, RPC, measure_links  # noqa: E402
+from paramserver.tools.bench.measure import folder_name, measure, run_config  # noqa: E402
+from paramserver.tools.bench.slowdown import SlowdownSpec  # noqa: E402
+from paramserver.tools.report.results import CaseResult, append_result, read_results  # noqa: E402
 from tests.measure import outside_clock  # noqa: E402
 
 

@@ -21,7 +21,7 @@ class Paced(ReferenceTask):
         threading.Event().wait(0.01)
         return super().training_step(model, batch, batch_idx)
 """
-SERVER = {"heartbeat_s": 0.3, "lost_after_s": 4.0}
+SERVER = {"lost_after_s": 4.0}
 
 
 def config_file(folder, *, trainers=2, servers=1, mode="rpc", server=None, epochs=2):

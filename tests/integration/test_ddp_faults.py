@@ -48,7 +48,7 @@ def ranks(folder, trainers, task="MarksItsStart", **task_args):
         task=f"{FAULTS}:{task}",
         task_args=task_args or {"folder": str(folder)},
         cluster={"num_trainers": trainers, "timeout_s": 60},
-        server={"heartbeat_s": 0.3, "lost_after_s": LOST_AFTER_S},
+        server={"lost_after_s": LOST_AFTER_S},
         training={"max_steps": 1_000_000, "validate_every": 5},
         checkpoint={"every": 3},
     )
@@ -136,7 +136,7 @@ def test_a_rank_that_computes_for_long_ends_soon_after_a_loss(tmp_path):
         task=f"{FAULTS}:ComputesForLong",
         task_args={"folder": str(tmp_path)},
         cluster={"num_trainers": 2, "max_restarts": 0},
-        server={"heartbeat_s": 0.3, "lost_after_s": 30.0},  # the supervisor ends what is left after so long
+        server={"lost_after_s": 30.0},  # the supervisor ends what is left after so long
     )
     ended_s = time.time() - (tmp_path / "killed").stat().st_mtime
     assert ended_s < UNWIND_S + MARGIN_S
@@ -153,7 +153,7 @@ def test_the_supervisor_starts_all_ranks_again(tmp_path, number):
     whole = launch(tmp_path / "whole", task="ReferenceTask", **settings("ddp", "run"))
     folder = tmp_path / "faulty"
     options = settings("ddp", "run")
-    options["server"] = {"heartbeat_s": 0.3, "lost_after_s": LOST_AFTER_S}
+    options["server"] = {"lost_after_s": LOST_AFTER_S}
     fault = {"mark": str(folder / "mark"), "fault": signal.Signals(number).name.lower(), "batch": 17}
     finished = launch(folder, task=f"{FAULTS}:FaultAtBatch", task_args=fault, **options)
     assert (folder / "mark").exists()

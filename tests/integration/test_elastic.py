@@ -30,7 +30,7 @@ class Job:
         passes = {"max_steps": None, "max_epochs": EPOCHS}
         training = {**config.pop("training", passes), "batch_size": 4, "uneven_inputs": "join"}
         cluster = {"num_trainers": 2, "elastic": True, "timeout_s": 20, **config.pop("cluster", {})}
-        server = {"heartbeat_s": 0.2, "lost_after_s": 5.0, **config.pop("server", {})}
+        server = {"lost_after_s": 5.0, **config.pop("server", {})}
         self.file = write_config(
             folder,
             task=f"elastic_tasks:{task}",

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.processes
 
 # A lost process ends the run.
 QUICK = {
-    "server": {"heartbeat_s": 0.3, "lost_after_s": 2.0, "on_loss": "fail"},
+    "server": {"lost_after_s": 2.0, "on_loss": "fail"},
     "checkpoint": {"every": 3, "background": False},
 }
 CLUSTER = {"num_trainers": 2, "timeout_s": 30, "max_restarts": 0}
@@ -258,7 +258,7 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path):
         ("ddp", "BypassesWrapper", {"how": "no_grad"}, "training_step did not call the model that it was given"),
         ("ddp", "UsesPartsOfModel", {"how": "attribute"}, "training_step may only call the model"),
         ("ddp", "UsesPartsOfModel", {"how": "index"}, "training_step may only call the model"),
-        ("ddp", "ReferenceTask", {"unused": True}, "set ddp.find_unused_parameters (false) to true"),
+        ("ddp", "ReferenceTask", {"unused": True}, "set ddp.extra: {find_unused_parameters: true}, or use all"),
         ("rpc", "KeepsOptimizer", {}, "KeepsOptimizer has no attribute 'opt' in this process: in mode rpc build_opt"),
         ("ddp", "ChangesParameters", {}, "parameter last.bias of rank 1 differs from that of rank 0 after step 4;"),
     ],

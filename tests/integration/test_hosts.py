@@ -12,8 +12,8 @@ from hosts import FOLDER, PORT, Hosts, Ranks, name_of, start_ranks, write_config
 from launching import TASKS, FinishedRun, assert_equal_runs, differing_tensors, environment, train
 from simulations import SHAPE
 
-from paramserver.bench.network import INTERFACE
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.tools.bench.namespaces import INTERFACE
 
 pytestmark = pytest.mark.processes
 
@@ -313,7 +313,7 @@ def test_a_link_that_returns_in_time_changes_nothing(tmp_path, mode, placement):
 
 def test_a_trainer_whose_link_returns_late_joins_again():
     training = {"max_steps": None, "max_epochs": 6, "batch_size": 8, "validate_every": 0, "uneven_inputs": "join"}
-    config = {"mode": "rpc", "training": training, "server": {"lost_after_s": 1.5, "heartbeat_s": 0.5}, **PACED}
+    config = {"mode": "rpc", "training": training, "server": {"lost_after_s": 1.5}, **PACED}
     with Hosts(3) as hosts, start_ranks(hosts, [0, 1, 2], cluster=CLUSTER, **config) as ranks:
         with cut_link(ranks, 2, at_step=10):
             ranks.wait_for(lambda: ranks.step() >= 30)  # the other one continues
@@ -328,7 +328,7 @@ def test_a_link_of_a_server_that_returns_late_returns_all_to_the_last_checkpoint
     training = {"training": {"max_steps": 40, "batch_size": 8, "validate_every": 0}}
     config = {"cluster": {**CLUSTER, "num_servers": 2}, "checkpoint": {"every": 5}, **training}
     whole = train(tmp_path, "rpc", 2, **config)
-    server = {"lost_after_s": 1.5, "heartbeat_s": 0.5}
+    server = {"lost_after_s": 1.5}
     with Hosts(3) as hosts, start_ranks(hosts, [0, 1, 0, 2], mode="rpc", server=server, **PACED, **config) as ranks:
         with cut_link(ranks, 0, at_step=12):
             ranks.wait_for(lambda: "this process joins again" in ranks.output(1), 20)
@@ -348,7 +348,7 @@ ALONE = {
 def test_a_link_that_does_not_return_ends_the_run_on_both_sides(mode):
     cluster = {"num_trainers": 2 if mode == "ddp" else 1, "timeout_s": 3}
     training = {"max_steps": 10000, "batch_size": 8, "validate_every": 0}
-    config = {"mode": mode, "training": training, "server": {"lost_after_s": 1.0, "heartbeat_s": 0.3}, **PACED}
+    config = {"mode": mode, "training": training, "server": {"lost_after_s": 1.0}, **PACED}
     with Hosts(2) as hosts, start_ranks(hosts, [0, 1], cluster=cluster, **config) as ranks:
         with cut_link(ranks, 0, at_step=10):
             assert ranks.wait(30) == [1, 1]
@@ -414,6 +414,6 @@ def test_hosts_are_skipped_by_name_where_they_are_not_permitted(monkeypatch):
     def refuse():
         raise UnsupportedConfiguration("this user is not root")
 
-    monkeypatch.setattr("paramserver.bench.network.require_network_namespaces", refuse)
+    monkeypatch.setattr("paramserver.tools.bench.namespaces.require_network_namespaces", refuse)
     with pytest.raises(pytest.skip.Exception, match="no hosts on this machine: this user is not root"):
         Hosts(1).__enter__()

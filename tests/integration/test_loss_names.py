@@ -11,8 +11,8 @@ from launching import run_in_process
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from paramserver.metrics.summary import summary_text
-from paramserver.report.from_runs import results_at
 from paramserver.reporting import main as report
+from paramserver.tools.report.from_runs import results_at
 
 pytestmark = pytest.mark.claim("loss-names")
 

@@ -25,7 +25,7 @@ def faulted(folder, carrier, trainers, background=True):
         mode="ddp",
         trainer=f"{CARRIERS}:{carrier}",
         cluster={"num_trainers": trainers, "timeout_s": TIMEOUT_S, "max_restarts": 0},
-        server={"heartbeat_s": 0.3, "lost_after_s": LOST_AFTER_S},
+        server={"lost_after_s": LOST_AFTER_S},
         training={"max_steps": 100_000},
         checkpoint={"every": 3, "keep": 9, "background": background},
     )
@@ -98,7 +98,7 @@ def test_the_part_of_a_lost_trainer_has_the_newest_known_state_of_its_task(tmp_p
         task=f"{TASKS.with_name('supervised_tasks.py')}:KilledWhileSaving",
         task_args={"mark": str(mark), "resumed": str(resumed)},
         cluster={"num_trainers": 2, "timeout_s": 60},
-        server={"heartbeat_s": 0.3, "lost_after_s": 5.0, "transport": transport},
+        server={"lost_after_s": 5.0, "transport": transport},
         training={"max_steps": 50},
         checkpoint={"every": 10, "keep": 9, "background": False},  # so that none replaces one that waits
         timeout_s=90,

@@ -25,7 +25,7 @@ def with_optimizer(name, **options):
 def test_one_trainer_is_the_same_in_every_mode_bit_for_bit(tmp_path, optimizer):
     """With adamw also: a parameter without a gradient is not stepped, though weight decay alone would change it."""
     unused = optimizer == "adamw"
-    config = {**with_optimizer(optimizer, unused=unused), "ddp": {"find_unused_parameters": unused}}
+    config = {**with_optimizer(optimizer, unused=unused), "ddp": {"extra": {"find_unused_parameters": unused}}}
     local, ddp, rpc = (train(tmp_path, mode, 1, **config) for mode in ("local", "ddp", "rpc"))
     for other in (ddp, rpc):
         assert differing_tensors(local.load("model"), other.load("model")) == []

@@ -55,7 +55,7 @@ class OnlineRun:
             training={"max_steps": None, "batch_size": BATCH, "uneven_inputs": "join"},
             buffer={"capacity": 8, **sections.pop("buffer", {})},
             cluster={"num_trainers": 2, "timeout_s": 30},
-            server={"heartbeat_s": 0.3, "lost_after_s": 3.0, **sections.pop("server", {})},
+            server={"lost_after_s": 3.0, **sections.pop("server", {})},
             **sections,
         )
         self.run_dir = folder / "runs" / "run"

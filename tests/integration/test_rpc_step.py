@@ -99,7 +99,7 @@ def test_no_bucket_of_an_update_survives_that_was_abandoned(tmp_path, servers):
     config = {
         "trainer": f"{WITNESS_TRAINERS}:DiesBetweenBuckets",
         "task_args": {"optimizer": "adam"},
-        "server": {**BY_BUCKET, "heartbeat_s": 0.3, "lost_after_s": 4.0},
+        "server": {**BY_BUCKET, "lost_after_s": 4.0},
         "cluster": {"num_servers": servers, "max_restarts": 0},
     }
     by_bucket = train(tmp_path / "by_bucket", "rpc", 2, training={"max_steps": 9}, **config)

@@ -253,7 +253,7 @@ def test_keys_with_which_they_do_not_work_are_refused_by_name(tmp_path, mode, se
 def test_a_trainer_that_is_lost_is_replaced_and_each_sample_applied_once(tmp_path):
     """The others finish their batch without it; its replacement counts its batches as they do."""
     training = {"max_steps": None, "max_epochs": 2, "batch_size": 8, "uneven_inputs": "join", "validate_every": 25}
-    server = {"heartbeat_s": 0.3, "lost_after_s": 4.0}
+    server = {"lost_after_s": 4.0}
     cluster = {"num_trainers": 2, "timeout_s": 60}
     sections = {"training": training, "server": server, "cluster": cluster, "checkpoint": {"every": 25}}
     file = write_config(tmp_path, mode="rpc", **task(samples=480, schedule=False), **sections)

@@ -323,7 +323,7 @@ def test_an_interrupt_ends_several_servers_with_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("whom", ["all", "server 1"])
 def test_a_signal_to_a_server_is_one_to_the_run(tmp_path, fork_server, whom):
     config = {"training": {"max_steps": 100_000}, "checkpoint": {"every": 20}, "logging": {"name": "run"}}
-    config["server"] = {"heartbeat_s": 15.0, "lost_after_s": 40.0}  # nobody waits for a heartbeat to heed a signal
+    config["server"] = {"lost_after_s": 40.0}  # no rank counts as lost meanwhile
     file = write_config(tmp_path, mode="rpc", cluster={"num_trainers": 2, "num_servers": 2}, **config)
     finished = FinishedRun(0, "", tmp_path / "runs" / "run")
     with fork_server.start(["--config", file], tmp_path) as run:
@@ -358,7 +358,7 @@ def fatal_config(folder, number, transport):
         "task": f"{HERE}:Dies",
         "task_args": {"mark": str(folder / "mark"), "number": int(number)},
         "cluster": {"num_trainers": 2, "num_servers": 2, "timeout_s": 30, "max_restarts": 0},
-        "server": {"heartbeat_s": 0.3, "lost_after_s": 2.0, "transport": transport, "on_loss": "fail"},
+        "server": {"lost_after_s": 2.0, "transport": transport, "on_loss": "fail"},
         "training": {"max_steps": 2000},
         "checkpoint": {"every": 3, "background": False},
     }
@@ -436,7 +436,7 @@ def test_a_trainer_that_was_taken_for_lost_during_a_step_joins_again(tmp_path, s
         2,
         task=f"{HERE}:Silent",
         task_args={"runs": str(tmp_path / "rpc-2" / "runs"), "batch_norm": False},
-        server={"transport": transport, "heartbeat_s": 0.2, "lost_after_s": 2.0, "bucket_mb": 0.0005},
+        server={"transport": transport, "lost_after_s": 2.0, "bucket_mb": 0.0005},
         cluster={"num_servers": servers},
         training={"max_steps": None, "max_epochs": 1, "uneven_inputs": "join"},
     )

@@ -26,7 +26,7 @@ def test_no_living_trainer_is_lost_while_updates_take_longer_than_it_may_be_sile
         task=TASK,
         task_args={"update_s": UPDATE_S},
         server={
-            **{"transport": "rpc", "bucket_mb": 0.0005, "heartbeat_s": 0.1, "lost_after_s": UPDATE_S / 2},
+            **{"transport": "rpc", "bucket_mb": 0.0005, "lost_after_s": UPDATE_S / 2},
             **run.get("server", {}),
         },
         cluster=run.get("cluster", {}),

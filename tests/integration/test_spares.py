@@ -70,7 +70,7 @@ def test_a_spare_ends_after_the_death_of_its_supervisor(tmp_path, fork_server):
         tmp_path,
         mode="rpc",
         cluster={"num_trainers": 1, "spares": 1},
-        server={"heartbeat_s": 0.3, "lost_after_s": 1.0},
+        server={"lost_after_s": 1.0},
         training={"max_steps": 10**9},
     )
     with fork_server.start(["--config", file, "--set", "logging.name=run"], tmp_path) as run:

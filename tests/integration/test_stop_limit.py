@@ -169,6 +169,22 @@ def test_local_saves_in_another_thread(tmp_path, fork_server, how):
 
 
 @pytest.mark.claim("stuck-hook")
+@pytest.mark.parametrize(("hook", "count"), [("state_dict", 3), ("get_extra_state", 3), ("write", 4)])
+def test_local_ends_where_what_it_would_save_waits_for_the_hook(tmp_path, fork_server, hook, count):
+    """In the state of an optimizer or of a module, and in a sink, the hook of the user has locks of the run."""
+    config = config_of(tmp_path, "local", hook=hook, count=count, every=2)
+    config["logging"] = {"sinks": [f"{SIGNAL_TASKS}:Records"]}
+    with started(fork_server, tmp_path, **config) as run:
+        written(tmp_path / "blocks-0")
+        os.kill(run.pid, signal.SIGTERM)
+        assert run.wait(60) == 3, run.output.read_text()
+    finished = FinishedRun(3, run.output.read_text(), tmp_path / "runs" / "run")
+    assert_names(finished, 0, hook)
+    assert "the last checkpoint is step-0000000" in finished.output.splitlines()[-1]
+    assert resumed(finished, tmp_path).summary["samples"] == 256
+
+
+@pytest.mark.claim("stuck-hook")
 @pytest.mark.parametrize(("rank", "how"), [(0, "lock"), (1, "lock"), (1, "call")])
 def test_ddp_names_the_rank(tmp_path, fork_server, rank, how):
     finished = interrupted(fork_server, tmp_path, "ddp", trainers=(rank,), how=how)

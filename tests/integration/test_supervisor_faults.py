@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 
 TASKS = Path(__file__).parents[1] / "helpers" / "supervised_tasks.py"
 LOST_AFTER_S = 1.0
-SERVER = {"heartbeat_s": 0.3, "lost_after_s": LOST_AFTER_S}
+SERVER = {"lost_after_s": LOST_AFTER_S}
 LAST_RANK_ENDS_S = LOST_AFTER_S + 10.0  # limit of the supervisor for ranks that remain after the summary
 
 

@@ -161,7 +161,7 @@ def test_ranks_that_start_again_prove_the_token_again(tmp_path, kill):
         task_args={"folder": str(tmp_path), "kill": kill},
         cluster={"num_trainers": 2, "timeout_s": 150},
         checkpoint={"every": 3, "background": False},
-        server={"heartbeat_s": 0.3, "lost_after_s": 3.0},
+        server={"lost_after_s": 3.0},
         env={"PARAMSERVER_TOKEN": SECRET},
         fresh=True,
     )

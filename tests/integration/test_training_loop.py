@@ -193,7 +193,7 @@ def open_late(gate, after_s):
 
 def test_a_trainer_that_waits_for_data_holds_the_others_without_failing(tmp_path):
     """The stream is silent for longer than every timeout; the run continues when it gives samples again."""
-    server = {"heartbeat_s": 0.3, "lost_after_s": 2.0}
+    server = {"lost_after_s": 2.0}
     runs = run_concurrently(lambda: opened_late(tmp_path, "ddp"), lambda: opened_late(tmp_path, "rpc", server=server))
     for finished in runs:
         assert finished.code == 0, finished.output

@@ -9,11 +9,11 @@ from paramserver.config import Config
 from paramserver.metrics import FanOut
 from paramserver.metrics.records import make_record
 from paramserver.metrics.summary import summary_text
-from paramserver.report.compare import compare
-from paramserver.report.from_runs import results_at
-from paramserver.report.results import append_result, read_results
 from paramserver.reporting import main as report
 from paramserver.runs.monitor import RunMonitor
+from paramserver.tools.report.compare import compare
+from paramserver.tools.report.from_runs import results_at
+from paramserver.tools.report.results import append_result, read_results
 
 pytestmark = pytest.mark.claim("transport-used")
 

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.processes
 CONFIG = {
     "task": "memory_tasks:UnusualMemory",
     "training": {"max_steps": 20, "batch_size": 8},
-    "ddp": {"find_unused_parameters": True},
+    "ddp": {"extra": {"find_unused_parameters": True}},
 }
 
 

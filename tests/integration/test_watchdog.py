@@ -18,7 +18,7 @@ def test_a_rank_that_holds_the_lock_is_replaced_and_its_stacks_are_in_its_log(tm
         mode=mode,
         cluster={"num_trainers": 2, "timeout_s": 30},
         training={"max_steps": None, "max_epochs": 2, "batch_size": 8, "validate_every": 0, "uneven_inputs": "join"},
-        server={"lost_after_s": 2.0, "heartbeat_s": 0.2},
+        server={"lost_after_s": 2.0},
     )
     assert fired.exists()
     assert run.code == 0, run.output

@@ -41,7 +41,7 @@ def test_the_layers_are_those_of_the_law():
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_is_named_exists(name):
     found = [root for root in (ROOT, PACKAGE, ROOT / "trainers") if (root / name).is_file()]
-    assert found or any(PACKAGE.glob(f"*/{name}")), name
+    assert found or any(PACKAGE.glob(f"**/{name}")), name
 
 
 @pytest.mark.parametrize(("registry", "file"), re.findall(r"`([A-Z_]+)` of `([\w/]+\.py)`", PAGE))

@@ -21,12 +21,15 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from paramserver import benchmark, chaos, cli, elastic, evaluate, predict, reporting
+from paramserver import cli, elastic, evaluate, predict
 from paramserver.config import KEYS, SECTIONS, config_from_mapping, describe_keys, load_config
-from paramserver.doctor.command import make_parser as make_doctor_parser
 from paramserver.launch import make_parser
 from paramserver.online.spec import IngestSpec
-from paramserver.simulator.predict import make_parser as make_simulation_parser
+from paramserver.tools.bench import command as benchmark
+from paramserver.tools.chaos import command as chaos
+from paramserver.tools.doctor import command as doctor
+from paramserver.tools.prediction import command as prediction
+from paramserver.tools.report import command as reporting
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -176,7 +179,7 @@ def all_help():
         cli.make_keys_parser,
         cli.make_ping_parser,
     ]
-    parsers += [make_simulation_parser, make_doctor_parser, elastic.make_join_parser, elastic.make_leave_parser]
+    parsers += [prediction.make_parser, doctor.make_parser, elastic.make_join_parser, elastic.make_leave_parser]
     parsers += [reporting.make_parser, chaos.make_parser, benchmark.make_parser, benchmark.make_compare_parser]
     return "".join(make().format_help() for make in parsers)
 

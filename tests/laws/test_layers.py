@@ -26,24 +26,25 @@ LAYERS = [
     "_lazy _trainers errors fileio version",
     "buffers checkpoint config importing process_utils rng",
     "cluster devices limits metrics",
-    "consistency distributed online report",
+    "consistency distributed online",
     "client context sources",
     "run_simulation task",
-    "bench parameters",
-    "faults optim transport",
+    "parameters",
+    "optim transport",
     "runs",
     "server",
-    "runtime trainers",
+    "runtime simulator trainers",
     "integrations launch",
-    "simulator",
-    "api benchmark chaos components doctor elastic evaluate predict reporting",
-    "cli",
+    "api components elastic evaluate predict tools",
+    "benchmark chaos cli reporting",
 ]
 MAY_USE_RPC = [f"paramserver.{folder}" for folder in ("distributed", "optim", "server", "transport")]
 MAY_USE_RPC += ["paramserver.trainers.rpc", "paramserver.trainers.server_forward"]
 # Layers below know of no other process, except for the connections themselves and what measures them.
 FIRST_DISTRIBUTED_LAYER = 7
-CONNECTS = ("paramserver.distributed", "paramserver.bench")
+CONNECTS = ("paramserver.distributed",)
+# The table of commands, and the modules by whose names some tools are run.
+MAY_USE_TOOLS = ("benchmark", "chaos", "cli", "reporting", "tools")
 MODES = frozenset({"rpc", "ddp", "local"})
 NEEDS_NO_TORCH = (
     "paramserver",
@@ -56,7 +57,7 @@ NEEDS_NO_TORCH = (
     "paramserver.cli",
     "paramserver.config",
     "paramserver.cluster",
-    "paramserver.report",
+    "paramserver.tools.report",
 )
 
 MODULES = modules()
@@ -85,6 +86,11 @@ def test_imports_go_down(module):
     others = {name for name in own_imports(module) if unit_of(name) != unit}
     upwards = sorted(name for name in others if LAYER_OF[unit_of(name)] >= LAYER_OF[unit])
     assert not upwards, f"{module.name} imports from its own or a higher layer"
+
+
+def test_the_core_needs_no_tool():
+    users = {unit_of(m.name) for m in FILES if any(inside(name, ("paramserver.tools",)) for name in imported(m.tree))}
+    assert users == {f"paramserver.{unit}" for unit in MAY_USE_TOOLS}
 
 
 def test_there_is_no_circle_of_imports():
@@ -183,10 +189,11 @@ def test_nothing_sleeps():
 
 
 def test_reports_import_nothing_that_runs():
-    pure = ("config", "metrics.records", "metrics.summary", "errors", "report", "fileio")
+    report = "paramserver.tools.report"
+    pure = ("config", "metrics.records", "metrics.summary", "errors", "tools.report", "fileio")
     allowed = tuple(f"paramserver.{name}" for name in pure)
     running = {"torch", "numpy", "threading", "subprocess", "multiprocessing", "socket", "signal"}
-    for module in (m for m in MODULES if inside(m.name, ("paramserver.report",))):
+    for module in (m for m in MODULES if inside(m.name, (report,)) and m.name != f"{report}.command"):
         names = imported(module.tree)
         assert {n for n in names if inside(n, ("paramserver",)) and not inside(n, allowed)} == set()
         assert not {name.split(".")[0] for name in names} & running

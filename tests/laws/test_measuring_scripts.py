@@ -10,7 +10,7 @@ import psutil
 import pytest
 from fake_results import result
 
-from paramserver.report.cases import cases_of
+from paramserver.tools.report.cases import cases_of
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the scripts are modules of the checkout, which is not always importable

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from paramserver import Task
-from paramserver.bench.cases import interleaved
 from paramserver.cluster import child_environment, process_environ
+from paramserver.tools.bench.cases import interleaved
 
 T = TypeVar("T")
 

@@ -121,7 +121,7 @@ class Cell:
     def config(self) -> dict[str, Any]:
         """Of the run."""
         consistency = {"rollback": "sync", "backup": "sync", "ddp": "sync"}.get(self.consistency, self.consistency)
-        server: dict[str, Any] = {"consistency": consistency, "heartbeat_s": 0.3, "lost_after_s": LOST_AFTER_S}
+        server: dict[str, Any] = {"consistency": consistency, "lost_after_s": LOST_AFTER_S}
         server["transport"] = self.transport
         if self.consistency == "rollback":
             server["on_loss"] = "rollback"

@@ -23,11 +23,11 @@ from typing import Any
 import yaml
 from torch import Tensor, nn
 
-from paramserver.bench.cases import Case, RequestedCases, interleaved, make_cases
-from paramserver.bench.measure import MeasuringMethod, measure
 from paramserver.cluster import child_environment, process_environ
 from paramserver.metrics.records import PHASES
-from paramserver.report.results import CaseResult
+from paramserver.tools.bench.cases import Case, RequestedCases, interleaved, make_cases
+from paramserver.tools.bench.measure import MeasuringMethod, measure
+from paramserver.tools.report.results import CaseResult
 from tests.measure.common import BATCH_SIZE, MODELS, Measured, origin, spread, verdict
 
 AGREES = 0.03

@@ -39,7 +39,7 @@ from torch.utils.data import TensorDataset
 
 import paramserver
 from paramserver import Task
-from paramserver.bench.cases import interleaved
+from paramserver.tools.bench.cases import interleaved
 from tests.measure.common import measured_config, measuring_environment, origin, read_stamps, run_fresh, spread
 
 BATCH_SIZE, FEATURES, CLASSES = 32, 32, 44

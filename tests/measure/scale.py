@@ -33,16 +33,16 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from paramserver import Task
-from paramserver.bench.cases import Case
-from paramserver.bench.cost_model import LinkSpeed
-from paramserver.bench.measure import measure
-from paramserver.bench.network import NetworkHosts, parse_bandwidth
-from paramserver.bench.slowdown import SlowdownSpec
 from paramserver.config import MODES, ClusterConfig, Config, ServerConfig, config_from_mapping, num_commands_of
-from paramserver.report.results import CaseResult, append_result, read_results
-from paramserver.simulator.calibration import JITTER, deployment_of, error_of, fit
-from paramserver.simulator.network import Deployment, simulate
-from paramserver.simulator.predict import all_reduce, break_even_servers
+from paramserver.tools.bench.cases import Case
+from paramserver.tools.bench.cost_model import LinkSpeed
+from paramserver.tools.bench.measure import measure
+from paramserver.tools.bench.namespaces import NetworkHosts, parse_bandwidth
+from paramserver.tools.bench.slowdown import SlowdownSpec
+from paramserver.tools.prediction.calibration import JITTER, deployment_of, error_of, fit
+from paramserver.tools.prediction.command import all_reduce, break_even_servers
+from paramserver.tools.prediction.network import Deployment, simulate
+from paramserver.tools.report.results import CaseResult, append_result, read_results
 from tests.measure.common import origin, verdict
 from tests.measure.outside_clock import method_of
 

@@ -35,8 +35,8 @@ from typing import Any
 import yaml
 from torch import Tensor, nn
 
-from paramserver.bench.cases import interleaved
-from paramserver.bench.slowdown import seeded_chance
+from paramserver.tools.bench.cases import interleaved
+from paramserver.tools.bench.slowdown import seeded_chance
 from tests.measure.common import (
     Measured,
     loss_of,

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paramserver.report.cases import SPEED, ReportCase, cases_of
-from paramserver.report.results import read_results
-from paramserver.report.statistics import ratio
+from paramserver.tools.report.cases import SPEED, ReportCase, cases_of
+from paramserver.tools.report.results import read_results
+from paramserver.tools.report.statistics import ratio
 from tests.measure.common import origin, spread, verdict
 
 REQUIRED = 0.9

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import paramserver
-from paramserver.bench.instrumentation import file_barrier
+from paramserver.tools.bench.instrumentation import file_barrier
 from tests.measure.common import (
     BATCH_SIZE,
     Measured,

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import yaml
 
-from paramserver.bench.cases import Case, RequestedCases, make_cases
-from paramserver.bench.measure import MeasuringMethod, interpolated, measure
-from paramserver.bench.network import NetworkHosts, parse_bandwidth
+from paramserver.tools.bench.cases import Case, RequestedCases, make_cases
+from paramserver.tools.bench.measure import MeasuringMethod, interpolated, measure
+from paramserver.tools.bench.namespaces import NetworkHosts, parse_bandwidth
 from tests.measure.common import origin, spread, verdict
 from tests.measure.outside_clock import Listener, config_of, method_of
 

@@ -43,7 +43,7 @@ from paramserver.simulator.engine import (
 )
 from paramserver.transport.messages import JoinReply
 
-HEARTBEAT_S, LOST_AFTER_S, TIMEOUT_S = 0.5, 1.6, 20.0
+LOST_AFTER_S, TIMEOUT_S = 1.6, 20.0
 # Faults happen in the first events and seconds of a run; after the last one it has so long to end.
 FAULTY_EVENTS, FAULTY_S, GRACE_S = 400, 8.0, 120.0
 
@@ -83,7 +83,6 @@ class Scenario:
                 consistency="sync" if kind == "backup" else kind,
                 backup_trainers=rng.randint(1, trainers - 1) if kind == "backup" else 0,
                 staleness_bound=rng.randint(0, 3),
-                heartbeat_s=HEARTBEAT_S,
                 lost_after_s=LOST_AFTER_S,
                 on_loss=rng.choice(("continue", "continue", "rollback")),
                 transport="rpc",

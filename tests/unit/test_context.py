@@ -1,5 +1,6 @@
 """The context of a process: requests to stop, start-up times, identity."""
 
+import _thread
 import errno
 import math
 import os
@@ -24,7 +25,7 @@ from paramserver.context import (
     process_start_time,
 )
 from paramserver.devices import CPU
-from paramserver.distributed.timeouts import call_with_timeout
+from paramserver.distributed.timeouts import call_with_timeout, poll_until
 
 
 def test_no_request_is_no_stop():
@@ -213,6 +214,19 @@ def test_a_checkpoint_that_is_written_is_not_limited():
         assert ends.ended.wait(20)
 
 
+@pytest.mark.claim("stuck-hook")
+def test_a_hook_in_which_a_checkpoint_waits_is_limited(monkeypatch):
+    """The state of an optimizer of the user, for example."""
+    ends = Ends()
+    monkeypatch.setattr(context, "GRACE_S", 0.5)
+    monkeypatch.setattr(StopLimit, "place", lambda limit: "state_dict (task.py, line 1)")
+    with ends.stop, ends.limit, ends.limit.paused():
+        ends.stop.request("the owner")
+        assert not ends.ended.wait(0.3)
+        assert ends.ended.wait(20)
+    assert ends.places == ["state_dict (task.py, line 1)"]
+
+
 @pytest.mark.claim("second-signal")
 def test_a_second_signal_ends_the_time_and_the_same_one_that_comes_twice_does_not(monkeypatch):
     ends, over = Ends(limit_s=1000.0), threading.Event()
@@ -282,6 +296,27 @@ def test_the_place_in_the_code_of_the_user_is_named():
     event.set()
     thread.join(20)
     assert places[0].startswith(f"called_by_this_package ({__file__}, line "), places
+
+
+@pytest.mark.claim("stuck-hook")
+def test_the_place_is_named_in_a_thread_that_is_not_one_of_pythons():
+    """Such as those of torch's RPC agent, in which the metric of a task is computed."""
+    held, entered, returned = threading.Lock(), threading.Event(), threading.Event()
+
+    def compute():
+        entered.set()
+        held.acquire()
+        return True
+
+    def run():
+        poll_until(math.inf, compute, threading.Event())
+        returned.set()
+
+    with held:
+        _thread.start_new_thread(run, ())
+        assert entered.wait(20)
+        assert place_of_user_code().startswith(f"compute ({__file__}, line ")
+    assert returned.wait(20)
 
 
 # Start-up times.

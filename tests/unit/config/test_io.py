@@ -205,8 +205,6 @@ ONLINE = {"function": "a:b", "count": 1, "fields": {"u": {"shape": [1]}}}
          "training.batch_size (32); lower the former"),
         ({"buffer": {"pseudo_epochs": 2, "kind": "reservoir"}}, "buffer.pseudo_epochs (2) must be 1 with the "
          "reservoir, which repeats samples until they are evicted; set it to 1 or choose fifo or firo"),
-        ({"server": {"heartbeat_s": 2, "lost_after_s": 2}}, "server.lost_after_s (2.0) must be above "
-         "server.heartbeat_s (2.0), or every trainer counts as lost; raise it or lower the other"),
     ],
 )  # fmt: skip
 def test_relations(mapping, message):
@@ -225,6 +223,25 @@ def test_relations(mapping, message):
 )
 def test_relations_at_their_limits(mapping):
     config_from_mapping({"task": "a:B", **mapping})
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "default", "other", "cure"),
+    [
+        ("ddp", "find_unused_parameters", False, True, "write it into ddp.extra"),
+        ("ddp", "static_graph", False, True, "write it into ddp.extra"),
+        ("ddp", "gradient_as_bucket_view", True, False, "write it into ddp.extra"),
+        ("ddp", "bucket_cap_mb", None, 25, "write it into ddp.extra, as in ddp.extra: {bucket_cap_mb: ...}"),
+        ("server", "heartbeat_s", 1.0, 0.3, "leave it out: it follows from server.lost_after_s"),
+    ],
+)
+def test_a_removed_key_may_be_at_its_default(section, name, default, other, cure):
+    """A stored config contains every key that its version had."""
+    assert config_from_mapping({"task": "a:B", section: {name: default}}) == Config(task="a:B")
+    message = refused({section: {name: other}})
+    assert message.startswith(
+        f"{section}.{name} ({str(other).lower()}) must not be given: it is no key any more; {cure}"
+    )
 
 
 def test_a_broken_relation_names_the_key_that_was_given_last(file):
@@ -272,8 +289,6 @@ RELATED = {
     "server.compute": st.just("trainer"),
     "server.transport": st.sampled_from(["auto", "rpc"]),
     "device.server": st.sampled_from(["auto", "cpu"]),
-    "server.heartbeat_s": st.floats(0.1, 2),
-    "server.lost_after_s": st.floats(3, 9),
     "simulations.count": st.integers(1, 9),
     "simulations.function": st.none(),
 }

@@ -22,9 +22,7 @@ HOST = "127.0.0.1"
 LONG_S = 20.0
 NEVER = threading.Event()
 TOKEN = bytes(range(16))
-CONFIG = Config(
-    task="module:Task", cluster=ClusterConfig(interface="lo"), server=ServerConfig(heartbeat_s=0.05, lost_after_s=0.5)
-)
+CONFIG = Config(task="module:Task", cluster=ClusterConfig(interface="lo"), server=ServerConfig(lost_after_s=0.5))
 
 
 def hello(rank, token=TOKEN):

@@ -345,7 +345,7 @@ def test_a_later_view_begins_without_a_trainer_that_does_not_come_back():
 
 
 def test_a_newcomer_that_does_not_come_is_waited_for_a_short_time():
-    short = dataclasses.replace(config(), server=ServerConfig(lost_after_s=SHORT_S, heartbeat_s=SHORT_S / 2))
+    short = dataclasses.replace(config(), server=ServerConfig(lost_after_s=SHORT_S))
     with agents_store() as store, threads(1) as pool:
         session = {"view": 2, "trainer_ranks": (1, 7), "newcomers": {7}}
         zero = pool.submit(joined, 0, 3, store.port, hosted=True, of=short, **session)

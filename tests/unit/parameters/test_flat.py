@@ -1,6 +1,7 @@
 """Parameters as views of flat tensors: nothing is lost by it, and no optimizer sees a difference."""
 
 import copy
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout, FlatTensors, trainable_parameters
+from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout, FlatTensors, other_tensors, trainable_parameters
 
 
 class Zoo(nn.Module):
@@ -220,12 +221,39 @@ def test_an_optimizer_over_views_equals_one_over_a_plain_copy(zoo, name):
     assert all(torch.equal(t, states[1][i][k]) for i, s in states[0].items() for k, t in s.items() if t is not None)
 
 
-def test_two_parameters_in_one_place_are_refused_by_name():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one = nn.Parameter(torch.ones(4))
-            self.other = nn.Parameter(self.one.data)
+BASE = torch.arange(24.0)
+# Of each pair: the memory of a trained parameter, and that of a second tensor; and whether these overlap.
+PLACES = {
+    "the same": (BASE, BASE, True),
+    "another view": (BASE.view(4, 6), BASE.view(4, 6).t(), True),
+    "in part": (BASE[:8], BASE[7:12], True),
+    "a row of a transposed matrix": (BASE.view(4, 6)[:3], BASE.view(4, 6).t()[1:3], True),
+    "real numbers": (torch.view_as_complex(BASE.view(12, 2)), BASE[4:6], True),
+    "one after the other": (BASE[:8], BASE[8:12], False),
+    "every second one": (BASE[::2], BASE[1::2], False),
+    "columns": (BASE.view(4, 6)[:, :3], BASE.view(4, 6)[:, 3:], False),
+    "no elements": (BASE, BASE[:0], False),
+    "a copy": (BASE, BASE.clone(), False),
+}
 
-    with pytest.raises(UnsupportedConfiguration, match="one and other share memory"):
-        FlatTensors(trainable_parameters(Shared()))
+
+@pytest.mark.claim("shared-memory-of-tensors")
+@pytest.mark.parametrize("kind", ["trained", "frozen", "buffer"])
+@pytest.mark.parametrize("place", PLACES)
+def test_two_tensors_in_one_place_are_refused_by_name(place, kind):
+    one, other, overlap = PLACES[place]
+    model = nn.ParameterDict({"one": nn.Parameter(one)})
+    if kind == "buffer":
+        model.register_buffer("other", other)
+    else:
+        model["other"] = nn.Parameter(other, requires_grad=kind == "trained")
+    message = r"one and other share memory but are two tensors; .*" + ("Parameter$" if kind == "trained" else "clone")
+    with pytest.raises(UnsupportedConfiguration, match=message) if overlap else nullcontext():
+        FlatTensors(trainable_parameters(model), others=other_tensors(model))
+
+
+def test_tensors_that_are_not_trained_may_share_memory():
+    model = nn.Linear(4, 4)
+    model.register_buffer("one", BASE[:8])
+    model.register_buffer("other", BASE[4:])
+    FlatTensors(trainable_parameters(model), others=other_tensors(model))

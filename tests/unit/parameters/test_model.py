@@ -8,6 +8,7 @@ from paramserver import Task
 from paramserver.devices import CPU
 from paramserver.errors import TaskError
 from paramserver.parameters.model import build_model, load_weights
+from paramserver.parameters.numerics import check_parameters_finite
 
 
 class Builds(Task):
@@ -41,3 +42,19 @@ def test_an_expanded_module_buffer_can_be_loaded():
     model = build_model(Builds(module), 0, CPU)
     load_weights(model, {**model.state_dict(), "scale": torch.tensor([1.0, 2.0, 3.0])}, "model.pt")
     assert model.scale.tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.claim("strided-parameters", "buffer-types")
+@pytest.mark.parametrize("kind", ["conjugated", "negated"])
+def test_tensors_whose_memory_has_other_values_get_memory_of_their_own(kind):
+    """A conjugated view of complex numbers, and its imaginary part."""
+    value = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    value = value if kind == "conjugated" else value.imag
+    module = nn.ParameterDict({"one": nn.Parameter(value)})
+    module.register_buffer("other", value)
+    model = build_model(Builds(module), 0, CPU)
+    for tensor in (model["one"], model.other):
+        assert torch.equal(tensor, value)
+        assert not tensor.is_conj()
+        assert not tensor.is_neg()
+    check_parameters_finite({"one": model["one"]}, 1, None)

@@ -23,6 +23,18 @@ def assign(model, name, value):
     setattr(model.get_submodule(parent), last, value)
 
 
+class Mean(nn.Module):
+    """Assigns its buffer in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return x - self.mean
+
+
 PARAMETER = nn.Parameter(torch.zeros(1))
 CHANGES = {
     "replaced": (lambda m: assign(m, "3", nn.Linear(3, 3)), "layer 3 was replaced"),
@@ -176,3 +188,18 @@ def test_a_checkpoint_has_buffers_with_the_shape_that_they_got_later():
     assert resumed[2].running_mean.shape == (5,)
     assert resumed.new == 1.0
     assert resumed.late.data_ptr() != model.late.data_ptr()
+
+
+@pytest.mark.claim("replaced-modules", "assigned-buffers")
+def test_a_model_of_torchscript():
+    """Its parameters, modules and buffers are in containers that are no dictionaries."""
+    tree = ModelTree(model := torch.jit.script(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), Mean())))
+    before = tree.pack_buffers()
+    model(torch.randn(4, 2))
+    assert set(tree.pack_changed_buffers(before).values()) == {name for name, _ in model.named_buffers()}
+    tree.load_buffers(before)
+    assert tree.pack_changed_buffers(before) is None
+    tree.check_parameters()
+    model._modules["0"].weight = nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(TaskError, match=r"parameter 0.weight was replaced"):
+        tree.check_parameters()

@@ -39,7 +39,7 @@ class TwoServers:
         config = Config(
             mode="rpc",
             cluster=ClusterConfig(num_trainers=2, num_servers=2, timeout_s=TIMEOUT_S),
-            server=ServerConfig(consistency=consistency, transport=transport, heartbeat_s=1.0, lost_after_s=5.0),
+            server=ServerConfig(consistency=consistency, transport=transport, lost_after_s=5.0),
             training=TrainingConfig(max_steps=10),
         )
         monitor = RunMonitor(config, SimpleNamespace(write=self.records.append), Path())

@@ -112,7 +112,7 @@ class Run:
         config = Config(
             mode="rpc",
             cluster=ClusterConfig(num_trainers=TRAINERS, timeout_s=TIMEOUT_S),
-            server=ServerConfig(consistency=consistency, transport="rpc", heartbeat_s=1.0, lost_after_s=5.0),
+            server=ServerConfig(consistency=consistency, transport="rpc", lost_after_s=5.0),
             training=TrainingConfig(max_steps=100, **training),
         )
         self.monitor = RunMonitor(config, SimpleNamespace(write=lambda record: None), Path())

@@ -1,0 +1,135 @@
+"""The user's task with instrumentation: benchmarks train it in place of the task itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from paramserver.importing import load_object
+from paramserver.sources.base import Partition
+from paramserver.task import Task, check_task_class, construct_task
+from paramserver.tools.bench.slowdown import Slowdown, SlowdownSpec
+from paramserver.tools.bench.step_stamps import StepStamps, register_process
+
+BARRIER_TIMEOUT_S = 120.0
+
+
+def file_barrier(file: Path, number: int, count: int) -> None:
+    """Block until ``count`` processes have called this, for at most ``BARRIER_TIMEOUT_S``.
+
+    Args:
+        file: of the barrier's store; used for nothing else.
+        number: of this process, from 0 to ``count - 1``.
+        count: the number of processes.
+    """
+    store = FileStore(str(file), count)
+    store.set(f"here-{number}", "")
+    store.wait([f"here-{i}" for i in range(count)], timedelta(seconds=BARRIER_TIMEOUT_S))
+
+
+class StepObserver:
+    """Records the steps of the trainer in this process.
+
+    Args:
+        folder: of the run, to which the steps are written.
+        slow: the fields of a ``SlowdownSpec``; None without a straggler.
+        seed: of the slow batches.
+        number: the number of this run among ``of`` runs of one trainer each, which start together; None for one run
+            with all trainers.
+        of: see ``number``.
+    """
+
+    def __init__(
+        self, folder: Path, slow: Mapping[str, Any] | None, seed: int, number: int | None = None, of: int = 1
+    ) -> None:
+        self._folder, self._seed, self._number, self._of = folder, seed, number, of
+        self._slow = None if slow is None else SlowdownSpec(**slow)
+        self.model_bytes = 0
+        self.slowdown: Slowdown | None = None
+        register_process(folder)
+
+    def begin(self, trainer: Any) -> None:
+        """Call when the trainer is connected, before its first step."""
+        index = trainer.trainer_index if self._number is None else self._number
+        if self._slow is not None:
+            self.slowdown = Slowdown(self._slow, self._seed, index)
+        self._trainer = trainer
+        self._stamps = StepStamps(trainer.trainer_index, os.getpid(), self.model_bytes)
+        # Both are not 0 where samples were served or bytes sent before the first step.
+        self._samples, self._wire_bytes = trainer.progress.samples_served, trainer.wire_bytes
+        trainer.clock.on_step = self._on_step
+        if self._number is not None:
+            file_barrier(self._folder.parent / "barrier", self._number, self._of)
+
+    def _on_step(self, end: float, seconds: float, phases: Mapping[str, float]) -> None:
+        samples, wire_bytes = self._trainer.progress.samples_served, self._trainer.wire_bytes
+        self._stamps.add(end, seconds, samples - self._samples, wire_bytes - self._wire_bytes, phases)
+        self._samples, self._wire_bytes = samples, wire_bytes
+
+    def end(self) -> None:
+        self._trainer.clock.on_step = None
+        self._stamps.write(self._folder)
+
+
+class ObservedTask(Task):
+    """First base of the instrumented class, before the user's class; extends its methods."""
+
+    _observer: StepObserver
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        if isinstance(model, nn.Module):  # otherwise the caller refuses it
+            trained = [p for p in model.parameters() if p.requires_grad]
+            self._observer.model_bytes = sum(p.numel() * p.element_size() for p in trained)
+        return model
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._observer.begin(self.trainer)
+
+    def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor | None:
+        slowdown = self._observer.slowdown
+        if slowdown is None:
+            return super().training_step(model, batch, batch_idx)
+        began = time.perf_counter()
+        loss = super().training_step(model, batch, batch_idx)
+        slowdown.after_forward(model, loss, time.perf_counter() - began, batch_idx)
+        return loss
+
+    def on_train_end(self) -> None:
+        self._observer.end()
+        super().on_train_end()
+
+
+class InstrumentedTask(ObservedTask):
+    """Constructs an instance of a class derived from ``ObservedTask`` and the user's class.
+
+    Args:
+        task: the user's, as in the key ``task``; a file by its absolute path.
+        task_args: for the user's class.
+        observer: arguments of ``StepObserver``.
+    """
+
+    def __new__(cls, task: str, task_args: Mapping[str, Any], observer: Mapping[str, Any]) -> Any:
+        user_class = check_task_class(load_object(task, "task"), task)
+        names = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
+        # ObservedTask comes first in the order of bases, so that its super() calls reach the user's class.
+        made = construct_task(type(user_class.__name__, (ObservedTask, user_class), names), task, task_args)
+        assert isinstance(made, ObservedTask)
+        made._observer = StepObserver(**{**observer, "folder": Path(observer["folder"])})
+        return made  # not an InstrumentedTask, so Python does not call __init__ again
+
+    # Never called; the check of a task's class requires them.
+
+    def build_optimizer(self, model: nn.Module) -> Any:
+        raise NotImplementedError
+
+    def train_source(self, partition: Partition) -> Any:
+        raise NotImplementedError

@@ -1,0 +1,466 @@
+"""Measures one case in one repeat: runs it in fresh processes and makes the record from the steps of its trainers.
+
+Figures are of the time after the warm-up, during which all trainers train. CPU time of the processes and bytes on the
+interfaces of hosts are sampled from the kernel's counters during the run.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paramserver.config import Config, config_from_mapping, dump_yaml, is_colocated, num_commands_of
+from paramserver.consistency.factory import consistency_class
+from paramserver.errors import Interrupted, ParamserverError, TrainingError
+from paramserver.importing import find_file
+from paramserver.metrics.records import PHASES, DurationHistogram
+from paramserver.tools.bench.cases import Case, require_first_reached
+from paramserver.tools.bench.cost_model import LinkSpeed, predict_communication, ring_bytes
+from paramserver.tools.bench.namespaces import PORT, NetworkHosts, host_address
+from paramserver.tools.bench.processes import ProcessGroup
+from paramserver.tools.bench.step_stamps import (
+    COLUMNS,
+    StepStamp,
+    StepStamps,
+    read_stamps,
+    registered_pids,
+    server_pids,
+)
+from paramserver.tools.report.from_runs import learning_curves
+from paramserver.tools.report.results import COMPUTED_RING, COUNTED_BY_KERNEL, CaseResult
+from paramserver.tools.report.target import Target
+
+# The first steps allocate what later ones reuse: buffers, buckets, caches.
+WARM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class MeasuredWindow:
+    """The measured time, between two values of ``time.perf_counter()``."""
+
+    begin: float
+    end: float
+
+
+def measured_window(trainers: Sequence[StepStamps], warm_s: float) -> MeasuredWindow:
+    """The window from the end of the last trainer's warm-up to the first trainer's last step.
+
+    The warm-up of a trainer ends with the step at which it has trained ``warm_s`` seconds, but not before step
+    ``WARM_STEPS``.
+
+    Raises:
+        TrainingError: a trainer has no step in the window.
+    """
+    # From the slowest start to the earliest end: outside of it a trainer may run without the load of the others.
+    warm = [_warm_at(one, warm_s) for one in trainers]
+    begin = max((moment for moment in warm if moment is not None), default=0.0)
+    end = min((one.steps[-1].end for one in trainers if one.steps), default=0.0)
+    window = MeasuredWindow(begin, end)
+    if None in warm or not all(_inside(one, window) for one in trainers):
+        counts = ", ".join(str(len(one.steps)) for one in trainers)
+        raise TrainingError(
+            f"after a warm-up of {warm_s:g} s and {WARM_STEPS} steps no trainer may be without a step, and they made "
+            f"{counts} in all; raise --seconds, or give data that lasts longer"
+        )
+    return window
+
+
+def _warm_at(one: StepStamps, warm_s: float) -> float | None:
+    trained_s = 0.0
+    for count, step in enumerate(one.steps, start=1):
+        trained_s += step.seconds
+        if trained_s >= warm_s and count >= WARM_STEPS:
+            return step.end
+    return None
+
+
+def _inside(one: StepStamps, window: MeasuredWindow) -> list[StepStamp]:
+    """The steps that end in the window."""
+    return [step for step in one.steps if window.begin < step.end <= window.end]
+
+
+def _share(step: StepStamp, window: MeasuredWindow) -> float:
+    """The share of a step that lies in the window; the window begins during a step of other trainers."""
+    inside_s = min(step.end, window.end) - max(step.begin, window.begin)
+    # Clamped: the first steps end before the window, and some begin after it.
+    return min(max(inside_s / step.seconds, 0.0), 1.0) if step.seconds else 0.0
+
+
+def step_figures(
+    trainers: Sequence[StepStamps],
+    window: MeasuredWindow,
+    applied: float = 1.0,
+    updates: float = 1.0,
+    processes: int = 1,
+) -> dict[str, Any]:
+    """The fields of a record that are computed from steps.
+
+    Args:
+        trainers: of one case.
+        window: the measured time.
+        applied: the share of the trainers' samples that became part of an update.
+        updates: updates per step of a trainer: 1 / T where T trainers make one together.
+        processes: the number of trainers and servers.
+    """
+    # Rates count a step at the edge with its share inside of the window; durations and phases are of whole steps only.
+    shares = [[(step, _share(step, window)) for step in one.steps] for one in trainers]
+    seconds = [sum(step.seconds * share for step, share in own) for own in shares]
+    samples = [applied * sum(step.samples * share for step, share in own) for own in shares]
+    mean_s = sum(seconds) / len(seconds)
+    rate = sum(samples) / mean_s
+    whole = [step for one in trainers for step in _inside(one, window)]
+    durations = DurationHistogram()
+    for step in whole:
+        durations.add(step.seconds)
+    return {
+        "seconds": mean_s,
+        "steps": round(len(whole) * updates),
+        "samples": round(sum(samples)),
+        "samples_per_second": rate,
+        "per_trainer": tuple(n / s for n, s in zip(samples, seconds, strict=True)),
+        "per_process": rate / processes,
+        "step_ms": durations.summary_ms(),
+        "step_bins": dict(sorted(durations.bins.items())),
+        "phases_ms": _phases_ms(whole),
+        "wire_bytes_per_step": sum(step.wire_bytes for step in whole) / len(whole),
+    }
+
+
+def _phases_ms(steps: Sequence[StepStamp]) -> dict[str, float]:
+    """Mean milliseconds per step and trainer. All but ``hidden``, which overlaps them, sum to the step."""
+    assert COLUMNS[: len(PHASES)] == PHASES
+    sums = [sum(values) for values in zip(*(step.phases for step in steps), strict=True)]
+    return {name: total / len(steps) * 1e3 for name, total in zip(COLUMNS, sums, strict=True)}
+
+
+class CpuSampler:
+    """Samples the CPU time of registered processes.
+
+    Args:
+        folders: of ``register_process``.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+        self._samples: dict[int, list[tuple[float, float]]] = {}
+        self._ticks = os.sysconf("SC_CLK_TCK")
+
+    def sample(self) -> None:
+        """Take a sample of each process that is alive."""
+        for pid in (pid for folder in self._folders for pid in registered_pids(folder)):
+            used_s = self._used_s(pid)
+            # A process that has ended has no more samples; ``interpolated`` then holds its last value.
+            if used_s is not None:
+                self._samples.setdefault(pid, []).append((time.perf_counter(), used_s))
+
+    def _used_s(self, pid: int) -> float | None:
+        try:
+            # The name of the command, in parentheses, may contain spaces and parentheses itself.
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rsplit(")", 1)[1].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        return (int(fields[11]) + int(fields[12])) / self._ticks  # user and system time (proc(5))
+
+    def used_s(self, pid: int, begin: float, end: float) -> float | None:
+        """CPU seconds between two values of ``time.perf_counter()``; None with fewer than two samples."""
+        samples = self._samples.get(pid, ())
+        # One sample gives no difference: the process was alive for hardly longer than one interval.
+        if len(samples) < 2:
+            return None
+        return interpolated(samples, end) - interpolated(samples, begin)
+
+    def all_used_s(self, pids: Sequence[int], begin: float, end: float) -> float | None:
+        """The sum over several processes; None where one is unknown, or without processes."""
+        each = [self.used_s(pid, begin, end) for pid in pids]
+        known = [seconds for seconds in each if seconds is not None]
+        return sum(known) if known and len(known) == len(each) else None
+
+
+class WireSampler:
+    """Samples the sum of the byte counters of the interfaces of hosts.
+
+    Args:
+        hosts: entered.
+        count: the number of hosts that are sampled, from the first.
+    """
+
+    def __init__(self, hosts: NetworkHosts, count: int) -> None:
+        self._hosts, self._count = hosts, count
+        self._samples: list[tuple[float, float]] = []
+
+    def sample(self) -> None:
+        """Take a sample."""
+        moved = sum(self._hosts.moved_bytes(number) for number in range(self._count))
+        self._samples.append((time.perf_counter(), float(moved)))
+
+    def bytes_between(self, begin: float, end: float) -> float:
+        """Bytes sent and received between two values of ``time.perf_counter()``."""
+        return interpolated(self._samples, end) - interpolated(self._samples, begin)
+
+
+def interpolated(samples: Sequence[tuple[float, float]], moment: float) -> float:
+    """The value at ``moment`` by linear interpolation; outside of the samples the first or last value."""
+    # Samples are in the order of time, as one thread takes them.
+    place = bisect.bisect_left(samples, (moment, 0.0))
+    if place == 0 or place == len(samples):
+        return samples[min(place, len(samples) - 1)][1]
+    (t0, v0), (t1, v1) = samples[place - 1 : place + 1]
+    return v0 + (v1 - v0) * (moment - t0) / (t1 - t0)
+
+
+# The time for imports, rendezvous and the last validation on a busy machine.
+_STARTUP_AND_SHUTDOWN_S = 180.0
+_TIMES_AS_LONG = 4
+
+
+@dataclass(frozen=True)
+class MeasuringMethod:
+    """The settings of a benchmark that all cases share.
+
+    Args:
+        out: the benchmark's folder; the files of a run are kept there only if it fails.
+        folders: searched for the task.
+        environ: of every process.
+        seconds: the measured training, after ``warm_s`` seconds of warm-up.
+        target: the validation value that a run is to reach; None without one.
+        hosts: one for each rank that communicates; None for this machine.
+        speeds: of the links between two processes, by ``Mode.name``.
+        environment: versions, machine and command for every record.
+        stop: an event that interrupts the benchmark.
+    """
+
+    out: Path
+    folders: Sequence[Path]
+    environ: Mapping[str, str]
+    seconds: float
+    warm_s: float
+    target: Target | None = None
+    hosts: NetworkHosts | None = None
+    speeds: Mapping[str, LinkSpeed] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+def measure(case: Case, repeat: int, method: MeasuringMethod) -> CaseResult:
+    """Run a case once and return its record, also if it fails.
+
+    Raises:
+        Interrupted: ``method.stop`` was set.
+    """
+    started, began = time.time(), time.perf_counter()
+    folder = method.out / "runs" / folder_name(case, repeat)
+    found: dict[str, Any] = {"status": "completed"}
+    try:
+        # A case that fails must not end the benchmark: the other cases are still worth their time.
+        found |= _run(case, repeat, method, folder)
+        shutil.rmtree(folder)  # the files of a run that fails stay, and its error names them
+    except Interrupted:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    except (ParamserverError, OSError) as error:
+        found = {"status": "failed", "error": f"{error}; its files are in {folder}"}
+    return CaseResult(
+        case=case.name,
+        repeat=repeat,
+        mode=case.mode.name,
+        trainers=case.trainers,
+        servers=case.servers,
+        overrides=dict(case.overrides),
+        scenario={} if case.slow is None else {"slow": asdict(case.slow)},
+        baseline=case.baseline,
+        started=started,
+        wall_s=time.perf_counter() - began,
+        target=None if method.target is None else {method.target.name: method.target.value},
+        environment={**method.environment, "config": dump_yaml(case.config)},
+        **found,
+    )
+
+
+def folder_name(case: Case, repeat: int) -> str:
+    """The name of the folder of a run, of plain characters."""
+    return f"{re.sub(r'[^A-Za-z0-9.=_-]+', '-', case.name).strip('-.')[:100]}-{repeat}"
+
+
+def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, number: int) -> Config:
+    """The user's config with other limits, without checkpoints, and with the instrumented task.
+
+    There is no periodic validation, unless the benchmark has a target. The limits of the user's run are removed: the
+    run ends with the time or the data.
+    """
+    config = case.config.given_mapping()
+    assert case.config.task is not None
+    reference, (place, _, name) = case.config.task, case.config.task.rpartition(":")
+    if place.endswith(".py"):  # with the absolute path, as the ranks do not know the folders
+        reference = f"{find_file(place, 'task', method.folders)}:{name}"
+    observer = {
+        "folder": str(folder),
+        "slow": None if case.slow is None else asdict(case.slow),
+        # A seed for each repeat: the slow batches of one repeat are the same in all cases.
+        "seed": repeat,
+        "number": number if case.runs > 1 else None,
+        "of": case.runs,
+    }
+    task = {"task": reference, "task_args": config["task_args"]}
+    limits = dict.fromkeys(("max_epochs", "max_steps", "max_samples", "patience"))
+    validate_every = 0 if method.target is None else case.config.training.validate_every
+    return config_from_mapping(
+        {
+            **config,
+            "task": "paramserver.tools.bench.instrumentation:InstrumentedTask",
+            "task_args": {**task, "observer": observer},
+            "training": {
+                **config["training"],
+                **limits,
+                "min_delta": 0.0,
+                "max_seconds": method.warm_s + method.seconds,
+                "validate_every": validate_every,
+            },
+            # Writing checkpoints takes CPU time and disk bandwidth from the steps that are measured.
+            "checkpoint": {**config["checkpoint"], "every": 0, "best": None},
+            "logging": {
+                **config["logging"],
+                "run_dir": str(folder),
+                "name": "run",
+                "tensorboard": False,
+                "sinks": [],
+                "progress": "off",
+            },
+        }
+    )
+
+
+def _run(case: Case, repeat: int, method: MeasuringMethod, folder: Path) -> dict[str, Any]:
+    """Run a case once and return the fields of its record that the run determines."""
+    places = [folder / str(number) for number in range(case.runs)]
+    commands = []
+    for number, place in enumerate(places):
+        # Each run has its own folder and config, also where a case has a run for each trainer.
+        place.mkdir(parents=True)
+        file = place / "config.yaml"
+        file.write_text(dump_yaml(run_config(case, repeat, method, place, number)), encoding="utf-8")
+        commands += rank_commands(case, method, file)
+    watch = CpuSampler(places)
+    # torch does not report the bytes that DistributedDataParallel sends.
+    wire = WireSampler(method.hosts, case.trainers) if method.hosts and case.mode.has_process_group else None
+
+    def sample() -> None:
+        watch.sample()
+        if wire is not None:
+            wire.sample()
+
+    timeout_s = _STARTUP_AND_SHUTDOWN_S + _TIMES_AS_LONG * (method.warm_s + method.seconds)
+    # The timeout is generous, as a slowed trainer takes several times as long: it ends a run that hangs, not a slow
+    # one.
+    with ProcessGroup(commands, method.environ, folder, method.stop) as running:
+        running.wait(timeout_s, sample)
+    return _outcome(case, method, places, watch, wire)
+
+
+def rank_commands(case: Case, method: MeasuringMethod, config_file: Path) -> list[list[str]]:
+    """The commands that start one run: a supervisor of all ranks, or with hosts one command for each of them."""
+    command = [sys.executable, "-m", "paramserver.launch", "--config", str(config_file)]
+    command += [word for one in method.folders for word in ("--folder", str(one))]
+    if method.hosts is None or case.mode.single_process:
+        return [command]
+    hosts = num_commands_of(case.config)
+    command += ["--world_size", str(hosts), "--master_addr", host_address(0), "--master_port", str(PORT)]
+    return [method.hosts.command_on(rank, [*command, "--rank", str(rank)]) for rank in range(hosts)]
+
+
+def _outcome(
+    case: Case, method: MeasuringMethod, places: Sequence[Path], watch: CpuSampler, wire: WireSampler | None
+) -> dict[str, Any]:
+    each = case.trainers // case.runs
+    stamps = [one for place in places for one in read_stamps(place, each)]
+    summaries = [_read_summary(place) for place in places]
+    window = measured_window(stamps, method.warm_s)
+    steps = sum(len(one.steps) for one in stamps)
+    servers = [pid for place in places for pid in server_pids(place, stamps)]
+    processes = {"servers": servers, "trainers": [one.pid for one in stamps]}
+    peaks = [summary["peak_rss_mb"] for summary in summaries]
+    served = sum(summary["samples_served"] for summary in summaries)
+    # Samples that were served but dropped (backup trainers) or lost with a trainer must not count as throughput.
+    found = step_figures(
+        stamps,
+        window,
+        applied=sum(summary["samples"] for summary in summaries) / served if served else 1.0,
+        updates=sum(summary["steps"] for summary in summaries) / steps,
+        processes=case.trainers + case.servers,
+    )
+    return {
+        **found,
+        **_curves(method, places[0], summaries[0]),
+        "cpu_s": {name: watch.all_used_s(pids, window.begin, window.end) for name, pids in processes.items()},
+        "peak_rss_mb": {k: max((p[k] for p in peaks if p[k] is not None), default=None) for k in ("server", "trainer")},
+        "staleness": summaries[0]["staleness"],
+        "transports": summaries[0]["transports"],
+        "model_bytes": stamps[0].model_bytes,
+        "predicted": _predicted(case, method, stamps[0], found["wire_bytes_per_step"]),
+        **(_wire_bytes(case, stamps, window, wire) if case.mode.has_process_group else {}),
+    }
+
+
+def _wire_bytes(
+    case: Case, stamps: Sequence[StepStamps], window: MeasuredWindow, wire: WireSampler | None
+) -> dict[str, float | str | None]:
+    """Bytes per step of a trainer in a process group: counted by the kernel, or computed."""
+    if wire is None:
+        computed = ring_bytes(stamps[0].model_bytes, case.trainers, case.config.ddp.comm_hook)
+        return {"wire_bytes_per_step": computed, "wire_bytes_source": None if computed is None else COMPUTED_RING}
+    moved = wire.bytes_between(window.begin, window.end)
+    steps = sum(window.begin < step.end <= window.end for one in stamps for step in one.steps)
+    # Divided by steps of all trainers, as the interfaces of all trainers were counted.
+    return {"wire_bytes_per_step": moved / steps, "wire_bytes_source": COUNTED_BY_KERNEL}
+
+
+def _read_summary(place: Path) -> dict[str, Any]:
+    file = place / "run" / "summary.json"
+    if not file.is_file():
+        raise TrainingError(f"the run ended without {file}")
+    summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return summary
+
+
+def _curves(method: MeasuringMethod, place: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The learning curves; of several runs with one trainer each, those of the first."""
+    lines = (place / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    points = learning_curves([json.loads(line) for line in lines], summary)
+    loss, validation = (tuple((p[0], p[1], p[2]) for p in points[name]) for name in ("loss", "validation"))
+    met = None if method.target is None else require_first_reached(validation, method.target)
+    return {
+        "loss": loss,
+        "validation": validation,
+        "samples_to_target": None if met is None else met[0],
+        "time_to_target_s": None if met is None else met[1],
+    }
+
+
+def _predicted(case: Case, method: MeasuringMethod, stamps: StepStamps, wire_bytes: float) -> dict[str, Any] | None:
+    speed = method.speeds.get(case.mode.name)
+    if speed is None:
+        return None
+    hook, server = case.config.ddp.comm_hook, case.config.server
+    # With an optimizer that updates each element by itself; only the servers know which one it is.
+    may_overlap = consistency_class(server).waits_for_all and server.compute == "trainer"
+    overlap = may_overlap and case.config.training.clip_grad_norm is None
+    return predict_communication(
+        case.mode,
+        speed,
+        stamps.model_bytes,
+        wire_bytes,
+        case.trainers,
+        case.servers,
+        hook,
+        overlap,
+        is_colocated(case.config),
+    )

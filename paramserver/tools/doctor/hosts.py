@@ -1,0 +1,381 @@
+"""The check between the hosts of a run: the same addresses, interfaces, store and job token as the run would have."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from paramserver.cluster import (
+    ProcessIdentity,
+    bind_listener,
+    choose_interface,
+    chosen_interface,
+    num_usable_cores,
+    own_address,
+    process_environ,
+)
+from paramserver.cluster.base import list_numbers
+from paramserver.cluster.network import list_interfaces
+from paramserver.config import Config, dump_yaml, is_colocated, mode_of, num_servers_of, world_size_of
+from paramserver.devices import num_gpus
+from paramserver.distributed.abort_sockets import OpenedSockets
+from paramserver.distributed.rendezvous import (
+    claim_rank,
+    compare_config,
+    detect_lost_store,
+    enter_attempt,
+    job_store,
+    open_store,
+)
+from paramserver.distributed.rpc_calls import host_identity
+from paramserver.distributed.timeouts import poll_until
+from paramserver.errors import DeadlineExceeded, UnsupportedConfiguration
+from paramserver.tools.doctor.diagnosis import Diagnosis, Section, findings_from, mappings_of
+from paramserver.tools.doctor.links import DIRECTION_S, TOKEN_BYTES, Link, measure_link, rounds, serve_link
+from paramserver.version import __version__
+
+_POLL_S = 0.05
+# For the other processes to read the result, before rank 0 ends and its store with it.
+_READ_S = 10.0
+_CLOCKS_AGREE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Participant:
+    """One process of the check.
+
+    Attributes:
+        rank: the global rank by which it takes part: that of the server, where one command starts both.
+        ranks: global ranks that its command would start.
+        name: of its host.
+        host: ``host_identity()``.
+        address, port: where it listens.
+        interface, mtu: over which it listens.
+        cores, gpus: how many it can use.
+        versions: of torch, paramserver and Python.
+        findings: on its host.
+    """
+
+    rank: int
+    ranks: list[int]
+    name: str
+    host: str
+    address: str
+    port: int
+    interface: str
+    mtu: int
+    cores: int
+    gpus: int
+    versions: dict[str, str]
+    findings: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host of the run, and the process that measures its links."""
+
+    number: int
+    title: str
+    leader: Participant
+    ranks: list[int]
+
+
+def check_hosts(found: Diagnosis, config: Config, identity: ProcessIdentity) -> bool:
+    """Meet the other processes, measure the links between hosts, and bring all results to rank 0.
+
+    Args:
+        found: of this host; on rank 0, what all have found is added to it.
+        config: effective, for the world of the run.
+        identity: of this process.
+
+    Returns:
+        Whether the result is complete in this process: on rank 0.
+
+    Raises:
+        DeadlineExceeded: rank 0 cannot be reached, or does not answer in time.
+        PeerLost: rank 0 is gone.
+        UnsupportedConfiguration: another process has this rank, or rank 0 another job token.
+    """
+    timeout_s = config.cluster.timeout_s
+    with ExitStack() as stack, detect_lost_store():
+        interrupted = threading.Event()  # never set: Ctrl-C raises in the main thread
+        if identity.global_rank == 0:
+            print(f"waiting up to {timeout_s:g} s for all {identity.world_size} ranks", file=sys.stderr, flush=True)
+        base = open_store(identity, timeout_s, time.monotonic() + timeout_s, interrupted, None, OpenedSockets(), stack)
+        attempt = enter_attempt(base, identity)
+        store = job_store(base, replace(attempt, job=f"{attempt.job}/doctor"))
+        meeting = _Meeting(store, timeout_s)
+        claim_rank(store, identity, replaces=False)
+        if identity.global_rank == 0:
+            store.set("config", dump_yaml(config))
+        else:
+            try:
+                compare_config(store, config, identity, timeout_s, same_world=True)
+            except UnsupportedConfiguration as error:
+                found.refusal(error)
+            except DeadlineExceeded as late:  # the first message that does not fit into one packet
+                raise DeadlineExceeded(
+                    f"{late}, although rank 0 answered: large messages do not reach this host, as if the path had a "
+                    "smaller MTU than the interfaces"
+                ) from late
+        choose_interface(process_environ(), config.cluster.interface, identity.master_addr)
+        interface = chosen_interface(process_environ())
+        address = own_address(identity.master_addr, interface)
+        listener = stack.enter_context(closing(bind_listener(address, 0)))
+        own = _introduce(found, config, identity, interface or "", listener)
+        store.set(f"participant/{own.rank}", json.dumps(asdict(own)))
+        if identity.global_rank == 0:
+            _gather(found, config, identity, meeting)
+        participants = [Participant(**one) for one in json.loads(meeting.get("participants", 2 * timeout_s))]
+        hosts = group_hosts(participants)
+        schedule = [[(a, b) for a, b in one if exchanges(config, a.ranks, b.ranks)] for one in rounds(hosts)]
+        token = bytes.fromhex(meeting.get("token", timeout_s))
+        links = []
+        for number, pairs in enumerate(schedule):
+            for pair in pairs:
+                if own.rank in (one.leader.rank for one in pair):
+                    links += _measure(meeting, number, pair, own.rank, listener, token)
+        store.set(f"links/{own.rank}", json.dumps([asdict(link) for link in links]))
+        limit_s = timeout_s + 2 * DIRECTION_S * len(schedule)
+        if identity.global_rank:
+            found.findings += findings_from(json.loads(meeting.get("result", limit_s)), "")
+            store.set(f"read/{own.rank}", "")
+            return False
+        for host in hosts:
+            try:
+                received = json.loads(meeting.get(f"links/{host.leader.rank}", limit_s))
+                links += [] if host.leader.rank == own.rank else [Link(**one) for one in received]
+            except DeadlineExceeded as late:
+                found.problem(f"{host.title}: {late}", "look for the error of the process that was started there")
+        conclude(found, config, hosts, participants, links)
+        store.set("result", json.dumps(mappings_of(found.findings)))
+        for one in participants[1:]:
+            meeting.has(f"read/{one.rank}", _READ_S)
+        return True
+
+
+class _Meeting:
+    """Waits for keys of a store that all processes share."""
+
+    def __init__(self, store: Store, timeout_s: float) -> None:
+        self.store, self.timeout_s = store, timeout_s
+
+    def has(self, key: str, limit_s: float) -> bool:
+        """Return whether ``key`` is set within ``limit_s``."""
+        check: Callable[[], bool | None] = lambda: True if self.store.check([key]) else None  # noqa: E731
+        return poll_until(time.monotonic() + limit_s, check, threading.Event(), _POLL_S) is not None
+
+    def get(self, key: str, limit_s: float) -> str:
+        """Return the value of ``key``.
+
+        Raises:
+            DeadlineExceeded: it is not set within ``limit_s``.
+        """
+        if not self.has(key, limit_s):
+            raise DeadlineExceeded(f"no {key.partition('/')[0]} came within {limit_s:g} s")
+        value: bytes = self.store.get(key)
+        return value.decode()
+
+
+def ranks_of_command(config: Config, global_rank: int) -> list[int]:
+    """Return the ranks that the command of a rank starts: with ``cluster.colocate``, the server and the trainer.
+
+    Example::
+
+        >>> ranks_of_command(Config(), 2)
+        [2]
+    """
+    servers = num_servers_of(config)
+    return [global_rank, global_rank + servers] if is_colocated(config) and global_rank < servers else [global_rank]
+
+
+def group_hosts(participants: Sequence[Participant]) -> list[Host]:
+    """Return the hosts of the participants, in the order of their lowest ranks. Equal names get a number."""
+    groups: dict[str, list[Participant]] = {}
+    for one in participants:
+        groups.setdefault(one.host, []).append(one)
+    names = [group[0].name for group in groups.values()]
+    return [
+        Host(
+            number,
+            group[0].name if names.count(group[0].name) == 1 else f"{group[0].name} ({group[0].address})",
+            group[0],
+            [rank for one in group for rank in one.ranks],
+        )
+        for number, group in enumerate(groups.values())
+    ]
+
+
+def exchanges(config: Config, first: Sequence[int], second: Sequence[int]) -> bool:
+    """Whether ranks of two hosts exchange messages in a run: with servers, only if one of them is a server."""
+    return not mode_of(config).has_servers or min(*first, *second) < num_servers_of(config)
+
+
+def _introduce(
+    found: Diagnosis, config: Config, identity: ProcessIdentity, interface: str, listener: socket.socket
+) -> Participant:
+    address, port = listener.getsockname()[:2]
+    return Participant(
+        rank=identity.global_rank,
+        ranks=ranks_of_command(config, identity.global_rank),
+        name=socket.gethostname(),
+        host=host_identity(),
+        address=address,
+        port=port,
+        interface=interface,
+        mtu=next((one.mtu for one in list_interfaces() if one.name == interface), 0),
+        cores=num_usable_cores(),
+        gpus=num_gpus(),
+        versions={"torch": str(torch.__version__), "paramserver": __version__, "Python": platform.python_version()},
+        findings=mappings_of(found.findings),
+    )
+
+
+def _gather(found: Diagnosis, config: Config, identity: ProcessIdentity, meeting: _Meeting) -> None:
+    """On rank 0: wait for the others, and publish who is there."""
+    ranks = range(world_size_of(config))
+    started_by_others = {other for rank in ranks for other in ranks_of_command(config, rank)[1:]}
+    give_up_at = time.monotonic() + meeting.timeout_s
+    there, missing = [], []
+    for rank in sorted({*ranks} - started_by_others):
+        if meeting.has(f"participant/{rank}", max(0.0, give_up_at - time.monotonic())):
+            there.append(json.loads(meeting.store.get(f"participant/{rank}")))
+        else:
+            missing.append(rank)
+    if missing:
+        found.problem(
+            f"{identity.name(*missing)} did not arrive within cluster.timeout_s ({meeting.timeout_s:g} s)",
+            "start this command on every host, as the run; the error of a rank that did start is in its own output",
+        )
+    meeting.store.set("token", secrets.token_hex(TOKEN_BYTES))
+    meeting.store.set("participants", json.dumps(there))
+
+
+def _measure(
+    meeting: _Meeting, number: int, pair: tuple[Host, Host], own: int, listener: socket.socket, token: bytes
+) -> list[Link]:
+    """Measure both directions of a link, one after the other; return what this process measured."""
+    measured: list[Link] = []
+    for source, target in (pair, pair[::-1]):
+        peer = target if source.leader.rank == own else source
+        key = f"ready/{number}/{source.number}"
+        meeting.store.set(f"{key}/{own}", "")
+        if not meeting.has(f"{key}/{peer.leader.rank}", meeting.timeout_s):
+            text = f"its check did not begin within {meeting.timeout_s:g} s"
+            return [*measured, Link(source.number, target.number, error=text)]
+        if source.leader.rank == own:
+            address = target.leader.address, target.leader.port
+            measured.append(measure_link(source.number, target.number, address, token))
+        elif not serve_link(listener, token):
+            logging.getLogger("paramserver").info("no connection came from %s", source.title)
+    return measured
+
+
+def conclude(
+    found: Diagnosis,
+    config: Config,
+    hosts: Sequence[Host],
+    participants: Sequence[Participant],
+    links: Sequence[Link],
+) -> None:
+    """Add what the hosts and links show: sections, and problems with their cures."""
+    if len(hosts) > 1:
+        own = findings_from(mappings_of(found.findings[: len(participants[0].findings)]), hosts[0].title)
+        found.findings[: len(own)] = own
+    titles = {rank: host.title for host in hosts for rank in host.ranks}
+    for one in participants[1:]:
+        found.findings += [
+            finding
+            for finding in findings_from(one.findings, titles[one.rank] if len(hosts) > 1 else "")
+            if finding not in found.findings
+        ]
+    _compare_versions(found, participants, titles)
+    section = Section("hosts")
+    found.sections.insert(0, section)
+    servers = set(range(num_servers_of(config)))
+    for host in hosts:
+        where = f"{host.leader.address} on {host.leader.interface or '?'}, MTU {host.leader.mtu}"
+        ranks = list_numbers(host.ranks)
+        has = f"{host.leader.cores} cores, {host.leader.gpus} GPUs"
+        how = ""
+        if servers and set(host.ranks) - servers:
+            together = config.server.shares_memory and servers <= set(host.ranks)
+            how = f"; trainers use {'shared memory' if together else 'RPC'}"
+            if config.server.transport == "shared_memory" and not together:
+                found.problem(
+                    f"server.transport (shared_memory) must have all ranks on one host, and the trainers of "
+                    f"{host.title} are not on that of the servers",
+                    "use auto or rpc",
+                )
+        section.add(host.title, f"rank {ranks}; {where}; {has}{how}", {**asdict(host.leader), "ranks": host.ranks})
+    if len({host.leader.mtu for host in hosts}) > 1:
+        found.note(
+            "the interfaces of the hosts have different MTUs: " + ", ".join(f"{h.title} {h.leader.mtu}" for h in hosts),
+            "set the same MTU on all, or large messages may be lost or slow",
+        )
+    if len(hosts) > 1:
+        _describe_links(found, hosts, links)
+
+
+def _compare_versions(found: Diagnosis, participants: Sequence[Participant], titles: dict[int, str]) -> None:
+    first = participants[0]
+    seen = set()
+    for one in participants[1:]:
+        for name, version in one.versions.items():
+            if version != first.versions[name] and (one.host, name) not in seen:
+                seen.add((one.host, name))
+                found.problem(
+                    f"{titles[one.rank]} has {name} {version}, and rank 0 has {first.versions[name]}",
+                    "install the same versions on all hosts",
+                )
+
+
+def _describe_links(found: Diagnosis, hosts: Sequence[Host], links: Sequence[Link]) -> None:
+    section = Section("links")
+    found.sections.insert(1, section)
+    reached = {(link.source, link.target) for link in links if link.connected}
+    for link in sorted(links, key=lambda one: (one.source, one.target)):
+        source, target = hosts[link.source], hosts[link.target]
+        name = f"{source.title} -> {target.title}"
+        where = target.title
+        where += "" if target.leader.address in where else f" at {target.leader.address}"
+        if link.connected and link.error:
+            found.problem(
+                f"from {source.title} to {where}: {link.error}",
+                f"the path has a smaller MTU than the interfaces ({source.leader.mtu} and {target.leader.mtu}); lower "
+                "theirs, or let ICMP pass",
+            )
+        elif link.error:
+            back = (link.target, link.source) in reached
+            found.problem(
+                f"{source.title} cannot connect to {where}: {link.error}"
+                + (f", while {target.title} reaches {source.title}" if back else ""),
+                f"{'a firewall lets connections pass in one direction; ' if back else ''}let TCP pass between them on "
+                "all ports above 1023, or set cluster.interface to the network that connects them",
+            )
+        if link.bytes_per_s is not None and link.round_trip_s is not None:
+            speed = f"{link.bytes_per_s / 1e6:.0f} MB/s, round trip {link.round_trip_s * 1e3:.2f} ms"
+        else:
+            speed = "not measured" if link.connected else "no connection"
+        section.add(name, speed, asdict(link))
+        offset_s = link.clock_offset_s
+        if offset_s is not None and link.source < link.target and abs(offset_s) > _CLOCKS_AGREE_S:
+            ahead = "ahead of" if offset_s > 0 else "behind"
+            found.note(
+                f"the clock of {target.title} is {abs(offset_s):.1f} s {ahead} that of {source.title}: times in logs "
+                "and records do not agree",
+                "synchronize the clocks (chrony, ntpd)",
+            )

@@ -1,0 +1,252 @@
+"""What this machine offers to a run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+from paramserver.cluster import allocated_gpus, num_usable_cores
+from paramserver.cluster.base import Environ
+from paramserver.cluster.control_groups import cpu_limit, read_text
+from paramserver.cluster.network import Interface, list_interfaces
+from paramserver.cluster.resolve import ENVIRONMENTS
+from paramserver.config import Config, mode_of, world_size_of
+from paramserver.devices import num_gpus, require_visible_gpus
+from paramserver.distributed.timeouts import call_with_timeout
+from paramserver.errors import DeadlineExceeded, UnsupportedConfiguration
+from paramserver.fileio import atomic_write_text
+from paramserver.importing import check_torch_version
+from paramserver.runs.rundir import RunDir
+from paramserver.tools.doctor.diagnosis import Diagnosis, Section
+from paramserver.transport.memory_limits import available_bytes
+from paramserver.version import __version__
+
+_GIB, _MIB = 2**30, 2**20
+_AGENT_S = 20.0
+_LOOKUP_S, _SLOW_LOOKUP_S = 5.0, 0.5
+_LITTLE_DISK_BYTES = _GIB
+_LITTLE_SHM_BYTES = 256 * _MIB
+# Measured: rank 0 has 174 open files with two trainers and 12 more for each further one, a trainer has 135.
+FILES_OF_A_PROCESS, FILES_OF_A_RANK = 256, 16
+# Packages of the extras, by the extra that brings them.
+_OPTIONAL = {
+    "tensorboard": "",
+    "tqdm": "progress",
+    "pyzmq": "online",
+    "matplotlib": "report",
+    "lightning": "lightning",
+}
+# Reading the time from these takes a system call or more, in each step several times.
+_SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies")
+
+
+def describe_machine(found: Diagnosis, config: Config, environ: Environ) -> None:
+    """Add what this machine offers, and what a run of ``config`` lacks here.
+
+    Args:
+        found: what is added to.
+        config: effective; the default one if there is none.
+        environ: environment variables of this process.
+    """
+    section = Section("machine")
+    found.sections.append(section)
+    section.add("host", f"{socket.gethostname()}, {platform.platform()}", socket.gethostname())
+    _versions(found, section)
+    _communication(found, section)
+    _cores(found, section)
+    _memory(found, section, config)
+    _gpus(found, section, config, environ)
+    for one in (one for one in list_interfaces() if one.is_up or one.addresses):
+        section.add(f"interface {one.name}", _interface_text(one), one._asdict())
+    _name_lookup(found, section)
+    _limits(found, section, world_size_of(config))
+    _clock(found, section)
+    _launcher(section, environ)
+    _folders(found, section, config)
+
+
+def _versions(found: Diagnosis, section: Section) -> None:
+    section.add("python", platform.python_version())
+    section.add("paramserver", f"{__version__}, {Path(__file__).parents[1]}", __version__)
+    import torch
+
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
+    # The version is of a class that is text with methods of its own.
+    section.add("torch", f"{torch.__version__}, for {cuda}", str(torch.__version__))
+    try:
+        check_torch_version()
+    except UnsupportedConfiguration as error:
+        found.refusal(error)
+    versions: dict[str, str | None] = {}
+    for package, extra in _OPTIONAL.items():
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+            if not extra:
+                found.problem(f"{package} is not installed", f"python -m pip install {package}")
+    texts = [
+        f"{name} {version}" if version else f"no {name} (extra {_OPTIONAL[name]})" for name, version in versions.items()
+    ]
+    section.add("packages", ", ".join(texts), versions)
+
+
+def _communication(found: Diagnosis, section: Section) -> None:
+    from paramserver.distributed.availability import available_backends
+
+    backends = available_backends()
+    texts = [name if is_there else f"no {name}" for name, is_there in backends.items()]
+    section.add("torch.distributed", ", ".join(texts), backends)
+    for name, mode in (("rpc", "rpc"), ("gloo", "ddp")):
+        if not backends[name]:
+            found.problem(
+                f"this build of torch has no {name}, which mode {mode} needs",
+                "install a build of torch for Linux from pytorch.org",
+            )
+
+
+def _cores(found: Diagnosis, section: Section) -> None:
+    usable, limit = num_usable_cores(), cpu_limit()
+    text = f"{usable} of {os.cpu_count()} usable"
+    if limit is not None:
+        text += f", the control group allows {limit:g}"
+    section.add("cores", text, {"usable": usable, "all": os.cpu_count(), "control_group": limit})
+    if limit is not None and limit < usable:
+        found.note(
+            f"the control group of this process lets it use {limit:g} cores at a time, and {usable} are usable: ranks "
+            "start threads for all of these",
+            f"set OMP_NUM_THREADS to {max(1, int(limit))} divided by the trainers of this host",
+        )
+
+
+def _memory(found: Diagnosis, section: Section, config: Config) -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    left = available_bytes()
+    section.add("memory", f"{left / _GIB:.1f} of {total / _GIB:.1f} GiB available", {"available": left, "all": total})
+    section.add("shared memory", f"up to {left / _GIB:.1f} GiB", left, "parameters and gradients: memfd, not /dev/shm")
+    shm = Path("/dev/shm")
+    status = os.statvfs(shm) if shm.is_dir() else None
+    shm_bytes = 0 if status is None else status.f_bavail * status.f_frsize
+    section.add("/dev/shm", f"{shm_bytes / _MIB:.0f} MiB free", shm_bytes, "batches of DataLoader workers")
+    if shm_bytes < _LITTLE_SHM_BYTES:
+        cure = "enlarge it (docker run --shm-size 1g, or an emptyDir of medium Memory)"
+        if config.training.loader_workers:
+            text = f"training.loader_workers ({config.training.loader_workers}) passes batches through /dev/shm"
+            found.problem(f"{text}, which has {shm_bytes / _MIB:.0f} MiB", f"{cure}, or set it to 0")
+        else:
+            found.note(f"/dev/shm has {shm_bytes / _MIB:.0f} MiB, too little for training.loader_workers", cure)
+
+
+def _gpus(found: Diagnosis, section: Section, config: Config, environ: Environ) -> None:
+    import torch
+
+    names = [torch.cuda.get_device_name(i) for i in range(num_gpus())]
+    distinct = {name: names.count(name) for name in names}
+    section.add("GPUs", ", ".join(f"{count} x {name}" for name, count in distinct.items()) or "none", names)
+    if given := allocated_gpus(environ):
+        section.add("GPUs of the job", str(given), given)
+    try:
+        require_visible_gpus(config, given, len(names))
+    except UnsupportedConfiguration as error:
+        found.refusal(error)
+
+
+def _interface_text(one: Interface) -> str:
+    addresses = ", ".join(one.addresses) or "no address"
+    return f"{addresses}; {'up' if one.is_up else 'down'}, MTU {one.mtu}"
+
+
+def _name_lookup(found: Diagnosis, section: Section) -> None:
+    # /etc/hosts rarely has a name for this form of the address.
+    address = ("::ffff:127.0.0.1", 0)
+    started = time.monotonic()
+    with suppress(DeadlineExceeded, OSError):  # there is no name: what counts is how long it takes to learn that
+        call_with_timeout(_LOOKUP_S, "the lookup", lambda: socket.getnameinfo(address, socket.NI_NUMERICSERV))
+    took_s = time.monotonic() - started
+    text = f"over {_LOOKUP_S:g} s" if took_s >= _LOOKUP_S else f"{took_s:.2g} s"
+    section.add("name of an address", text, took_s, "of a connection, asked of a name server")
+    if took_s >= _SLOW_LOOKUP_S:
+        found.note(
+            f"a name server answers late or not at all: to look up the name of an address took {text}; a start waits "
+            "for names of hosts that are not in /etc/hosts",
+            "correct /etc/resolv.conf, or name rank 0 by its address",
+        )
+
+
+def _limits(found: Diagnosis, section: Section, world_size: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = FILES_OF_A_PROCESS + FILES_OF_A_RANK * world_size
+    texts = [str(n) if n != resource.RLIM_INFINITY else "no limit" for n in (soft, hard)]
+    section.add("open files", f"{texts[0]} (ulimit -n), at most {texts[1]}", {"soft": soft, "hard": hard})
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        found.problem(
+            f"a process may open {soft} files, and rank 0 of {world_size} ranks opens up to about {needed}",
+            f"ulimit -n {needed}, or LimitNOFILE of the service that starts the ranks",
+        )
+
+
+def _clock(found: Diagnosis, section: Section) -> None:
+    source = read_text(Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")).strip()
+    section.add("clock", source or "unknown")
+    if source in _SLOW_CLOCKS:
+        found.note(
+            f"the kernel reads the time from {source}, which is slow; every step reads it several times",
+            "select a faster source (clocksource=tsc), if the hardware has one",
+        )
+
+
+def _launcher(section: Section, environ: Environ) -> None:
+    names = dict.fromkeys(name for environment in ENVIRONMENTS for name in environment.variables.values())
+    variables = {name: environ[name] for name in names if name in environ}
+    section.add("launcher", ", ".join(f"{name}={text}" for name, text in variables.items()) or "none", variables)
+
+
+def _folders(found: Diagnosis, section: Section, config: Config) -> None:
+    run_dir = Path(config.logging.run_dir)
+    for name, folder in (("run folder", run_dir), ("temporary files", Path(tempfile.gettempdir()))):
+        # A file in the place of a folder, or a link to nothing, is there too: no folder can be made in it.
+        existing = next((one for one in (folder, *folder.absolute().parents) if os.path.lexists(one)), Path("/"))
+        try:
+            free = os.statvfs(existing)
+            with tempfile.TemporaryDirectory(dir=existing, prefix=".doctor-") as probe:
+                atomic_write_text(Path(probe) / "file", "written\n")
+                with RunDir(Path(probe)).lock():  # as rank 0 does; some network file systems have no locks
+                    pass
+        except (OSError, UnsupportedConfiguration) as error:
+            reason = str(getattr(error, "strerror", None) or error)
+            section.add(name, f"{folder}: {reason}", {"path": str(folder), "writable": False})
+            found.problem(
+                f"{folder} cannot be written to ({reason})",
+                "set logging.run_dir to a folder of yours" if folder is run_dir else "set TMPDIR to a folder of yours",
+            )
+            continue
+        free_bytes = free.f_bavail * free.f_frsize
+        section.add(
+            name,
+            f"{folder}: {'writable' if existing == folder else 'can be made'}, {free_bytes / _GIB:.1f} GiB free",
+            {"path": str(folder), "writable": True, "free": free_bytes},
+        )
+        if free_bytes < _LITTLE_DISK_BYTES:
+            found.note(f"{folder} has {free_bytes / _MIB:.0f} MiB free", "remove old runs, or choose another disk")
+
+
+def check_rpc_agent(found: Diagnosis, config: Config) -> None:
+    """Start an RPC agent on the interface that was bound, if the mode has servers."""
+    if not mode_of(config).has_servers:
+        return
+    from paramserver.distributed.availability import start_rpc_agent
+
+    try:
+        start_rpc_agent(_AGENT_S)
+    except (DeadlineExceeded, RuntimeError) as error:
+        found.problem(
+            f"an RPC agent does not start here: {str(error).splitlines()[0]}",
+            "choose another cluster.interface; a sandbox must allow sockets",
+        )

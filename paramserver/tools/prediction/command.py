@@ -1,0 +1,324 @@
+"""``paramserver benchmark predict``: from measured runs of few trainers to the throughput of many."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from paramserver.config import MODES, Mode, dump_yaml, server_computes
+from paramserver.errors import UnsupportedConfiguration
+from paramserver.launch import add_overrides
+from paramserver.process_utils import print_output
+from paramserver.tools.bench.cases import Case, RequestedCases, add_case_flags, make_cases, parse_positive
+from paramserver.tools.bench.cost_model import LinkSpeed, communication_s
+from paramserver.tools.bench.namespaces import parse_bandwidth
+from paramserver.tools.bench.slowdown import parse_slowdown
+from paramserver.tools.prediction.calibration import JITTER, deployment_of, error_of, fit
+from paramserver.tools.prediction.network import Costs, Deployment, Throughput, simulate
+from paramserver.tools.report.page import not_writable_out, table, write_report
+from paramserver.tools.report.results import COMPLETED, RESULTS_FILE, CaseResult, Results, append_result, read_results
+from paramserver.tools.report.tables import Table
+
+SIMULATED = "Simulated, not measured"
+_ROUNDS = 200  # of steps of an all-reduce with random compute
+_MOST_SERVERS = 4  # times as many as trainers, when the number to break even is searched
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of ``paramserver benchmark predict``."""
+    parser = argparse.ArgumentParser(
+        prog="paramserver benchmark predict",
+        description="Simulate how fast the benchmarked task would train with other numbers of trainers and servers, "
+        "other consistencies and another network. The simulator's costs are fitted on the results in mode rpc.",
+        epilog="docs/scale.md describes the model and its errors. Exit codes: 0 done, 2 the input is wrong.",
+    )
+    parser.add_argument("results", type=Path, metavar="RESULTS", help="a results.jsonl, or the folder that holds it")
+    add_case_flags(parser, "as measured")
+    add_overrides(parser)
+    parser.add_argument("--bandwidth", metavar="RATE", help="of each host, as 10gbit (default: as measured)")
+    parser.add_argument("--latency_us", metavar="U", help="of a message (default: as measured)")
+    parser.add_argument("--cores", metavar="N", help="of each host (default: those of the measured machine)")
+    parser.add_argument(
+        "--jitter", metavar="SHARE", default=str(JITTER), help="standard deviation of a step's compute (default: 0.05)"
+    )
+    parser.add_argument(
+        "--failures", metavar="every=S[,restart=S]", help="a trainer fails every S seconds on average (restart: 10)"
+    )
+    parser.add_argument("--break_even", action="store_true", help="also the servers with which sync is as fast as ddp")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="also write results and a report with plots here")
+    return parser
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A case, its simulated throughput, and the share of it that is kept with failures."""
+
+    case: Case
+    found: Throughput
+    kept: float | None = None
+
+
+def predict(words: Sequence[str]) -> int:
+    """Run the command and return the exit code."""
+    arguments = make_parser().parse_args(words)
+    measured = read_results(arguments.results)
+    used = usable(measured)
+    # All that can be wrong comes before the fit, which takes seconds.
+    slow = None if arguments.slow is None else parse_slowdown(arguments.slow)
+    failures, jitter = _failures(arguments.failures), _number("--jitter", arguments.jitter, 0.0, 1.0)
+    link, cores = used[0].deployment.link, used[0].deployment.cores
+    if arguments.bandwidth is not None:
+        link = replace(link, bandwidth=parse_bandwidth(arguments.bandwidth))
+    if arguments.latency_us is not None:
+        link = replace(link, latency=_number("--latency_us", arguments.latency_us, 0.0) * 1e-6)
+    if arguments.cores is not None:
+        cores = parse_positive(arguments.cores, "--cores")
+    with tempfile.TemporaryDirectory() as folder:
+        # As a file, so that the flags are those of the benchmark, with the same rules and messages.
+        file = Path(folder) / "config.yaml"
+        file.write_text(dump_yaml(used[0].deployment.config), encoding="utf-8")
+        requested = RequestedCases(
+            file, arguments.modes, arguments.trainers, arguments.overrides, arguments.sweep, slow
+        )
+        cases = [case for case in make_cases(requested) if case.baseline is None]
+    _check_simulated(cases, arguments.modes)
+    if arguments.out is not None:
+        try:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=arguments.out).close()
+        except OSError as error:
+            raise not_writable_out(arguments.out, error) from error
+    base, notes = calibrated(used, measured.source)
+    target = replace(base, link=link, cores=cores, one_machine=False, jitter=jitter)
+    predictions = [_predicted(case, target, failures) for case in cases]
+    lines = [*notes, f"{SIMULATED}: each host with {cores} cores and {link.bandwidth / 1e6:.0f} MB/s, "]
+    lines[-1] += f"{link.latency * 1e6:.0f} us a message"
+    lines += ["", table(_table(predictions, used[0].samples_per_second)), ""]
+    if arguments.break_even:
+        lines += list(_break_even(cases, target))
+    if arguments.out is not None:
+        lines += _written(predictions, arguments.out, notes)
+    print_output("\n".join(lines))
+    return 0
+
+
+# What was measured.
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run of the benchmark, for the simulator, and its throughput."""
+
+    deployment: Deployment
+    samples_per_second: float
+
+
+def usable(results: Results) -> list[MeasuredRun]:
+    """Return the runs that the simulator can be fitted on.
+
+    Raises:
+        UnsupportedConfiguration: there is none, or one lacks what the simulator needs.
+    """
+    with_servers = [name for name, mode in MODES.items() if mode.has_servers]
+    used = [one for one in results.results if one.mode in with_servers and one.baseline is None and one.is_completed]
+    if not used:
+        raise UnsupportedConfiguration(
+            f"{results.source} must hold a completed case of mode rpc, and holds none; benchmark again with --modes rpc"
+        )
+    return [MeasuredRun(_deployed(one), one.samples_per_second or 0.0) for one in used]
+
+
+def calibrated(measured: Sequence[MeasuredRun], source: str) -> tuple[Deployment, tuple[str, ...]]:
+    """Return what was measured with the costs that are fitted on it, and sentences about the fit.
+
+    Its compute is the mean of all runs.
+    """
+    costs = fit([(one.deployment, one.samples_per_second) for one in measured])
+    errors = [abs(error_of(replace(one.deployment, costs=costs), one.samples_per_second)) for one in measured]
+    names = ("forward_s", "backward_s")
+    compute = {name: statistics.mean(getattr(one.deployment, name) for one in measured) for name in names}
+    base = replace(measured[0].deployment, costs=costs, slow=None, seed=0, **compute)
+    costs_text = ", ".join(f"{name} {value:.2g}" for name, value in asdict(costs).items())
+    return base, (
+        f"fitted on {len(measured)} runs of {source}: {costs_text}",
+        f"the fit reproduces these runs with an error of {statistics.median(errors):.1%} in the median, "
+        f"{max(errors):.1%} at most",
+    )
+
+
+def _deployed(result: CaseResult) -> Deployment:
+    found = result.predicted or {}
+    bandwidth, latency = found.get("bandwidth_bytes_s"), found.get("latency_s")
+    if not bandwidth or latency is None:
+        raise UnsupportedConfiguration(
+            f"the result {result.case}, repeat {result.repeat}, must have the speed of its link; "
+            "benchmark again with this version"
+        )
+    moved, size = result.wire_bytes_per_step or 0.0, result.model_bytes or 0
+    if moved < size / 2:
+        raise UnsupportedConfiguration(
+            f"the result {result.case}, repeat {result.repeat}, must be of tensors in messages, and they were in "
+            "shared memory; benchmark again with --bandwidth, or with --set server.transport=rpc"
+        )
+    cores = result.environment.get("cores")
+    # The bandwidth is that of a tensor: headers and gaps are part of it.
+    costs = replace(Costs(), link_share=1.0)
+    return deployment_of(result, LinkSpeed(bandwidth, latency), cores or 1, one_machine=True, costs=costs)
+
+
+# Predictions.
+
+
+def _predicted(case: Case, target: Deployment, failures: tuple[float, float] | None) -> Prediction:
+    deployment = replace(target, config=case.config, slow=case.slow)
+    if not case.mode.has_servers:
+        return Prediction(case, all_reduce(case.mode, deployment))
+    found = simulate(deployment)
+    if failures is None:
+        return Prediction(case, found)
+    every_s, restart_s = failures
+    # At least ten failures on average, and as long as a restart takes.
+    lasts_s = max(10 * every_s / case.trainers, 5 * restart_s)
+    failing = replace(deployment, failure_every_s=every_s, restart_s=restart_s)
+    kept = simulate(failing, seconds=lasts_s).samples_per_second / found.samples_per_second
+    return Prediction(case, found, kept)
+
+
+def all_reduce(mode: Mode, deployment: Deployment) -> Throughput:
+    """Return the throughput of trainers that compute, and then reduce their gradients around a ring."""
+    trainers, slow, draw = deployment.trainers, deployment.slow, random.Random(deployment.seed)
+
+    def compute_s(index: int, batch: int) -> float:
+        factor = slow.factor if slow is not None and slow.slows(deployment.seed, index, batch) else 1.0
+        if deployment.jitter:
+            factor *= draw.lognormvariate(-(deployment.jitter**2) / 2, deployment.jitter)
+        return (deployment.forward_s + deployment.backward_s) * factor + deployment.costs.step_s
+
+    rounds = _ROUNDS if slow is not None or deployment.jitter else 1
+    computes_s = [max(compute_s(index, batch) for index in range(trainers)) for batch in range(rounds)]
+    bandwidth = deployment.link.bandwidth * deployment.costs.link_share
+    step_s = statistics.mean(computes_s) + communication_s(
+        mode, deployment.message_bytes, trainers, 0, bandwidth, deployment.link.latency
+    )
+    return Throughput(step_s, trainers * deployment.samples / step_s, 1 / step_s, 0)
+
+
+def _break_even(cases: Sequence[Case], target: Deployment) -> Iterator[str]:
+    """For each number of trainers, the least number of servers with which ``sync`` is as fast as all-reduce."""
+    ddp = {case.trainers: case for case in cases if case.mode.has_process_group}
+    for trainers, case in ddp.items():
+        limit = all_reduce(case.mode, replace(target, config=case.config)).step_s
+        rpc = next((one.config for one in cases if one.trainers == trainers and one.mode.has_servers), None)
+        if rpc is None:
+            continue
+        found = break_even_servers(replace(target, config=rpc), limit)
+        yield f"servers with which sync is as fast as ddp, {trainers} trainers: {found or 'none'}"
+
+
+def break_even_servers(deployment: Deployment, limit_s: float) -> int | None:
+    """Return the least number of servers with which a step of ``sync`` lasts no longer than ``limit_s``; None for none.
+
+    More servers are taken to be no slower, so it is found by halving.
+    """
+    config = replace(deployment.config, server=replace(deployment.config.server, consistency="sync", backup_trainers=0))
+
+    def lasts_s(servers: int) -> float:
+        cluster = replace(config.cluster, num_servers=servers)
+        return simulate(replace(deployment, config=replace(config, cluster=cluster)), 4, 2).step_s
+
+    low, high = 0, _MOST_SERVERS * deployment.trainers
+    if lasts_s(high) > limit_s:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if lasts_s(middle) <= limit_s else (middle, high)
+    return high
+
+
+# Output.
+
+
+def _table(predictions: Sequence[Prediction], measured: float) -> Table:
+    fails = any(one.kept is not None for one in predictions)
+    titles = ("case", "servers", "step (ms)", "samples/s", "of measured", *(["kept with failures"] if fails else []))
+    rows = []
+    for one in predictions:
+        step_ms, rate = one.found.step_s * 1e3, one.found.samples_per_second
+        row = [one.case.name, str(one.case.servers), f"{step_ms:.1f}", f"{rate:.1f}", f"{rate / measured:.2f}"]
+        rows.append([*row, *(["-" if one.kept is None else f"{one.kept:.1%}"] if fails else [])])
+    return Table(titles, rows)
+
+
+def _written(predictions: Sequence[Prediction], out: Path, notes: Sequence[str]) -> list[str]:
+    """Write the results and a report of them."""
+    results = []
+    for one in predictions:
+        case, found = one.case, one.found
+        results.append(
+            CaseResult(
+                case.name,
+                0,
+                case.mode.name,
+                case.trainers,
+                case.servers,
+                COMPLETED,
+                overrides=dict(case.overrides),
+                scenario={} if case.slow is None else {"slow": asdict(case.slow)},
+                samples_per_second=found.samples_per_second,
+                per_process=found.samples_per_second / (case.trainers + case.servers),
+                step_ms={"mean": found.step_s * 1e3},
+            )
+        )
+    (out / RESULTS_FILE).unlink(missing_ok=True)
+    for result in results:
+        append_result(out / RESULTS_FILE, result)
+    pages = write_report(Results(str(out / RESULTS_FILE), tuple(results), (f"{SIMULATED}.", *notes)), out, SIMULATED)
+    return [f"written: {page}" for page in pages]
+
+
+# Flags.
+
+
+def _number(flag: str, word: str, least: float, most: float = sys.float_info.max) -> float:
+    try:
+        number = float(word)
+    except ValueError:
+        number = float("nan")
+    if not least <= number <= most:
+        upper = "on" if most == sys.float_info.max else f"to {most:g}"
+        raise UnsupportedConfiguration(f"{flag} ({word}) must be a number from {least:g} {upper}; correct it")
+    return number
+
+
+def _check_simulated(cases: Sequence[Case], modes: str | None) -> None:
+    if not cases:
+        raise UnsupportedConfiguration(f"--modes ({modes}) must have rpc or ddp, as one process needs no prediction")
+    if any(server_computes(case.config) for case in cases):
+        raise UnsupportedConfiguration(
+            "server.compute (server) must be trainer for a prediction, as the model has no forward on the server; "
+            "leave it out"
+        )
+
+
+def _failures(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    given = {"restart": "10"}
+    for part in text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or name not in ("every", "restart"):
+            raise UnsupportedConfiguration(
+                f"--failures {text}: {part or 'an empty part'} must be every=SECONDS or restart=SECONDS; write for "
+                "example --failures every=86400,restart=10"
+            )
+        given[name] = value
+    if "every" not in given:
+        raise UnsupportedConfiguration(f"--failures {text}: every is missing; write for example --failures every=86400")
+    every_s = _number("--failures every", given["every"], 1.0)
+    return every_s, _number("--failures restart", given["restart"], 0.0)

@@ -1,0 +1,265 @@
+"""The findings of a report: sentences derived from the numbers, the most important first.
+
+They answer which case was the fastest, by how much, whether the difference is significant, what failed, what a
+scenario costs, which case learned first, and what limits the speed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paramserver.tools.report.cases import (
+    TIME_TO_TARGET,
+    ReportCase,
+    by_speed,
+    communication_limit,
+    quoted_name,
+)
+from paramserver.tools.report.formatting import (
+    capitalize_first,
+    first_line,
+    format_estimate,
+    format_interval,
+    format_number,
+    format_percent,
+    join_names,
+    plural,
+    scenario_text,
+    too_few,
+)
+from paramserver.tools.report.results import NO_COMMUNICATION
+from paramserver.tools.report.statistics import FEWEST_REPEATS, Estimate
+
+_MOST_PHASES = 3
+_LEAST_SHARE = 0.05
+_WIDE = 0.15
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases with the same number of trainers and the same scenario, the fastest first.
+
+    Args:
+        cases: at least one.
+        conditions: the beginning of a sentence about them; empty where there is no other group.
+    """
+
+    cases: tuple[ReportCase, ...]
+    conditions: str
+
+    @property
+    def best(self) -> ReportCase:
+        return self.cases[0]
+
+    def best_of_modes(self) -> list[ReportCase]:
+        """The fastest case of each mode."""
+        best: dict[str, ReportCase] = {}
+        for case in self.cases:
+            best.setdefault(case.mode, case)
+        return list(best.values())
+
+
+def findings(cases: Sequence[ReportCase]) -> list[str]:
+    """The findings about ``cases``; names in them are in backquotes."""
+    groups = groups_of(cases)
+    if not groups:
+        return ["No case was completed: there is nothing to compare.", *_failures(cases)]
+    # Where the time goes is reported for one group: without a scenario, and with the most trainers.
+    reference = max([g for g in groups if not g.best.scenario] or groups, key=lambda group: group.best.trainers)
+    parts: list[Iterable[str]] = [
+        [sentence for group in groups for sentence in (_fastest(group), *_other_modes(group))],
+        _failures(cases),
+        _scenario_costs(groups, cases),
+        _target(cases),
+        _communication_share(reference, cases),
+        _largest_phases(reference),
+        _precision(groups),
+        _shared_cores(cases),
+    ]
+    return [sentence for part in parts for sentence in part]
+
+
+def groups_of(cases: Sequence[ReportCase]) -> list[Group]:
+    """Completed cases by number of trainers and scenario. Baselines are in no group, unless there is nothing else."""
+    timed = [case for case in cases if case.speed is not None]
+    found: dict[str, list[ReportCase]] = {}
+    for case in [case for case in timed if case.baseline is None] or timed:
+        found.setdefault(json.dumps([case.trainers, case.scenario], sort_keys=True, default=str), []).append(case)
+    groups = []
+    for members in found.values():
+        trainers = [plural(members[0].trainers, "trainer")] if len(found) > 1 else []
+        scenario = scenario_text(members[0].scenario)
+        parts = [*trainers, *([scenario] if scenario else [])]
+        groups.append(Group(tuple(by_speed(members)), f"With {', '.join(parts)}: " if parts else ""))
+    return groups
+
+
+# Speed.
+
+
+def _fastest(group: Group) -> str:
+    best, others = group.best, group.cases[1:]
+    speed = f"{format_estimate(best.speed)} samples/s"
+    if not others:
+        return f"{group.conditions}{quoted_name(best)} applied {speed}."
+    tied = [case for case in others if not _is_significant(best.ratio_to(case))]
+    if not tied:
+        rest = ", the next." if len(others) > 1 else "."
+        return f"{group.conditions}{quoted_name(best)} was the fastest: {speed}, {_lead(best, others[0])}{rest}"
+    nearest = best.ratio_to(tied[0])
+    text = f"{quoted_name(best)} applied {speed}, {_lead(best, tied[0])}{_caveat(nearest)}."
+    if len(tied) > 1 and nearest is not None and nearest.has_interval:
+        text += f" Its lead over {join_names([quoted_name(case) for case in tied[1:]])} is not significant either."
+    behind = next((case for case in others if _is_significant(best.ratio_to(case))), None)
+    return f"{group.conditions}{text}" + ("" if behind is None else f" It was {_lead(best, behind)}.")
+
+
+def _other_modes(group: Group) -> list[str]:
+    """The lead over the best of each other mode that the sentence about the fastest does not name."""
+    best, *others = group.best_of_modes()
+    behind = next((case for case in group.cases[1:] if _is_significant(best.ratio_to(case))), None)
+    leads = [
+        f"{quoted_name(best)} was {_lead(best, other)}, the best of {other.mode}{_caveat(best.ratio_to(other))}"
+        for other in others
+        if other is not group.cases[1] and other is not behind
+    ]
+    return [capitalize_first(f"{group.conditions}{'; '.join(leads)}.")] if leads else []
+
+
+def _is_significant(ratio: Estimate | None) -> bool:
+    return ratio is not None and ratio.excludes(1.0)
+
+
+def _lead(case: ReportCase, other: ReportCase) -> str:
+    ratio = case.ratio_to(other)
+    return f"ahead of {quoted_name(other)}" if ratio is None else f"{format_estimate(ratio)} times {quoted_name(other)}"
+
+
+def _caveat(ratio: Estimate | None) -> str:
+    """The end of a sentence about a ratio that may be chance."""
+    if _is_significant(ratio):
+        return ""
+    if ratio is None or not ratio.has_interval:
+        return f", but {too_few(1 if ratio is None else ratio.repeats)} to show whether that is chance"
+    return ", and that interval includes 1: the difference is not significant"
+
+
+def _scenario_costs(groups: Sequence[Group], cases: Sequence[ReportCase]) -> list[str]:
+    """The share of its speed that each case keeps under a scenario."""
+    usual = {_key_without_scenario(case): case for case in cases if not case.scenario and case.speed is not None}
+    sentences = []
+    for group in groups:
+        kept = []
+        for case in group.cases:
+            before = usual.get(_key_without_scenario(case)) if case.scenario else None
+            share = None if before is None else case.ratio_to(before)
+            if share is not None:
+                kept.append((share.value, f"{quoted_name(case)} keeps {format_percent(share)}"))
+        if kept:
+            shares = join_names([text for _, text in sorted(kept, reverse=True)])
+            sentences.append(capitalize_first(f"{group.conditions}of its speed otherwise, {shares}."))
+    return sentences
+
+
+def _key_without_scenario(case: ReportCase) -> str:
+    one = case.first
+    return json.dumps([one.mode, one.trainers, one.servers, one.baseline, one.overrides], sort_keys=True, default=str)
+
+
+# Failures and learning.
+
+
+def _failures(cases: Sequence[ReportCase]) -> list[str]:
+    broken = [case for case in cases if case.failed]
+    reasons = []
+    for case in broken:
+        of = f" in {len(case.failed)} of {len(case.results)} repeats" if len(case.results) > 1 else ""
+        reason = first_line(case.failed[0].error) or "no reason is known"
+        reasons.append(f"{quoted_name(case)}{of}: {reason}".rstrip("."))
+    return [f"Of {plural(len(cases), 'case')}, {len(broken)} failed. {'. '.join(reasons)}."] if broken else []
+
+
+def _target(cases: Sequence[ReportCase]) -> list[str]:
+    """Which case reached the target first. Loops without communication train models of their own, and are left out."""
+    able = [case for case in cases if case.completed and case.baseline != NO_COMMUNICATION]
+    target = next((one.target for case in able for one in case.results if one.target), None)
+    what = " and ".join(f"{name} {value:g}" for name, value in target.items()) if target else "the target"
+    reached = [(case, s) for case in able if (s := case.estimate(TIME_TO_TARGET)) is not None]
+    if not reached:
+        return [f"No case reached {what} in its time."] if target else []
+    # A case that reaches the target in some repeats only is behind those that always do.
+    (first, seconds), *others = sorted(reached, key=lambda one: (bool(_in_some_repeats(one[0])), one[1].value))
+    text = f"{capitalize_first(what)} was reached first by {quoted_name(first)}{_in_some_repeats(first)}, after "
+    text += f"{format_estimate(seconds)} s"
+    if others:
+        second = others[0][0]
+        longer = second.ratio_to(first, TIME_TO_TARGET)
+        text += f"; {quoted_name(second)}{_in_some_repeats(second)} took {format_estimate(longer)} times as long"
+        text += _caveat(longer)
+    never = [quoted_name(case) for case in able if case.estimate(TIME_TO_TARGET) is None]
+    return [f"{text}.", *([f"It was not reached by {join_names(never)}."] if never else [])]
+
+
+def _in_some_repeats(case: ReportCase) -> str:
+    reached, repeats = sum(s is not None for s in case.values(TIME_TO_TARGET).values()), len(case.completed)
+    return "" if reached == repeats else f" (in {reached} of {repeats} repeats)"
+
+
+# Limits.
+
+
+def _communication_share(group: Group, cases: Sequence[ReportCase]) -> list[str]:
+    """The share of the speed without communication that the best case of each mode reached."""
+    shares = []
+    for case in group.best_of_modes():
+        limit = communication_limit(case, cases)
+        share = None if limit is None else case.ratio_to(limit)
+        if share is not None:
+            shares.append(f"{quoted_name(case)} reached {format_percent(share)}")
+    text = f"{group.conditions}of the speed of the same loops without communication, {join_names(shares)}."
+    return [capitalize_first(text)] if shares else []
+
+
+def _largest_phases(group: Group) -> list[str]:
+    """What a step of the best case of each mode consists of."""
+    sentences = []
+    for case in group.best_of_modes():
+        phases = {name: ms for name, ms in case.phases_ms.items() if name != "hidden" and ms > 0}
+        total = sum(phases.values())
+        largest = sorted(phases, key=lambda name: phases[name], reverse=True)[:_MOST_PHASES]
+        shares = [f"{100 * phases[n] / total:.0f} % {n}" for n in largest if phases[n] >= _LEAST_SHARE * total]
+        mean_ms = case.step_ms.get("mean")
+        if shares and mean_ms is not None:
+            took = f"A step of {quoted_name(case)} took {format_number(mean_ms)} ms"
+            sentences.append(f"{took}: {join_names(shares)}.")
+    return sentences
+
+
+def _precision(groups: Sequence[Group]) -> list[str]:
+    known = [(case, case.speed) for group in groups for case in group.cases if case.speed is not None]
+    wide = [(case, speed) for case, speed in known if (speed.relative_width or 0) > _WIDE]
+    if wide:
+        widest, speed = max(wide, key=lambda one: one[1].relative_width or 0)
+        which = quoted_name(widest) + (f" and {plural(len(wide) - 1, 'other')}" if len(wide) > 1 else "")
+        return [
+            f"The interval of {which} is wider than {100 * _WIDE:.0f} % of the mean ({format_interval(speed)} "
+            "samples/s): use more repeats or more seconds."
+        ]
+    if all(not speed.has_interval for _, speed in known):
+        most = too_few(max((speed.repeats for _, speed in known), default=0))
+        return [f"{capitalize_first(most)} for an interval: use at least {FEWEST_REPEATS} to find out what is chance."]
+    return []
+
+
+def _shared_cores(cases: Sequence[ReportCase]) -> list[str]:
+    known = [(case.trainers + case.servers, case.first.environment.get("cores")) for case in cases if case.completed]
+    shared = [(processes, cores) for processes, cores in known if isinstance(cores, int) and processes > cores]
+    if not shared:
+        return []
+    processes, cores = max(shared)
+    return [
+        f"Up to {processes} trainers and servers shared {plural(cores, 'core')}: the figures include their "
+        "competition, and would differ on separate hosts."
+    ]

@@ -1,0 +1,317 @@
+"""Results from the folders of finished runs: a case for each config, a repeat for each run of it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paramserver.config.io import flatten_mapping
+from paramserver.config.modes import MODES
+from paramserver.errors import UnsupportedConfiguration
+from paramserver.metrics.summary import core_wait_text
+from paramserver.tools.report.formatting import join_names, plural
+from paramserver.tools.report.results import (
+    COMPLETED,
+    FAILED,
+    FORMAT,
+    LOCAL,
+    RESULTS_FILE,
+    CaseResult,
+    Results,
+    parse_result,
+    read_results,
+)
+
+Record = Mapping[str, Any]
+
+_RUN_FILES = ("config.yaml", "summary.json", "metrics.jsonl")
+# Runs that differ in these keys only are repeats of one case.
+_NOT_OF_THE_CASE = ("seed", "logging.", "cluster.master_", "cluster.token_file", "cluster.interface")
+# Keys whose values are in the name and the columns of a case.
+_SHOWN_ELSEWHERE = ("mode", "cluster.num_trainers", "cluster.num_servers")
+_MOST_LETTERS = 40
+
+
+def results_at(paths: Sequence[Path]) -> Results:
+    """Read the results of one benchmark (its ``results.jsonl`` or the folder of it), or those of runs by folder.
+
+    Raises:
+        UnsupportedConfiguration: a path is none of these, several are benchmarks, or a file is damaged.
+    """
+    benchmarks = [path for path in paths if path.is_file() or (path / RESULTS_FILE).is_file()]
+    if not benchmarks:
+        return _results([_read_run(path) for path in dict.fromkeys(paths)])
+    if len(paths) > 1:
+        raise UnsupportedConfiguration(
+            f"{benchmarks[0]} holds the results of a benchmark, and must be reported alone; "
+            "report it alone, or use paramserver benchmark compare A B"
+        )
+    return read_results(benchmarks[0])
+
+
+def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, list[list[Any]]]:
+    """The points ``loss``, [samples, seconds, loss], and ``validation``, [samples, seconds, {name: value}].
+
+    The record of a validation holds a step, which is converted with the mean number of samples per step.
+
+    Args:
+        records: the lines of metrics.jsonl.
+        summary: summary.json; empty where there is none.
+    """
+
+    def of_kind(kind: str, *numbers: str) -> list[Record]:
+        return [one for one in records if one.get("kind") == kind and _has_numbers(one, *numbers)]
+
+    train = of_kind("train", "step", "samples", "seconds")
+    last = {"step": summary.get("steps"), "samples": summary.get("samples")}
+    if not _has_numbers(last, "step", "samples"):
+        last = {**train[-1]} if train else {"step": 0, "samples": 0}
+    per_step = float(last["samples"] / last["step"]) if last["step"] else 0.0
+    return {
+        "loss": [[one["samples"], one["seconds"], one.get("loss")] for one in train],
+        "validation": [
+            [one["step"] * per_step, one["seconds"], _known_values(one.get("values") or {})]
+            for one in of_kind("validation", "step", "seconds")
+        ],
+    }
+
+
+def _has_numbers(record: Record, *names: str) -> bool:
+    return all(isinstance(record.get(name), int | float) for name in names)
+
+
+def _known_values(values: Record) -> dict[str, Any]:
+    """Without the text that is recorded next to a number that is not finite."""
+    return {name: value for name, value in values.items() if value is None or isinstance(value, int | float)}
+
+
+# Reading.
+
+
+@dataclass(frozen=True)
+class Run:
+    """The content of the folder of a run; ``damaged`` lines of its records could not be read."""
+
+    folder: Path
+    config: Record
+    config_text: str
+    summary: Record
+    environment: Record
+    records: Sequence[Record]
+    damaged: int
+
+    @property
+    def mode(self) -> str:
+        return str(self.summary.get("mode") or self.config.get("mode") or "unknown")
+
+    @property
+    def is_single_process(self) -> bool:
+        return self.mode in MODES and MODES[self.mode].single_process
+
+    @property
+    def servers(self) -> int:
+        servers = self.summary.get("num_servers")
+        return servers if isinstance(servers, int) else 0
+
+    @property
+    def trainers(self) -> int:
+        cluster = self.config.get("cluster")
+        configured = cluster.get("num_trainers") if isinstance(cluster, Mapping) else None
+        trainers = self.summary.get("num_trainers") or configured
+        return trainers if isinstance(trainers, int) else 1
+
+    @property
+    def started(self) -> float:
+        """Seconds since the epoch; 0 where unknown."""
+        try:
+            return datetime.fromisoformat(str(self.environment.get("started"))).timestamp()
+        except ValueError:
+            return 0.0
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """By trainer, from the records: a run that was killed has no summary."""
+        used = [one for one in self.records if one.get("kind") == "transport"]
+        return {str(one.get("trainer")): str(one.get("transport")) for one in used}
+
+    def keys(self) -> dict[str, Any]:
+        """The config keys that this run uses, by dotted name: those of servers only where there are servers."""
+        unused = (*_NOT_OF_THE_CASE, *(MODES[self.mode].unused_prefixes if self.mode in MODES else ()))
+        return {name: value for name, value in flatten_mapping(self.config) if not name.startswith(unused)}
+
+    def case_key(self) -> str:
+        """Equal for the runs that are repeats of one case."""
+        key = {**self.keys(), "mode": self.mode, "trainers": self.summary.get("num_trainers")}
+        return json.dumps(key, sort_keys=True, default=str)
+
+
+def _read_run(folder: Path) -> Run:
+    if not any((folder / name).is_file() for name in _RUN_FILES):
+        raise UnsupportedConfiguration(f"{folder} must be the folder of a run{_reason(folder)}")
+    config_text = _read_text(folder / "config.yaml")
+    records, damaged = [], 0
+    for line in _read_text(folder / "metrics.jsonl").splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # a run that was killed may leave such a line
+            damaged += 1
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return Run(
+        folder,
+        _read_mapping(folder / "config.yaml", yaml.safe_load),
+        config_text,
+        _read_mapping(folder / "summary.json", json.loads),
+        _read_mapping(folder / "environment.json", json.loads),
+        records,
+        damaged,
+    )
+
+
+def _reason(folder: Path) -> str:
+    """Why ``folder`` is not the folder of a run, and the cure."""
+    if not folder.is_dir():
+        return ", and does not exist; give one such as runs/<name>"
+    runs = sorted(path for path in folder.iterdir() if any((path / name).is_file() for name in _RUN_FILES))
+    if runs:
+        shown = " ".join(str(path) for path in runs[:3]) + (" ..." if len(runs) > 3 else "")
+        return f", and holds {plural(len(runs), 'run')} instead; give them: {shown}"
+    return f", and holds none of {', '.join(_RUN_FILES)} nor {RESULTS_FILE}; give one such as runs/<name>"
+
+
+def _read_text(path: Path) -> str:
+    """The content; empty where there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnsupportedConfiguration(f"{path} must be a text that can be read ({error}); restore it") from error
+
+
+def _read_mapping(path: Path, parse: Callable[[str], Any]) -> Record:
+    text = _read_text(path)
+    try:
+        content = parse(text) if text.strip() else {}
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        first = str(error).split("\n")[0]
+        raise UnsupportedConfiguration(f"{path} is damaged ({first}); restore it, or leave this run out") from error
+    if not isinstance(content, Mapping):
+        raise UnsupportedConfiguration(f"{path} must hold a mapping; restore it, or leave this run out")
+    return content
+
+
+# Cases and repeats.
+
+
+def _results(runs: Sequence[Run]) -> Results:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.case_key(), []).append(run)
+    cases = [sorted(members, key=lambda run: run.started) for members in groups.values()]
+    firsts = [members[0] for members in cases]
+    varying = _varying_keys(firsts)
+    # A single process is a baseline only among runs with several trainers; alone it is a case.
+    is_mixed = len({run.is_single_process for run in runs}) > 1
+    results = []
+    for members, name in zip(cases, _case_names(firsts), strict=True):
+        baseline = LOCAL if is_mixed and members[0].is_single_process else None
+        results += [_result(run, name, repeat, varying, baseline) for repeat, run in enumerate(members)]
+    return Results(", ".join(str(run.folder) for run in runs), tuple(results), tuple(_notes(runs)))
+
+
+def _varying_keys(runs: Sequence[Run]) -> set[str]:
+    """Keys that do not have the same value in all runs that use them."""
+    values: dict[str, set[str]] = {}
+    for run in runs:
+        for name, value in run.keys().items():
+            values.setdefault(name, set()).add(json.dumps(value, default=str))
+    return {name for name, found in values.items() if len(found) > 1}
+
+
+def _case_names(runs: Sequence[Run]) -> list[str]:
+    """A short distinct name for each: mode and numbers, then the keys in which runs with equal names differ."""
+    plain = [_plain_name(run) for run in runs]
+    names, seen = [], Counter[str]()
+    for run, name in zip(runs, plain, strict=True):
+        differing = _varying_keys([other for other, its in zip(runs, plain, strict=True) if its == name])
+        keys = [f"{key}={_short(value)}" for key, value in run.keys().items() if key in differing]
+        name = ", ".join([name, *keys])
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return names
+
+
+def _plain_name(run: Run) -> str:
+    consistency = run.summary.get("consistency")
+    parts = [f"{run.mode} {consistency}" if consistency else run.mode]
+    parts += [plural(run.servers, "server")] if run.servers > 1 else []
+    parts += [] if run.is_single_process else [plural(run.trainers, "trainer")]
+    return ", ".join(parts)
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _MOST_LETTERS else f"...{text[-_MOST_LETTERS + 3 :]}"
+
+
+def _notes(runs: Sequence[Run]) -> Iterable[str]:
+    yield "These are single runs: their first, slower steps are in the figures, and they were not interleaved."
+    tasks = list(dict.fromkeys(str(run.config.get("task")) for run in runs))
+    if len(tasks) > 1:
+        yield f"They are of different tasks ({join_names(tasks)}), whose samples cannot be compared."
+    for run in runs:
+        if run.summary.get("status") == "interrupted":
+            steps = run.summary.get("steps")
+            when = "before its first step" if not steps else f"after {plural(steps, 'step')}; its figures are of these"
+            yield f"{run.folder} was interrupted {when}."
+        if waited := core_wait_text(run.summary):
+            yield f"The cores were not free in {run.folder}: {waited}."
+        if run.damaged:
+            yield f"{plural(run.damaged, 'line')} of {run.folder / 'metrics.jsonl'} cannot be read and are left out."
+
+
+def _result(run: Run, case: str, repeat: int, varying: set[str], baseline: str | None) -> CaseResult:
+    summary, environment = run.summary, run.environment
+    has_failed = summary.get("status") not in ("completed", "interrupted")
+    error = str(summary.get("error") or summary.get("reason") or "")
+    if not summary:
+        error = f"{run.folder} has no summary.json: the run has not ended, or was killed"
+    speed = summary.get("samples_per_second")
+    times = [one["time"] for one in run.records if _has_numbers(one, "time")]
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "case": case,
+        "repeat": repeat,
+        "mode": run.mode,
+        "trainers": run.trainers,
+        "servers": run.servers,
+        "status": FAILED if has_failed else COMPLETED,
+        "error": error if has_failed else None,
+        "overrides": {k: value for k, value in run.keys().items() if k in varying and k not in _SHOWN_ELSEWHERE},
+        "baseline": baseline,
+        "started": run.started or None,
+        "wall_s": max(times) - min(times) if times else None,
+        "per_trainer": [one.get("samples_per_second") for one in summary.get("trainers") or ()],
+        "per_process": speed / (run.servers + run.trainers) if isinstance(speed, int | float) else None,
+        **{name: summary.get(name) for name in ("seconds", "steps", "samples", "samples_per_second", "step_ms")},
+        **{name: summary.get(name) for name in ("phases_ms", "wire_bytes_per_step", "staleness", "peak_rss_mb")},
+        "transports": run.transports,
+        **learning_curves(run.records, summary),
+        "environment": {
+            **{name: environment.get(name) for name in ("versions", "host", "command")},
+            "cores": environment.get("cpu_count"),
+            "commit": environment.get("git_commit"),
+            "config": run.config_text,
+            "folder": str(run.folder),
+        },
+    }
+    return parse_result(record, str(run.folder / "summary.json"))
