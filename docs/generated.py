@@ -32,7 +32,9 @@ CLASSES = {
 """The errors of wrong input, with which a command ends with exit code 2."""
 SUBJECTS = {
     "Config": "config",
-    "Command line, processes and hosts": "launch cli cluster context devices distributed elastic process_utils runtime",
+    "Command line, processes and hosts": (
+        "launch cli cluster context devices distributed doctor elastic process_utils runtime"
+    ),
     "Tasks and models": "task api importing parameters rng trainers limits consistency",
     "Data and buffers": "sources buffers",
     "Optimizers and servers": "coordination optim server transport",
@@ -40,7 +42,7 @@ SUBJECTS = {
     "Records": "metrics",
     "Simulations and clients": "online client run_simulation",
     "Lightning": "integrations",
-    "Benchmarks and reports": "bench prediction report benchmark reporting",
+    "Benchmarks and reports": "bench benchmark prediction report reporting",
     "Faults": "chaos faults",
 }
 OTHER = "Other commands"
