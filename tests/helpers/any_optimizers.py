@@ -219,6 +219,22 @@ class Nested(Optimizer):
             state["clipped"] = bool(int(state["seen"]) % 2)
 
 
+class Extrapolating(Optimizer):
+    """Daskalakis et al., "Training GANs with Optimism", 2018. It keeps the gradient of a step itself, and no copy."""
+
+    updates_each = "element"
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(2 * p.grad - self.state[p].get("previous", p.grad), alpha=group["lr"])
+                self.state[p]["previous"] = p.grad
+
+
 class Counting(Optimizer):
     """Its state has entries that are of no parameter: a number, a text and a tensor."""
 
@@ -356,6 +372,7 @@ OWN = {
     "HalfLayout": HalfLayout,
     "Nested": Nested,
     "Counting": Counting,
+    "Extrapolating": Extrapolating,
     "Langevin": Langevin,
     "Rotated": Rotated,
     "NoisySGD": noisy_sgd,
