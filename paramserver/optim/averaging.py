@@ -52,21 +52,30 @@ def averages(states: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> d
     Args:
         names: of the parameters, in the order of the optimizer.
     """
-    return {names[number]: state[_AVERAGE] for number, state in states.items() if _AVERAGE in state}
+    return {
+        names[number]: state[_AVERAGE]
+        for number, state in states.items()
+        if isinstance(state, Mapping) and _AVERAGE in state
+    }
 
 
 def rename_averages(optimizer: torch.optim.Optimizer) -> None:
     """Give the averages of an earlier version the present name; optimizers of torch have none of their own."""
     if type(optimizer).__module__.startswith("torch.optim."):
-        for state in optimizer.state.values():
+        for state in _states_of_parameters(optimizer):
             if _EARLIER in state:
                 state[_AVERAGE] = state.pop(_EARLIER)
 
 
 def drop_averages(optimizer: torch.optim.Optimizer) -> None:
     """Remove averages that a checkpoint had."""
-    for state in optimizer.state.values():
+    for state in _states_of_parameters(optimizer):
         state.pop(_AVERAGE, None)
+
+
+def _states_of_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the states by parameter; an optimizer may have further entries, such as a count of its steps."""
+    return [state for state in optimizer.state.values() if isinstance(state, dict)]
 
 
 def averaged_state_dict(model: nn.Module, average_of: Mapping[str, Tensor]) -> dict[str, Any]:

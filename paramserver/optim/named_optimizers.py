@@ -70,7 +70,9 @@ def joined_states(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) ->
     joined: dict[int, Any] = {}
     first = 0
     for name, own in optimizer.by_name.items():
-        joined |= {first + number: value for number, value in state[name]["state"].items()}
+        # An entry that is of no parameter has a key that is no number.
+        of_parameters = {number: v for number, v in state[name]["state"].items() if isinstance(number, int)}
+        joined |= {first + number: value for number, value in of_parameters.items()}
         first += count_parameters(own)
     return joined
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -192,17 +192,25 @@ def copy_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return part
 
 
+@contextmanager
 def generators_of_update(
     optimizer: torch.optim.Optimizer, seed: int, version: int, server_index: int = 0
-) -> AbstractContextManager[None]:
+) -> Iterator[None]:
     """Return a context for the step of an optimizer that makes ``version``; see ``rng.update_generators``.
 
-    It does nothing where the optimizer is one of torch's and has no hooks, as these draw no random numbers.
+    Its gradients get memory of their own too: an optimizer may keep one until its next step, and the memory of the run
+    (the buckets of DDP, a segment) has the next gradient then. Neither is done where the optimizer is one of torch's
+    and has no hooks, as these draw no random numbers and keep no gradient.
     """
     if all(ParallelStep.supports(own) for own in optimizers_of(optimizer)):
-        return nullcontext()
-    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
-    return update_generators(seed, version, server_index, sorted(devices, key=str))
+        yield
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()
+    with update_generators(seed, version, server_index, sorted({p.device for p in parameters}, key=str)):
+        yield
 
 
 def _steps_itself(optimizer: torch.optim.Optimizer) -> bool:

@@ -219,6 +219,38 @@ class Nested(Optimizer):
             state["clipped"] = bool(int(state["seen"]) % 2)
 
 
+class Extrapolating(Optimizer):
+    """Daskalakis et al., "Training GANs with Optimism", 2018. It keeps the gradient of a step itself, and no copy."""
+
+    updates_each = "element"
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(2 * p.grad - self.state[p].get("previous", p.grad), alpha=group["lr"])
+                self.state[p]["previous"] = p.grad
+
+
+class Counting(Optimizer):
+    """Its state has entries that are of no parameter: a number, a text and a tensor."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        self.state["kind"] = "counting"
+        self.state["sum"] = self.state.get("sum", torch.zeros(2)) + 1
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p].setdefault("first", p.grad.clone())
+            p.sub_(p.grad + 0.1 * self.state[p]["first"], alpha=0.05 / self.state["steps"] ** 0.5)
+
+
 class Wrapper(Optimizer):
     """Lookahead (Zhang et al., 2019) around SGD. It does not call ``Optimizer.__init__``, as many wrappers."""
 
@@ -339,6 +371,8 @@ OWN = {
     "OwnLayout": OwnLayout,
     "HalfLayout": HalfLayout,
     "Nested": Nested,
+    "Counting": Counting,
+    "Extrapolating": Extrapolating,
     "Langevin": Langevin,
     "Rotated": Rotated,
     "NoisySGD": noisy_sgd,

@@ -95,6 +95,16 @@ def test_two_trainers_are_the_same_in_ddp_and_rpc_that_is_stopped_and_resumed(tm
         assert_same(ddp, more, files_of(name))
 
 
+@pytest.mark.claim("any-optimizer")
+@pytest.mark.processes
+def test_a_gradient_that_an_optimizer_keeps_stays_as_it_is(tmp_path):
+    """Whatever has the memory of gradients: buckets of DistributedDataParallel, a segment, a message."""
+    runs = [train(tmp_path / "one", mode, 1, **config("Extrapolating")) for mode in ("local", "ddp", "rpc")]
+    runs.append(train(tmp_path / "rpc", "rpc", 1, **config("Extrapolating"), server={"transport": "rpc"}))
+    for run in runs[1:]:
+        assert_same(runs[0], run)
+
+
 @pytest.mark.claim("optimizer-draws")
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "trainers"), [("Langevin", 1), ("Langevin", 2), ("NoisySGD", 2)])

@@ -239,3 +239,30 @@ def test_gradients_that_are_clipped_and_not_finite_are_not_applied(value):
     with pytest.raises(NotFinite, match=r"^step 7: the norm of all gradients is (nan|inf) and must be finite"):
         updater.apply(7)
     assert values(updater) == values(made())
+
+
+class WithCount(torch.optim.SGD):
+    """Has an entry in its state that is of no parameter."""
+
+    def step(self, closure=None):
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.claim("any-optimizer")
+@pytest.mark.parametrize("ema_decay", [None, 0.5])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_state_that_is_of_no_parameter_is_loaded(ema_decay, several):
+    def build(model):
+        if not several:
+            return WithCount(model.parameters(), lr=0.1, momentum=0.9)
+        return {name: WithCount([p], lr=0.1) for name, p in model.named_parameters()}
+
+    stored, loaded = (Updater(Given(build), Line(), TrainingConfig(ema_decay=ema_decay)) for _ in range(2))
+    for parameter in stored.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    stored.optimizer.step()
+    loaded.load_state_dict(stored.state_dict())
+    assert loaded.averages().keys() == stored.averages().keys() == (set() if ema_decay is None else {"weight", "bias"})
+    own = loaded.optimizer.by_name["bias"] if several else loaded.optimizer
+    assert own.state["steps"] == 1
