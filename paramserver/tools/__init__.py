@@ -1,1 +1,1 @@
-"""What is run in addition to training: benchmark, report, prediction, doctor and chaos. The core imports nothing from here."""
+"""Benchmark, report, prediction, doctor and chaos: no part of training. The core imports nothing from here."""

@@ -8,9 +8,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from fake_results import result
-
-from paramserver.tools.report.cases import cases_of
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the scripts are modules of the checkout, which is not always importable
@@ -22,7 +19,6 @@ from tests.measure import (  # noqa: E402
     stragglers,
     tree,
     tutorial,
-    twice,
     versus_ddp,
     walk,
 )
@@ -188,37 +184,6 @@ def test_convergence_is_where_the_accuracy_first_is_high_enough():
     text = convergence.row("case", [reached, never, reached])
     assert "never" in text
     assert text.endswith("MISSED")
-
-
-# Two benchmarks of the same.
-
-
-def benched_twice(first, second):
-    return tuple(
-        cases_of([result("rpc", repeat, speed) for repeat, speed in enumerate(speeds)]) for speeds in (first, second)
-    )
-
-
-def test_two_benchmarks_agree_where_their_ratio_may_be_1():
-    found = twice.agreements(
-        [
-            benched_twice([100.0, 102.0, 98.0], [101.0, 99.0, 103.0]),
-            benched_twice([100.0, 100.1, 99.9], [110.0, 110.1, 109.9]),
-        ]
-    )["rpc"]
-    assert found.held == [True, False]
-    assert found.ratios == pytest.approx([1.01, 1.10], rel=1e-3)
-    assert len(found.widths) == 4
-    assert found.widths[0] > 10 * found.widths[2]
-    text = twice.table({"rpc": found})
-    assert "1 of 2" in text
-    assert "all: 1 of 2, at least 0.9: MISSED" in text
-    assert "below 15: met" in text
-
-
-def test_one_repeat_agrees_with_nothing():
-    with pytest.raises(ValueError, match=r"--repeats 2 or more"):
-        twice.agreements([benched_twice([100.0], [100.0])])
 
 
 # The tree, and the calls of a step.

@@ -4,7 +4,7 @@
 
 Checks in the browser's layout of the page that every picture has a size, that no two labels of a picture overlap, that
 only tables and code are wider than the screen, and that nothing was fetched or refused. The screenshots are for a
-person; tests/unit/report/test_page.py makes the same checks.
+person; tests/unit/tools/report/test_page.py makes the same checks.
 """
 
 from __future__ import annotations
