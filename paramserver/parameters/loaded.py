@@ -64,7 +64,8 @@ class LoadedParameters:
         if not self._places:
             return
         versions, places = self._read()
-        changed, whose = None, ""
+        changed: str | None = None
+        whose = ""
         if versions != self._tensor_versions or places != self._places:
             noted = zip(self._parameters, self._tensor_versions, self._places, versions, places, strict=True)
             changed = next(name for name, *before, version, place in noted if before != [version, place])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -18,22 +19,26 @@ class Module:
 
     name: str
     path: Path
-    tree: ast.Module
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.path.read_text(encoding="utf-8"))
 
     @property
     def is_init(self) -> bool:
         return self.path.name == "__init__.py"
 
 
-def modules(root: Path = ROOT) -> list[Module]:
-    """Every module of the package under ``root``."""
+@cache
+def modules(root: Path = ROOT) -> tuple[Module, ...]:
+    """Every module of the package under ``root``; each is parsed once, where its tree is read."""
     found = []
     # Links are not followed: the files of trainers/ are found once.
     for path in sorted(file for folder in FOLDERS for file in (root / folder).rglob("*.py")):
         top, *parts = path.relative_to(root).with_suffix("").parts
         name = ".".join([FOLDERS[top], *(parts[:-1] if parts[-1] == "__init__" else parts)])
-        found.append(Module(name, path, ast.parse(path.read_text(encoding="utf-8"))))
-    return found
+        found.append(Module(name, path))
+    return tuple(found)
 
 
 def imported(tree: ast.AST) -> set[str]:

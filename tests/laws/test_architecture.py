@@ -4,7 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
 from source_tree import ROOT, modules
 
 from tests.laws.test_layers import LAYERS
@@ -38,17 +37,26 @@ def test_the_layers_are_those_of_the_law():
     assert [cells[1].replace("`", "") for cells in rows("Layers")] == LAYERS
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_named_exists(name):
+def exists(name):
     found = [root for root in (ROOT, PACKAGE, ROOT / "trainers") if (root / name).is_file()]
-    assert found or any(PACKAGE.glob(f"**/{name}")), name
+    return bool(found) or any(PACKAGE.glob(f"**/{name}"))
 
 
-@pytest.mark.parametrize(("registry", "file"), re.findall(r"`([A-Z_]+)` of `([\w/]+\.py)`", PAGE))
-def test_a_registry_that_is_named_exists(registry, file):
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    assigned = [name for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign)) for name in _targets(node)]
-    assert registry in assigned
+def test_every_file_that_is_named_exists():
+    assert len(FILES) > 100
+    assert [name for name in FILES if not exists(name)] == []
+
+
+def test_every_registry_that_is_named_exists():
+    named = re.findall(r"`([A-Z_]+)` of `([\w/]+\.py)`", PAGE)
+    assert named
+    for registry, file in named:
+        nodes = [
+            node
+            for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+            if isinstance(node, (ast.Assign, ast.AnnAssign))
+        ]
+        assert registry in [name for node in nodes for name in _targets(node)], file
 
 
 def _targets(node):

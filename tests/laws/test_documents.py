@@ -8,6 +8,7 @@ import ast
 import configparser
 import csv
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -82,9 +83,9 @@ def launches(document):
 # The task in 20 lines.
 
 
-@pytest.mark.parametrize("file", QUICKSTART)
-def test_the_quickstart_is_the_example(file):
-    assert marked(f"file: {file}") == (ROOT / file).read_text()
+def test_the_quickstart_is_the_example():
+    for file in QUICKSTART:
+        assert marked(f"file: {file}") == (ROOT / file).read_text()
 
 
 def test_the_task_has_20_lines():
@@ -155,10 +156,10 @@ def test_a_buffer_works_without_a_run(capsys):
     assert capsys.readouterr().out == "2\n"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_python_blocks_are_python(document):
-    for block in blocks(document.read_text(), "python"):
-        compile(block, document.name, "exec")
+def test_python_blocks_are_python():
+    for document in DOCUMENTS:
+        for block in blocks(document.read_text(), "python"):
+            compile(block, name_of(document), "exec")
 
 
 def test_the_readme_is_short():
@@ -167,8 +168,8 @@ def test_the_readme_is_short():
 
 # Commands.
 
-# Flags of torchrun, of SLURM and of programs under examples/ that a text names outside of a command.
-OTHER_FLAGS = {"--kill", "--max", "--official", "--quick"}
+# Flags of pytest, torchrun, SLURM and of programs under examples/ that a text names outside of a command.
+OTHER_FLAGS = {"--all_cases", "--kill", "--max", "--official", "--quick"}
 
 
 def all_help():
@@ -191,14 +192,16 @@ def flags_of_component():
     return {f"--{argument.arg}" for argument in train.args.kwonlyargs}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_flags_exist(document):
+def flags_in(document):
     flags = {word for words in launches(document) for word in words if word.startswith("--")}
-    flags |= set(re.findall(r"`(--\w+)", document.read_text()))
-    helped = all_help()
-    assert flags <= set(re.findall(r"--\w+", helped)) | OTHER_FLAGS | flags_of_component()
-    assert document != README or {"--config", "--mode", "--set", "--resume"} <= flags
-    assert document != DOCS / "clusters.md" or {"--config", "--rank", "--world_size"} <= flags
+    return flags | set(re.findall(r"`(--\w+)", document.read_text()))
+
+
+def test_flags_exist():
+    exist = set(re.findall(r"--\w+", all_help())) | OTHER_FLAGS | flags_of_component()
+    assert {name_of(d): unknown for d in DOCUMENTS if (unknown := flags_in(d) - exist)} == {}
+    assert {"--config", "--mode", "--set", "--resume"} <= flags_in(README)
+    assert {"--config", "--rank", "--world_size"} <= flags_in(DOCS / "clusters.md")
 
 
 def test_every_flag_is_in_the_contract():
@@ -253,18 +256,18 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_every_command_can_be_run(document, monkeypatch):
+def test_every_command_can_be_run(monkeypatch):
     """Its program exists, takes these arguments, and finds the files and the config that it is given."""
-    for words in commands(document):
+    for document, words in ((page, words) for page in DOCUMENTS for words in commands(page)):
         match words:
             case ["python", "-m", "pip", "install", *rest]:
                 extras = re.findall(r"\.\[(.*)\]", rest[-1])
                 assert set(extras[0].split(",") if extras else ()) <= set(setup_cfg()["options.extras_require"]), words
             case ["python", "-m", "pytest" | "sphinx", *_]:
                 pass
-            case ["python", "-m", "tests.simulation", *_]:
-                assert (ROOT / "tests" / "simulation" / "__main__.py").is_file()
+            case ["python", "-m", "tests.simulation" | "tests.mutations" | "tests.nightly" as module, *_]:
+                path = ROOT / module.replace(".", "/")
+                assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
             case ["python", "-m", module, *rest] if module.startswith("tests.measure."):
                 source = sources_of(module)
                 assert [w for w in rest if w.startswith("--") and w != "--help" and f'"{w}"' not in source] == [], words
@@ -306,12 +309,14 @@ def test_launch_commands_are_among_the_documents():
     assert sum(len(launches(document)) for document in DOCUMENTS) >= 20
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_scripts_that_are_called_exist(document):
-    called = {word for words in commands(document) for word in words if word.endswith(".py")}
-    called |= set(re.findall(r"`python (\S+\.py)", document.read_text()))
-    shown = set(re.findall(r"^# (\S+\.py)$", document.read_text(), flags=re.MULTILINE))  # on the page itself
-    assert [script for script in sorted(called - shown) if not (ROOT / script).is_file()] == []
+def test_scripts_that_are_called_exist():
+    missing = {}
+    for document in DOCUMENTS:
+        called = {word for words in commands(document) for word in words if word.endswith(".py")}
+        called |= set(re.findall(r"`python (\S+\.py)", document.read_text()))
+        shown = set(re.findall(r"^# (\S+\.py)$", document.read_text(), flags=re.MULTILINE))  # on the page itself
+        missing[name_of(document)] = [script for script in sorted(called - shown) if not (ROOT / script).is_file()]
+    assert {name: scripts for name, scripts in missing.items() if scripts} == {}
 
 
 def test_ci_takes_the_test_command_from_the_readme():
@@ -362,12 +367,14 @@ def test_the_tables_of_keys_are_current():
     assert "<!-- keys: begin -->" not in INTERFACE.read_text(), "the keys are listed once, in docs/configuration.md"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_keys_that_are_named_exist(document):
+def test_keys_that_are_named_exist():
     sections = "|".join(name for name in SECTIONS if "." not in name)
-    named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)(?=[`:])", document.read_text()))
     files = {f"{path.stem}{path.suffix}" for path in (ROOT / "paramserver").glob("*.py")} | {"summary.json"}
-    assert sorted(named - set(KEYS) - set(SECTIONS) - files) == []
+    unknown = {}
+    for document in DOCUMENTS:
+        named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)(?=[`:])", document.read_text()))
+        unknown[name_of(document)] = sorted(named - set(KEYS) - set(SECTIONS) - files)
+    assert {name: keys for name, keys in unknown.items() if keys} == {}
 
 
 def test_yaml_in_the_contract_is_a_config():
@@ -405,12 +412,13 @@ def test_the_gallery_has_every_example():
     assert [name for name in sorted(folders) if f"../examples/{name}/README.md" not in GALLERY.read_text()] == []
 
 
-@pytest.mark.parametrize("mode", ["rpc", "ddp", "local"])
-@pytest.mark.parametrize("file", sorted(ROOT.glob("examples/*/*.yaml")), ids=name_of)
-def test_the_config_of_an_example_is_for_all_modes(file, mode):
-    content = yaml.safe_load(file.read_text())
-    if "task" in content:  # not what another program reads
-        assert load_config(file, flags={"mode": mode}).mode == mode
+def test_the_config_of_an_example_is_for_all_modes():
+    # A file without a task is read by another program.
+    files = [f for f in sorted(ROOT.glob("examples/*/*.yaml")) if "task" in yaml.safe_load(f.read_text())]
+    assert len(files) >= 5
+    for file in files:
+        for mode in ("rpc", "ddp", "local"):
+            assert load_config(file, flags={"mode": mode}).mode == mode, name_of(file)
 
 
 # Figures.
@@ -448,18 +456,20 @@ def anchor(heading):
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_links_have_targets(document):
+def links(document):
+    """The links of a document that lead to a file or a heading."""
     text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"[a-z]+://", link):
-            continue
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+://", link)]
+
+
+def test_links_have_targets():
+    for document, link in ((page, link) for page in DOCUMENTS for link in links(page)):
         path, _, fragment = link.partition("#")
         target = document if not path else document.parent / path
-        assert target.exists(), f"{document.name}: {link}"
+        assert target.exists(), f"{name_of(document)}: {link}"
         if fragment:
             headings = re.findall(r"^#+ (.+)$", target.read_text(), flags=re.MULTILINE)
-            assert fragment in {anchor(heading) for heading in headings}, f"{document.name}: {link}"
+            assert fragment in {anchor(heading) for heading in headings}, f"{name_of(document)}: {link}"
 
 
 def setup_cfg():
@@ -480,14 +490,12 @@ def pins(python):
     return found
 
 
-@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
-def test_every_requirement_of_an_extra_is_pinned_once(python):
+def test_every_requirement_of_an_extra_is_pinned_once():
     setup = setup_cfg()
     lists = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
     requirements = [Requirement(line) for text in lists for line in text.split("\n") if line.strip()]
-    pinned = pins(python)
-    for requirement in requirements:
-        name = canonicalize_name(requirement.name)
+    for python, requirement in itertools.product(("3.10", "3.11", "3.12", "3.13"), requirements):
+        pinned, name = pins(python), canonicalize_name(requirement.name)
         if name == "paramserver":
             continue
         assert name in pinned, f"constraints.txt has no {name} for Python {python}"

@@ -3,6 +3,7 @@
 import doctest
 import inspect
 from importlib import import_module
+from itertools import groupby
 from typing import get_origin
 
 import pytest
@@ -13,6 +14,8 @@ MODULES = [module.name for module in modules()]
 PACKAGES = ("paramserver", "paramserver.buffers", "paramserver.server", "paramserver.sources", "paramserver.trainers")
 PUBLIC = [(package, name) for package in PACKAGES for name in import_module(package).__all__]
 PUBLIC += [("paramserver.metrics", "Sink"), ("paramserver.metrics", "scalars")]
+# The modules of each folder, as one test needs minutes for all of them on a busy machine.
+UNITS = {unit: [*names] for unit, names in groupby(MODULES, lambda name: ".".join(name.split(".")[:2]))}
 # Docstrings with an example that cannot run in a test, because it needs other processes.
 ILLUSTRATIONS = {
     "paramserver.client.Client",
@@ -30,16 +33,18 @@ def examples_of(name: str) -> list[doctest.DocTest]:
     return [test for test in found if test.examples]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_examples_give_what_they_show(name, request, tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.mktemp("working")
-    monkeypatch.chdir(folder)
-    for test in examples_of(name):
-        test.globs["getfixture"] = request.getfixturevalue  # as in ``pytest --doctest-modules``
-        output: list[str] = []
-        result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=output.append)
-        assert result.failed == 0, "".join(output)
-    assert list(folder.iterdir()) == [], "an example leaves no files"
+@pytest.mark.parametrize("unit", UNITS)
+def test_examples_give_what_they_show(unit, tmp_path_factory, monkeypatch):
+    working = tmp_path_factory.mktemp("working")
+    monkeypatch.chdir(working)
+    for name in UNITS[unit]:
+        for test in examples_of(name):
+            # As in ``pytest --doctest-modules``; each docstring has a folder of its own.
+            test.globs["getfixture"] = {"tmp_path": tmp_path_factory.mktemp("example")}.__getitem__
+            output: list[str] = []
+            result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=output.append)
+            assert result.failed == 0, "".join(output)
+            assert list(working.iterdir()) == [], f"the example of {test.name} leaves files"
 
 
 def test_examples_that_do_not_run_are_listed():
@@ -52,9 +57,9 @@ def test_examples_that_do_not_run_are_listed():
     assert skipped == ILLUSTRATIONS
 
 
-@pytest.mark.parametrize(("package", "name"), PUBLIC, ids=lambda part: part)
-def test_every_public_class_and_function_has_an_example(package, name):
-    exported = getattr(import_module(package), name)
+def test_every_public_class_and_function_has_an_example():
+    exported = [getattr(import_module(package), name) for package, name in PUBLIC]
     # Python 3.10 calls an alias such as Mapping[str, Any] a class.
-    if get_origin(exported) is None and (inspect.isclass(exported) or inspect.isfunction(exported)):
-        assert "Example:" in (exported.__doc__ or ""), f"{exported.__module__}.{exported.__qualname__}"
+    callables = [e for e in exported if get_origin(e) is None and (inspect.isclass(e) or inspect.isfunction(e))]
+    assert len(callables) > 30
+    assert [f"{e.__module__}.{e.__qualname__}" for e in callables if "Example:" not in (e.__doc__ or "")] == []
