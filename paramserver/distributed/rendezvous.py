@@ -30,10 +30,16 @@ from paramserver.cluster import (
 from paramserver.config import Config, config_from_mapping, differences, dump_yaml, num_servers_of
 from paramserver.config.deadlines import FROZEN_S
 from paramserver.distributed.abort_sockets import OpenedSockets
-from paramserver.distributed.name_lookups import disable_name_lookups
 from paramserver.distributed.resize import ResizeRequest, has_left, refusal, send_request
 from paramserver.distributed.rpc_calls import RemoteError, host_identity
-from paramserver.distributed.store_relay import CURE, NoStore, StoreGuard, StoreTunnel, asks_for_token
+from paramserver.distributed.store_relay import (
+    CURE,
+    NoStore,
+    StoreGuard,
+    StoreTunnel,
+    asks_for_token,
+    disable_name_lookups,
+)
 from paramserver.distributed.timeouts import call_with_timeout, poll_until
 from paramserver.errors import (
     DeadlineExceeded,

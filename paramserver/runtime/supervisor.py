@@ -36,17 +36,14 @@ from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
 from paramserver.process_utils import OWN_GROUP, cpu_ticks, is_stopped, kill_group
 from paramserver.runs.rundir import RunDir, read_mapping, write_json
-from paramserver.runtime.fork_server import ForkedProcess, ForkServer
-from paramserver.runtime.preloaded import role_arguments
+from paramserver.runtime.preloaded import ForkedProcess, ForkServer, Spares, role_arguments
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
-from paramserver.runtime.spares import Spares
 from paramserver.runtime.watchdog import STACKS_SIGNAL
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Signals that end a process before it can report anything.
 _SUDDEN = (signal.SIGKILL, *_SIGNALS)
-_GOOD_EXITS = (0, Interrupted.exit_code)
 _POLL_S = 0.1
 
 

@@ -35,8 +35,8 @@ import torch.distributed.rpc as rpc
 
 from paramserver.bench.cases import interleaved
 from paramserver.cluster import LOOPBACK, bind_interface
+from paramserver.distributed.rpc_agent import measure_call_s, measure_empty_call_s
 from paramserver.distributed.rpc_calls import agent_options
-from paramserver.distributed.rpc_latency import measure_call_s, measure_empty_call_s
 from tests.measure.common import measuring_environment, origin, run_fresh, spread
 
 TIMEOUT_S = 60.0
