@@ -417,9 +417,8 @@ class Supervisor:
 
         An error that it reported would come again.
         """
-        if self._signal is not None or self._is_failing or self._has_concluded:
-            return False
-        if self._trainers_were_interrupted:
+        # The run ends: by a signal, a failure or its own conclusion, or as a signal has ended all trainers.
+        if self._signal is not None or self._is_failing or self._has_concluded or self._trainers_were_interrupted:
             return False
         is_trainer, rpc = rank.role.kind == "trainer", mode_of(self.config).has_servers
         if rpc and is_trainer and self.config.server.on_loss == "fail":
@@ -450,8 +449,10 @@ class Supervisor:
 
     def _continues_without(self, rank: _RankProcess) -> bool:
         """Return whether trainers may remain that continue without a lost one, which is not started again."""
+        # Servers cannot be done without, nor a rank of a process group.
         if not mode_of(self.config).has_servers or rank.role.kind != "trainer" or self.config.server.on_loss == "fail":
             return False
+        # The run ends anyway.
         if self._signal is not None or self._is_failing or self._summary is not None:
             return False
         # With cluster.elastic others may have joined, which are not ranks of this process; rank 0 knows.
@@ -535,11 +536,15 @@ class Supervisor:
             if not rank.reports:
                 rank.note_cpu_time()
             silent_s = now - rank.alive_at
+
+            # First it writes its stacks to its log, once for each silence.
             if silent_s < deadlines.stacks_s:
                 rank.sent.discard(STACKS_SIGNAL)
             # Before it reports signs of life the signal would kill it.
             elif rank.reports and STACKS_SIGNAL not in rank.sent and not is_stopped(rank.process.pid):
                 rank.send_signal(STACKS_SIGNAL)
+
+            # Then it is ended, once.
             if signal.SIGKILL in rank.sent:
                 continue
             if rank.reports and silent_s > deadlines.silent_s:
