@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paramserver.cluster.job import JOB_VARIABLE
 from paramserver.cluster.network import DEFAULT_PORT
+from paramserver.cluster.resolve import JOB_VARIABLE
 from paramserver.config import mode_of
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import parse, resolve_run

@@ -53,7 +53,7 @@ from paramserver.process_utils import die_with_parent, exit_process, print_outpu
 from paramserver.runs.attempt import continue_attempt, recover, reserve_run, resume_transaction, start_transaction
 from paramserver.runs.resume import describe_resume, earlier_attempt, find_config_file, lost_processes, open_run
 from paramserver.runs.rundir import RunDir, newest_run
-from paramserver.runtime.colocated import ColocatedTrainer
+from paramserver.runtime.restarts import ColocatedTrainer
 from paramserver.runtime.supervisor import EventPipe, describe_error, first_error
 from paramserver.runtime.watchdog import write_stacks_on_signal
 
@@ -198,8 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before the first import of torch, which reads the variable once.
     quiet_torch_log(process_environ())
     if arguments.spare is not None or arguments.fork_server is not None:
-        from paramserver.runtime.fork_server import serve_forks
-        from paramserver.runtime.spares import wait_for_role
+        from paramserver.runtime.preloaded import serve_forks, wait_for_role
 
         role = serve_forks(arguments.fork_server) if arguments.spare is None else wait_for_role(arguments.spare)
         if role is None:

@@ -20,7 +20,7 @@ from forkserver import close_shared_server
 from launching import FinishedRun, write_config
 from leaks import ProcessSnapshot
 
-from paramserver.distributed.name_lookups import disable_name_lookups
+from paramserver.distributed.store_relay import disable_name_lookups
 from tests.measure.look_at_report import NOT_THERE, find_chromium
 
 

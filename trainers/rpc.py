@@ -38,8 +38,13 @@ from paramserver.errors import (
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.optim.distributed_optimizer import SharedOptimizer
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
-from paramserver.parameters.loaded import LoadedParameters
-from paramserver.parameters.model import build_model, detached_state_dict, extra_state_dict, load_weights
+from paramserver.parameters.model import (
+    LoadedParameters,
+    build_model,
+    detached_state_dict,
+    extra_state_dict,
+    load_weights,
+)
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
 from paramserver.parameters.numerics import checksums
 from paramserver.parameters.sharding import full_shard

@@ -7,8 +7,7 @@ from paramserver._lazy import attach
 if TYPE_CHECKING:
     from paramserver.buffers.base import Buffer as Buffer, BufferInfo as BufferInfo
     from paramserver.buffers.factory import make_buffer as make_buffer
-    from paramserver.buffers.fifo import Fifo as Fifo
-    from paramserver.buffers.firo import Firo as Firo
+    from paramserver.buffers.fifo import Fifo as Fifo, Firo as Firo
     from paramserver.buffers.reservoir import Reservoir as Reservoir
     from paramserver.buffers.storage import Batch as Batch
 else:

@@ -7,8 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from paramserver.buffers.base import Buffer, check_at_least
-from paramserver.buffers.fifo import Fifo
-from paramserver.buffers.firo import Firo
+from paramserver.buffers.fifo import Fifo, Firo
 from paramserver.buffers.reservoir import Reservoir
 
 # The config lists the same kinds (BUFFERS in config/schema.py), which may not import this folder.

@@ -46,9 +46,9 @@ class CheckpointWriter:
 
     With ``background`` it owns the thread ``checkpoint-writer``. One write is in progress and one waits. A newer
     submission replaces the waiting one, whose future is then cancelled; a best checkpoint is replaced by a newer best
-    one only. So ``submit`` never blocks, and a slow disk costs checkpoints, not memory; call ``wait_idle`` where each
-    one must be written. The writer holds at most three copies of the state: the one being written, the newest and the
-    best that wait. A fourth exists while a new one is staged. Writing copies nothing.
+    one only. So ``submit`` never blocks, and a slow disk costs checkpoints, not memory. The writer holds at most
+    three copies of the state: the one being written, the newest and the best that wait. A fourth exists while a new
+    one is staged. Writing copies nothing.
 
     Args:
         keep: how many of the newest checkpoints stay, at least 1.
@@ -140,11 +140,6 @@ class CheckpointWriter:
         jobs = [job for job in jobs if not job.future.done()]
         return [job.objects for job in sorted(jobs, key=lambda job: job.step, reverse=True)]
 
-    def wait_idle(self, timeout_s: float = 0.0) -> bool:
-        """Wait until nothing is being written and nothing waits; return False after ``timeout_s`` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting and self._current is None, timeout_s)
-
     def close(self, timeout_s: float) -> None:
         """Write what waits, then end the thread. Closing again only raises the failure again.
 
@@ -174,7 +169,6 @@ class CheckpointWriter:
             self._run(job)
             with self._changed:
                 self._current = None
-                self._changed.notify_all()
             del job  # and the copy that it holds, which would otherwise live until the next job
 
     def _next(self) -> _WriteJob | None:
@@ -184,7 +178,7 @@ class CheckpointWriter:
                 if self._closed:
                     return None
                 self._changed.wait(_WAKE_S)
-            # Both under one lock: ``wait_idle`` must not find the job in neither place.
+            # Both under one lock: ``pending`` must not find the job in neither place.
             self._current = self._waiting.pop(0)
             return self._current
 

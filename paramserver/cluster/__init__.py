@@ -11,8 +11,6 @@ if TYPE_CHECKING:
         RankFlags as RankFlags,
         process_environ as process_environ,
     )
-    from paramserver.cluster.flags import FlagEnvironment as FlagEnvironment
-    from paramserver.cluster.job import Job as Job, find_job as find_job
     from paramserver.cluster.network import (
         DEFAULT_PORT as DEFAULT_PORT,
         LOOPBACK as LOOPBACK,
@@ -30,7 +28,12 @@ if TYPE_CHECKING:
         own_address as own_address,
         quiet_torch_log as quiet_torch_log,
     )
-    from paramserver.cluster.resolve import resolve_identity as resolve_identity
+    from paramserver.cluster.resolve import (
+        FlagEnvironment as FlagEnvironment,
+        Job as Job,
+        find_job as find_job,
+        resolve_identity as resolve_identity,
+    )
     from paramserver.cluster.slurm import (
         SlurmEnvironment as SlurmEnvironment,
         allocated_gpus as allocated_gpus,

@@ -1,4 +1,4 @@
-"""The registry of cluster environments, and the identity of this process according to them.
+"""The registry of cluster environments, and the identity and the job of this process according to them.
 
 To add an environment (Kubernetes, MPI):
 
@@ -8,19 +8,95 @@ To add an environment (Kubernetes, MPI):
    serves a store. Read variables with ``read_variable`` and ``read_number``, whose errors name the variable.
 2. Add the class to ``ENVIRONMENTS``, before environments whose variables it sets too.
 
+3. If it starts a job again, add where its number and its restarts are found to ``find_job``.
+
 Nothing else needs to change: flags override the addresses of every environment, and the rest of the package sees a
 :class:`~paramserver.cluster.base.ProcessIdentity` only.
 """
 
 import dataclasses
+from dataclasses import dataclass
 
-from paramserver.cluster.base import ClusterEnvironment, Environ, ProcessIdentity, RankFlags
-from paramserver.cluster.flags import FlagEnvironment
+from paramserver.cluster.base import ClusterEnvironment, Environ, ProcessIdentity, RankFlags, read_number
 from paramserver.cluster.job_token import read_token
-from paramserver.cluster.slurm import SlurmEnvironment
-from paramserver.cluster.torchrun import EnvVarEnvironment, TorchrunEnvironment
-from paramserver.config import Config, num_ranks_started, num_trainers_of, with_world_size
+from paramserver.cluster.network import DEFAULT_PORT
+from paramserver.cluster.slurm import VARIABLES as SLURM, SlurmEnvironment
+from paramserver.cluster.torchrun import VARIABLES as TORCHRUN, EnvVarEnvironment, TorchrunEnvironment, num_restarts
+from paramserver.config import (
+    Config,
+    is_colocated,
+    mode_of,
+    num_commands_of,
+    num_ranks_started,
+    num_servers_of,
+    num_trainers_of,
+    with_world_size,
+)
 from paramserver.errors import UnsupportedConfiguration
+
+
+class FlagEnvironment(ClusterEnvironment):
+    """A process that was started with ``--rank`` or ``--role``. Flags that are not given come from the config."""
+
+    source = "flags"
+
+    @classmethod
+    def detect(cls, environ: Environ, flags: RankFlags) -> bool:
+        return flags.global_rank is not None or flags.role is not None
+
+    @property
+    def global_rank(self) -> int:
+        global_rank = self._rank_of_role() if self.flags.global_rank is None else self.flags.global_rank
+        if global_rank >= self.world_size:
+            world = f"--world_size ({self.world_size})"
+            if self.flags.world_size is None:
+                world = f"the world size ({self.world_size}) of the config, as no --world_size is given"
+            raise UnsupportedConfiguration(f"--rank ({global_rank}) must be below {world}: ranks count from 0")
+        return global_rank
+
+    @property
+    def world_size(self) -> int:
+        return num_commands_of(self.config) if self.flags.world_size is None else self.flags.world_size
+
+    @property
+    def master_addr(self) -> str:
+        return self.flags.master_addr or self.config.cluster.master_addr
+
+    @property
+    def master_port(self) -> int:
+        # Ranks that were started separately cannot agree on a free port, so port 0 means the default.
+        return self.flags.master_port or self.config.cluster.master_port or DEFAULT_PORT
+
+    def identity(self) -> ProcessIdentity:
+        servers = None if self.flags.role is None else num_servers_of(self.config)
+        return dataclasses.replace(super().identity(), servers=servers)
+
+    def _rank_of_role(self) -> int:
+        role, servers = self.flags.role, num_servers_of(self.config)
+        if role == "server" and not servers:
+            raise UnsupportedConfiguration(
+                f"--role (server) must be trainer in mode {mode_of(self.config).name}, which has no servers; start no "
+                "server, or choose mode rpc"
+            )
+        if is_colocated(self.config):
+            raise UnsupportedConfiguration(
+                f"--role ({role}) cannot be used with cluster.colocate (True), where one command starts both roles of "
+                "a host; give --rank, which counts hosts, or set cluster.colocate to false"
+            )
+        index = self.flags.index
+        if index is None:
+            raise UnsupportedConfiguration(
+                f"--index must be given with --role ({role}); add it, counting the processes of the role from 0"
+            )
+        # Refuses a world that is too small for its servers.
+        trainers = num_trainers_of(with_world_size(self.config, self.world_size))
+        count = servers if role == "server" else trainers
+        if index >= count:
+            raise UnsupportedConfiguration(
+                f"--index ({index}) must be below the number of {role}s ({count}); correct it, or give --num_{role}s"
+            )
+        return index if role == "server" else servers + index
+
 
 # The first that detects itself is used. A worker of torchrun has the variables of EnvVarEnvironment too, and a task of
 # srun may be a torchrun, or set these variables itself.
@@ -103,3 +179,48 @@ def _with_flags(identity: ProcessIdentity, flags: RankFlags) -> ProcessIdentity:
         store_is_hosted=identity.store_is_hosted and not moved,
         launch="" if moved else identity.launch,
     )
+
+
+JOB_VARIABLE = "PARAMSERVER_JOB_ID"
+"""Set by the user: the name of a job that starts its commands again, under a launcher that is not known here."""
+
+# What torchrun sets where the user gave no --rdzv-id.
+_NO_RUN_ID = "none"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job of a scheduler or a launcher that this process is part of.
+
+    Args:
+        id: no other job has it, such as ``slurm/4711``.
+        restarts: how often it was started again, as far as its launcher counts.
+        is_named: by hand, so that each start may be another one of the same job.
+    """
+
+    id: str
+    restarts: int = 0
+    is_named: bool = False
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether an earlier start of the job may have begun its run."""
+        return self.is_named or self.restarts > 0
+
+
+def find_job(environ: Environ) -> Job | None:
+    """Return the job that this process is part of: the one that is named by hand, of SLURM, or of torchrun.
+
+    Raises:
+        UnsupportedConfiguration: a number of restarts is none.
+    """
+    restarts = num_restarts(environ)
+    if SLURM["job"] in environ:
+        name = SLURM["restart_count"]
+        restarts += read_number({name: "0", **environ}, name, "SLURM")
+    if named := environ.get(JOB_VARIABLE, "").strip():
+        return Job(named, restarts, is_named=True)
+    if SLURM["job"] in environ:
+        return Job(f"slurm/{environ[SLURM['job']]}", restarts)
+    run_id = environ.get(TORCHRUN["run_id"], _NO_RUN_ID)
+    return None if run_id == _NO_RUN_ID else Job(f"torchrun/{run_id}", restarts)

@@ -5,7 +5,11 @@ from typing import TYPE_CHECKING
 from paramserver._lazy import attach
 
 if TYPE_CHECKING:
-    from paramserver.consistency.asynchronous import Async as Async, Bounded as Bounded
+    from paramserver.consistency.asynchronous import (
+        Async as Async,
+        Bounded as Bounded,
+        StalenessHistogram as StalenessHistogram,
+    )
     from paramserver.consistency.backup import BackupSync as BackupSync
     from paramserver.consistency.base import (
         Announcement as Announcement,
@@ -30,6 +34,5 @@ if TYPE_CHECKING:
         decide as decide,
         module_buffer_owner as module_buffer_owner,
     )
-    from paramserver.consistency.staleness import StalenessHistogram as StalenessHistogram
 else:
     __getattr__, __dir__, __all__ = attach(__name__, __file__)

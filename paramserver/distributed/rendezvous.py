@@ -30,10 +30,16 @@ from paramserver.cluster import (
 from paramserver.config import Config, config_from_mapping, differences, dump_yaml, num_servers_of
 from paramserver.config.deadlines import FROZEN_S
 from paramserver.distributed.abort_sockets import OpenedSockets
-from paramserver.distributed.name_lookups import disable_name_lookups
 from paramserver.distributed.resize import ResizeRequest, has_left, refusal, send_request
 from paramserver.distributed.rpc_calls import RemoteError, host_identity
-from paramserver.distributed.store_relay import CURE, NoStore, StoreGuard, StoreTunnel, asks_for_token
+from paramserver.distributed.store_relay import (
+    CURE,
+    NoStore,
+    StoreGuard,
+    StoreTunnel,
+    asks_for_token,
+    disable_name_lookups,
+)
 from paramserver.distributed.timeouts import call_with_timeout, poll_until
 from paramserver.errors import (
     DeadlineExceeded,
@@ -323,31 +329,56 @@ def _begin_view(
         store.set("config", dump_yaml(config))
         claim_rank(store, identity, replaces=False)
         job_store(base, identity).set("view", str(view))
-        deadline, newcomers_until = (time.monotonic() + limit for limit in (timeout_s, config.server.lost_after_s))
-        missing = [*range(1, servers), *ranks]
-        noted_at = time.monotonic() + _QUIET_S
-        while missing:
-            _check_attempt(base, identity)
-            missing = [r for r in missing if not store.check([f"rank/{r}"])]
-            late = missing if time.monotonic() >= deadline else []
-            if time.monotonic() >= newcomers_until:
-                late = late or [r for r in missing if r in newcomers]
-            if late or interrupted.wait(_POLL_S if missing else 0.0):
-                break
-            if missing and time.monotonic() >= noted_at:
-                log.info("waiting up to cluster.timeout_s (%g s) for %s", timeout_s, identity.name(*missing))
-                noted_at = math.inf
-        if not missing:
+        late = _wait_for_ranks(store, base, config, identity, interrupted, [*range(1, servers), *ranks], newcomers)
+        if not late:
             _check_attempt(base, identity)
             store.set(_FULL, "")
             return view, ranks
-        if interrupted.is_set():
-            raise Interrupted("interrupted while waiting for the other ranks")
+        # Trainers that are late are left out, in another view: those that have joined this one wait for all of it. A
+        # server cannot be left out, and of the first trainers none where the run does not continue without one.
         remaining = tuple(r for r in ranks if r not in late)
         if not remaining or not (continues or set(late) <= set(newcomers)) or min(late) < servers:
             raise _missing_ranks(identity, timeout_s, late)
         log.warning("the run continues without %s, which did not join in time", identity.name(*late))
         view, ranks = view + 1, remaining
+
+
+def _wait_for_ranks(
+    store: Store,
+    base: Store,
+    config: Config,
+    identity: ProcessIdentity,
+    interrupted: threading.Event,
+    missing: list[int],
+    newcomers: Collection[int],
+) -> list[int]:
+    """Wait until the ``missing`` ranks have joined the view of ``store``; return those that are late.
+
+    Newcomers are late after ``server.lost_after_s``, as the others wait for them; all ranks after
+    ``cluster.timeout_s``.
+
+    Raises:
+        Interrupted: while ranks are missing.
+    """
+    timeout_s, began = config.cluster.timeout_s, time.monotonic()
+    noted_at = began + _QUIET_S
+    while missing:
+        _check_attempt(base, identity)
+        missing = [r for r in missing if not store.check([f"rank/{r}"])]
+        # All that are missing, or the newcomers among them, which have the shorter limit.
+        waited_s = time.monotonic() - began
+        late = missing if waited_s >= timeout_s else []
+        if waited_s >= config.server.lost_after_s:
+            late = late or [r for r in missing if r in newcomers]
+        is_interrupted = interrupted.wait(_POLL_S if missing and not late else 0.0)
+        if missing and is_interrupted:
+            raise Interrupted("interrupted while waiting for the other ranks")
+        if late:
+            return late
+        if missing and time.monotonic() >= noted_at:
+            log.info("waiting up to cluster.timeout_s (%g s) for %s", timeout_s, identity.name(*missing))
+            noted_at = math.inf
+    return []
 
 
 def _join_view(

@@ -8,11 +8,14 @@ release changes what is used here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 from torch._C._distributed_rpc import TensorPipeAgent
 from torch.distributed.rpc._utils import _update_group_membership
@@ -115,3 +118,21 @@ def release_context(context_id: int) -> None:
     except RuntimeError:  # torch raises where the name promises an answer
         return
     dist_autograd._release_context(context_id)
+
+
+def _count_elements(tensor: Tensor) -> int:
+    """RPC handler: receive a tensor and reply with a number."""
+    return tensor.numel()
+
+
+def measure_call_s(name: str, tensor: Tensor) -> float:
+    """Return the seconds of one call that sends ``tensor`` to the agent ``name`` and receives a number."""
+    began = time.perf_counter()
+    count = rpc.rpc_sync(name, _count_elements, args=(tensor,))
+    assert count == tensor.numel()
+    return time.perf_counter() - began
+
+
+def measure_empty_call_s(name: str) -> float:
+    """Return the seconds of one call that sends a single element to the agent ``name``."""
+    return measure_call_s(name, torch.zeros(1))

@@ -6,7 +6,6 @@ from paramserver._lazy import attach
 
 if TYPE_CHECKING:
     from paramserver.metrics.console import Progress as Progress
-    from paramserver.metrics.csv_file import Csv as Csv
     from paramserver.metrics.sinks import (
         FanOut as FanOut,
         JsonLines as JsonLines,
@@ -15,6 +14,6 @@ if TYPE_CHECKING:
         Sink as Sink,
         make_sinks as make_sinks,
     )
-    from paramserver.metrics.tensorboard import TensorBoard as TensorBoard, scalars as scalars
+    from paramserver.metrics.tensorboard import Csv as Csv, TensorBoard as TensorBoard, scalars as scalars
 else:
     __getattr__, __dir__, __all__ = attach(__name__, __file__)

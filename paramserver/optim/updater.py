@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,6 @@ from paramserver.config import TrainingConfig
 from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration
 from paramserver.limits import is_due
 from paramserver.optim.averaging import AverageParameters, averages, drop_averages, rename_averages
-from paramserver.optim.modes import SwitchedOptimizer, copied_parameters, has_modes, parameters_of
 from paramserver.optim.named_optimizers import NamedOptimizers, joined_states, optimizers_of, shared_parameters
 from paramserver.optim.parallel_step import ParallelStep, ThreadTeam, generators_of_update
 from paramserver.parameters.numerics import check_gradient_norm
@@ -418,3 +417,80 @@ def _schedule_of(built: Any) -> _Schedule:
     if metric is not None and every != "validation":
         raise TaskError(f'build_scheduler: metric ({metric!r}) needs every="validation"')
     return _Schedule(scheduler, every, metric)
+
+
+def has_modes(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has ``train()`` and ``eval()``.
+
+    Example::
+
+        >>> has_modes(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+        False
+    """
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextmanager
+def copied_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Replace the memory of the parameters by copies; at the end they have their own again, with no bit changed.
+
+    Other processes may read the parameters meanwhile, and the way from ``train()`` to ``eval()`` and back rounds.
+    """
+    parameters = parameters_of(optimizer)
+    own = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.data.clone()
+    try:
+        yield
+    finally:
+        for parameter, data in zip(parameters, own, strict=True):
+            parameter.data = data
+
+
+class SwitchedOptimizer:
+    """Switches an optimizer that has modes, and knows the present one, also where a task calls these methods.
+
+    Example::
+
+        >>> class Average(torch.optim.SGD):
+        ...     def train(self): pass
+        ...     def eval(self): pass
+        >>> switched = SwitchedOptimizer(Average([torch.zeros(1)], lr=1.0))
+        >>> switched.optimizer.train()
+        >>> with switched.evaluation_mode():
+        ...     switched.is_training
+        False
+        >>> switched.is_training
+        True
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.is_training = False
+        optimizer.train = self._recorded(optimizer.train, True)
+        optimizer.eval = self._recorded(optimizer.eval, False)
+
+    def _recorded(self, method: Callable[..., Any], is_training: bool) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            self.is_training = is_training
+            return result
+
+        return call
+
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """Let the optimizer be in ``eval()``, with its parameters in other memory (``copied_parameters``)."""
+        was_training = self.is_training
+        with copied_parameters(self.optimizer):
+            self.optimizer.eval()
+            try:
+                yield
+            finally:
+                if was_training:
+                    self.optimizer.train()

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from paramserver.buffers.reshard import reshard_parts
 from paramserver.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -37,7 +38,6 @@ from paramserver.parameters.model import detached_state_dict, load_weights
 from paramserver.parameters.model_tree import buffer_kinds, changed_kinds
 from paramserver.parameters.numerics import check_parameters_finite
 from paramserver.runs.monitor import RunMonitor
-from paramserver.runs.reshard import reshard_parts
 from paramserver.runs.rundir import RunDir
 
 # The parameters as they are trained, where those of ``model`` are what an optimizer's ``eval()`` makes of them.

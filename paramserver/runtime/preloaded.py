@@ -1,19 +1,37 @@
-"""Processes that have imported what a rank needs, and the two ends of the socket that gives them its role."""
+"""Processes that have imported what a rank needs: the fork server and the spares, which get their roles by a socket.
+
+Each rank would import torch itself otherwise, which takes more than a second of a core. The supervisor forks its first
+ranks from the fork server, which has no threads, runs no code of the user, and has the environment of the ranks from
+its start; it ends once all ranks are started. A spare waits to take the role of a rank that has to start again.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import logging
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from paramserver.errors import kind_and_message
 from paramserver.importing import torch_import_without_gc
-from paramserver.process_utils import OWN_GROUP, die_with_parent, show_arguments
+from paramserver.process_utils import OWN_GROUP, die_with_parent, is_stopped, kill_group, show_arguments
+from paramserver.runtime.rank_guard import RankGuard
+from paramserver.runtime.restarts import RestartPolicy
+
+log = logging.getLogger("paramserver")
 
 MODULES = (
     "paramserver.runtime.rank",
@@ -39,6 +57,13 @@ _COMMAND = (sys.executable, "-m", "paramserver.launch")
 
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_DESCRIPTORS = 4
+
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_POLL_S = 0.1
+_END_S = 5.0
+_GO = b"1"
+
+_subreaper_lock = threading.Lock()
 
 
 def start_importing(
@@ -116,3 +141,297 @@ def assume_role(arguments: Sequence[str], descriptors: Sequence[int]) -> list[st
     os.close(output)
     show_arguments(arguments[:2])
     return [*arguments, *role_arguments(*others)]
+
+
+# The fork server.
+
+
+class ForkedProcess:
+    """A fork that is a child of this process, with what a supervisor uses of ``subprocess.Popen``."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def wait(self) -> int:
+        """Wait for the end of the process, and return its exit code; negative: the signal that ended it."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+class ForkServer:
+    """The supervisor's end: starts the fork server, which lives until :meth:`close`.
+
+    Args:
+        log_file: receives the output of the fork server.
+        guard: ends it if this process dies.
+        timeout_s: for the import and a fork. Without an answer by then, ranks have to be started in another way.
+
+    Attributes:
+        failed: why a fork was not made; empty if all were.
+    """
+
+    def __init__(self, environ: Mapping[str, str], log_file: Path, guard: RankGuard, timeout_s: float) -> None:
+        self._guard, self._timeout_s = guard, timeout_s
+        # Of an earlier attempt of the run.
+        self._log_start = log_file.stat().st_size if log_file.exists() else 0
+        self._process, self._link = start_importing("--fork_server", environ, log_file)
+        self._guard.add(self._process.pid)
+        self._log_file = log_file
+        self.failed = ""
+
+    def fork(
+        self, arguments: Sequence[str], descriptors: Sequence[int], is_stopping: Callable[[], bool]
+    ) -> ForkedProcess | None:
+        """Start a rank as a fork, in a process group of its own, as a child of this process.
+
+        Args:
+            arguments: of ``paramserver.launch``, without those of ``role_arguments``.
+            descriptors: the log, then those of ``role_arguments``. The fork receives copies.
+            is_stopping: asked several times a second whether to give up.
+
+        Returns:
+            None if the fork server has failed, now or before: start a new process.
+        """
+        if self._link.fileno() < 0:
+            return None
+        with _adopt_orphans():
+            try:
+                send_role(self._link, [str(os.getpid()), *arguments], descriptors)
+                pid = self._receive_pid(is_stopping)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except (OSError, ValueError) as error:
+                # It has ended, or is too slow, or the fork is not a child of this process.
+                self._close(0.0)
+                self.failed = self._describe(error)
+                return None
+        return ForkedProcess(pid)
+
+    def _describe(self, error: Exception) -> str:
+        """Return why there is no fork: the last line that the fork server wrote, or else how it ended."""
+        try:
+            written = self._log_file.read_bytes()[self._log_start :].decode(errors="replace").strip()
+        except OSError:
+            written = ""
+        if written:
+            return written.splitlines()[-1]
+        if isinstance(error, TimeoutError):
+            return f"the process to fork them from did not answer within {self._timeout_s:g} s"
+        return f"the process to fork them from ended without a message ({kind_and_message(error)})"
+
+    def _receive_pid(self, is_stopping: Callable[[], bool]) -> int:
+        deadline = time.monotonic() + self._timeout_s
+        while not select.select([self._link], [], [], _POLL_S)[0]:
+            if is_stopping() or time.monotonic() > deadline:
+                raise TimeoutError
+        return int(self._link.recv(32))
+
+    def close(self) -> None:
+        """End the fork server, but not its forks. Calling it again has no effect."""
+        self._close(_END_S)
+
+    def _close(self, limit_s: float) -> None:
+        if self._link.fileno() < 0:
+            return
+        # It ends by itself, as it may not have released its last fork yet.
+        with suppress(OSError):
+            self._link.shutdown(socket.SHUT_WR)
+        select.select([self._link], [], [], limit_s)
+        self._link.close()
+        kill_group(self._process.pid)
+        self._guard.remove(self._process.pid)
+        self._process.wait()
+
+
+@contextmanager
+def _adopt_orphans() -> Iterator[None]:
+    """Make this process the parent of descendants whose parent ends meanwhile (prctl(2))."""
+    prctl, before = ctypes.CDLL(None, use_errno=True).prctl, ctypes.c_int()
+    with _subreaper_lock:
+        prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            yield
+        finally:
+            prctl(_PR_SET_CHILD_SUBREAPER, before.value)
+
+
+# In the fork server.
+
+
+def serve_forks(descriptor: int) -> list[str] | None:
+    """Be the fork server until the supervisor closes the socket.
+
+    Returns:
+        In each fork the arguments of the rank to be; None in the fork server at its end.
+    """
+    with socket.socket(fileno=descriptor) as link:
+        import_modules()
+        # A fork has only the thread that called it; what another thread holds would stay locked in it for ever.
+        _end_library_threads()
+        if names := _other_threads():
+            print(f"the process to fork them from has other threads ({', '.join(names)}), which a fork would lose")
+            return None
+        while (role := receive_role(link)) is not None:
+            (supervisor, *arguments), descriptors = role
+            if _fork(link, int(supervisor)):
+                break
+            for received in descriptors:
+                os.close(received)
+    return None if role is None else assume_role(arguments, descriptors)
+
+
+def _end_library_threads() -> None:
+    """Let libraries end threads of their own: OpenBLAS, which numpy loads, does so at a fork, and starts them again."""
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _other_threads() -> list[str]:
+    """Return the names of all threads but this one."""
+    own = threading.get_native_id()
+    tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != own]
+    return [(task / "comm").read_text().strip() for task in tasks]
+
+
+def _fork(link: socket.socket, supervisor: int) -> bool:
+    """Fork a child of the supervisor, and send its process id; return whether this is the fork.
+
+    A process in between ends at once, so that the supervisor adopts its child.
+    """
+    reading, writing = os.pipe()
+    gate, release = os.pipe()
+    between = os.fork()
+    if between == 0:
+        if rank := os.fork():
+            os.setpgid(rank, rank)
+            os.write(writing, str(rank).encode())
+            os._exit(0)
+        os.close(release)
+        # Until the supervisor knows this process, which ends if the fork server does not come to that.
+        if os.read(gate, 1) != _GO or os.getppid() != supervisor:
+            os._exit(1)
+        for descriptor in (reading, writing, gate):
+            os.close(descriptor)
+        return True
+    os.waitpid(between, 0)
+    os.close(writing)
+    os.close(gate)
+    link.send(os.read(reading, 32) or b"0")
+    os.write(release, _GO)
+    os.close(reading)
+    os.close(release)
+    return False
+
+
+# Spares.
+
+
+@dataclass
+class _Spare:
+    process: subprocess.Popen[bytes]
+    link: socket.socket
+    started_at: float = field(default_factory=time.monotonic)
+
+    def has_ended(self) -> bool:
+        # Without reaping it: the guard must forget the process while its number is not used again.
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+class Spares:
+    """The spare processes of a supervisor. Its thread calls every method.
+
+    Args:
+        max_restarts: how many that die while they wait are replaced.
+        log_file: receives their output until they have a role.
+        guard: ends them if this process dies.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        max_restarts: int,
+        environ: Mapping[str, str],
+        log_file: Path,
+        guard: RankGuard,
+        note: Callable[[str], None],
+    ) -> None:
+        self._count = count
+        self._policy = RestartPolicy(max_restarts)
+        self._environ, self._log_file, self._guard, self._note = environ, log_file, guard, note
+        self._waiting: list[_Spare] = []
+        self._start_at = 0.0
+
+    def fill(self) -> None:
+        """Start the spares that are missing. Call it while no rank starts, for which the cores are needed."""
+        while len(self._waiting) < self._count and time.monotonic() >= self._start_at:
+            self._waiting.append(self._start())
+
+    def _start(self) -> _Spare:
+        process, link = start_importing("--spare", self._environ, self._log_file)
+        self._guard.add(process.pid)
+        return _Spare(process, link)
+
+    def remove_dead(self) -> None:
+        """Forget spares that have died. The first one is replaced at once, later ones as ranks are."""
+        for spare in [s for s in self._waiting if s.has_ended()]:
+            self._waiting.remove(spare)
+            self._replace_dead(spare)
+
+    def _replace_dead(self, spare: _Spare) -> None:
+        exit_code = self._end(spare)
+        how = f"a spare process is lost ({signal.Signals(-exit_code).name if exit_code < 0 else f'code {exit_code}'})"
+        if self._policy.allows(0):
+            delay_s, number = self._policy.next_delay(0, time.monotonic() - spare.started_at)
+            self._start_at = time.monotonic() + delay_s
+            self._note(f"{how}; another one starts ({number} of {self._policy.max_restarts})")
+        else:
+            self._count = min(self._count, len(self._waiting))
+            self._note(f"{how}; it is not replaced. See {self._log_file}")
+
+    def take(self, arguments: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes] | None:
+        """Give a role to the spare that has waited longest.
+
+        A spare that is still importing also serves: it ends sooner than a process that starts now.
+
+        Args:
+            arguments: of ``paramserver.launch``, without those of ``role_arguments``.
+            descriptors: the log, then those of ``role_arguments``. The spare receives copies.
+
+        Returns:
+            The process, which the guard watches already; None if there is no spare.
+        """
+        self.remove_dead()
+        while self._waiting:
+            spare = self._waiting.pop(0)
+            if not is_stopped(spare.process.pid):
+                with suppress(BrokenPipeError):  # it died just now
+                    send_role(spare.link, arguments, descriptors)
+                    spare.link.close()
+                    return spare.process
+            self._replace_dead(spare)
+        return None
+
+    def close(self) -> None:
+        """End all spares, and start no other one."""
+        self._count = 0
+        while self._waiting:
+            self._end(self._waiting.pop())
+
+    def _end(self, spare: _Spare) -> int:
+        kill_group(spare.process.pid)
+        self._guard.remove(spare.process.pid)
+        spare.link.close()
+        return spare.process.wait()
+
+
+def wait_for_role(descriptor: int) -> list[str] | None:
+    """Be a spare process: import what a rank needs, wait, and return the arguments of the rank to be.
+
+    Returns:
+        None if the supervisor is gone.
+    """
+    with socket.socket(fileno=descriptor) as link:
+        import_modules()
+        log.info("process %d waits for a role", os.getpid())
+        role = receive_role(link)
+    return None if role is None else assume_role(*role)

@@ -471,14 +471,17 @@ class RankSession:
         """Return the session that follows a loss; raise ``loss`` if the run cannot continue here."""
         plan, process = self.plan, self.process
         config = process.config
-        # A trainer that leaves joins again, to ask again.
+        # A signal ends this process, unless it asks a trainer to leave: that one joins again, to ask again.
         leaves = config.cluster.elastic and process.role.kind == "trainer"
         if process.stop.event.is_set() and not leaves:
             if isinstance(loss, ViewChanged):
                 raise Interrupted(f"interrupted ({process.stop.state()[1]}) between two views of the run") from loss
             raise loss
+        # Without servers no process holds the state of the run that the others could return to.
         if not mode_of(config).has_servers:
             raise loss
+
+        # Which view to join next, and until when; or why this process does not join again.
         min_view, give_up_at = max(self.view, self.min_view), self.give_up_at
         if isinstance(loss, ViewChanged):
             min_view, give_up_at = self.view + 1, None
@@ -502,6 +505,8 @@ class RankSession:
             record = make_record("lost", None, rank=process.identity.global_rank, peer=self.peer, text=str(loss))
             for sink in plan.sinks:
                 sink.write(record)
+
+        # The limit counts from the loss, through all attempts to join that have failed since then.
         now = time.monotonic()
         if self.joined or give_up_at is None:
             give_up_at = now + config.cluster.timeout_s
@@ -511,6 +516,8 @@ class RankSession:
             ) from loss
         log.warning("%s; this process joins again", loss)
         process.stop.event.wait(_REJOIN_S)
+
+        # Rank 0 keeps its store, and continues from the last checkpoint.
         store = None
         if process.identity.global_rank == 0:
             assert plan.run is not None
@@ -972,6 +979,8 @@ def _resize(
 ) -> None:
     """Carry out the requests of trainers, and continue without those that are given up, in another view."""
     config, ranks = process.config, rendezvous.trainer_ranks
+
+    # Which requests can be carried out now: a refused one is answered, one that has to wait is read again.
     requests = pending_requests(rendezvous.root)
     if server.aggregator.ended:
         if server.aggregator.ends_run:
@@ -992,6 +1001,9 @@ def _resize(
         requests = {}
     elif not server.has_all_buffers():
         requests = {}  # later
+
+    # With which trainers the run continues. Those that are given up are left out; one that asks to leave is refused
+    # where the others cannot do without it.
     lost = [ResizeRequest("leave", ranks[index]) for index in sorted(given_up)]
     wanted = resized(ranks, [*requests.values(), *lost])
     too_few = ""
@@ -1010,6 +1022,8 @@ def _resize(
         refuse(rendezvous.root, leaves, too_few)
         requests = {key: request for key, request in requests.items() if key not in leaves}
         wanted = resized(ranks, [*requests.values(), *lost])
+
+    # What follows: the end of the run, nothing, or another view, for which all trainers stop after their step.
     if not wanted:
         mark_carried_out(rendezvous.root, requests)
         process.stop.request("all trainers leave")

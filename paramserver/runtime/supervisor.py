@@ -36,17 +36,14 @@ from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
 from paramserver.process_utils import OWN_GROUP, cpu_ticks, is_stopped, kill_group
 from paramserver.runs.rundir import RunDir, read_mapping, write_json
-from paramserver.runtime.fork_server import ForkedProcess, ForkServer
-from paramserver.runtime.preloaded import role_arguments
+from paramserver.runtime.preloaded import ForkedProcess, ForkServer, Spares, role_arguments
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
-from paramserver.runtime.spares import Spares
 from paramserver.runtime.watchdog import STACKS_SIGNAL
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Signals that end a process before it can report anything.
 _SUDDEN = (signal.SIGKILL, *_SIGNALS)
-_GOOD_EXITS = (0, Interrupted.exit_code)
 _POLL_S = 0.1
 
 
@@ -420,9 +417,8 @@ class Supervisor:
 
         An error that it reported would come again.
         """
-        if self._signal is not None or self._is_failing or self._has_concluded:
-            return False
-        if self._trainers_were_interrupted:
+        # The run ends: by a signal, a failure or its own conclusion, or as a signal has ended all trainers.
+        if self._signal is not None or self._is_failing or self._has_concluded or self._trainers_were_interrupted:
             return False
         is_trainer, rpc = rank.role.kind == "trainer", mode_of(self.config).has_servers
         if rpc and is_trainer and self.config.server.on_loss == "fail":
@@ -453,8 +449,10 @@ class Supervisor:
 
     def _continues_without(self, rank: _RankProcess) -> bool:
         """Return whether trainers may remain that continue without a lost one, which is not started again."""
+        # Servers cannot be done without, nor a rank of a process group.
         if not mode_of(self.config).has_servers or rank.role.kind != "trainer" or self.config.server.on_loss == "fail":
             return False
+        # The run ends anyway.
         if self._signal is not None or self._is_failing or self._summary is not None:
             return False
         # With cluster.elastic others may have joined, which are not ranks of this process; rank 0 knows.
@@ -538,11 +536,15 @@ class Supervisor:
             if not rank.reports:
                 rank.note_cpu_time()
             silent_s = now - rank.alive_at
+
+            # First it writes its stacks to its log, once for each silence.
             if silent_s < deadlines.stacks_s:
                 rank.sent.discard(STACKS_SIGNAL)
             # Before it reports signs of life the signal would kill it.
             elif rank.reports and STACKS_SIGNAL not in rank.sent and not is_stopped(rank.process.pid):
                 rank.send_signal(STACKS_SIGNAL)
+
+            # Then it is ended, once.
             if signal.SIGKILL in rank.sent:
                 continue
             if rank.reports and silent_s > deadlines.silent_s:

@@ -56,7 +56,7 @@ def test_it_is_evaluated_to_what_it_recorded(stored, task, capsys):
 @pytest.mark.processes
 @pytest.mark.parametrize("stored", MODES, indirect=True)
 def test_its_model_predicts(stored, task, tmp_path):
-    (tmp_path / "inputs.py").write_text("import torch\n\n\ndef ones():\n    return torch.ones(3, 2).double().split(1)\n")
+    (tmp_path / "inputs.py").write_text("import torch\n\ndef ones():\n    return torch.ones(3, 2).double().split(1)\n")
     out = tmp_path / "out.pt"
     arguments = [str(stored.run_dir), "--source", f"{tmp_path / 'inputs.py'}:ones", "--out", str(out), "--set", task]
     assert predict_command.main(arguments) == 0

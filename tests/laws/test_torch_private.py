@@ -29,7 +29,7 @@ USED = {
     },
     "paramserver.rng": {"torch.utils._python_dispatch.TorchDispatchMode"},
     "paramserver.server.model_service": {"torch.utils._pytree.tree_flatten", "torch.utils._pytree.tree_unflatten"},
-    "paramserver.distributed.name_lookups": {"torch._C._distributed_c10d.TCPStore"},
+    "paramserver.distributed.store_relay": {"torch._C._distributed_c10d.TCPStore"},
     "paramserver.distributed.resize": {"torch._C._distributed_c10d.Store"},
     "paramserver.distributed.rendezvous": {
         "torch._C._distributed_c10d.PrefixStore",

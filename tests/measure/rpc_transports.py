@@ -34,8 +34,8 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 
 from paramserver.cluster import LOOPBACK, bind_interface
+from paramserver.distributed.rpc_agent import measure_call_s, measure_empty_call_s
 from paramserver.distributed.rpc_calls import agent_options
-from paramserver.distributed.rpc_latency import measure_call_s, measure_empty_call_s
 from paramserver.tools.bench.cases import interleaved
 from tests.measure.common import measuring_environment, origin, run_fresh, spread
 

@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from paramserver.distributed import name_lookups
+from paramserver.distributed import store_relay
 
 # A look-up of torch fails at once, and torch prints so.
 STORES = """
 import ctypes
 from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
-from paramserver.distributed.name_lookups import disable_name_lookups
+from paramserver.distributed.store_relay import disable_name_lookups
 
 disable_name_lookups()
 options = {"wait_for_workers": False, "timeout": timedelta(seconds=60)}
@@ -24,7 +24,7 @@ for _ in range(3):
 # Of this thread: its first look-up reads resolv.conf.
 ATTEMPTS = """
 import ctypes, os
-from paramserver.distributed.name_lookups import disable_name_lookups
+from paramserver.distributed.store_relay import disable_name_lookups
 
 libc = ctypes.CDLL(None)
 libc.__res_state.restype = ctypes.c_void_p
@@ -54,7 +54,7 @@ def test_other_threads_make_as_many_attempts_as_before():
 
 
 def test_only_the_warning_about_the_look_up_is_removed(capfd):
-    with name_lookups._without_warning():
+    with store_relay._without_warning():
         os.write(2, b"[W1 socket.cpp:1] [c10d] The hostname of the client socket cannot be retrieved. err=-3\n")
         os.write(2, b"another line\nand a part of one")
     os.write(2, b", continued\n")
@@ -65,7 +65,7 @@ def test_a_look_up_that_cannot_be_made_to_fail_is_logged(monkeypatch, caplog):
     def refuse():
         raise OSError("no address")
 
-    monkeypatch.setattr(name_lookups, "_fail_a_lookup", refuse)
+    monkeypatch.setattr(store_relay, "_fail_a_lookup", refuse)
     with caplog.at_level("INFO", "paramserver"):
-        name_lookups.disable_name_lookups.__wrapped__()
+        store_relay.disable_name_lookups.__wrapped__()
     assert caplog.messages == ["a name server that does not answer may delay the start of this rank: no address"]

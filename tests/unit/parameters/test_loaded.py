@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from paramserver.errors import TaskError
-from paramserver.parameters.loaded import LoadedParameters
+from paramserver.parameters.model import LoadedParameters
 
 
 def loaded(owned=True):

@@ -10,9 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from paramserver.buffers import Fifo, make_buffer
 from paramserver.buffers.positions import AppliedPositions
-from paramserver.buffers.reshard import reshard_buffers
+from paramserver.buffers.reshard import reshard_buffers, reshard_parts
 from paramserver.errors import CheckpointError
-from paramserver.runs.reshard import reshard_parts
 from paramserver.sources import DatasetSource, IterableSource, Partition, ResumePosition
 
 COUNTERS = {"batch_idx": 3, "samples_served": 5, "epoch": 1, "epoch_open": True, "seconds": 0.5}

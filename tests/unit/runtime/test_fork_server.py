@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from paramserver.runtime import preloaded
-from paramserver.runtime.fork_server import ForkServer
+from paramserver.runtime.preloaded import ForkServer
 from paramserver.runtime.rank_guard import RankGuard
 
 LIMIT_S = 30.0
@@ -21,7 +21,7 @@ LIMIT_S = 30.0
 # Instead of being a rank: reports through the pipe of its role, and ends with a code of its own.
 SERVER = """
 import os, sys, threading
-from paramserver.runtime import fork_server, preloaded
+from paramserver.runtime import preloaded
 preloaded.MODULES, preloaded.find_spec = (), lambda name: None
 if os.environ["MARK"] == "threads":
     threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -30,7 +30,7 @@ if os.environ["MARK"] == "raises":
 if os.environ["MARK"] == "numpy":
     os.environ.update(OMP_NUM_THREADS="2", OPENBLAS_NUM_THREADS="2")
     import numpy
-role = fork_server.serve_forks(int(sys.argv[2]))
+role = preloaded.serve_forks(int(sys.argv[2]))
 if role is not None:
     config = open(role[role.index("--config") + 1]).read()
     opened = sorted(int(name) for name in os.listdir("/proc/self/fd"))[3:-1]

@@ -13,19 +13,18 @@ import psutil
 import pytest
 
 from paramserver.runtime import preloaded
-from paramserver.runtime.preloaded import role_arguments
+from paramserver.runtime.preloaded import Spares, role_arguments
 from paramserver.runtime.rank_guard import RankGuard
-from paramserver.runtime.spares import Spares
 
 LIMIT_S = 30.0
 
 # Instead of being a rank: reports through the pipe of its role.
 SPARE = """
 import logging, os, sys
-from paramserver.runtime import preloaded, spares
+from paramserver.runtime import preloaded
 logging.basicConfig(level=logging.INFO)
 preloaded.MODULES, preloaded.find_spec = (), lambda name: None
-role = spares.wait_for_role(int(sys.argv[2]))
+role = preloaded.wait_for_role(int(sys.argv[2]))
 if role is not None:
     config = open(role[role.index("--config") + 1]).read()
     words = [os.getpid(), role[0], config, os.environ["MARK"], "torch" in sys.modules, os.getpgrp() == os.getpid()]
@@ -60,7 +59,7 @@ def make(tmp_path, monkeypatch, notes):
 
 def children():
     own = psutil.Process().children()
-    return {child.pid for child in own if "spares.wait_for_role" in " ".join(command_of(child))}
+    return {child.pid for child in own if "preloaded.wait_for_role" in " ".join(command_of(child))}
 
 
 def command_of(child):

@@ -12,12 +12,12 @@ import torch
 from online_fixtures import PATIENCE_S, FakeCoordinator, field, ingest_spec, receiver_spec, senders
 
 from paramserver.buffers import make_buffer
+from paramserver.buffers.reshard import reshard_parts
 from paramserver.checkpoint.serialization import load_archive
 from paramserver.config import Config, SimulationsConfig
 from paramserver.errors import BufferClosed, BufferExhausted, CheckpointError, SourceError, UnsupportedConfiguration
 from paramserver.online.protocol import Header, MessageKind
 from paramserver.online.spec import ReceiverSpec
-from paramserver.runs.reshard import reshard_parts
 from paramserver.sources import Feeder, Partition, ResumePosition, Simulations, Stream, make_source
 
 KINDS = ("fifo", "firo", "reservoir")

@@ -6,7 +6,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from paramserver.buffers import Fifo
 from paramserver.sources import DatasetSource, Feeder, Partition
-from paramserver.sources.tensors import TensorRows
+from paramserver.sources.reader import TensorRows
 
 DATA = TensorDataset(torch.randn(6, 2, 3), torch.arange(6, dtype=torch.int16))
 OTHER = TensorDataset(torch.randn(4, 2, 3), torch.arange(10, 14, dtype=torch.int16))

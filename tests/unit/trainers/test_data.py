@@ -8,10 +8,10 @@ import pytest
 
 from paramserver import Partition, Task
 from paramserver.buffers.positions import AppliedPositions
+from paramserver.buffers.reshard import reshard_parts
 from paramserver.config import BufferConfig, Config, TrainingConfig
 from paramserver.consistency import Readiness
 from paramserver.errors import SourceError
-from paramserver.runs.reshard import reshard_parts
 from paramserver.sources import Source
 from paramserver.trainers.data import DataStream
 
