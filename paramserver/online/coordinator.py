@@ -305,7 +305,6 @@ class RouterSocket:
     """One bound ROUTER socket with its context and keys. Created by one thread, then used and closed by another.
 
     Args:
-        config: address, port and keys.
         port: where to listen if the config leaves the port open and this one is free.
 
     Attributes:

@@ -65,10 +65,6 @@ class RequestHandler:
     Not thread-safe: the coordinator calls it under its lock.
 
     Args:
-        spec: what clients may send.
-        tracker: receives the events.
-        num_trainers: trainers that must join.
-        token: the secret that a trainer must show.
         status: what PONG holds in addition to the state of simulations and trainers.
 
     Attributes:

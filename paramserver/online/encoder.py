@@ -142,7 +142,6 @@ class SentSteps:
         """Return the number of a step that may be sent.
 
         Args:
-            step: number of the sample.
             steps: samples of the simulation; None = not known.
 
         Raises:

@@ -20,7 +20,6 @@ class CoordinatorJournal:
     A line is written before the client gets its answer. It survives the end of the process, not that of the host.
 
     Args:
-        file: of the journal.
         continues: another coordinator of this run wrote it; otherwise it is started anew.
 
     Attributes:

@@ -37,9 +37,7 @@ class ProcessRunner:
 
     Args:
         spec: with a command or function.
-        logs: folder of the output.
         folders: where the function's module and the files of the command are searched.
-        environ: of this process; None = its own.
 
     Raises:
         UnsupportedConfiguration: see ``LaunchCommand``.
@@ -219,8 +217,6 @@ class LaunchCommand:
 
     Args:
         spec: with a command or function.
-        folders: where the function's module and the files of the command are searched.
-        environ: of this process.
 
     Attributes:
         by_srun: whether one srun starts all processes of a simulation.

@@ -107,14 +107,6 @@ class Header(NamedTuple):
         member: index of the process in the simulation's group.
         members: processes in the group, at least 1.
         attempt: how many times this simulation was started before.
-
-    Example::
-
-        >>> header = Header(MessageKind.SAMPLE, simulation=3, step=7)
-        >>> Header.unpack(header.pack()) == header
-        True
-        >>> header.reply(MessageKind.ACK, step=8)
-        Header(kind=<MessageKind.ACK: 49>, simulation=3, step=8, member=0, members=1, attempt=0)
     """
 
     kind: MessageKind
@@ -322,15 +314,7 @@ class TrainerDirectory:
         timeout_s: silence after which a client gives up.
         steps: samples of the simulation, if known.
         fields: the fields of a whole sample. Each member of a group sends its part along the first dimension.
-
-    Example::
-
-        >>> directory = TrainerDirectory(("tcp://a:1", "tcp://b:2"), None, window=64, timeout_s=60.0, steps=100, fields=())
-        >>> [directory.trainer_for(simulation=3, step=step) for step in range(4)]
-        [1, 0, 1, 0]
-        >>> TrainerDirectory.unpack(directory.pack()) == directory
-        True
-    """  # noqa: E501
+    """
 
     trainers: tuple[str, ...]
     single_trainer: int | None

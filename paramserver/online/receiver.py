@@ -75,7 +75,6 @@ class SampleReceiver:
     OVER: they wait for a receiver that takes this one's place, or for the coordinator's OVER.
 
     Args:
-        spec: where to receive, and what.
         received_log: what was received before. The thread adds what it accepts to its set; the caller extends its log.
     """
 
@@ -152,12 +151,7 @@ class _ReceiverLoop:
     """The loop of the receiver thread, which alone uses it, from ``with`` to its end.
 
     Args:
-        spec: where to receive, and what.
-        received_log: the set of samples that were received.
-        queue: accepted samples are put into it.
         wakeup: wakes the loop when something else than a socket needs attention.
-        stats: counters to update.
-        field_statistics: moments of the fields to update.
 
     Attributes:
         num_clients: clients that sent a message within ``timeout_s``, as of the last report. Read by other threads.
@@ -481,8 +475,6 @@ class ReceiveStats:
 
     Args:
         stored: simulation -> samples in the buffer so far.
-        sample_bytes: of the fields of one sample.
-        trainer_index: for the log.
     """
 
     def __init__(self, stored: Mapping[int, int], sample_bytes: int, trainer_index: int) -> None:
@@ -607,9 +599,6 @@ class FieldStatistics:
     """Moments of every field between two reads. Thread-safe.
 
     One sample in seven is measured, and at most one of the samples that arrive together.
-
-    Args:
-        names: of the fields.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

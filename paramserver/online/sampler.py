@@ -124,8 +124,6 @@ def make_sampler(name: str, ranges: Ranges, seed: int, count: int, folders: Sequ
     Args:
         name: ``uniform``, ``lhs``, ``halton`` or ``module:Class``.
         ranges: of the parameters; without any, every result is empty.
-        seed: of the run.
-        count: planned simulations.
         folders: where a user's class is searched.
 
     Raises:

@@ -44,7 +44,6 @@ def make_keys(folder: str | Path, client: str | None = None) -> list[Path]:
     """Create the keys of a run and of one client, or of a further client.
 
     Args:
-        folder: created if it does not exist.
         client: the name of the client; None = ``client``, and the keys of the run must not exist yet.
 
     Returns:
@@ -148,7 +147,6 @@ def secure_client_socket(socket: zmq.Socket[Any], keys: str | Path | None) -> No
     """Encrypt a client's socket and authenticate both sides. Call it before the socket connects.
 
     Args:
-        socket: not connected yet.
         keys: folder of the keys, or a client's secret key file, with server.key in the same folder; None = no effect.
 
     Raises:

@@ -309,10 +309,8 @@ class ClientConnection:
     """One DEALER socket to one process of the run. For one thread; closed before the context is terminated.
 
     Args:
-        context: the ZeroMQ context of the socket.
         name: of the peer, for messages.
         address: of the peer: ``tcp://host:port``.
-        keys: see ``secure_client_socket``.
 
     Raises:
         ClientError: no valid address, or one beyond loopback without keys.

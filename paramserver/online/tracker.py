@@ -174,13 +174,7 @@ def log_file(logs: Path, simulation: int) -> Path:
 
 
 def format_simulations(ids: list[int], most: int = 10) -> str:
-    """Numbers of simulations, for messages.
-
-    Example::
-
-        >>> format_simulations([3, 5, 8], most=2)
-        'simulations 3, 5 and 1 more'
-    """
+    """Numbers of simulations, for messages."""
     shown = ", ".join(str(i) for i in ids[:most])
     noun = "simulation" if len(ids) == 1 else "simulations"
     return f"{noun} {shown}" + (f" and {len(ids) - most} more" if len(ids) > most else "")
@@ -194,10 +188,6 @@ class SimulationTracker(ABC):
     they sent is acknowledged.
 
     Not thread-safe: the coordinator calls it under its lock.
-
-    Args:
-        config: the section ``simulations``, checked.
-        num_trainers: trainers of the run.
 
     Attributes:
         simulations: by number.
@@ -408,8 +398,6 @@ class ExternalSimulations(SimulationTracker):
     that is longer.
 
     Args:
-        config: the section ``simulations``.
-        num_trainers: trainers of the run.
         first_s: how long the run waits for the first simulation, in seconds: ``cluster.timeout_s``.
     """
 

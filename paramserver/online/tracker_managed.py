@@ -38,7 +38,6 @@ class ManagedSimulations(SimulationTracker):
 
     Args:
         config: the section ``simulations``, with a count.
-        num_trainers: trainers of the run.
         sample_parameters: number of a simulation -> its parameters.
         logs: folder of the simulations' output, for messages.
     """
@@ -252,13 +251,7 @@ class ManagedSimulations(SimulationTracker):
 
 
 def describe_exit(exit_code: int) -> str:
-    """How a process ended, from its exit code. As in a shell, 128 + n stands for signal n.
-
-    Example::
-
-        >>> describe_exit(137)
-        'it was killed by SIGKILL'
-    """
+    """How a process ended, from its exit code. As in a shell, 128 + n stands for signal n."""
     number = -exit_code if exit_code < 0 else exit_code - 128
     if number in set(signal.Signals):
         return f"it was killed by {signal.Signals(number).name}"

@@ -203,29 +203,7 @@ class MessageValidator:
     A simulation from outside belongs to the client that opened it last, until its first valid sample has arrived. From
     then on its parameters are fixed, and its attempt is the highest that was opened. One that the run starts is opened
     with the secret of its start only.
-
-    Args:
-        spec: what clients may send.
-        received_log: what was received before.
-        token: secret of the run.
-
-    Example::
-
-        >>> from paramserver.config import SimulationsConfig
-        >>> from paramserver.online.protocol import pack_descriptor, pack_parameters
-        >>> spec = IngestSpec.from_config(SimulationsConfig(fields={"u": [2]}, steps=5))
-        >>> validator = MessageValidator(spec, ReceivedLog())
-        >>> array = np.ones(2, np.float32)
-        >>> message = [Header(MessageKind.SAMPLE, 3, 0).pack(), pack_descriptor({"u": array}), array.tobytes()]
-        >>> validator.validate(b"client", message).text
-        'simulation 3 (attempt 0, member 0) must be opened first'
-        >>> validator.validate(b"client", [Header(MessageKind.OPEN, 3).pack(), pack_parameters([0.5])])  # doctest: +ELLIPSIS
-        SessionOpened(...)
-        >>> validator.validate(b"client", message).sample
-        {'simulation': 3, 'step': 0, 'parameters': array([0.5]), 'u': array([1., 1.], dtype=float32)}
-        >>> type(validator.validate(b"client", message)).__name__
-        'DuplicateSample'
-    """  # noqa: E501
+    """
 
     def __init__(self, spec: IngestSpec, received_log: ReceivedLog, token: bytes = b"") -> None:
         self.spec = spec

@@ -52,7 +52,6 @@ def receive_parts(router: Any, max_parts: int, max_bytes: int) -> list[Any] | No
     for one part.
 
     Args:
-        router: the socket.
         max_parts: without the routing id.
         max_bytes: of all parts.
     """

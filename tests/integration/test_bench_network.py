@@ -12,7 +12,7 @@ import pytest
 from launching import environment, write_config
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.tools.bench import network
+from paramserver.tools.bench import namespaces as network
 from paramserver.tools.bench.cases import RequestedCases, make_cases
 from paramserver.tools.bench.measure import MeasuringMethod, rank_commands
 from paramserver.tools.bench.namespaces import NetworkHosts, host_address, parse_bandwidth, require_network_namespaces

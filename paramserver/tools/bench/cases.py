@@ -25,12 +25,11 @@ from paramserver.config.parsing import read_text
 from paramserver.config.schema import closest_match
 from paramserver.errors import TrainingError, UnsupportedConfiguration
 from paramserver.tools.bench.slowdown import SlowdownSpec
-from paramserver.tools.report.results import Numbers
+from paramserver.tools.report.results import LOCAL, NO_COMMUNICATION, Numbers
 from paramserver.tools.report.target import Target, first_reached, parse_target
 
 T = TypeVar("T")
 
-LOCAL, NO_COMMUNICATION = "local", "no communication"
 _LOCAL_MODE = next(mode for mode in MODES.values() if mode.single_process)
 # Keys that have a flag are not set or swept by their name; keys that the benchmark sets cannot be given at all.
 _FLAGS = {"mode": "--modes", "cluster.num_trainers": "--trainers", "training.max_seconds": "--seconds"}
@@ -63,11 +62,9 @@ class RequestedCases:
     """The cases that a command line asks for, as unparsed text.
 
     Args:
-        file: the config.
         modes, trainers: None without the flag.
         overrides: ``key=value``, for all cases.
         sweeps: ``key=v1,v2``; every combination of their values is a case.
-        slow: the straggler.
     """
 
     file: Path
@@ -83,11 +80,8 @@ class Case:
     """A configuration that is measured in every repeat.
 
     Args:
-        name: unique.
         config: effective, before the benchmark sets its own limits and folders.
-        trainers: the number of trainers.
         overrides: the values of this case's sweeps, by key.
-        slow: the straggler among its trainers.
         baseline: ``LOCAL``, ``NO_COMMUNICATION`` (a run of one trainer for each trainer, at the same time) or None.
     """
 
@@ -145,11 +139,6 @@ def _words(text: str, flag: str, example: str) -> list[str]:
 
 def parse_sweep(text: str) -> tuple[str, list[str]]:
     """Parse ``key=v1,v2``; each value is YAML, in which commas inside brackets or quotes do not separate.
-
-    Example::
-
-        >>> parse_sweep("training.batch_size=32,64")
-        ('training.batch_size', ['32', '64'])
 
     Raises:
         UnsupportedConfiguration: the key is unknown (the message names the closest one) or has its own flag, or a value
@@ -292,13 +281,7 @@ def _name(mode: Mode, trainers: int, point: Mapping[str, str], slow: SlowdownSpe
 
 
 def interleaved(cases: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
-    """Each repeat with each case, in alternating order.
-
-    Example::
-
-        >>> list(interleaved(["a", "b"], 2))
-        [(0, 'a'), (0, 'b'), (1, 'b'), (1, 'a')]
-    """
+    """Each repeat with each case, in alternating order."""
     for repeat in range(repeats):
         for case in cases if repeat % 2 == 0 else cases[::-1]:
             yield repeat, case

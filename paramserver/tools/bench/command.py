@@ -55,7 +55,6 @@ class BenchmarkProgress:
     """Prints a line for each finished run, with an estimate of the remaining time.
 
     Args:
-        stream: of the lines.
         runs: the case of each run, in order.
         training_s: the duration of the training of each run.
     """
@@ -88,13 +87,7 @@ class BenchmarkProgress:
 
 
 def remaining_s(names: Sequence[str], took_s: Mapping[str, Sequence[float]], guess_s: float) -> float:
-    """The expected duration of the remaining runs: the mean of earlier runs of their case, or else of all runs.
-
-    Args:
-        names: the case of each remaining run.
-        took_s: the durations of earlier runs, by case.
-        guess_s: the duration of a run while none has finished.
-    """
+    """The expected duration of the remaining runs: the mean of earlier runs of their case, or else of all runs."""
     every = [seconds for taken in took_s.values() for seconds in taken]
     usual_s = statistics.fmean(every) if every else guess_s
     # Means and not medians: the total is a sum of all runs, slow ones included.
@@ -188,7 +181,6 @@ def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[C
     """The cases, the number of repeats, and the settings of the measurement.
 
     Args:
-        arguments: parsed.
         words: the unparsed arguments, for the records.
 
     Raises:

@@ -105,14 +105,10 @@ def predict_communication(
     """The predicted communication of a case; None without communication or without a formula for it.
 
     Args:
-        mode: of the case.
         speed: measured between two processes, over the case's transport.
         model_bytes: of the parameters that are trained.
         wire_bytes: sent and received by a trainer per step, as measured.
-        trainers, servers: their numbers.
-        comm_hook: the value of ``ddp.comm_hook``.
         overlap: servers update and send back each bucket while they receive others.
-        colocated: each server is on the host of a trainer.
     """
     if mode.has_servers:
         in_memory = wire_bytes < model_bytes / 2

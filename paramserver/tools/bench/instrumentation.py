@@ -27,7 +27,6 @@ def file_barrier(file: Path, number: int, count: int) -> None:
     Args:
         file: of the barrier's store; used for nothing else.
         number: of this process, from 0 to ``count - 1``.
-        count: the number of processes.
     """
     store = FileStore(str(file), count)
     store.set(f"here-{number}", "")
@@ -40,7 +39,6 @@ class StepObserver:
     Args:
         folder: of the run, to which the steps are written.
         slow: the fields of a ``SlowdownSpec``; None without a straggler.
-        seed: of the slow batches.
         number: the number of this run among ``of`` runs of one trainer each, which start together; None for one run
             with all trainers.
         of: see ``number``.
@@ -113,8 +111,6 @@ class InstrumentedTask(ObservedTask):
 
     Args:
         task: the user's, as in the key ``task``; a file by its absolute path.
-        task_args: for the user's class.
-        observer: arguments of ``StepObserver``.
     """
 
     def __new__(cls, task: str, task_args: Mapping[str, Any], observer: Mapping[str, Any]) -> Any:

@@ -39,8 +39,6 @@ def measure_links(
 
     Args:
         folder: a new one, for the rendezvous of the two processes.
-        environ: of the two processes.
-        device: the value of ``device.kind``.
         hosts: the two processes run on the first two; None for this machine.
 
     Raises:

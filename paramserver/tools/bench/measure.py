@@ -6,7 +6,6 @@ interfaces of hosts are sampled from the kernel's counters during the run.
 
 from __future__ import annotations
 
-import bisect
 import json
 import os
 import re
@@ -38,6 +37,7 @@ from paramserver.tools.bench.step_stamps import (
 )
 from paramserver.tools.report.from_runs import learning_curves
 from paramserver.tools.report.results import COMPUTED_RING, COUNTED_BY_KERNEL, CaseResult
+from paramserver.tools.report.statistics import interpolated
 from paramserver.tools.report.target import Target
 
 # The first steps allocate what later ones reuse: buffers, buckets, caches.
@@ -106,11 +106,8 @@ def step_figures(
     """The fields of a record that are computed from steps.
 
     Args:
-        trainers: of one case.
-        window: the measured time.
         applied: the share of the trainers' samples that became part of an update.
         updates: updates per step of a trainer: 1 / T where T trainers make one together.
-        processes: the number of trainers and servers.
     """
     # Rates count a step at the edge with its share inside of the window; durations and phases are of whole steps only.
     shares = [[(step, _share(step, window)) for step in one.steps] for one in trainers]
@@ -144,11 +141,7 @@ def _phases_ms(steps: Sequence[StepStamp]) -> dict[str, float]:
 
 
 class CpuSampler:
-    """Samples the CPU time of registered processes.
-
-    Args:
-        folders: of ``register_process``.
-    """
+    """Samples the CPU time of registered processes."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
@@ -187,12 +180,7 @@ class CpuSampler:
 
 
 class WireSampler:
-    """Samples the sum of the byte counters of the interfaces of hosts.
-
-    Args:
-        hosts: entered.
-        count: the number of hosts that are sampled, from the first.
-    """
+    """Samples the sum of the byte counters of the interfaces of hosts."""
 
     def __init__(self, hosts: NetworkHosts, count: int) -> None:
         self._hosts, self._count = hosts, count
@@ -208,16 +196,6 @@ class WireSampler:
         return interpolated(self._samples, end) - interpolated(self._samples, begin)
 
 
-def interpolated(samples: Sequence[tuple[float, float]], moment: float) -> float:
-    """The value at ``moment`` by linear interpolation; outside of the samples the first or last value."""
-    # Samples are in the order of time, as one thread takes them.
-    place = bisect.bisect_left(samples, (moment, 0.0))
-    if place == 0 or place == len(samples):
-        return samples[min(place, len(samples) - 1)][1]
-    (t0, v0), (t1, v1) = samples[place - 1 : place + 1]
-    return v0 + (v1 - v0) * (moment - t0) / (t1 - t0)
-
-
 # The time for imports, rendezvous and the last validation on a busy machine.
 _STARTUP_AND_SHUTDOWN_S = 180.0
 _TIMES_AS_LONG = 4
@@ -229,8 +207,6 @@ class MeasuringMethod:
 
     Args:
         out: the benchmark's folder; the files of a run are kept there only if it fails.
-        folders: searched for the task.
-        environ: of every process.
         seconds: the measured training, after ``warm_s`` seconds of warm-up.
         target: the validation value that a run is to reach; None without one.
         hosts: one for each rank that communicates; None for this machine.

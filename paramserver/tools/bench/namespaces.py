@@ -38,11 +38,6 @@ _TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare"
 def parse_bandwidth(text: str) -> float:
     """Parse ``100mbit`` to bytes per second.
 
-    Example::
-
-        >>> parse_bandwidth("100mbit")
-        12500000.0
-
     Raises:
         UnsupportedConfiguration: ``text`` is not a positive number with a unit.
     """

@@ -24,9 +24,6 @@ class ProcessGroup:
     written to ``output-<i>.txt``.
 
     Args:
-        commands: one for each process.
-        environ: their environment.
-        folder: for the outputs.
         stop: an event that interrupts ``wait``.
     """
 

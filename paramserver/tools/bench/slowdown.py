@@ -83,11 +83,6 @@ class Slowdown:
     ``factor - 1`` times the duration of this batch's forward and of the previous backward. A backward lasts until the
     last gradient is accumulated; what follows (an all-reduce) is not computation. Where the server computes
     (``server.compute: server``) the backward cannot be observed, and the forward includes the server's part.
-
-    Args:
-        slow: the straggler.
-        seed: of the random choice of batches.
-        trainer_index: of this process.
     """
 
     def __init__(self, slow: SlowdownSpec, seed: int, trainer_index: int) -> None:
@@ -103,8 +98,6 @@ class Slowdown:
         Args:
             model: the model, whose gradients show when a backward ends.
             loss: of the batch; its gradient shows when the backward begins.
-            forward_s: the duration of the forward.
-            batch_idx: of this trainer.
         """
         if loss is None:
             raise TaskError("--slow must have a task with one optimizer, whose backward it measures; leave it out")

@@ -20,9 +20,6 @@ class StepStamp:
 
     Args:
         end: ``time.perf_counter()``, the kernel's monotonic clock, which all processes of a host share.
-        seconds: its duration.
-        samples: the number of samples in its batches.
-        wire_bytes: sent and received by the trainer.
         phases: seconds of each of ``COLUMNS``.
     """
 

@@ -167,8 +167,6 @@ def run_with_faults(config: Config, faults: Sequence[Fault], folders: Sequence[P
 
     Args:
         config: effective; ``logging.log_every`` is 1.
-        faults: the plan.
-        folders: where the task is searched.
 
     Raises:
         UnsupportedConfiguration: the run was refused.
@@ -228,7 +226,6 @@ def check_run(outcome: ChaosRun, optional: set[int], reference: Path | None) -> 
     """Return what must hold after a run with faults.
 
     Args:
-        outcome: of the run.
         optional: ``id`` of the faults that need not have fired.
         reference: the folder of a run of the same config without faults, to compare parameters with.
     """

@@ -66,10 +66,6 @@ class FaultDirector(Sink):
     """Watches the records of a run, and injects the faults of a plan into its ranks.
 
     Each rank connects as soon as its process starts; signals go to the process at the other end of that connection.
-
-    Args:
-        faults: the plan.
-        config: of the run.
     """
 
     def __init__(self, faults: Sequence[Fault], config: Config) -> None:

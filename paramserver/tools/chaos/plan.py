@@ -62,11 +62,6 @@ class Fault:
 def parse_faults(text: str, ranks: Sequence[Role], config: Config) -> list[Fault]:
     """Return the faults that ``--faults`` lists, separated by semicolons.
 
-    Args:
-        text: of the command line.
-        ranks: of the run.
-        config: of the run.
-
     Raises:
         UnsupportedConfiguration: a fault is not understood, or does not fit the run.
     """

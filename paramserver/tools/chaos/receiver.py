@@ -32,7 +32,6 @@ class FaultReceiver:
 
     Args:
         address: of the socket, in the abstract namespace.
-        global_rank: of this process.
     """
 
     def __init__(self, address: str, global_rank: int) -> None:

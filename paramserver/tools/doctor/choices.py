@@ -31,7 +31,7 @@ from paramserver.config import (
     server_computes,
     world_size_of,
 )
-from paramserver.devices import Placement, place_server, place_trainer
+from paramserver.devices import place_server, place_trainer
 from paramserver.distributed.rendezvous import why_unknown
 from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import UnsupportedConfiguration
@@ -54,9 +54,7 @@ def describe_choices(found: Diagnosis, config: Config, identity: ProcessIdentity
 
     Args:
         found: what is added to.
-        config: effective, for the world of the run.
         identity: of this process; None if one command starts all ranks on this machine.
-        environ: environment variables of this process.
 
     Returns:
         The address at which other hosts reach this one; empty if there is none.
@@ -160,7 +158,7 @@ def _devices(found: Diagnosis, section: Section, config: Config, identity: Proce
     except UnsupportedConfiguration as error:
         found.refusal(error)
         return
-    texts = {name: _placed(placement) for name, placement in placements.items()}
+    texts = {name: ", ".join(map(str, placement.devices)) for name, placement in placements.items()}
     kinds = Counter(texts.values())
     text = f"all on {next(iter(kinds))}" if len(kinds) == 1 else ", ".join(f"{k} on {v}" for k, v in texts.items())
     section.add("devices", text, texts, f"device.kind is {config.device.kind}, device.server {config.device.server}")
@@ -169,10 +167,6 @@ def _devices(found: Diagnosis, section: Section, config: Config, identity: Proce
         section.add(
             "backend", backend, why=f"cluster.backend is {config.cluster.backend}; nccl needs a GPU per trainer"
         )
-
-
-def _placed(placement: Placement) -> str:
-    return ", ".join(str(device) for device in placement.devices)
 
 
 def _transport(section: Section, config: Config, identity: ProcessIdentity | None) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.tools.report.formatting import plural
 
 WIDTH = 80
 _NAMES = 18  # columns of the names of facts
@@ -107,7 +108,7 @@ class Diagnosis:
     def to_text(self) -> str:
         """Return the text for a terminal of 80 columns."""
         problems, notes = self.problems, [one for one in self.findings if not one.is_problem]
-        counts = [f"{len(found)} {word}{'s' * (len(found) != 1)}" for found, word in _counted(problems, notes)]
+        counts = [plural(len(found), word) for found, word in ((problems, "problem"), (notes, "note")) if found]
         lines = [f"paramserver doctor: {', '.join(counts) or 'no problems'}"]
         for one in (*problems, *notes):
             kind, place = "problem" if one.is_problem else "note", f"{one.host}: " if one.host else ""
@@ -125,10 +126,6 @@ def findings_from(mappings: Sequence[dict[str, Any]], host: str) -> list[Finding
 def mappings_of(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """Return findings as mappings, to be sent to another host."""
     return [asdict(one) for one in findings]
-
-
-def _counted(problems: list[Finding], notes: list[Finding]) -> Iterator[tuple[list[Finding], str]]:
-    yield from ((found, word) for found, word in ((problems, "problem"), (notes, "note")) if found)
 
 
 def _plain(fact: Fact) -> Any:

@@ -98,8 +98,6 @@ def check_hosts(found: Diagnosis, config: Config, identity: ProcessIdentity) -> 
 
     Args:
         found: of this host; on rank 0, what all have found is added to it.
-        config: effective, for the world of the run.
-        identity: of this process.
 
     Returns:
         Whether the result is complete in this process: on rank 0.
@@ -191,13 +189,7 @@ class _Meeting:
 
 
 def ranks_of_command(config: Config, global_rank: int) -> list[int]:
-    """Return the ranks that the command of a rank starts: with ``cluster.colocate``, the server and the trainer.
-
-    Example::
-
-        >>> ranks_of_command(Config(), 2)
-        [2]
-    """
+    """Return the ranks that the command of a rank starts: with ``cluster.colocate``, the server and the trainer."""
     servers = num_servers_of(config)
     return [global_rank, global_rank + servers] if is_colocated(config) and global_rank < servers else [global_rank]
 

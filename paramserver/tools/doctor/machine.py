@@ -15,7 +15,7 @@ from pathlib import Path
 from paramserver.cluster import allocated_gpus, num_usable_cores
 from paramserver.cluster.base import Environ
 from paramserver.cluster.control_groups import cpu_limit, read_text
-from paramserver.cluster.network import Interface, list_interfaces
+from paramserver.cluster.network import list_interfaces
 from paramserver.cluster.resolve import ENVIRONMENTS
 from paramserver.config import Config, mode_of, world_size_of
 from paramserver.devices import num_gpus, require_visible_gpus
@@ -53,7 +53,6 @@ def describe_machine(found: Diagnosis, config: Config, environ: Environ) -> None
     Args:
         found: what is added to.
         config: effective; the default one if there is none.
-        environ: environment variables of this process.
     """
     section = Section("machine")
     found.sections.append(section)
@@ -64,7 +63,8 @@ def describe_machine(found: Diagnosis, config: Config, environ: Environ) -> None
     _memory(found, section, config)
     _gpus(found, section, config, environ)
     for one in (one for one in list_interfaces() if one.is_up or one.addresses):
-        section.add(f"interface {one.name}", _interface_text(one), one._asdict())
+        text = f"{', '.join(one.addresses) or 'no address'}; {'up' if one.is_up else 'down'}, MTU {one.mtu}"
+        section.add(f"interface {one.name}", text, one._asdict())
     _name_lookup(found, section)
     _limits(found, section, world_size_of(config))
     _clock(found, section)
@@ -156,11 +156,6 @@ def _gpus(found: Diagnosis, section: Section, config: Config, environ: Environ) 
         require_visible_gpus(config, given, len(names))
     except UnsupportedConfiguration as error:
         found.refusal(error)
-
-
-def _interface_text(one: Interface) -> str:
-    addresses = ", ".join(one.addresses) or "no address"
-    return f"{addresses}; {'up' if one.is_up else 'down'}, MTU {one.mtu}"
 
 
 def _name_lookup(found: Diagnosis, section: Section) -> None:

@@ -96,9 +96,6 @@ def fit(measured: Sequence[tuple[Deployment, float]]) -> Costs:
 
     The sum of the squared errors is minimized parameter by parameter, from several starts; a parameter on which no run
     depends keeps its value.
-
-    Args:
-        measured: what ran, and its samples per second.
     """
     first = measured[0][0].costs
     default = asdict(first)

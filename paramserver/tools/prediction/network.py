@@ -127,10 +127,6 @@ class Deployment:
         return num_servers_of(self.config)
 
     @property
-    def in_lockstep(self) -> bool:
-        return consistency_class(self.config.server).lockstep
-
-    @property
     def updates_by_bucket(self) -> bool:
         waits_for_all = consistency_class(self.config.server).waits_for_all
         return self.by_bucket and waits_for_all and self.config.training.clip_grad_norm is None
@@ -177,10 +173,6 @@ class Interface:
     """One direction of a host's interface; the connections that have chunks waiting take turns by chance.
 
     A strict order would keep trainers in step for ever that once began to send at the same time.
-
-    Args:
-        world: of the clock.
-        two_way: see ``Costs``.
     """
 
     opposite: Interface
@@ -272,11 +264,7 @@ class EndlessData:
 
 
 class ModelledRun(World):
-    """A run of a deployment on the virtual clock.
-
-    Args:
-        deployment: what runs.
-    """
+    """A run of a deployment on the virtual clock."""
 
     def __init__(self, deployment: Deployment) -> None:
         super().__init__(random.Random(deployment.seed))
@@ -740,20 +728,12 @@ def simulate(deployment: Deployment, updates: int = 30, warm: int = 10, seconds:
     """Run a deployment on the virtual clock.
 
     Args:
-        deployment: what runs.
         updates: steps of each trainer, on average, that are measured.
         warm: steps before them, which are not.
         seconds: measure for so long instead, as with failures.
 
     Raises:
         Violation: the run cannot continue.
-
-    Example::
-
-        >>> from paramserver.tools.bench.cost_model import LinkSpeed
-        >>> alone = Deployment(Config(), message_bytes=1e6, forward_s=0.1, link=LinkSpeed(1e9, 0.0))
-        >>> 0.1 < simulate(alone, updates=3, warm=1).step_s < 0.12
-        True
     """
     with environment():
         run = ModelledRun(deployment)

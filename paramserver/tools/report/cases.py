@@ -24,7 +24,6 @@ class Figure:
     """A number that a record may have.
 
     Args:
-        name: for tables and sentences.
         unit: empty for a number without one.
         get: returns it from a record; None where it is unknown.
         better: 1 where more is better, -1 where less is better, 0 otherwise.

@@ -89,25 +89,6 @@ def _limit_caveat(speed: Estimate, limit: float) -> str:
 def compare(before: Results, after: Results) -> Comparison:
     """Compare B with A case by case, as independent samples: their repeats were not interleaved.
 
-    Args:
-        before: A.
-        after: B.
-
-    Example::
-
-        >>> from paramserver.tools.report.results import CaseResult
-        >>> def results(source, *speeds):
-        ...     records = [
-        ...         CaseResult("rpc", repeat, "rpc", 2, 1, "completed", samples_per_second=speed)
-        ...         for repeat, speed in enumerate(speeds)
-        ...     ]
-        ...     return Results(source, tuple(records))
-        >>> found = compare(results("A", 99.0, 100.0, 101.0), results("B", 79.0, 80.0, 81.0))
-        >>> [(change.figure.name, change.verdict) for change in found.changes["rpc"]]
-        [('throughput', 'worse')]
-        >>> len(found.regressions(0.95))
-        1
-
     Raises:
         UnsupportedConfiguration: they have no case in common.
     """

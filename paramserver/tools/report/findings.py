@@ -42,7 +42,6 @@ class Group:
     """Cases with the same number of trainers and the same scenario, the fastest first.
 
     Args:
-        cases: at least one.
         conditions: the beginning of a sentence about them; empty where there is no other group.
     """
 

@@ -60,10 +60,6 @@ def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, lis
     """The points ``loss``, [samples, seconds, loss], and ``validation``, [samples, seconds, {name: value}].
 
     The record of a validation holds a step, which is converted with the mean number of samples per step.
-
-    Args:
-        records: the lines of metrics.jsonl.
-        summary: summary.json; empty where there is none.
     """
 
     def of_kind(kind: str, *numbers: str) -> list[Record]:

@@ -48,9 +48,6 @@ NO_PLOTS = "The plots are left out, because matplotlib is not installed: python 
 def write_report(results: Results, folder: Path, title: str = "What was measured") -> list[Path]:
     """Write ``report.html``, ``report.md`` and ``plots/`` into ``folder``, which is made.
 
-    Returns:
-        The paths of the two pages.
-
     Raises:
         UnsupportedConfiguration: the folder cannot be written to.
     """
@@ -193,7 +190,6 @@ def to_html(title: str, markdown: str, svgs: Mapping[str, str]) -> str:
     """Convert a report to one HTML file without links.
 
     Args:
-        title: of the document.
         markdown: made of the blocks above, headings, and pictures followed by their captions.
         svgs: the SVG elements that take the place of the links to pictures, by the name of the picture.
     """

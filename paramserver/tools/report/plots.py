@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +12,7 @@ from paramserver.metrics.records import PHASES
 from paramserver.tools.report.cases import SPEED, ReportCase, local_baseline, scaling_families
 from paramserver.tools.report.formatting import format_number
 from paramserver.tools.report.results import CaseResult
+from paramserver.tools.report.statistics import interpolated
 from paramserver.tools.report.svg import (
     COLOURS,
     HATCHES,
@@ -77,7 +77,6 @@ def band(curves: Iterable[Curve], points: int = _POINTS) -> Band | None:
     """The band over the range that all curves cover; None without any point.
 
     Args:
-        curves: of the repeats.
         points: a curve with more points is smoothed to this number.
     """
     thinned = [_thinned(sorted(curve), points) for curve in curves if curve]
@@ -91,16 +90,8 @@ def band(curves: Iterable[Curve], points: int = _POINTS) -> Band | None:
     places = [start + (end - start) * i / max(count - 1, 1) for i in range(count)]
     if len(thinned) == 1:
         places = [x for x, _ in thinned[0]]
-    columns = [[_interpolated(curve, x) for curve in thinned] for x in places]
+    columns = [[interpolated(curve, x) for curve in thinned] for x in places]
     return Band(places, [statistics.fmean(c) for c in columns], list(map(min, columns)), list(map(max, columns)))
-
-
-def _interpolated(curve: Curve, x: float) -> float:
-    right = bisect.bisect_left(curve, x, key=lambda point: point[0])
-    if right in (0, len(curve)):
-        return curve[max(right - 1, 0)][1]
-    (x0, y0), (x1, y1) = curve[right - 1], curve[right]
-    return y1 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def _thinned(curve: Curve, points: int) -> Curve:

@@ -195,7 +195,6 @@ def parse_result(record: Any, where: str) -> CaseResult:
     """Check a record of ``results.jsonl``. A field that this version does not know is left out.
 
     Args:
-        record: as parsed from JSON.
         where: file and line, for the message.
 
     Raises:
@@ -290,15 +289,6 @@ def append_result(path: Path, result: CaseResult) -> None:
     """Append a record and flush it to the disk, so that it survives an interrupt or a crash.
 
     An incomplete last line, left by a writer that was killed, is removed first.
-
-    Example::
-
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder) / "results.jsonl"
-        ...     append_result(path, CaseResult("rpc", 0, "rpc", 2, 1, "completed", samples_per_second=1000.0))
-        ...     [(one.case, one.samples_per_second) for one in read_results(path).results]
-        [('rpc', 1000.0)]
 
     Raises:
         UnsupportedConfiguration: the file cannot be written.

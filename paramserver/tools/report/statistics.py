@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,12 +124,6 @@ def ratio(
 
     Returns:
         None where one has no value above 0.
-
-    Example::
-
-        >>> found = ratio({0: 200.0, 1: 400.0, 2: 300.0}, {0: 100.0, 1: 200.0, 2: 150.0})
-        >>> round(found.value, 6), found.excludes(1.0)
-        (2.0, True)
     """
     a, b = _logarithms(ours), _logarithms(theirs)
     if not a or not b:
@@ -177,6 +172,15 @@ def efficiency(times_as_fast: Estimate, trainers: int, trainers_before: int) -> 
     share = trainers_before / trainers
     low, high = (None if bound is None else bound * share for bound in (times_as_fast.low, times_as_fast.high))
     return Estimate(times_as_fast.value * share, low, high, times_as_fast.repeats, times_as_fast.median * share)
+
+
+def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at ``x`` by linear interpolation of points in ascending order; beyond them the first or last value."""
+    right = bisect.bisect_left(points, x, key=lambda point: point[0])
+    if right in (0, len(points)):
+        return points[max(right - 1, 0)][1]
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def merged_steps(results: Iterable[CaseResult]) -> DurationHistogram:

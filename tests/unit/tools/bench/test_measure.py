@@ -15,12 +15,12 @@ from paramserver.tools.bench.measure import (
     MeasuredWindow,
     WireSampler,
     _wire_bytes,
-    interpolated,
     measured_window,
     step_figures,
 )
 from paramserver.tools.bench.step_stamps import COLUMNS, StepStamp, StepStamps, read_stamps, server_pids
 from paramserver.tools.report.from_runs import learning_curves
+from paramserver.tools.report.statistics import interpolated
 from paramserver.tools.report.target import Target
 
 PHASE_S = dict.fromkeys(COLUMNS, 0.0)
