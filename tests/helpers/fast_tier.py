@@ -85,8 +85,8 @@ SLOW = frozenset(
 """Files, and tests as ``file::function``, of these folders that are not fast."""
 
 LIMIT_S = 180.0
-"""CPU time of all fast tests, without that of imports: a clock would fail beside other work. This is about twice as much
-where the cores are shared by many processes."""
+"""CPU time of all fast tests, without that of imports: a clock would fail beside other work. Where many
+processes share the cores it is about twice as much."""
 
 
 def place_of(path: Path) -> str:
