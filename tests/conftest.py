@@ -11,6 +11,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import fast_tier
 import launching
 import pytest
 import slurm_cluster
@@ -23,6 +24,8 @@ from leaks import ProcessSnapshot
 from paramserver.distributed.store_relay import disable_name_lookups
 from tests.measure.look_at_report import NOT_THERE, find_chromium
 
+CPU_BEGAN = pytest.StashKey[float]()
+
 
 def pytest_xdist_auto_num_workers(config):
     """Workers for a run of many files; none for a few, which end before a worker has imported torch."""
@@ -32,11 +35,24 @@ def pytest_xdist_auto_num_workers(config):
 
 def pytest_addoption(parser):
     parser.addoption("--claims", default="", help="only the tests of these claims (see tests/claims.py)")
+    parser.addoption("--all_cases", action="store_true", help="all cases of the tests that run a sample of theirs")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """With ``-m fast`` no file is imported that has no fast test."""
+    return True if config.option.markexpr == "fast" and not fast_tier.may_be_fast(collection_path) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before the selection by marker
 def pytest_collection_modifyitems(config, items):
-    """Select the tests of the claims that were asked for; each report carries the claims of its test."""
+    """Mark the fast tests, and select those of the claims that were asked for; a report carries its claims."""
+    if not config.getoption("--all_cases"):
+        chosen = fast_tier.sample(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     for item in items:
+        if fast_tier.is_fast(item):
+            item.add_marker("fast")
         item.user_properties += [("claim", name) for mark in item.iter_markers("claim") for name in mark.args]
     if asked := set(filter(None, config.getoption("--claims").split(","))):
         selected = [item for item in items if asked & {value for _, value in item.user_properties}]
@@ -44,10 +60,34 @@ def pytest_collection_modifyitems(config, items):
         items[:] = selected
 
 
-def pytest_configure():
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    item.stash[CPU_BEGAN] = fast_tier.cpu_time()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    if call.when == "teardown" and item.get_closest_marker("fast"):
+        item.user_properties.append(("fast_cpu_s", fast_tier.cpu_time() - item.stash[CPU_BEGAN]))
+    return (yield)
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(fast_tier.CpuTime())
     disable_name_lookups()  # for the tests that make a store of their own, as a rank does before it makes one
     # Tensors of the tests are small, and several workers share the cores: more threads only wait for each other.
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    gc.disable()  # nearly all objects that are made meanwhile stay
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish():

@@ -41,7 +41,8 @@ def modules(root: Path = ROOT) -> tuple[Module, ...]:
     return tuple(found)
 
 
-def imported(tree: ast.AST) -> set[str]:
+@cache
+def imported(tree: ast.AST) -> frozenset[str]:
     """Everything that is imported anywhere, also in functions: ``a.b`` and ``a.b.c`` for ``from a.b import c``."""
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -51,7 +52,7 @@ def imported(tree: ast.AST) -> set[str]:
             assert node.level == 0, "imports are absolute"
             assert node.module is not None
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def on_import(tree: ast.Module) -> Iterator[ast.stmt]:

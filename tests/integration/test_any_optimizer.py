@@ -66,6 +66,7 @@ def test_every_optimizer_of_torch_is_here():
     assert classes == {*OF_TORCH, *REFUSED}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.claim("any-optimizer")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_that_is_stopped_and_resumed_is_one_that_was_not(tmp_path, name):

@@ -28,6 +28,7 @@ def test_one_trainer_is_the_same_in_every_mode(tmp_path, kind):
     assert differing_tensors(local.load("optimizer"), rpc.load("optimizer")) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [*KINDS, "distributed", "iterable"])
 def test_two_trainers_are_the_same_in_ddp_and_rpc(tmp_path, kind):
     limits = {"max_epochs": None} if kind == "iterable" else {}
@@ -45,6 +46,7 @@ def test_two_servers_and_worker_processes_change_nothing(tmp_path, kind):
     assert differing_tensors(one.load("model"), two.load("model")) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [*KINDS, "iterable"])
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path, kind):
     limits = {"max_epochs": None} if kind == "iterable" else {}

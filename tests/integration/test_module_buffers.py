@@ -130,6 +130,7 @@ def test_a_model_with_large_buffers_uses_the_socket(tmp_path):
     assert rpc.load("model")["large"][0] == 6
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.claim("buffer-types")
 @pytest.mark.parametrize("optimizers", [1, 2])
 @pytest.mark.parametrize("kind", ["int16", "uint16", "uint8", "float8_e4m3fn", "expanded"])

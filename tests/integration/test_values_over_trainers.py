@@ -93,6 +93,7 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path, what, expected):
 # all_gather.
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(("mode", "trainers"), MODES)
 @pytest.mark.parametrize("accumulate", [1, 2])

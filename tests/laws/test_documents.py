@@ -494,8 +494,9 @@ def test_every_requirement_of_an_extra_is_pinned_once():
     setup = setup_cfg()
     lists = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
     requirements = [Requirement(line) for text in lists for line in text.split("\n") if line.strip()]
-    for python, requirement in itertools.product(("3.10", "3.11", "3.12", "3.13"), requirements):
-        pinned, name = pins(python), canonicalize_name(requirement.name)
+    pinned_for = {python: pins(python) for python in ("3.10", "3.11", "3.12", "3.13")}
+    for (python, pinned), requirement in itertools.product(pinned_for.items(), requirements):
+        name = canonicalize_name(requirement.name)
         if name == "paramserver":
             continue
         assert name in pinned, f"constraints.txt has no {name} for Python {python}"

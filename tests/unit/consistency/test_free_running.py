@@ -92,6 +92,23 @@ def test_the_distance_of_clocks_reaches_the_bound_and_never_exceeds_it(bound):
     assert max(run.distance for run in runs_of("bounded") if run.bound == bound) == bound
 
 
+@pytest.mark.parametrize("bound", range(3))
+def test_a_trainer_starts_as_many_clocks_ahead_as_the_bound_and_then_waits_for_the_slowest(bound):
+    rules = Bounded(RunTerms(2, NONE), bound)
+    rules.announce(0, READY)
+    for step in range(bound + 1):
+        assert rules.pop_decisions()[0].verdict is Verdict.GO
+        rules.push(0, step, 1)
+        assert rules.next_update().trainers == (0,)
+        rules.announce(0, READY)
+    assert rules.pop_decisions() == {}
+    rules.announce(1, READY)
+    assert list(rules.pop_decisions()) == [1]
+    rules.push(1, bound + 1, 1)
+    assert rules.next_update().trainers == (1,)
+    assert rules.pop_decisions()[0].verdict is Verdict.GO
+
+
 def test_staleness_is_within_its_limit_and_beyond_that_of_a_smaller_bound():
     beyond = 0
     for run in runs_of("bounded"):
