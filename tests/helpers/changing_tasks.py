@@ -109,21 +109,27 @@ class Clipped(Changing):
 class Idle(Changing):
     """Trainer 1 has one of three samples, so it has no more while trainer 0 trains; it looks at its model meanwhile.
 
+    Both begin the fifth epoch, which is of trainer 0 alone; it updates the model once trainer 1 has read it.
+
     Args:
-        mark: a file that is written once the parameters changed during a hook of it.
+        mark: a file that is written once the parameters changed during a hook of trainer 1.
+        has_read: a named pipe to which trainer 1 writes when it has read its model, and from which trainer 0 reads.
     """
 
-    def __init__(self, mark):
+    def __init__(self, mark, has_read):
         super().__init__()
-        self.mark = Path(mark)
+        self.mark, self.has_read = Path(mark), Path(has_read)
 
     def train_source(self, partition):
         return TensorDataset(*super().train_source(partition)[:3])
 
     def on_epoch_start(self, epoch):
-        if self.trainer.trainer_index == 1 and epoch == 4:
+        if epoch == 4 and self.trainer.trainer_index == 0:
+            assert self.has_read.read_text() == "read"
+        elif epoch == 4:
             weight = self.trainer.unwrapped_model[0].weight
             before = weight.detach().clone()
+            self.has_read.write_text("read")
             if poll_until(time.monotonic() + 20, lambda: not torch.equal(weight, before) or None, threading.Event()):
                 self.mark.touch()
 

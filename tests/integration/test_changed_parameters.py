@@ -1,5 +1,7 @@
 """Trained parameters that a task changes itself: refused where a server owns them, in each transport."""
 
+import os
+
 import pytest
 from launching import differing_tensors, launch, train
 
@@ -82,9 +84,10 @@ def test_parameters_that_a_task_restores_are_not_changed(tmp_path):
 
 
 def test_what_the_server_changes_while_a_trainer_has_no_data_is_no_change_of_the_task(tmp_path):
+    os.mkfifo(tmp_path / "read")
     config = {
         "task": "changing_tasks:Idle",
-        "task_args": {"mark": str(tmp_path / "mark")},
+        "task_args": {"mark": str(tmp_path / "mark"), "has_read": str(tmp_path / "read")},
         "training": {"max_epochs": 6, "batch_size": 1, "uneven_inputs": "join"},
         "server": {"transport": "shared_memory"},
     }

@@ -62,6 +62,19 @@ def test_values_that_are_restored_are_a_change_in_memory_of_the_server_only(owne
         parameters.check()
 
 
+def test_a_trainer_that_reads_memory_of_the_server_tells_its_own_change_from_one_that_may_be_of_another():
+    model, parameters = loaded(owned=False)
+    parameters.note()
+    model.weight.data.mul_(2)  # as seen from this trainer, another process may have done it
+    with pytest.raises(TaskError, match=r"parameter weight was changed by the task.*another one may have changed it"):
+        parameters.check()
+    with torch.no_grad():
+        model.weight.mul_(2)
+    with pytest.raises(TaskError, match="parameter weight was changed by the task") as own:
+        parameters.check()
+    assert "another" not in str(own.value)
+
+
 def test_nothing_is_a_change_before_the_first_version():
     model, parameters = loaded()
     set_data(model.weight)
