@@ -188,7 +188,7 @@ class LoadedParameters:
         if not self._places:
             return
         versions, places = self._read()
-        changed = None
+        changed, whose = None, ""
         if versions != self._tensor_versions or places != self._places:
             noted = zip(self._parameters, self._tensor_versions, self._places, versions, places, strict=True)
             changed = next(name for name, *before, version, place in noted if before != [version, place])
@@ -197,9 +197,14 @@ class LoadedParameters:
         if changed is None and values and self._sums is not None:
             now = checksums(self._parameters)
             changed = next((name for name in now if now[name] != self._sums[name]), None)
+            # Torch counts the changes of this process only. In memory of the server these may be of another trainer,
+            # which reads the same version, so either of them may be the first to notice.
+            whose = (
+                "" if self._owned else "; all trainers of this host read its memory, so another one may have changed it"
+            )
         if changed is not None:
             raise TaskError(
                 f"parameter {changed} was changed by the task, and belongs to the servers: the next version would "
                 "replace it; change parameters in build_model, or in the step of the optimizer (a subclass whose "
-                "step() changes them after super().step()), which every mode makes once"
+                f"step() changes them after super().step()), which every mode makes once{whose}"
             )

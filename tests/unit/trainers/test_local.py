@@ -13,10 +13,11 @@ WAIT_S = 20.0
 
 
 class Saving:
-    """The thread that saves, and how far it is."""
+    """The thread that trains, the one that saves, and how far the latter is."""
 
     def __init__(self):
-        self.thread, self.applied, self.staged = None, {}, []
+        self.training, self.thread = threading.current_thread(), None
+        self.applied, self.staged = {}, []
         self.began, self.updated = threading.Event(), threading.Event()
 
 
@@ -56,7 +57,7 @@ def test_a_checkpoint_of_another_thread_has_one_version(tmp_path, monkeypatch, h
     saving, stage = Saving(), CheckpointManager.stage
 
     def slow(self, step, *args):
-        if threading.current_thread() is not saving.thread:
+        if threading.current_thread() is saving.training:
             return stage(self, step, *args)
         saving.began.set()
         saving.updated.wait(0.5)  # an update that waits for the copy does not come
