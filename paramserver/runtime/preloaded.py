@@ -17,7 +17,7 @@ from paramserver.process_utils import OWN_GROUP, die_with_parent, show_arguments
 
 MODULES = (
     "paramserver.runtime.rank",
-    "paramserver.server.parameter_server",
+    "paramserver.server.build",
     "paramserver.server.model_service",
     "paramserver.server.shard_process",
     "paramserver.transport.segments",

@@ -8,15 +8,9 @@ import pytest
 from paramserver.consistency import Ledger, PushState, Sync
 from paramserver.consistency.free_running import FreeRunning
 from paramserver.server.validations import Validations
-from tests.simulation.simulation import environment, simulate
+from tests.simulation.simulation import simulate
 
 SEEDS = range(1_500)
-
-
-@pytest.fixture(autouse=True)
-def _environment():
-    with environment():
-        yield
 
 
 def failing(seeds):
