@@ -127,7 +127,7 @@ class Store:
         self.held.discard(version)
 
 
-class Updater:
+class ShardContent:
     """In the place of ``ShardUpdater``: every element of a version is its number."""
 
     def __init__(self, node: Node) -> None:
@@ -297,7 +297,7 @@ class Node:
         world, checkpoints, store = self.world, self.checkpoints, cast("ParameterStore", self.store)
         run = ServerRun(partial(world.submit, self))
         self.shard = ParameterShard(
-            cast("ShardUpdater", Updater(self)),
+            cast("ShardUpdater", ShardContent(self)),
             cast("WireCodec", PlainCodec()),
             run.lock,
             checkpoints.first_step,
