@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paramserver.buffers.positions import AppliedPositions
-from paramserver.consistency import Announcement, Readiness, TrainerId, Verdict
+from paramserver.consistency import Announcement, Readiness, Sync, TrainerId, Verdict
 from paramserver.distributed.membership import Member
 from paramserver.errors import Evicted, PeerLost, RunEnded, TrainingError, ViewChanged
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
@@ -24,7 +24,7 @@ AT_START = DataPosition({}, AppliedPositions().state_dict())
 class Two:
     """A server for two trainers, and the calls of one trainer in a row."""
 
-    def __init__(self, on_loss="continue", max_steps=1, consistency="sync"):
+    def __init__(self, on_loss="continue", max_steps=1, consistency="sync", validate_every=0):
         self.world = World(0)
         config = self.world.scenario.config
         config = replace(
@@ -32,7 +32,11 @@ class Two:
             cluster=replace(config.cluster, num_trainers=2),
             server=replace(config.server, consistency=consistency, backup_trainers=0, on_loss=on_loss),
             training=replace(
-                config.training, max_steps=max_steps, validate_every=0, max_epochs=1, uneven_inputs="join"
+                config.training,
+                max_steps=max_steps,
+                validate_every=validate_every,
+                max_epochs=1,
+                uneven_inputs="join",
             ),
             checkpoint=replace(config.checkpoint, every=0, best=None),
             buffer=replace(config.buffer, pseudo_epochs=1),
@@ -299,3 +303,18 @@ def test_what_a_lost_trainer_has_reported_counts():
     run.server.report_validation(ids[1], 1, {1: share(4.0)})
     run.lose(lost)
     assert run.server.report_validation(ids[0], 1, {0: share(1.0)}).value() == ValidationReply({"loss": 2.5})
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_validation_that_the_last_trainer_leaves_undone_is_made_by_those_that_join(monkeypatch, remembers):
+    """And a consistency model that does not remember it is noticed."""
+    if not remembers:
+        monkeypatch.setattr(Sync, "_is_due", property(lambda rules: False, lambda rules, value: None), raising=False)
+    run = Two(max_steps=None, validate_every=1)
+    members, ids = run.start()
+    run.step(ids)
+    for member in members:
+        run.lose(member)
+    joined = [run.join(index)[0] for index in (0, 1)]
+    first = run.server.announce(TrainerId(0, 1, joined[0].incarnation), READY)
+    assert first.value().decision.verdict is (Verdict.BARRIER if remembers else Verdict.GO)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from paramserver.consistency import Ledger, PushState, Sync
+from paramserver.consistency import Ledger, PushState
 from paramserver.consistency.free_running import FreeRunning
 from paramserver.server.validations import Validations
 from tests.simulation.simulation import simulate
@@ -89,8 +89,3 @@ def without_reassignment(rules, version, share):
 def test_a_protocol_without_one_of_its_checks_is_noticed(monkeypatch, owner, method, mutant):
     monkeypatch.setattr(owner, method, mutant)
     assert failing(range(100)) is not None
-
-
-def test_a_validation_that_the_last_trainer_leaves_undone_is_noticed(monkeypatch):
-    monkeypatch.setattr(Sync, "_is_due", property(lambda rules: False, lambda rules, value: None), raising=False)
-    assert "were never validated" in failing([6419])
