@@ -88,4 +88,4 @@ def without_reassignment(rules, version, share):
 )
 def test_a_protocol_without_one_of_its_checks_is_noticed(monkeypatch, owner, method, mutant):
     monkeypatch.setattr(owner, method, mutant)
-    assert failing(range(100)) is not None
+    assert failing(range(200)) is not None
