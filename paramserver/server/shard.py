@@ -305,6 +305,7 @@ class ParameterShard:
         """Return the assembly of a push that is not late; one for an earlier version of the trainer is discarded."""
         known = self._assemblies.get(trainer_index)
         if known is None or known[0] < version:
+            self._reported.pop(trainer_index, None)  # server 0 has dropped it without the gradients of this server
             known = self._assemblies[trainer_index] = version, PushAssembly(self.leaves, self._wire.codec)
         return known[1]
 
@@ -454,7 +455,8 @@ class ParameterShard:
         in_use = request.retained_versions
         current = {self.version: self._current()} if self.version in in_use else {}
         self._retained = {v: flats for v, flats in self._retained.items() if v in in_use} | current
-        self._snapshot = None
+        # Also what is pulled while the optimizer writes: the version is current until it is done.
+        self._snapshot = current.get(self.version)
 
     def take_gradients(self, request: ApplyRequest) -> dict[PushId, list[Tensor]]:
         """Return the gradients of the pushes that were sent. Called with the lock held: other pushes replace them."""

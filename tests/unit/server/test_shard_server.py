@@ -205,3 +205,30 @@ def test_a_late_message_of_an_earlier_version_does_not_change_the_present_push(p
     assert reply.done()
     assert reply.value() is None
     assert served.weight == -4.0
+
+
+@pytest.mark.claim("slow-update")
+def test_a_version_that_is_pulled_while_its_successor_is_written_is_not_half_of_each(served):
+    """Another trainer was granted it before, and is slow."""
+    pulled, slow = [], TrainerId(1, VIEW, 1)
+    optimizer = served.server.shard.updater.optimizer
+    optimizer.register_step_post_hook(lambda *_: pulled.append(served.server.pull(slow, 0)))
+    named = ((served.push(incarnation=1, gradient=3.0), None),)
+    request = ApplyRequest(1, named, (1.0,), None, [{"lr": 1.0}], frozenset({0}))
+    assert served.server.apply(request).done()
+    assert served.weight == -3.0
+    assert pulled[0][0].detach().tolist() == [0.0] * pulled[0][0].numel()
+
+
+def test_the_report_of_a_push_that_server_0_dropped_does_not_name_the_gradients_of_the_next_one(served):
+    """Its gradients did not arrive here; those of the next push come before the report of that."""
+    server, dropped, present = served.server, PushId(0, VIEW, 1, 1), PushId(0, VIEW, 1, 2)
+    server.report_push(dropped, 0)
+    other = served.push(incarnation=1, gradient=1.0, trainer=1)
+    assert served.apply(1, other).done()
+    served.backward(server.pull(present, 1), 3.0)
+    reply = served.apply(2, present)
+    assert not reply.done()
+    server.report_push(present, 1)
+    assert reply.done()
+    assert served.weight == -4.0
