@@ -122,7 +122,7 @@ class LocalTrainer(Trainer):
     def _save_applied(self) -> None:
         """Save what is applied, while the main thread is in a hook, perhaps of the next step.
 
-        The part of this trainer is what a server would know of it (``ParameterServer._substitute_parts``): the hook may
+        The part of this trainer is what a server would know of it (``TrainerSources.substitute_parts``): the hook may
         hold locks of the task, and samples of a batch that is not applied are served again.
         """
         if not self.data.source.repeatable:

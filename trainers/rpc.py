@@ -36,7 +36,6 @@ from paramserver.errors import (
     ViewChanged,
 )
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
-from paramserver.optim.distributed_optimizer import SharedOptimizer
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.model import (
     LoadedParameters,
@@ -50,12 +49,13 @@ from paramserver.parameters.numerics import checksums
 from paramserver.parameters.sharding import full_shard
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.server.client import CallFailed, InFlightCall, ServerClient
+from paramserver.server.shared_optimizer import SharedOptimizer
 from paramserver.task import Hooks, Task
 from paramserver.trainers.base import Trainer, overrides
 from paramserver.trainers.gradient_buckets import GradientBuckets
 from paramserver.transport.base import GradientBucket, TrainerTransport
 from paramserver.transport.compression import make_codec
-from paramserver.transport.messages import DataPosition, JoinReply, StepGrant, VersionView
+from paramserver.transport.messages import DataPosition, JoinReply, Push, StepGrant, VersionView
 from paramserver.transport.rpc import RpcTrainerTransport
 from paramserver.transport.segments import attach_socket, can_attach
 from paramserver.transport.shared_memory import SharedMemoryTrainerTransport, socket_key
@@ -101,7 +101,6 @@ class RpcTrainer(Trainer):
         self._sent_buckets: dict[GradientBucket, list[InFlightCall[Tensor | None]]] = {}
         # Buckets of the next version that arrived before that was complete. The model holds them once it was granted.
         self._early: dict[GradientBucket, Tensor] = {}
-        self._by_bucket = False
         self._version = 0  # that the next push is for
         self._loaded_parameters: LoadedParameters | None = None
         self._loaded: int | None = None  # the version that the model is known to hold
@@ -202,8 +201,8 @@ class RpcTrainer(Trainer):
         )
         log.info("trainer %d: transport of parameters and gradients: %s", self.trainer_index, self.transport.name)
         if not self.transport.zero_copy:
-            self._by_bucket = not reply.barrier
-            how = f"after all gradients: {reply.barrier}" if reply.barrier else "bucket by bucket, as gradients arrive"
+            reason = reply.why_not_by_bucket
+            how = f"after all gradients: {reason}" if reason else "bucket by bucket, as gradients arrive"
             log.info("trainer %d: the server updates parameters %s", self.trainer_index, how)
         # Trainers that run freely may have made updates since the reply; each step pulls its own version.
         view = self.server.view_version(None)
@@ -426,29 +425,29 @@ class RpcTrainer(Trainer):
         self._check_gradients()
         self._check_unchanged()
         used = self._buckets.finish()
+        sent = {bucket: calls[-1] for bucket, calls in self._sent_buckets.items()}
+        self._sent_buckets = {}
+
+        def begin(*_: object) -> None:
+            self.optimizer.begin_step(self._context_id, push, list(sent.values()))
+
         if isinstance(self.transport, SharedMemoryTrainerTransport):
             # The backward of the context is local, and sends the push.
-            self._pulled = self.transport.pull(lambda *_: self.optimizer.begin_step(self._context_id, *push))
+            self._pulled = self.transport.pull(begin)
         root = self.transport.backward_root(self._pulled)
         buffers = None
         if self._grant.wants_buffers and self.tree is not None:
             buffers = self._known_buffers = self.tree.pack_buffers()
         report = self.number_push(report, used)
-        push = report, buffers, self.next_announcement(report.version + 1)
+        push = Push(report, buffers, self.next_announcement(report.version + 1))
         self.wire_bytes += self.transport.step_bytes(() if self.parameters_of else self._pulled)
         self.wire_bytes += _bytes_of(buffers) + _bytes_of(self._grant.buffers)
-        sent = {bucket: calls[-1] for bucket, calls in self._sent_buckets.items()}
-        self._sent_buckets = {}
-        if self._by_bucket:
-            self.optimizer.begin_step(self._context_id, *push, list(sent.values()))
+        if not self.transport.zero_copy:
+            # Before its gradients are complete: the servers accept the push with the last of them.
+            begin()
         if sent:
             self.clock.add_hidden(max(call.in_flight_s() for call in sent.values()))
         self.server.backward(self._context_id, root)
-        if not self._by_bucket:
-            # All buckets must have arrived before the push is reported complete.
-            for call in sent.values():
-                call.wait()
-            return self.finish_step(self.optimizer.step(self._context_id, *push))
         grant = self.optimizer.step(self._context_id)
         for bucket, call in sent.items():
             if (updated := call.wait()) is not None:

@@ -18,7 +18,7 @@ from paramserver.metrics.records import StepReport, StepResult
 from paramserver.rng import restore_random_states
 from paramserver.trainers.rpc import RpcTrainer
 from paramserver.transport.autograd import recv_outputs
-from paramserver.transport.messages import JoinReply, ModelCall, ModelReply
+from paramserver.transport.messages import JoinReply, ModelCall, ModelReply, Push
 
 _PUBLIC = frozenset({"forward", "train", "eval", "training", "modules", "begin_step", "next_batch", "end_step"})
 _PUBLIC |= {"call_super_init"}  # read by the constructor of nn.Module
@@ -257,8 +257,8 @@ class ServedTrainer(RpcTrainer):
 
     def step_optimizer(self, report: StepReport) -> StepResult:
         report = self.number_push(report)
-        announcement = self.next_announcement(report.version + 1)
-        return self.finish_step(self.optimizer.step(self._context_id, report, None, announcement))
+        push = Push(report, announcement=self.next_announcement(report.version + 1))
+        return self.finish_step(self.optimizer.step(self._context_id, push))
 
     # Validation.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
-from paramserver.optim.named_optimizers import optimizers_of
-from paramserver.optim.parallel_step import ThreadTeam
+from paramserver.optim.named_optimizers import NamedOptimizers, optimizers_of
+from paramserver.optim.parallel_step import ParallelStep, ThreadTeam, generators_of_update
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
 from paramserver.parameters.sharding import Shard, States, optimizer_indices
 
@@ -41,7 +42,9 @@ class ShardUpdater:
         self.shard = shard
         self.ranges = list(ranges)
         self.optimizer = optimizer
+        self._is_everything = shard.layout is layout
         self._team: ThreadTeam | None = None
+        self._parallel_step: ParallelStep | None = None
         self.optimizer_indices = optimizer_indices(optimizer, parameters)
         # A pull needs them as targets of gradients only, never a copy.
         self.leaves = [gradient_leaf(flat) for flat in self.ranges]
@@ -61,8 +64,10 @@ class ShardUpdater:
             group["params"] = [split.get(id(p), p) for p in group["params"]]
 
     def use_threads(self, team: ThreadTeam) -> None:
-        """Add gradients with all threads of ``team`` from now on."""
+        """Add gradients with all threads of ``team`` from now on, and step parameters if the optimizer allows it."""
         self._team = team
+        if not isinstance(self.optimizer, NamedOptimizers) and ParallelStep.supports(self.optimizer):
+            self._parallel_step = ParallelStep(self.optimizer, team)
 
     # An update.
 
@@ -92,28 +97,34 @@ class ShardUpdater:
         for _, _, parameter in self.owned:
             parameter.grad = None
 
-    def norm(self) -> float:
-        """Return the Euclidean norm of all gradients: the norm, in float64, of the norms of the tensors."""
+    def norm(self) -> Tensor:
+        """Return the Euclidean norm of all gradients of the shard; see ``total_norm``."""
         gradients = [p.grad for _, _, p in self.owned if p.grad is not None]
-        if not gradients:
-            return 0.0
+        if self._is_everything or not gradients:
+            return nn.utils.get_total_norm(gradients)
         norms: Any = torch._foreach_norm(gradients)
-        return float(torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms])))
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
+        return total
 
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients by ``factor``."""
-        gradients = [p.grad for _, _, p in self.owned if p.grad is not None]
-        if factor != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale the gradients as ``torch.nn.utils.clip_grad_norm_`` does, given their norm on all servers."""
+        nn.utils.clip_grads_with_norm_([p for _, _, p in self.owned], max_norm, norm)
 
     def step(self, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Step the optimizer, after setting the hyper-parameters ``groups`` if given."""
         if groups is not None:
             for group, own in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update(own)
-        self.optimizer.step()
+        if self._parallel_step is None:
+            self.optimizer.step()
+        else:
+            self._parallel_step()
         # Otherwise the next update would apply these to a parameter for which no trainer has a gradient.
         self.clear_gradients()
+
+    def generators(self, seed: int, version: int, server_index: int) -> AbstractContextManager[None]:
+        """Return a context for a step of the optimizer that makes ``version``; see ``generators_of_update``."""
+        return generators_of_update(self.optimizer, seed, version, server_index)
 
     def clone(self) -> list[Tensor]:
         """Return a copy of the parameters of the shard, immutable by convention."""
@@ -155,6 +166,17 @@ class ShardUpdater:
         for number, state in states.items():
             optimizer, parameter = numbered[number]
             optimizer.state[parameter] = dict(state)
+
+
+def total_norm(norms: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients from those of the shards.
+
+    That of one shard is what torch.nn.utils.clip_grad_norm_ computes, in the dtype of the parameters. Those of several
+    are in float64: their sum must not depend on how tensors are divided among servers.
+    """
+    if len(norms) == 1:
+        return norms[0]
+    return torch.tensor(sum(float(norm) ** 2 for norm in norms) ** 0.5, dtype=torch.float64)
 
 
 def staleness_factor(staleness: int, rule: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from paramserver.errors import CheckpointError, TaskError, UnsupportedConfigurat
 from paramserver.limits import is_due
 from paramserver.optim.averaging import AverageParameters, averages, drop_averages, rename_averages
 from paramserver.optim.named_optimizers import NamedOptimizers, joined_states, optimizers_of, shared_parameters
-from paramserver.optim.parallel_step import ParallelStep, ThreadTeam, generators_of_update
+from paramserver.optim.parallel_step import generators_of_update
 from paramserver.parameters.numerics import check_gradient_norm
 from paramserver.task import Task
 
@@ -25,7 +25,9 @@ _EVERY = ("step", "epoch", "validation")
 
 
 class Updater:
-    """Clips gradients, steps the optimizer and steps the schedule. Used by a trainer (local, ddp) or a server (rpc).
+    """Clips gradients, steps the optimizer and steps the schedule: of a trainer (local, ddp).
+
+    On a server (rpc) it has the schedule and the state, and the optimizer is stepped by ``ShardUpdater``.
 
     Gradients are read from ``parameter.grad``; a parameter without one is not stepped, as in torch.optim.
 
@@ -72,7 +74,6 @@ class Updater:
             with copied_parameters(switched.optimizer):
                 switched.optimizer.train()
         self._schedules = _schedules_of(task, self.optimizer)
-        self._parallel_step: ParallelStep | None = None
         self._seed = seed
         self.clip_grad_norm = training.clip_grad_norm
         self.validate_every = training.validate_every
@@ -91,17 +92,10 @@ class Updater:
         if self.clip_grad_norm is not None:
             # The norm is checked before the first parameter changes: a refused update leaves the version as it was.
             check_gradient_norm(float(nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)), step)
-        with self.generators(step):
-            if self._parallel_step is None:
-                self.optimizer.step()
-            else:
-                self._parallel_step()
+        with generators_of_update(self.optimizer, self._seed, step):
+            self.optimizer.step()
         # After the optimizer: torch warns, and skips the first learning rate, in the other order.
         self.on_update(optimizer)
-
-    def generators(self, version: int) -> AbstractContextManager[None]:
-        """Return a context for a step of the optimizer that makes ``version``, with random numbers of its own."""
-        return generators_of_update(self.optimizer, self._seed, version)
 
     @property
     def validates_averages(self) -> bool:
@@ -117,11 +111,6 @@ class Updater:
         """Release all gradients of the model, also those of parameters that are in no optimizer."""
         for parameter in self.parameters:
             parameter.grad = None
-
-    def use_threads(self, team: ThreadTeam) -> None:
-        """Step parameters with all threads of ``team`` from now on, if the optimizer allows it."""
-        if not self.parameters_of and ParallelStep.supports(self.optimizer):
-            self._parallel_step = ParallelStep(self.optimizer, team)
 
     def on_update(self, optimizer: str = "") -> None:
         """Step the schedule of an optimizer that has been stepped."""

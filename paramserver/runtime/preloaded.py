@@ -35,7 +35,7 @@ log = logging.getLogger("paramserver")
 
 MODULES = (
     "paramserver.runtime.rank",
-    "paramserver.server.parameter_server",
+    "paramserver.server.build",
     "paramserver.server.model_service",
     "paramserver.server.shard_process",
     "paramserver.transport.segments",

@@ -828,7 +828,7 @@ def _serve(
     from paramserver.distributed.membership import release_liveness_calls
     from paramserver.distributed.rpc_calls import register_server, serve_local_calls, unregister_servers
     from paramserver.optim.parallel_step import ThreadTeam, num_spare_threads
-    from paramserver.server.parameter_server import ParameterServer
+    from paramserver.server.build import build_server
     from paramserver.server.shard_process import serve_shard
     from paramserver.server.update_executor import UpdateExecutor
     from paramserver.transport.segments import SegmentHost
@@ -848,7 +848,7 @@ def _serve(
         segments = stack.enter_context(SegmentHost("paramserver", config.cluster.timeout_s))
         local_calls = stack.enter_context(serve_local_calls(config.cluster.timeout_s))
     updates = stack.enter_context(closing(UpdateExecutor(config.cluster.timeout_s)))
-    server = ParameterServer(
+    server = build_server(
         task,
         config,
         process.trainers,
@@ -861,30 +861,29 @@ def _serve(
     )
     # Registered before the agent starts: its first call may arrive at once.
     register_server(server)
-    if server.coordinator is not None:
-        register_server(server.coordinator)
+    register_server(server.roster.coordinator)
     stack.callback(unregister_servers)
     # Spare cores help with an update only while all trainers wait for it.
-    idle = server.is_whole and server.aggregator.rules.lockstep
+    idle = num_servers_of(config) == 1 and server.aggregator.rules.lockstep
     if idle and (helpers := num_spare_threads(num_usable_cores())):
-        server.store.use_threads(stack.enter_context(closing(ThreadTeam(helpers))))
+        server.shard.use_threads(stack.enter_context(closing(ThreadTeam(helpers))))
     stack.enter_context(rpc_server(rendezvous, process.trainers * server_computes(config)))
     try:
         _wait_until_finished(server, process, rendezvous, session, updates)
-        server.members.wait_for_disconnects(_DISCONNECT_S)  # no live trainer needs this server any more
+        server.roster.members.wait_for_disconnects(_DISCONNECT_S)  # no live trainer needs this server any more
     finally:
-        totals.extend(server.all_totals())
-        if server.coordinator is not None:
-            server.coordinator.shut_down(server.error or server.last_decision, _DISCONNECT_S)
+        totals.extend(server.roster.all_totals())
+        server.roster.coordinator.shut_down(server.run.error or server.run.last_decision, _DISCONNECT_S)
         # While the agent still runs: without it trainers would take the end for a loss.
         release_liveness_calls()
         # Before the caller closes the checkpoints and the summary: nothing is applied or staged after that.
         updates.close()
-    if server.error is not None:
+    if server.run.error is not None:
         session.next_resize = None  # its requests are read again in the next view
-        raise server.error
-    assert server.last_decision is not None
-    return replace(server.last_decision, reason="; ".join([server.last_decision.reason, *server.left_behind]))
+        raise server.run.error
+    decision = server.run.last_decision
+    assert decision is not None
+    return replace(decision, reason="; ".join([decision.reason, *server.roster.left_behind]))
 
 
 def _wait_until_finished(
@@ -898,36 +897,37 @@ def _wait_until_finished(
     config, limit = process.config, process.stop_limit
     deadline = time.monotonic() + config.cluster.timeout_s
     over_at: float | None = None
-    while not server.finished.wait(config.server.heartbeat_s):
+    while not server.run.finished.wait(config.server.heartbeat_s):
         limit.beat()
-        server.check_heartbeats()
+        server.roster.check_heartbeats()
         if (unreachable := rendezvous.unreachable()) is not None:
-            server.reconnect(unreachable)
+            server.roster.reconnect(unreachable)
             continue
-        if server.started:
-            _resize(server, process, rendezvous, session, server.check_absences())
+        if server.roster.started:
+            _resize(server, process, rendezvous, session, server.roster.check_absences())
             if process.stop.event.is_set():
-                server.request_stop()
+                with server.run.lock:
+                    server.aggregator.request_stop()
             if limit.is_over:
                 over_at = over_at or time.monotonic()
                 over_s = time.monotonic() - over_at
                 if not _end_stuck_update(server, process, updates, over_s):
                     _end_without(server, limit, rendezvous.trainer_ranks, over_s)
             continue
-        missing = server.missing()
+        missing = server.roster.missing()
         if missing and (late := _absent(server, rendezvous, session, time.monotonic() > deadline)):
             names = process.identity.name(*late)
             session.trainer_ranks = tuple(r for r in rendezvous.trainer_ranks if r not in late)
-            server.fail(ViewChanged(f"{names} did not join; the run continues without"))
+            server.run.fail(ViewChanged(f"{names} did not join; the run continues without"))
             continue
         # Once all have joined, failures reach the server over RPC.
         if missing and (failure := rendezvous.reported_failure()) is not None:
-            server.fail(failure.error())
+            server.run.fail(failure.error())
         elif missing and process.stop.event.is_set():
-            server.fail(Interrupted(f"{process.stop.state()[1]} before {', '.join(missing)} had arrived"))
+            server.run.fail(Interrupted(f"{process.stop.state()[1]} before {', '.join(missing)} had arrived"))
         elif missing and time.monotonic() > deadline:
             names, limit_s = ", ".join(missing), config.cluster.timeout_s
-            server.fail(MissingRanks(f"{names} did not arrive within cluster.timeout_s ({limit_s:g} s)"))
+            server.run.fail(MissingRanks(f"{names} did not arrive within cluster.timeout_s ({limit_s:g} s)"))
 
 
 def _end_stuck_update(server: ParameterServer, process: ProcessContext, updates: UpdateExecutor, over_s: float) -> bool:
@@ -936,13 +936,13 @@ def _end_stuck_update(server: ParameterServer, process: ProcessContext, updates:
     Returns:
         Whether there is such an update. No trainer is lost for it.
     """
-    places = {} if server.coordinator is None else server.coordinator.stuck_places()
+    places = server.roster.coordinator.stuck_places()
     if own := updates.stuck_place():
         places[0] = own
-    if places and over_s > HURRY_S and not server.finished.is_set():
+    if places and over_s > HURRY_S and not server.run.finished.is_set():
         index, text = min(places), process.stop_limit.limit_text
         stuck = f"rank {index} (server {index}) did not return from {places[index]} {text}"
-        server.fail(Interrupted(f"{process.stop.state()[1]}; {stuck}"))
+        server.run.fail(Interrupted(f"{process.stop.state()[1]}; {stuck}"))
         updates.abandon()
     return bool(places)
 
@@ -950,11 +950,11 @@ def _end_stuck_update(server: ParameterServer, process: ProcessContext, updates:
 def _end_without(server: ParameterServer, limit: StopLimit, ranks: Sequence[int], over_s: float) -> None:
     """End the run without the trainers that do not, ``over_s`` seconds after the limit of a request to stop."""
     if over_s < 2 * GRACE_S:
-        server.end_without(limit.limit_text, ranks, also_waiting=over_s >= GRACE_S)
-    elif not (server.members.present() or server.saves_alone):
+        server.roster.end_without(limit.limit_text, ranks, also_waiting=over_s >= GRACE_S)
+    elif not (server.roster.members.present() or server.roster.saves_alone):
         # An update that is in no code of the user does not end.
-        reason = "; ".join([limit.stop.state()[1], *server.left_behind])
-        server.fail(Interrupted(f"{reason}; an update that was in progress did not end {limit.limit_text}"))
+        reason = "; ".join([limit.stop.state()[1], *server.roster.left_behind])
+        server.run.fail(Interrupted(f"{reason}; an update that was in progress did not end {limit.limit_text}"))
 
 
 def _absent(server: ParameterServer, rendezvous: Rendezvous, session: RankSession, is_late: bool) -> set[int]:
@@ -962,12 +962,12 @@ def _absent(server: ParameterServer, rendezvous: Rendezvous, session: RankSessio
 
     These are newcomers that failed, and in a later view than the first all that are late.
     """
-    config, missing = server.config, {rendezvous.trainer_ranks[i] for i in server.missing_trainers()}
+    config, missing = server.config, {rendezvous.trainer_ranks[i] for i in server.roster.missing_trainers()}
     requests = pending_requests(rendezvous.root)
     withdrawn = {key: r for key, r in requests.items() if r.kind == "leave" and r.global_rank in missing}
     mark_carried_out(rendezvous.root, withdrawn)
     absent = {request.global_rank for request in withdrawn.values()}
-    if is_late and len(missing) == len(server.missing()):
+    if is_late and len(missing) == len(server.roster.missing()):
         newcomers = set() if session.resize is None else session.resize.newcomers
         continues = rendezvous.view > 1 and config.server.on_loss != "fail" and config.simulations is None
         absent |= missing if continues else missing & newcomers
@@ -989,9 +989,9 @@ def _resize(
     if not config.cluster.elastic:
         refuse(rendezvous.root, requests, "cluster.elastic (False) must be true for trainers to join or leave; set it")
         requests = {}
-    elif not server.knows_data:
+    elif not server.roster.knows_data:
         requests = {}  # later
-    elif requests and not server.can_divide_data():
+    elif requests and not server.roster.can_divide_data():
         refuse(
             rendezvous.root,
             requests,
@@ -999,7 +999,7 @@ def _resize(
             "with state_dict, load_state_dict and reshard",
         )
         requests = {}
-    elif not server.has_all_buffers():
+    elif not server.roster.has_all_buffers():
         requests = {}  # later
 
     # With which trainers the run continues. Those that are given up are left out; one that asks to leave is refused
@@ -1007,7 +1007,7 @@ def _resize(
     lost = [ResizeRequest("leave", ranks[index]) for index in sorted(given_up)]
     wanted = resized(ranks, [*requests.values(), *lost])
     too_few = ""
-    if wanted and not server.has_room(len(wanted)):
+    if wanted and not server.roster.has_room(len(wanted)):
         too_few = (
             "the buffers of the trainers that remain may have no room for the samples that must stay; let as many join "
             "as leave, or give a map-style data set, without buffer.max_bytes"
@@ -1038,8 +1038,9 @@ def _resize(
         reason = ", ".join(reasons)
         session.next_resize = Resize(wanted, reason, requests)
         trainers = "1 trainer" if len(wanted) == 1 else f"{len(wanted)} trainers"
-        server.monitor.note(f"{reason}: the run continues with {trainers}")
-        server.request_resize(reason)
+        server.aggregator.monitor.note(f"{reason}: the run continues with {trainers}")
+        with server.run.lock:
+            server.aggregator.request_resize(reason)
 
 
 def trainer_class(config: Config, folders: Sequence[Path]) -> type[Trainer]:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,10 @@ from paramserver.consistency import (
     Consistency,
     Decision,
     Ledger,
+    PushId,
     PushState,
     Stop,
+    TrainerId,
     Update,
     Verdict,
 )
@@ -26,13 +29,13 @@ from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import Evicted, RunEnded, TrainingError, ViewChanged
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.parameters.model_tree import PackedBuffers
+from paramserver.runs.checkpoint_manager import UpdaterState
 from paramserver.runs.monitor import RunMonitor
-from paramserver.server.coordinator import ShardCoordinator
 from paramserver.server.parameter_store import ParameterStore
-from paramserver.server.update_executor import ComputeFn, compute_now
-from paramserver.server.update_pipeline import UpdatePipeline
+from paramserver.server.shard import ParameterShard
+from paramserver.server.updates import Updates
 from paramserver.transport.base import ServerTransport
-from paramserver.transport.messages import Future, PendingReplies, Push, StepGrant, VersionView, push_id
+from paramserver.transport.messages import Future, PendingPush, PendingReplies, Push, StepGrant, VersionView, push_id
 from paramserver.transport.rpc import without_values
 
 ReleaseFn = Callable[[], None]
@@ -41,7 +44,7 @@ ReleaseFn = Callable[[], None]
 class Aggregator:
     """Carries out what the consistency model decides. Every call holds the lock of the ``ParameterServer``.
 
-    That lock covers decisions and tables. An update is computed without it, by ``compute``: from the decision on until
+    That lock covers decisions and tables. An update is computed without it, by ``Updates``: from the decision on until
     its result is here, ``_busy`` keeps every other update, grant and exclusive task back, and so parameters, optimizer
     and schedule belong to the computation. Announcements, pushes, joins and losses are recorded meanwhile; a trainer
     that is lost then has its gradients in the update all the same. If the run fails meanwhile, the result is dropped.
@@ -56,13 +59,13 @@ class Aggregator:
     Args:
         rules: the consistency model; its ``trainers`` are those that take part.
         ledger: of the pushes, restored from the checkpoint.
-        store: the parameters.
+        store: the whole model, and its schedule.
+        shard: the parameters of this server, where gradients arrive.
+        updates: makes the updates that are decided.
         monitor: counts updates.
         stop: set by a signal to this process.
         fail: ends the run with an error.
-        coordinator: of the other servers, if there are several.
         clock: in seconds, for measurements only.
-        compute: computes an update without the lock.
     """
 
     def __init__(
@@ -70,12 +73,12 @@ class Aggregator:
         rules: Consistency,
         ledger: Ledger,
         store: ParameterStore,
+        shard: ParameterShard,
+        updates: Updates,
         monitor: RunMonitor,
         stop: StopRequest,
-        fail: Callable[[Exception], None],
-        coordinator: ShardCoordinator | None = None,
+        fail: Callable[[Exception], Any],
         clock: Callable[[], float] = time.perf_counter,
-        compute: ComputeFn = compute_now,
     ) -> None:
         self.rules = rules
         self.ledger = ledger
@@ -85,18 +88,18 @@ class Aggregator:
         self.transports: dict[int, ServerTransport] = {}
         self.epoch_samples: int | None = None
         self.batch_began: int | None = None  # the version that the last batch began with, if it may make several
-        self.pipeline: UpdatePipeline | None = None  # of the shard of this server, if updates are made bucket by bucket
+        self._shard = shard
+        shard.on_push = self.gradients_arrived
+        self._updates = updates
         self._fail = fail
-        self._coordinator = coordinator
         self._clock = clock
-        self._compute = compute
         self._epoch = monitor.epoch
         self._seconds = monitor.seconds
         self._announcements = PendingReplies()
         self._version_waits = PendingReplies()
         self._results: dict[int, StepResult] = {}  # of pushes whose reply waits for the next grant
-        self._pushes: dict[int, Push] = {}  # complete, not applied yet
-        self._incomplete: dict[int, Push] = {}  # reported, with gradients still on their way
+        self._pushes: dict[int, PendingPush] = {}  # complete, not applied yet
+        self._incomplete: dict[int, PendingPush] = {}  # reported, with gradients still on their way
         self._buffer_owners: set[int] = set()  # whose module buffers were wanted with their last grants
         self._granted: dict[int, int] = {}  # the version that each trainer was granted and has not pushed for
         # Of the last push of each trainer, and of its last announcement with its number: for a repeated message.
@@ -173,8 +176,8 @@ class Aggregator:
             transport.unpin()
         if trainer_index in self.rules.trainers:
             self.rules.leave(trainer_index)
-        if self.pipeline is not None:
-            self.pipeline.abandon_update()
+        self._shard.forget(trainer_index)
+        self._shard.abandon_update()
         for future in waiting:
             future.set_result(error)
         self._process()
@@ -185,6 +188,10 @@ class Aggregator:
         """Do not wait for another process in the place of a lost trainer."""
         self.rules.forget(trainer_index)
         self._process()
+
+    def takes_part(self, sender: TrainerId) -> bool:
+        """Return whether this process is a trainer of the run: it has joined, and neither was lost nor replaced."""
+        return self.ledger.is_current(sender) and sender.trainer_index in self.transports
 
     @property
     def version(self) -> int:
@@ -286,10 +293,8 @@ class Aggregator:
             self.batch_began = going.step
         # After the grants, which may have begun an epoch with another learning rate. Where some gradients are in shared
         # memory, no bucket is complete before a push.
-        if self.pipeline and going and not any(self.transports[i].zero_copy for i in going.active):
-            self.pipeline.begin(going.active)
-            if self._coordinator is not None:
-                self._coordinator.begin_update(going)
+        if going and not any(self.transports[i].zero_copy for i in going.active):
+            self._updates.begin(going)
 
     def _release(self) -> None:
         """Continue after an exclusive task or an update."""
@@ -300,6 +305,13 @@ class Aggregator:
         """Run ``task`` while no update is applied; it calls the function that it is given when it is done."""
         self._exclusive.append(task)
         self._process()
+
+    def with_updater_state(self, then: Callable[[UpdaterState], None]) -> None:
+        """Call ``then`` with the state of optimizer and schedule, once the model holds all parameters.
+
+        Without the lock, in the update thread, while no update is applied.
+        """
+        self.run_exclusively(lambda release: self._updates.with_state(then, release))
 
     def _grant(self, trainer_index: int, decision: Decision) -> None:
         future, announced = self._announcements.pop(trainer_index)
@@ -327,87 +339,76 @@ class Aggregator:
             self.store.updater.on_epoch_end()
             self.monitor.enter_epoch(self._epoch)
 
-    def pull(self, trainer_index: int, held: Collection[int] = ()) -> tuple[Tensor, ...]:
-        """Return the version that a trainer was granted, as tensors whose gradients are its push.
+    def pull(self, sender: TrainerId, version: int, held: Collection[int] = ()) -> tuple[Tensor, ...]:
+        """Return the version that a trainer was granted; see ``ParameterShard.pull``.
 
-        Those of the buckets ``held``, which it has received already, are empty.
+        Raises:
+            TrainingError: it was granted another one: the message was overtaken.
         """
-        if self.pipeline is None:
-            return self.transports[trainer_index].pull(held)
-        pulled = self.transports[trainer_index].pull()
-        return self.pipeline.leave_out(pulled, held) if held else pulled
+        self._check_granted(sender.trainer_index, version, "pulled it")
+        return self._shard.pull(sender, version, held)
+
+    def _check_granted(self, trainer_index: int, version: int, act: str) -> None:
+        if self._granted.get(trainer_index) != version:
+            raise TrainingError(f"trainer {trainer_index} has no part in version {version} and {act}")
 
     # Pushes.
 
     def receive_bucket(
-        self, trainer_index: int, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
+        self, sender: TrainerId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
     ) -> Future:
-        """Accept a part of a push that may arrive before the push itself.
-
-        Reply with the next version of the bucket, or with None, at once where updates are not made bucket by bucket.
+        """Accept a part of a push that may arrive before the push itself; see ``ParameterShard.receive_bucket``.
 
         Raises:
             TrainingError: the trainer was not granted that version.
         """
-        if self.pipeline is not None and version < self.rules.step:
-            return completed_future(None)  # a repeated message, of an update that has been made since
-        if self.pipeline is not None and version == self.rules.step and trainer_index in self._pushes:
-            return self.pipeline.add(trainer_index, number, None)  # a repeated message, of a push that is complete
-        if self._granted.get(trainer_index) != version:
-            raise TrainingError(f"trainer {trainer_index} has no part in version {version} and sent a gradient for it")
-        kept = self.transports[trainer_index].receive_bucket(number, gradient, revision)
-        if self.pipeline is None:
-            return completed_future(None)
-        future = self.pipeline.add(trainer_index, number, kept, has_all)
-        self.gradients_arrived(trainer_index)
-        return future
+        if not self._shard.is_late(self._shard.admit(sender), version):
+            self._check_granted(sender.trainer_index, version, "sent a gradient for it")
+        return self._shard.receive_bucket(sender, version, number, gradient, revision, has_all)
 
-    def push(
-        self,
-        held: Mapping[Tensor, Tensor],
-        report: StepReport,
-        buffers: PackedBuffers | None,
-        announcement: Announcement | None,
-    ) -> torch.futures.Future[StepGrant]:
-        """Accept the gradients that a distributed-autograd context holds.
+    def push(self, push: Push, has_gradients: bool = False) -> torch.futures.Future[StepGrant]:
+        """Keep the report of a push until its gradients have arrived: see ``gradients_arrived``.
+
+        Args:
+            push: without its gradients.
+            has_gradients: they were sent before it, so that none is still on its way.
 
         Raises:
-            TrainingError: it holds none, or the consistency model rejects them.
+            TrainingError: it has no gradients although ``has_gradients``, or the push before it is missing.
             Evicted: the trainer takes no part any more.
         """
+        report = push.report
         if (reply := self._find_reply(report)) is not None:
             return reply
-        gradients = self.transports[report.trainer_index].collect_gradients(held)
-        if gradients is None:
-            raise TrainingError(
-                f"trainer {report.trainer_index} stepped a context without gradients; call backward first"
-            )
+        trainer_index, transport = report.trainer_index, self.transports[report.trainer_index]
+        gradients = transport.collect_gradients()
         future: torch.futures.Future[StepGrant] = torch.futures.Future()
-        self._accept(Push(gradients, report, buffers, announcement, future, self._clock()))
+        pending = PendingPush(
+            report, push.buffers, push.announcement, future, self._clock(), segment_key=transport.segment_key
+        )
+        self._incomplete[trainer_index] = pending
+        if transport.segment_key is not None:
+            self.gradients_arrived(push_id(report))  # the trainer writes them before it pushes
+        elif gradients is not None:
+            self._shard.accept(push_id(report), report.version, gradients)
+        else:
+            self._shard.report_push(push_id(report), report.version)
+        if has_gradients and self._incomplete.get(trainer_index) is pending:
+            del self._incomplete[trainer_index]
+            self._shard.forget(trainer_index)
+            raise TrainingError(f"trainer {trainer_index} stepped a context without gradients; call backward first")
         return future
 
-    def push_in_place(
-        self, report: StepReport, buffers: PackedBuffers | None, announcement: Announcement | None
-    ) -> torch.futures.Future[StepGrant]:
-        """Keep the report of a push until its gradients have arrived: see ``gradients_arrived``."""
-        if (reply := self._find_reply(report)) is not None:
-            return reply
-        future: torch.futures.Future[StepGrant] = torch.futures.Future()
-        self._incomplete[report.trainer_index] = Push([], report, buffers, announcement, future, self._clock())
-        self.gradients_arrived(report.trainer_index)
-        return future
-
-    def gradients_arrived(self, trainer_index: int) -> None:
-        """Accept a push if both its report and its gradients have arrived; they come in either order."""
-        push = self._incomplete.get(trainer_index)
-        gradients = self.transports[trainer_index].collect_gradients({}) if push is not None else None
-        if push is None or gradients is None:
+    def gradients_arrived(self, push: PushId) -> None:
+        """Accept a push whose report and gradients have arrived; they come in either order."""
+        pending = self._incomplete.get(push.trainer_index)
+        if pending is None or push_id(pending.report) != push:
             return
-        del self._incomplete[trainer_index]
+        del self._incomplete[push.trainer_index]
         try:
-            self._accept(replace(push, gradients=gradients, arrival_s=self._clock()))
+            self._accept(replace(pending, arrival_s=self._clock()))
         except TrainingError as error:
-            push.future.set_result(RemoteError.of(error))  # raised by the caller
+            pending.future.set_result(RemoteError.of(error))  # raised by the caller
 
     def _find_reply(self, report: StepReport) -> Future | None:
         """Return the reply to a push that was sent before; None for a new one.
@@ -428,7 +429,7 @@ class Aggregator:
             raise TrainingError(f"trainer {trainer_index} sent push {report.sequence} after push {last}")
         return None if state is PushState.NEW else self._replies[trainer_index]
 
-    def _accept(self, push: Push) -> None:
+    def _accept(self, push: PendingPush) -> None:
         """Keep a complete push for the update that will hold it, or drop it."""
         trainer_index, version = push.report.trainer_index, push.report.version
         rejection = self.rules.rejection_reason(trainer_index, version)
@@ -436,7 +437,7 @@ class Aggregator:
             raise TrainingError(rejection)
         transport = self.transports[trainer_index]
         report, buffers = transport.complete_push(push.report, push.buffers)
-        push = replace(push, report=report, buffers=buffers, segment_key=transport.segment_key)
+        push = replace(push, report=report, buffers=buffers)
         transport.unpin()
         self._granted.pop(trainer_index, None)
         self.ledger.accept(push_id(report), version, report.samples, report.positions, report.keys)
@@ -458,23 +459,18 @@ class Aggregator:
         started = self._clock()
         self._busy = self._applying = True
         applied = partial(self._update_applied, update, pushes, started)
-        if self._coordinator is None:
-            self._compute(partial(self.store.apply, self.rules.step, update, pushes), lambda _: applied())
-        else:
-            self._coordinator.apply(self.rules.step, update, pushes, self._versions_in_use(), applied)
-
-    def _versions_in_use(self) -> set[int]:
-        """Versions that trainers may still pull from other servers, or validate there."""
+        # Trainers may still pull what they were granted, and validate what is retained, where memory is not shared.
         remote = [i for i, transport in self.transports.items() if not transport.zero_copy]
         pulled = {self._granted[i] for i in remote if i in self._granted}
-        return pulled | self.store.retained_versions if remote else set()
+        validated = self.store.retained_versions if remote else frozenset()
+        self._updates.apply(self.rules.step, update, pushes, pulled, validated, applied)
 
-    def _update_applied(self, update: Update, pushes: Sequence[Push], started: float) -> None:
+    def _update_applied(self, update: Update, pushes: Sequence[PendingPush], started: float) -> None:
         self._applying = False
         self._after_update(update, pushes, started)
         self._release()
 
-    def _after_update(self, update: Update, pushes: Sequence[Push], started: float) -> None:
+    def _after_update(self, update: Update, pushes: Sequence[PendingPush], started: float) -> None:
         """Record the update, and reply to the trainers whose gradients it holds."""
         apply_s = self._clock() - started
         validate_every = self.rules.terms.validate_every
@@ -498,7 +494,7 @@ class Aggregator:
         for future in self._version_waits.pop_all()[1].values():
             future.set_result(self.rules.step)
 
-    def _reply(self, push: Push, result: StepResult) -> None:
+    def _reply(self, push: PendingPush, result: StepResult) -> None:
         """Reply now, or with the grant of the next step if the push carried its announcement."""
         decided = push_id(push.report)
         self.ledger.decide(decided)
@@ -510,7 +506,7 @@ class Aggregator:
         self._results[push.report.trainer_index] = result
         self._enqueue(push.report.trainer_index, push.announcement, push.future)
 
-    def _result(self, pushes: Sequence[Push], apply_s: float = 0.0, dropped: bool = False) -> StepResult:
+    def _result(self, pushes: Sequence[PendingPush], apply_s: float = 0.0, dropped: bool = False) -> StepResult:
         loss = sum(push.report.loss for push in pushes) / len(pushes)
         self._seconds = max(self._seconds, *(push.report.seconds for push in pushes))
         lr = self.store.updater.lr
@@ -548,4 +544,4 @@ class Aggregator:
         waiting += [push.future for push in (*self._pushes.values(), *self._incomplete.values())]
         self._pushes.clear()
         self._incomplete.clear()
-        return waiting if self.pipeline is None else waiting + self.pipeline.pop_waiters()
+        return waiting + self._shard.pop_waiters()

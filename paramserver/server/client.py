@@ -38,6 +38,7 @@ from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.server.coordinator import ShardCoordinator
 from paramserver.server.parameter_server import ParameterServer
 from paramserver.server.repeated_calls import is_numbered, is_repeatable
+from paramserver.server.shard import ShardHandlers
 from paramserver.server.shard_server import ShardServer
 from paramserver.transport.base import GradientBucket
 from paramserver.transport.messages import (
@@ -45,6 +46,7 @@ from paramserver.transport.messages import (
     JoinReply,
     ModelCall,
     ModelReply,
+    Push,
     ShardAssignment,
     StepGrant,
     ValidationReply,
@@ -334,7 +336,7 @@ class ServerConnection(ABC):
 
 
 # Handlers that a step waits for. They are called over the socket where there is one, and again over RPC if that fails.
-_LOCAL = frozenset({ParameterServer.announce, ParameterServer.push_in_place, ParameterServer.wait_version})
+_LOCAL = frozenset({ParameterServer.announce, ParameterServer.push, ParameterServer.wait_version})
 
 
 class ShardCoordinatorClient(ServerConnection):
@@ -466,25 +468,19 @@ class ServerClient(ServerConnection):
 
         Of the buckets ``held``, which were received early, empty tensors are sent where the version has these.
         """
-        numbers = self._by_server(held)
-        first = self.begin(SERVER_NAME, ParameterServer.pull, self._id, numbers[0])
-        others = zip(self._shard_servers, numbers[1:], strict=True)
-        return [first, *(self.begin(name, ShardServer.pull, self._id, version, own) for name, own in others)]
+        servers = zip((SERVER_NAME, *self._shard_servers), self._by_server(held), strict=True)
+        return [self.begin(name, ShardHandlers.pull, self._id, version, own) for name, own in servers]
 
     def send_bucket(
         self, version: int, bucket: GradientBucket, gradient: Tensor, revision: int = 0, has_all: bool = True
     ) -> InFlightCall[Tensor | None]:
         """Send a part of a push while backward continues; the reply may be the next version of the bucket.
 
-        Like the push it takes as long as the network needs. See ``ParameterServer.receive_bucket``.
+        Like the push it takes as long as the network needs. See ``ParameterShard.receive_bucket``.
         """
-        to = server_name(bucket.server_index)
         part = self._id, version, bucket.flat_index, gradient, revision, has_all
-        if bucket.server_index:
-            call = partial(send_deferred, to, ShardServer.receive_bucket, *part)
-        else:
-            call = partial(send_deferred, to, ParameterServer.receive_bucket, *part)
-        return InFlightCall(self, call, "receive_bucket", repeatable=True)
+        call = partial(send_deferred, server_name(bucket.server_index), ShardHandlers.receive_bucket, *part)
+        return InFlightCall(self, call, "receive_bucket", repeatable=is_repeatable(ShardHandlers.receive_bucket))
 
     def backward(self, context_id: int, root: Tensor) -> None:
         """Push by the distributed backward of ``root``.
@@ -501,32 +497,19 @@ class ServerClient(ServerConnection):
             raise PeerLost(f"{who} is lost: the gradients did not reach it ({reason})") from error
 
     def push(
-        self, context_id: int, report: StepReport, buffers: PackedBuffers | None, announcement: Announcement | None
-    ) -> StepGrant:
-        """Report that the gradients of a context are complete; returns once they are applied or dropped."""
-        named = context_id, push_id(report), report.version
-        on_shards = [self.begin(name, ShardServer.push, *named) for name in self._shard_servers]
-        grant = self.begin_deferred(ParameterServer.push, context_id, report, buffers, announcement)
-        # First: server 0 may wait for a push that has to be sent again. Also if server 0 drops the push: the context,
-        # which holds the gradients, ends next.
-        for call in on_shards:
-            call.wait()
-        return grant.wait()
-
-    def push_in_place(
-        self,
-        report: StepReport,
-        buffers: PackedBuffers | None,
-        announcement: Announcement | None,
-        buckets: Sequence[InFlightCall[Any]] = (),
+        self, push: Push, buckets: Sequence[InFlightCall[Any]] = (), has_gradients: bool = False
     ) -> InFlightCall[StepGrant]:
-        """Report a push whose gradients are in shared memory or on their way; may be called before they are complete.
+        """Report a push whose gradients are in shared memory, at the servers, or on their way.
 
-        ``buckets`` are those of it: they are waited for with the reply.
+        Args:
+            push: without its gradients.
+            buckets: in which they are sent: these calls are waited for with the reply.
+            has_gradients: none is on its way; otherwise this may be called before they are complete.
         """
-        named = push_id(report), report.version
-        on_shards = [self.begin(name, ShardServer.push_in_place, *named) for name in self._shard_servers]
-        grant = self.begin_deferred(ParameterServer.push_in_place, report, buffers, announcement)
+        named = push_id(push.report), push.report.version
+        on_shards = [self.begin(name, ShardServer.report_push, *named) for name in self._shard_servers]
+        grant = self.begin_deferred(ParameterServer.push, push, has_gradients)
+        # Server 0 may wait for one of them that has to be sent again.
         grant.others = [*on_shards, *buckets]
         return grant
 

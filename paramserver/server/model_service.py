@@ -8,11 +8,12 @@ a snapshot.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -111,9 +112,13 @@ class ServedTransport(ServerTransport):
         parameters: layout of the trained parameters.
         snapshot: returns the current version, immutable: parameters and module buffers.
         device: that the inputs are moved to.
+
+    Attributes:
+        context_id: of distributed autograd, in which the step called the model; None before it has.
     """
 
     sends_buffers = False
+    context_id: int | None = None
 
     def __init__(
         self,
@@ -143,9 +148,6 @@ class ServedTransport(ServerTransport):
     def pin_version(self) -> int:
         self._pinned = self._snapshot()
         return 0
-
-    def pull(self, held: Collection[int] = ()) -> tuple[Tensor, ...]:
-        return ()
 
     def view_version(self) -> tuple[int | None, Flats]:
         return self.pin_version(), ()
@@ -204,8 +206,18 @@ class ServedTransport(ServerTransport):
 
     # A push.
 
+    def collect_gradients(self) -> list[Tensor] | None:
+        if self.context_id is None:  # no call of the step recorded gradients
+            return None
+        return self.add_gradients(dist_autograd.get_gradients(self.context_id))  # type: ignore[attr-defined]
+
     @torch.no_grad()
-    def collect_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
+    def add_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
+        """Return the sum over all calls of the step, in flat tensors; None if no parameter has a gradient.
+
+        Args:
+            held: gradients by leaf of the replicas, as the distributed-autograd context of the step has them.
+        """
         # When a module is copied, a function keeps its references: a gradient that it made is of no version, and lost.
         for name, parameter in self._model.named_parameters():
             if parameter in held:
@@ -241,7 +253,7 @@ class ServedTransport(ServerTransport):
         return self._last.tree.pack_changed_buffers(self._known_buffers)
 
     def unpin(self) -> None:
-        """Do nothing: a snapshot exists as long as it is referenced."""
+        self.context_id = None
 
 
 def _add_up(name: str, batches: Sequence[Sequence[Tensor]], total: Tensor) -> bool:

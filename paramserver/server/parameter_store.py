@@ -1,4 +1,4 @@
-"""The parameters of a server and their versions: one more after each update, with snapshots and retained versions."""
+"""The whole model on server 0: its parameters with snapshots and retained versions, module buffers and schedule."""
 
 from __future__ import annotations
 
@@ -11,20 +11,14 @@ import torch
 from torch import Tensor
 
 from paramserver.config import Config, num_servers_of
-from paramserver.consistency import Update
 from paramserver.devices import CPU, move_to_device, place_parameters
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.optim.named_optimizers import optimizers_of
-from paramserver.optim.parallel_step import WORTHWHILE_BYTES, ThreadTeam
-from paramserver.optim.shard_updater import ShardUpdater, staleness_factor
 from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout, FlatTensors, other_tensors, trainable_parameters
 from paramserver.parameters.model import build_model
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
-from paramserver.parameters.sharding import Shard, full_shard
-from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.task import Task
-from paramserver.transport.messages import Push, merge_used
 
 Flats = list[Tensor]
 
@@ -65,10 +59,12 @@ def check_optimizers(config: Config, store: ParameterStore) -> None:
 
 
 class ParameterStore:
-    """One model in a few flat tensors, and one optimizer over views of them, on one device. Not thread-safe.
+    """The whole model on server 0: parameters in a few flat tensors, module buffers, optimizer and schedule.
 
-    Every snapshot is immutable: an update replaces it and never writes to it. So a gradient is exact for the version it
-    was computed at, whatever is applied meanwhile.
+    The optimizer is stepped by the shards of all servers (``ParameterShard``). Where that of server 0 is not all, the
+    parameters of the others are here if memory is shared, and for a checkpoint. Every snapshot is immutable: an update
+    replaces it and never writes to it. So a gradient is exact for the version it was computed at, whatever is applied
+    meanwhile. What reads snapshots and module buffers is thread-safe, and nothing else.
 
     Args:
         task: builds the model and the optimizer.
@@ -92,30 +88,12 @@ class ParameterStore:
         self._tree = ModelTree(self.model)
         if any(isinstance(optimizer, torch.optim.SparseAdam) for optimizer in optimizers_of(self.updater.optimizer)):
             raise TaskError("SparseAdam needs sparse gradients, which cannot be averaged on a server; use Adam")
-        self.assign_shard(full_shard(self.parameters.layout))
-        self.pipeline: UpdatePipeline | None = None  # set where updates are made bucket by bucket
-        self._stale_scaling = config.server.stale_scaling
         # Covers the snapshots and the module buffers: a copy that is made while the optimizer writes, for a
         # trainer that joins meanwhile, must not be kept for the version after it. Taken after the lock of the server.
         self._snapshot_lock = threading.RLock()
         self._snapshot: Flats | None = None
-        self._shard_snapshot: Flats | None = None
         self._buffers: PackedBuffers | None = None
         self._retained: dict[int, tuple[Flats, PackedBuffers]] = {}
-
-    def assign_shard(self, shard: Shard) -> None:
-        """Update only this shard from now on; initially the shard is everything."""
-        flats = shard.slice_flats(self.parameters.flats)
-        parameters = list(self.parameters.tensors.values())
-        self.shard = shard
-        self.shard_updater = ShardUpdater(self.parameters.layout, shard, flats, parameters, self.updater.optimizer)
-        self.leaves = self.shard_updater.leaves
-
-    def use_threads(self, team: ThreadTeam) -> None:
-        """Apply updates with all threads of ``team``, unless the model is too small for that, or on a GPU."""
-        if self.device.type == "cpu" and self.parameters.layout.total_bytes >= WORTHWHILE_BYTES:
-            self.shard_updater.use_threads(team)
-            self.updater.use_threads(team)
 
     # Reading.
 
@@ -133,21 +111,6 @@ class ParameterStore:
             if self._buffers is None:  # of the start, or of the checkpoint
                 self._buffers = self._tree.pack_buffers()
             return self._buffers
-
-    def merge_buffers(self, changed: PackedBuffers) -> None:
-        """Replace some module buffers, which a trainer changed between two steps."""
-        with self._snapshot_lock:
-            self._tree.load_buffers(changed, partial=True)
-            self._buffers = None
-
-    def shard_snapshot(self) -> Flats:
-        """Return the parameters of this server's shard: with one server, all of them."""
-        if self.shard.layout is self.parameters.layout:
-            return self.snapshot()[0]
-        with self._snapshot_lock:
-            if self._shard_snapshot is None:
-                self._shard_snapshot = self.shard_updater.clone()
-            return self._shard_snapshot
 
     def retain(self, version: int) -> None:
         """Retain the current version under this number until ``drop``."""
@@ -174,72 +137,40 @@ class ParameterStore:
         output = torch.func.functional_call(replica, views, move_to_device(tuple(inputs), self.device))
         return move_to_device(output, CPU.device)
 
-    # Updating.
+    # Writing.
 
-    def apply(self, version: int, update: Update, pushes: Sequence[Push]) -> None:
-        """Apply an update: mean of the gradients, clipping, optimizer step, schedule, module buffers.
+    def merge_buffers(self, changed: PackedBuffers) -> None:
+        """Replace some module buffers, which a trainer changed between two steps."""
+        with self._snapshot_lock:
+            self._tree.load_buffers(changed, partial=True)
+            self._buffers = None
 
-        Without the lock of the server, while nothing else writes parameters, optimizer or schedule.
+    def drop_snapshot(self) -> None:
+        """Release the snapshot of the current version, before its parameters change.
+
+        Before the optimizer writes, so that its temporary tensors take that memory.
+        """
+        with self._snapshot_lock:
+            self._snapshot = None
+
+    def finish_update(self, buffers: PackedBuffers | None, optimizer: str) -> None:
+        """Take over module buffers and step the schedule, after the parameters have changed on all servers.
 
         Args:
-            version: the version that results.
-            update: whose gradients, and how stale each is.
-            pushes: in the order of ``update.trainers``; their gradients are overwritten.
+            buffers: of the trainer whose buffers the version has; None if it has none.
+            optimizer: the name of the one that was stepped.
         """
-        if self.apply_by_bucket(version, pushes):
-            self.updater.on_update()
-        else:
-            self.begin_update(update, pushes)
-            self.updater.apply(version, pushes[0].report.optimizer)
-        self.finish_update(update, pushes)
-
-    def apply_by_bucket(self, version: int, pushes: Sequence[Push]) -> bool:
-        """Step the optimizer over the shard bucket by bucket; False, and nothing, where that is not how it is done."""
-        if self.pipeline is None or _are_shared(pushes):
-            return False
-        cut, used = self.pipeline.updates.cut, merge_used([push.report.used for push in pushes])
-        self._drop_snapshots()
-        with self.updater.generators(version):  # a hook may have been added, so that it is stepped once
-            self.pipeline.commit([p.gradients if p.segment_key is None else cut(p.gradients) for p in pushes], used)
-        return True
-
-    def begin_update(self, update: Update, pushes: Sequence[Push]) -> None:
-        """Average the gradients and assign them to the parameters."""
-        # Before the optimizer writes, so that its temporary tensors take their memory.
-        self._drop_snapshots()
-        mean = self.shard_updater.average([push.gradients for push in pushes], self.gradient_factors(update))
-        self.shard_updater.assign_gradients(mean, merge_used([push.report.used for push in pushes]))
-
-    def finish_update(self, update: Update, pushes: Sequence[Push]) -> None:
-        """Release the gradients and store the module buffers, after the optimizer's step."""
-        self.shard_updater.clear_gradients()
         self.parameters.check_views()
-        buffers = pushes[update.trainers.index(update.buffers_from)].buffers
         with self._snapshot_lock:
             if buffers is not None:
                 self._tree.load_buffers(buffers)
                 self._buffers = buffers
             # Again: a trainer that joined may have read meanwhile. Its copy is of no version.
-            self._drop_snapshots()
-        if self.pipeline is not None and _are_shared(pushes):
-            self.pipeline.version_changed()
+            self._snapshot = None
+        # After the optimizer: torch warns, and skips the first learning rate, in the other order.
+        self.updater.on_update(optimizer)
 
-    def _drop_snapshots(self) -> None:
-        with self._snapshot_lock:
-            self._snapshot = self._shard_snapshot = None
-
-    def gradient_factors(self, update: Update) -> list[float]:
-        """Return the factor of each gradient of an update (``server.stale_scaling``)."""
-        if self._stale_scaling == "none":
-            return [1.0] * len(update.staleness)
-        return [staleness_factor(staleness, self._stale_scaling) for staleness in update.staleness]
-
-    def gradients_by_name(self, held: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return the gradients that a context holds by parameter name, zero for those it does not hold."""
-        flats = [held[leaf] if leaf in held else torch.zeros_like(leaf) for leaf in self.leaves]
+    def gradients_by_name(self, held: Mapping[Tensor, Tensor], leaves: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the gradients that a context holds at ``leaves`` by parameter name, zero for those it lacks."""
+        flats = [held[leaf] if leaf in held else torch.zeros_like(leaf) for leaf in leaves]
         return self.parameters.layout.views(flats)
-
-
-def _are_shared(pushes: Sequence[Push]) -> bool:
-    """Return whether all gradients are in shared memory, which holds them in one piece and not in buckets."""
-    return all(push.segment_key is not None for push in pushes)

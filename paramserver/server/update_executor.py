@@ -8,29 +8,19 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, TypeVar
 
 from paramserver.config.deadlines import GRACE_S
 from paramserver.context import place_of_user_code
 
 log = logging.getLogger("paramserver")
 
-T = TypeVar("T")
-
 Job = Callable[[], None]
 SubmitFn = Callable[[Job], None]
-ComputeFn = Callable[[Callable[[], Any], Callable[[Any], None]], None]
-"""``compute(work, then)`` runs ``work`` without the lock of a server, then ``then`` with its result and the lock."""
 
 
 def run_now(job: Job) -> None:
     """Run a job in the thread that submits it: for a server whose calls all come from one thread."""
     job()
-
-
-def compute_now(work: Callable[[], T], then: Callable[[T], None]) -> None:
-    """Compute in the thread that asks for it; see ``ComputeFn`` and ``run_now``."""
-    then(work())
 
 
 class UpdateExecutor:

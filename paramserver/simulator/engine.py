@@ -1,6 +1,7 @@
 """A run on a virtual clock: the server's own classes, and trainers and a network that a subclass of ``World`` defines.
 
-``ParameterServer`` with its aggregator, consistency, ledger, members and part collector is the code of the package. The
+``ParameterServer`` with its aggregator, shard, roster, consistency, ledger and part collector is the code of the
+package; it stands on parameters, checkpoints, connections and a clock that are simulated. The
 trainers are a model of trainers/rpc.py and server/client.py: generators that yield calls. A ``World`` has the clock,
 the events, and who starts processes again; a subclass decides how long a message and a batch take and what fails. The
 tests of the protocol under random faults have one (tests/simulation), the prediction of throughput another
@@ -16,35 +17,55 @@ import threading
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paramserver.checkpoint.save import ChunkedFile
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Decision, Readiness, TrainerId, Verdict
 from paramserver.context import StopRequest
 from paramserver.devices import CPU
-from paramserver.distributed.membership import Member, Members
+from paramserver.distributed.membership import Member
 from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import ParamserverError, PeerFailed, PeerLost, RunEnded, ViewChanged
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
+from paramserver.parameters.flat import FlatLayout, gradient_leaf
+from paramserver.parameters.sharding import full_shard
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
 from paramserver.runs.monitor import RunMonitor
-from paramserver.server import parameter_server
+from paramserver.server.aggregator import Aggregator
+from paramserver.server.build import assemble, build_rules
+from paramserver.server.coordinator import ShardCoordinator
+from paramserver.server.network import Network
 from paramserver.server.parameter_server import ParameterServer
 from paramserver.server.repeated_calls import is_numbered, is_repeatable
+from paramserver.server.server_run import ServerRun
+from paramserver.server.shard import ParameterShard
+from paramserver.server.updates import Updates
+from paramserver.transport.autograd import push_root
 from paramserver.transport.base import ServerTransport
-from paramserver.transport.messages import DataPosition, JoinReply, StepGrant
+from paramserver.transport.messages import DataPosition, JoinReply, PendingPush, Push, StepGrant
+from paramserver.transport.rpc import RpcServerTransport
+from paramserver.transport.shared_memory import ServerSharedMemory
+
+if TYPE_CHECKING:
+    from paramserver.optim.shard_updater import ShardUpdater
+    from paramserver.server.parameter_store import ParameterStore
+    from paramserver.transport.compression import WireCodec
 
 _REJOIN_S = 0.2
+
+BACKWARD = "backward"
+"""The call in which distributed autograd sends the first gradient of a push."""
 
 PushKey = tuple[int, int, int, int]
 """View, trainer, incarnation and sequence of a push."""
@@ -56,36 +77,39 @@ class Violation(Exception):  # noqa: N818 - not an error of the program
 
 # Rank 0: what ParameterServer stands on.
 
+# Of two parameters, each in a flat tensor of its own: the first gradient, and a bucket.
+_SHARD = full_shard(FlatLayout.of([(name, torch.zeros(8, dtype=torch.float64)) for name in ("first", "bucket")], 64))
+
+
+def make_gradient(key: PushKey) -> Tensor:
+    """Return the gradient of a push: it names the push."""
+    return torch.tensor((*key, 0, 0, 0, 0), dtype=torch.float64)
+
 
 class Store:
     """In the place of ``ParameterStore``: the parameters are the list of pushes that were applied."""
 
-    def __init__(self, task: Any, config: Config, allocate: Any = None) -> None:
-        self.node = _current.starting
-        self.version = self.node.checkpoints.first_step
-        self.model, self.device = None, CPU.device
-        layout = SimpleNamespace(total_bytes=0)
-        self.parameters = SimpleNamespace(layout=layout, flats=[], tensors={})
-        self.buffers, self.shard = None, self.parameters
-        self.leaves: list[Any] = []
-        self.pipeline = None
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.version = node.checkpoints.first_step
+        self.model, self.device, self.buffers = None, CPU.device, None
         self.updater = SimpleNamespace(
-            lr=(0.1,),
             on_epoch_end=lambda: None,
             on_validation_end=lambda version, means, since: None,
             state_dict=dict,
-            parameters_of={},
-            with_modes=None,
-            validates_averages=False,
+            lr=(0.1,),
         )
         self.held: set[int] = set()
+        self.update: tuple[int, Sequence[PendingPush]] = 0, ()  # that is in progress
+        self.gradients: list[PushKey] = []  # of which it was made
 
-    def apply(self, version: int, update: Any, pushes: Sequence[Any]) -> None:
+    def drop_snapshot(self) -> None:
+        """Do nothing: there is none."""
+
+    def finish_update(self, buffers: Any, optimizer: str) -> None:
         self.version += 1
-        _current.applied(self.node, self.version, version, pushes)
-
-    def shard_snapshot(self) -> list[Any]:
-        return []
+        counted, pushes = self.update
+        self.node.world.applied(self.node, self.version, counted, pushes, self.gradients)
 
     def retain(self, version: int) -> None:
         self.held.add(version)
@@ -103,29 +127,75 @@ class Store:
         self.held.discard(version)
 
 
-class Transport(ServerTransport):
-    """A version is its number, and a gradient the key of its push."""
+class ShardContent:
+    """In the place of ``ShardUpdater``: every element of a version is its number."""
 
-    def __init__(self, leaves: Any, wire: Any, shard: Any) -> None:
-        self.store: Any = _current.server.store
-        self.pinned: int | None = None
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.shard = _SHARD
+        self.ranges = _SHARD.layout.allocate()
+        self.leaves = [gradient_leaf(flat) for flat in self.ranges]
 
-    def pin_version(self) -> int:
-        self.pinned = self.store.version
+    def average(self, gradients: Sequence[Sequence[Tensor]], factors: Sequence[float]) -> Sequence[Tensor]:
+        keys = [[tuple(map(int, flat[:4].tolist())) for flat in own] for own in gradients]
+        for own in keys:
+            self.node.world.check(own[0] == own[1], f"gradients of pushes {own} are applied as those of one")
+        self.node.store.gradients = [own[0] for own in keys]  # type: ignore[misc]
+        return gradients[0]
+
+    def assign_gradients(self, mean: Sequence[Tensor], used: Any) -> None:
+        """Do nothing: a gradient names its push only."""
+
+    def generators(self, seed: int, version: int, server_index: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self, groups: Any) -> None:
+        """Do nothing: the shard counts its versions."""
+
+    def clone(self) -> list[Tensor]:
+        return [torch.full_like(flat, self.node.shard.version) for flat in self.ranges]
+
+
+class PlainCodec:
+    """In the place of ``WireCodec``: tensors are sent as they are."""
+
+    def encode(self, layout: FlatLayout, flats: list[Tensor]) -> list[Tensor]:
+        return flats
+
+    def decode(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        return gradient
+
+
+class RecordedUpdates(Updates):
+    """Lets the store know which update is in progress."""
+
+    _store: Any
+
+    def apply(self, version: int, update: Any, pushes: Sequence[PendingPush], *args: Any) -> None:
+        self._store.update = version, pushes
+        super().apply(version, update, pushes, *args)
+
+
+class ReportedTransport(RpcServerTransport):
+    """Of trainers whose gradients are not simulated: a push is complete with its report."""
+
+    segment_key = "gradients"
+
+
+class SimulatedNetwork(Network):
+    """The connections of a node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def watch(self, name: str, on_gone: Callable[[str | None], None]) -> None:
+        self._node.watched.append((name, on_gone))
+
+    def context_id(self) -> int:
         return 0
 
-    def pull(self, held: Collection[int] = ()) -> Any:
-        return self.pinned
-
-    def view_version(self) -> tuple[None, Sequence[Any]]:
-        self.pin_version()  # as where memory is shared
-        return None, ()
-
-    def collect_gradients(self, held: Any) -> Any:
-        return held
-
-    def unpin(self) -> None:
-        self.pinned = None
+    def release_context(self, context_id: int) -> None:
+        """Do nothing: there are no contexts."""
 
 
 class Checkpoints(CheckpointManager):
@@ -170,8 +240,7 @@ class Checkpoints(CheckpointManager):
         consistency: Mapping[str, Any] | None = None,
         ledger: Mapping[str, Any] | None = None,
     ) -> StagedCheckpoint:
-        store: Any = self.node.server.store
-        _current.check(step == store.version, f"a checkpoint of {step} is staged at another version")
+        self.node.world.check(step == self.node.store.version, f"a checkpoint of {step} is staged at another version")
         state = {
             "step": step,
             "monitor": self.monitor.state_dict(),
@@ -186,18 +255,18 @@ class Checkpoints(CheckpointManager):
         state["parts"] = {
             i: pickle.loads(b"".join(part)) if isinstance(part, ChunkedFile) else part for i, part in parts.items()
         }
-        _current.check_manifest(state)
-        written = pickle.dumps(state)
-        self.writing.append(written)
-        _current.after(_current.rng.uniform(0.0, 0.3), self._write)
+        world = self.node.world
+        world.check_manifest(state)
+        self.writing.append(pickle.dumps(state))
+        world.after(world.rng.uniform(0.0, 0.3), self._write)
 
     def _write(self) -> None:
         if not self.node.alive or not self.writing:
             return
         manifest = self.writing.pop(0)
         self.newest = pickle.loads(manifest)
-        _current.note("written", self.newest["step"])
-        _current.manifest = manifest
+        self.node.world.note("written", self.newest["step"])
+        self.node.world.manifest = manifest
 
     def finish_writing(self) -> None:
         while self.writing:
@@ -208,12 +277,12 @@ class Node:
     """A session of rank 0: a server and what it has applied."""
 
     def __init__(self, world: World, view: int) -> None:
+        self.world = world
         self.view = view
         self.alive = True
         self.paused_until = 0.0
         self.watched: list[tuple[str, Callable[[str | None], None]]] = []
         self.checkpoints = Checkpoints(self, world.config, world.manifest)
-        world.starting = self
         manifest = self.checkpoints.resumed
         self.history: list[tuple[PushKey, tuple[int, ...]]] = [] if manifest is None else manifest["applied"]
         """Each applied push and its positions, where a world records them (``World.applied``)."""
@@ -221,21 +290,51 @@ class Node:
         self.stop = StopRequest()
         self.stop.event = threading.Event()
         self.started = world.now
-        self.server = ParameterServer(
-            None,  # type: ignore[arg-type]
-            world.config,
+        self.store = Store(self)
+        self.server = self._make_server(world.config)
+
+    def _make_server(self, config: Config) -> ParameterServer:
+        world, checkpoints, store = self.world, self.checkpoints, cast("ParameterStore", self.store)
+        run = ServerRun(partial(world.submit, self))
+        self.shard = ParameterShard(
+            cast("ShardUpdater", ShardContent(self)),
+            cast("WireCodec", PlainCodec()),
+            run.lock,
+            checkpoints.first_step,
+            submit=run.submit,
+            view=self.view,
+            attach=lambda key: _SHARD.layout.allocate(),
+        )
+        network, monitor = SimulatedNetwork(self), checkpoints.monitor
+        coordinator = ShardCoordinator(config, run, network, self.stop, store, (_SHARD,), (), (), 0, lambda: (None, ""))
+        updates = RecordedUpdates(config, store, self.shard, (_SHARD,), (), run, lambda: True, coordinator.unreachable)
+        rules, ledger = build_rules(config, world.num_trainers, checkpoints)
+        aggregator = Aggregator(rules, ledger, store, self.shard, updates, monitor, self.stop, run.fail_with)
+        return assemble(
+            config,
             world.num_trainers,
-            self.checkpoints,
-            self.stop,
-            submit=partial(world.submit, self),
+            checkpoints,
+            run,
+            self.shard,
+            aggregator,
+            coordinator,
+            ServerSharedMemory(None, config.server, rules.lockstep, monitor.note),
+            lambda: JoinReply({}, _SHARD.layout, rules.step, rules.lockstep, None, None),
+            self._new_transport,
+            network,
+            clock=lambda: world.now,
         )
 
+    def _new_transport(self) -> ServerTransport:
+        kind = RpcServerTransport if self.world.sends_gradients else ReportedTransport
+        return kind(self.shard.sent_version)
+
     def record(self, record: dict[str, Any]) -> None:
-        _current.note(record["kind"], record.get("trainer"), record.get("text", ""))
+        self.world.note(record["kind"], record.get("trainer"), record.get("text", ""))
         if record["kind"] == "lost":
-            _current.lost(record["trainer"])
+            self.world.lost(record["trainer"])
         elif record["kind"] == "validation":
-            _current.validated(record["step"], record["samples"])
+            self.world.validated(record["step"], record["samples"])
 
 
 # Trainers.
@@ -243,16 +342,29 @@ class Node:
 
 @dataclass
 class Call:
-    """A call of a handler of the server. A push has the same key each time it is sent."""
+    """A call of a handler of the server, or a part of distributed autograd (``BACKWARD``)."""
 
     method: str
     args: tuple[Any, ...]
 
     @property
     def is_repeatable(self) -> bool:
+        if self.method == BACKWARD:
+            return False
         handler = getattr(ParameterServer, self.method)
         # A pull is sent again in another autograd context.
         return self.method == "pull" or (is_repeatable(handler) and not is_numbered(handler))
+
+    def run(self, server: ParameterServer) -> Any:
+        """Call the handler as distributed/rpc_calls.py does; an error is returned."""
+        try:
+            if self.method == BACKWARD:
+                pulled, gradient = self.args
+                torch.autograd.backward([push_root([gradient], pulled[:1])])
+                return None
+            return getattr(server, self.method)(*self.args)
+        except Exception as error:  # noqa: BLE001 - as returns_errors
+            return RemoteError.of(error)
 
 
 Steps = Generator[Any, Any, Any]
@@ -275,12 +387,13 @@ class TrainerData(Protocol):
 
 
 class Task:
-    """A thread of a trainer: it waits for a reply, sleeps, or waits for another task."""
+    """A thread of a trainer, or a call whose reply it awaits later: waits for a reply, sleeps, or waits for a task."""
 
     def __init__(self, session: Session, steps: Steps) -> None:
         self.session, self.steps = session, steps
         self.request: int | None = None
         self.done = False
+        self.value: Any = None
         self.waiter: Task | None = None
 
 
@@ -305,6 +418,7 @@ class Session:
         self.sender: Task | None = None
         self.data = world.make_data(self.index)
         self.main = Task(self, self.run())
+        self.tasks = [self.main]
 
     # The model of the training loop; see trainers/base.py and trainers/rpc.py.
 
@@ -366,8 +480,11 @@ class Session:
                 yield from self.validate_and_save(decision)
 
     def train(self, decision: Decision, lockstep: bool) -> Steps:
-        pulled = yield Call("pull", (self.id,))
-        self.world.check(pulled == decision.step, f"trainer {self.index} was granted {decision.step}, pulled {pulled}")
+        pulled = yield Call("pull", (self.id, decision.step))
+        versions = {int(flat[0]) for flat in pulled}
+        self.world.check(
+            versions == {decision.step}, f"trainer {self.index} was granted {decision.step}, pulled {versions}"
+        )
         positions = self.data.take(decision.batches)
         yield self.world.compute_s(self)
         self.sequence += 1
@@ -385,12 +502,37 @@ class Session:
         announcement = None
         if not (lockstep and self.is_due(decision.step + 1)) and not self.world.chance(self.world.waits):
             announcement = self.data.announcement()
-        grant: StepGrant = yield Call("push", (push_key(report), report, (), announcement))
+        grant: StepGrant = yield from self.push(Push(report, None, announcement), pulled)
         result = grant.result
         assert result is not None
         self.world.acknowledged(self, push_key(report), result)
         self.step = result.step
         return grant if grant.decision is not None and grant.decision.verdict is not Verdict.WAIT else None
+
+    def push(self, push: Push, pulled: Sequence[Tensor]) -> Steps:
+        """Report a push, and send its gradients in two parts; the report may come first or last."""
+        if not self.world.sends_gradients:
+            return (yield Call("push", (push,)))
+        report, gradient = push.report, make_gradient(push_key(push.report))
+        bucket = Call("receive_bucket", (self.id, report.version, 1, gradient))
+        calls = [self.begin(call) for call in self.world.in_any_order([bucket, Call("push", (push,))])]
+        yield Call(BACKWARD, (pulled, gradient))
+        grant = None
+        for call in calls:
+            reply = yield call
+            grant = reply if isinstance(reply, StepGrant) else grant
+        return grant
+
+    def begin(self, call: Call) -> Task:
+        """Make a call whose reply is awaited later."""
+
+        def wait() -> Steps:
+            return (yield call)
+
+        task = Task(self, wait())
+        self.tasks = [known for known in self.tasks if not known.done] + [task]
+        self.world.resume(task)
+        return task
 
     def is_due(self, step: int) -> bool:
         return _due(step, self.config.training.validate_every) or _due(step, self.save_every)
@@ -434,6 +576,7 @@ class Session:
             if not (yield Call("stage_checkpoint", (self.id, reason))):
                 return
             self.sender = Task(self, self.send_part(step, part))
+            self.tasks.append(self.sender)
             self.world.resume(self.sender)
         if reason == "end":
             yield from self.wait_saved()
@@ -481,8 +624,8 @@ class Session:
         if self.ended or self.lost is not None:
             return
         self.lost = error
-        for task in (self.main, self.sender):
-            if task is not None and task.request is not None and not self.ended:
+        for task in self.tasks:
+            if task.request is not None and not self.ended:
                 task.request = None
                 self.world.resume(task, error=error)
 
@@ -503,7 +646,7 @@ class Process:
 
 
 class World(ABC):
-    """Clock, events, supervisor and disk of one run. ``run`` runs it, inside of ``environment``.
+    """Clock, events, supervisor and disk of one run.
 
     Args:
         rng: draws everything that is random.
@@ -512,6 +655,9 @@ class World(ABC):
 
     waits = 0.0
     """Probability that a trainer has no samples when it announces."""
+
+    sends_gradients = False
+    """Whether gradients are sent in messages of their own; otherwise a push is complete with its report."""
 
     def __init__(self, rng: random.Random, tracing: bool = False) -> None:
         self.rng = rng
@@ -522,7 +668,6 @@ class World(ABC):
         self.violation: str | None = None
         self.manifest: bytes | None = None
         self.node: Node | None = None
-        self.starting: Any = None
         self.view = 0
         self.processes: list[Process] = []
         self.complete = False
@@ -591,8 +736,14 @@ class World(ABC):
     def acknowledged(self, session: Session, key: PushKey, result: Any) -> None:
         """Called when a trainer has received the result of a push."""
 
-    def applied(self, node: Node, version: int, counted: int, pushes: Sequence[Any]) -> None:
-        """Called when an update has made ``version``."""
+    def applied(
+        self, node: Node, version: int, counted: int, pushes: Sequence[PendingPush], gradients: Sequence[PushKey]
+    ) -> None:
+        """Called when an update of ``pushes`` has made ``version``; ``gradients`` name those that it was made of."""
+
+    def in_any_order(self, calls: list[Call]) -> list[Call]:
+        """Return calls in the order in which a trainer makes them."""
+        return calls
 
     def check_manifest(self, state: Mapping[str, Any]) -> None:
         """Called with a checkpoint that is complete."""
@@ -632,14 +783,8 @@ class World(ABC):
             self.violation = self.violation or text
             raise Violation(text)
 
-    def activate(self) -> None:
-        """Let the stand-ins of ``environment`` belong to this world."""
-        global _current
-        _current = self
-
     def start(self) -> None:
         """Start the server and all trainers."""
-        self.activate()
         self.start_server()
         for index in range(self.num_trainers):
             self.processes.append(self.make_process(index))
@@ -671,8 +816,8 @@ class World(ABC):
         if self.node is not None:
             self.check(not self.node.alive, "two servers live at once")
         self.node = node = Node(self, self.view)
-        self.views_seen[node.server.view] += 1
-        self.check(self.views_seen[node.server.view] == 1, f"two servers have had view {node.server.view}")
+        self.views_seen[node.view] += 1
+        self.check(self.views_seen[node.view] == 1, f"two servers have had view {node.view}")
         self.note("server starts, view", self.view, "step", node.checkpoints.first_step)
         self.after(self.config.server.heartbeat_s, self.tick, node)
         for process in self.processes:  # those that had left are needed again
@@ -691,11 +836,12 @@ class World(ABC):
         if node.paused_until > self.now:
             self.at(node.paused_until, self.tick, node)
             return
-        node.server.check_heartbeats()
-        if node.server.started:
-            node.server.check_absences()
+        roster = node.server.roster
+        roster.check_heartbeats()
+        if roster.started:
+            roster.check_absences()
         else:
-            missing = node.server.missing()
+            missing = roster.missing()
             if missing and self.now >= node.started + self.config.cluster.timeout_s:
                 self.check(f"trainer {self.given_up}" in missing, f"{missing} did not join in time")
                 self.complete = True  # the run fails, and names the trainer
@@ -705,9 +851,9 @@ class World(ABC):
     def _look_at_server(self) -> None:
         """End or restart the server's session once it has finished."""
         node = self.node
-        if node is None or not node.alive or not node.server.finished.is_set():
+        if node is None or not node.alive or not node.server.run.finished.is_set():
             return
-        error = node.server.error
+        error = node.server.run.error
         if error is not None and not isinstance(error, ViewChanged):
             raise Violation(f"the run failed: {error}")
         node.checkpoints.finish_writing()
@@ -759,10 +905,6 @@ class World(ABC):
                 if watched == name:
                     on_gone(reason)
 
-    def watch(self, name: str, on_gone: Callable[[str | None], None]) -> None:
-        assert self.node is not None
-        self.node.watched.append((name, on_gone))
-
     def _replace(self, process: Process) -> None:
         if self.processes[process.index] is process and self.given_up != process.index:
             successor = self.processes[process.index] = self.make_process(process.index)
@@ -784,12 +926,12 @@ class World(ABC):
             return
         try:
             item = task.steps.send(value) if error is None else task.steps.throw(error)
-        except StopIteration:
-            task.done = True
+        except StopIteration as ended:
+            task.done, task.value = True, ended.value
             if task is session.main:
                 self.session_ended(session, None)
             elif task.waiter is not None:
-                self.resume(task.waiter)
+                self.resume(task.waiter, task.value)
             return
         except ParamserverError as raised:
             self.session_ended(session, raised)
@@ -800,6 +942,8 @@ class World(ABC):
             if session.lost is not None:
                 task.request = None
                 self.resume(task, error=session.lost)
+        elif isinstance(item, Task) and item.done:
+            self.resume(task, item.value)
         elif isinstance(item, Task):
             item.waiter = task
         else:
@@ -820,37 +964,3 @@ def push_key(report: StepReport) -> PushKey:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-# The world that the stand-ins below belong to.
-_current: World
-
-
-@contextmanager
-def environment() -> Iterator[None]:
-    """Replace what ``ParameterServer`` takes from its environment: tensors, RPC, and the clock of its members.
-
-    These are names of its module, so no other server may run in this process meanwhile.
-    """
-    stand_ins: dict[str, Any] = {
-        "ParameterStore": Store,
-        "RpcServerTransport": Transport,
-        "WireVersion": lambda *args: None,
-        "make_codec": lambda config, device: None,
-        "plan_buckets": lambda *args: ((), ""),
-        "Members": lambda: Members(lambda: _current.now),
-        "time": SimpleNamespace(monotonic=lambda: _current.now),
-        "watch_peer": lambda name, on_gone: _current.watch(name, on_gone),
-        "current_context_id": lambda: 0,
-        "release_context": lambda context_id: None,
-        "dist_autograd": SimpleNamespace(get_gradients=lambda key: key),
-        "frozen_state_dict": lambda model: {},
-        "stage_copy": lambda state: state,
-    }
-    names = vars(parameter_server)
-    replaced = {name: names[name] for name in stand_ins}
-    names.update(stand_ins)
-    try:
-        yield
-    finally:
-        names.update(replaced)

@@ -3,12 +3,12 @@
 There is one pair for each trainer, a ``ServerTransport`` and a ``TrainerTransport``. A step calls them in this order::
 
     server                               trainer
-    pin_version
-    pull  ---- pulled tensors ---------> load, or map_version where memory is shared, without a pull
-    receive_bucket <---- gradients ----- bucket_tensor, while backward continues
-    collect_gradients <---- push ------- backward_root, the root of the distributed backward
+    pin_version ---- grant ------------> map_version where memory is shared, else a pull, and load
+                <---- gradients -------- bucket_tensor, while backward continues
+                <---- push ------------- backward_root, the root of the distributed backward
     unpin
 
+What is pulled comes from ``ParameterShard`` (server/shard.py), and gradients that are sent arrive there.
 Implementations: transport/rpc.py (messages), transport/shared_memory.py (same host), server/model_service.py (the
 forward is on the server, and only outputs are sent).
 """
@@ -55,13 +55,6 @@ class ServerTransport(ABC):
             The slot where ``TrainerTransport.map_version`` finds it; 0 where versions are sent.
         """
 
-    def pull(self, held: Collection[int] = ()) -> tuple[Tensor, ...]:
-        """Return the pinned version as tensors whose gradients return to this process.
-
-        In the place of those in ``held``, which the trainer has, are tensors of the same shape without their values.
-        """
-        raise AssertionError("this transport has no pulls")
-
     @abstractmethod
     def view_version(self) -> tuple[int | None, Sequence[Tensor]]:
         """Return the current version without gradients, for validation; valid until the next ``pin_version``.
@@ -74,28 +67,19 @@ class ServerTransport(ABC):
         """Return a past version that the server has retained, for validation."""
         return VersionView(None, tuple(parameters), buffers)
 
-    def receive_bucket(self, flat_index: int, gradient: Tensor, revision: int = 0) -> Tensor:
-        """Receive a gradient that is sent before the push; see ``TrainerTransport.buckets``.
+    def collect_gradients(self) -> list[Tensor] | None:
+        """Return the gradients of a push that were computed here, which the caller may change; None if there are none.
 
-        Returns:
-            The gradient that counts, in the dtype of the parameters: the first with the latest revision.
+        Those of other transports are in a segment, or arrive at the shard.
         """
-        raise AssertionError("this transport has no buckets")
-
-    @abstractmethod
-    def collect_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
-        """Return the flat gradients of a push, which the caller may change; None if they are not complete.
-
-        Args:
-            held: the gradients of the distributed-autograd context, by leaf.
-        """
+        return None
 
     def complete_push(
         self, report: StepReport, buffers: PackedBuffers | None
     ) -> tuple[StepReport, PackedBuffers | None]:
         """Return the report and the module buffers of a push, completed by what only the server knows.
 
-        Call it after ``collect_gradients``.
+        Call it when the gradients are complete.
         """
         return report, buffers
 

@@ -33,7 +33,8 @@ class JoinReply:
         shards: what each server owns, in the ranges that are sent; empty with one server that sends its flat tensors.
         view, incarnation: name the pushes of this process; see ``consistency/ledger.py``.
         data_position: where the data of a lost trainer continues that this process replaces; None for others.
-        barrier: why an update waits for the gradients of all buckets; empty if each is updated as these arrive.
+        why_not_by_bucket: why an update waits for the gradients of all buckets; empty if each is updated as these
+            arrive.
         parameters_of: the names of the parameters of each optimizer; empty if there is one without a name.
         validates_averages: a validation is of the server's ``averages`` in place of the parameters.
     """
@@ -49,7 +50,7 @@ class JoinReply:
     view: int = 1
     incarnation: int = 1
     data_position: DataPosition | None = None
-    barrier: str = ""
+    why_not_by_bucket: str = ""
     parameters_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     validates_averages: bool = False
 
@@ -107,7 +108,7 @@ class ApplyRequest:
             over RPC.
         factors: by which each gradient is multiplied.
         used: as in ``StepReport``.
-        groups: the optimizer's hyper-parameters; None if the norm of all gradients must be known first.
+        groups: the optimizer's hyper-parameters; None for those of the process that it is sent to.
         retained_versions: earlier versions that may still be pulled.
     """
 
@@ -219,12 +220,30 @@ class ModelReply:
 
 @dataclass(frozen=True)
 class Push:
-    """A trainer's gradients on the server until they are applied, and its announcement of the following step.
+    """What a trainer reports of a step: all of its push but the gradients.
 
-    ``segment_key`` is that of the segment where the gradients are; None if they were sent over RPC.
+    Attributes:
+        report: of the step.
+        buffers: module buffers of the trainer, if its grant wants them.
+        announcement: of the next step; the reply is then its grant too.
     """
 
-    gradients: list[Tensor]
+    report: StepReport
+    buffers: PackedBuffers | None = None
+    announcement: Announcement | None = None
+
+
+@dataclass(frozen=True)
+class PendingPush:
+    """A push on the server until it is applied or dropped.
+
+    Attributes:
+        report, buffers, announcement: as in ``Push``.
+        future: of the reply.
+        arrival_s: when it was complete.
+        segment_key: of the segment where the gradients are; None if they are at the shards.
+    """
+
     report: StepReport
     buffers: PackedBuffers | None
     announcement: Announcement | None

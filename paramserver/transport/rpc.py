@@ -7,7 +7,7 @@ through distributed autograd. The gradients of the others are sent as buckets wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from itertools import accumulate
 
 import torch
@@ -17,7 +17,7 @@ from paramserver.devices import pins_memory, to_cpu
 from paramserver.parameters.flat import FlatLayout, has_gaps
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.sharding import Shard
-from paramserver.transport.autograd import pull, push_root
+from paramserver.transport.autograd import push_root
 from paramserver.transport.base import GradientBucket, ServerTransport, TrainerTransport
 from paramserver.transport.compression import WireCodec
 from paramserver.transport.messages import VersionView
@@ -52,7 +52,7 @@ class WireVersion:
 
 
 class PushAssembly:
-    """Collects the gradients of one push: one from the distributed-autograd context, the others from buckets.
+    """Collects the gradients of one push: the first from distributed autograd, the others from buckets.
 
     Args:
         leaves: the flat leaves that gradients are for.
@@ -63,12 +63,12 @@ class PushAssembly:
         >>> from paramserver.transport.compression import CastCodec
         >>> leaves = [torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)]
         >>> push = PushAssembly(leaves, CastCodec(torch.float32))
-        >>> held = {leaves[0]: torch.ones(2)}  # what the distributed-autograd context holds
-        >>> push.complete(held) is None  # the bucket is missing
+        >>> push.add_first(torch.ones(2))
+        >>> push.complete() is None  # the bucket is missing
         True
         >>> push.add_bucket(1, torch.ones(3))
         tensor([1., 1., 1.])
-        >>> push.complete({})  # what was held before is remembered
+        >>> push.complete()
         [tensor([1., 1.]), tensor([1., 1., 1.])]
     """
 
@@ -77,13 +77,6 @@ class PushAssembly:
         self._codec = codec
         self._first: Tensor | None = None
         self._buckets: dict[int, tuple[int, Tensor]] = {}
-
-    def pull(self, flats: Sequence[Tensor], on_first: Callable[[Tensor], None] | None = None) -> tuple[Tensor, ...]:
-        """Return what is sent of a version: only the first tensor has a gradient that returns to its leaf.
-
-        ``on_first`` is called with that gradient, by a thread of distributed autograd.
-        """
-        return *pull(self._leaves[:1], flats[:1], on_first), *flats[1:]
 
     def add_first(self, gradient: Tensor) -> None:
         """Add the gradient of the first tensor, as it was received."""
@@ -97,77 +90,39 @@ class PushAssembly:
             known = self._buckets[flat_index] = revision, gradient
         return known[1]
 
-    def complete(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
-        """Return all gradients in the dtypes of the parameters; None if one is missing.
-
-        Args:
-            held: the gradients of the context, by leaf; the one that was held in an earlier call is remembered.
-        """
-        leaf, count = self._leaves[0], len(self._leaves)
-        if leaf in held:
-            self.add_first(held[leaf])
+    def complete(self) -> list[Tensor] | None:
+        """Return all gradients in the dtypes of the parameters; None if one is missing."""
+        count = len(self._leaves)
         if self._first is None or len(self._buckets) < count - 1:
             return None
         return [self._first, *(self._buckets[index][1] for index in range(1, count))]
 
-    def clear(self) -> None:
-        """Drop all gradients."""
-        self._first = None
-        self._buckets.clear()
-
 
 class RpcServerTransport(ServerTransport):
-    """Sends the ranges that this server owns and receives a gradient for each of them.
+    """Sends versions. What a trainer sends arrives at the shard of each server; see ``ParameterShard``.
 
     Args:
-        leaves: the flat leaves that gradients are for.
-        outgoing: the current version, shared by the transports of all trainers.
+        current: returns the current version of this server's shard as it is sent.
         shard: what this server owns of a retained version; None for all of it.
-        on_first: called with the gradient of each first tensor, by a thread of distributed autograd; it is to call
-            ``receive_first`` under the server's lock. None where the report of a push follows its gradients.
     """
 
-    def __init__(
-        self,
-        leaves: Sequence[Tensor],
-        outgoing: WireVersion,
-        shard: Shard | None = None,
-        on_first: Callable[[Tensor], None] | None = None,
-    ) -> None:
-        self._outgoing = outgoing
-        self._on_first = on_first
+    def __init__(self, current: Callable[[], list[Tensor]], shard: Shard | None = None) -> None:
+        self._current = current
         self._shard = shard
-        self._pinned: list[Tensor] = []
-        self._push = PushAssembly(leaves, outgoing.codec)
 
     def pin_version(self) -> int:
-        self.unpin()
-        self._pinned = self._outgoing.current()
+        self._current()  # a parameter that does not fit into server.wire_dtype ends the run here
         return 0
 
-    def pull(self, held: Collection[int] = ()) -> tuple[Tensor, ...]:
-        return self._push.pull(without_values(self._pinned, held), self._on_first)
-
     def view_version(self) -> tuple[None, Sequence[Tensor]]:
-        return None, self._outgoing.current()
+        return None, self._current()
 
     def view_retained(self, parameters: Sequence[Tensor], buffers: PackedBuffers) -> VersionView:
         flats = parameters if self._shard is None else self._shard.copy_flats(parameters)
         return VersionView(None, tuple(to_cpu(list(flats))), buffers)
 
-    def receive_first(self, gradient: Tensor) -> None:
-        """Receive the gradient that passed through distributed autograd."""
-        self._push.add_first(gradient)
-
-    def receive_bucket(self, flat_index: int, gradient: Tensor, revision: int = 0) -> Tensor:
-        return self._push.add_bucket(flat_index, gradient, revision)
-
-    def collect_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
-        return self._push.complete(held)
-
     def unpin(self) -> None:
-        self._pinned = []
-        self._push.clear()
+        """Do nothing: the shard retains what trainers were granted."""
 
 
 class RpcTrainerTransport(TrainerTransport):

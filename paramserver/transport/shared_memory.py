@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import TypeVar
 
 import torch
@@ -22,7 +22,6 @@ from paramserver.config import ServerConfig
 from paramserver.devices import CPU
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.parameters.flat import FlatLayout, has_gaps
-from paramserver.parameters.sharding import Shard
 from paramserver.transport.autograd import pull
 from paramserver.transport.base import ServerTransport, TrainerTransport
 from paramserver.transport.compression import make_codec
@@ -123,28 +122,18 @@ class RingSnapshots(SnapshotSource):
 
 
 class SharedMemoryServerTransport(ServerTransport):
-    """Retains the version that the trainer reads, and reads gradients from its segment.
+    """Retains the version that the trainer reads, and names the segment of its gradients.
 
     Args:
         snapshots: shared by the transports of all trainers of this host.
-        gradients: the flat tensors of that segment, or this server's ranges of them.
-        segment_key: of that segment.
-        device: of the parameters.
+        segment_key: of the segment that the trainer writes gradients to.
     """
 
     zero_copy = True
 
-    def __init__(
-        self,
-        snapshots: SnapshotSource,
-        gradients: list[Tensor],
-        segment_key: str = gradients_key(0),
-        device: torch.device = CPU.device,
-    ) -> None:
+    def __init__(self, snapshots: SnapshotSource, segment_key: str = gradients_key(0)) -> None:
         self.segment_key = segment_key
         self._snapshots = snapshots
-        self._gradients = gradients
-        self._device = device
         self._pinned: int | None = None
 
     def pin_version(self) -> int:
@@ -155,10 +144,6 @@ class SharedMemoryServerTransport(ServerTransport):
 
     def view_version(self) -> tuple[int, Sequence[Tensor]]:
         return self.pin_version(), ()
-
-    def collect_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
-        # Complete: the trainer writes them before it pushes.
-        return [flat.to(self._device) for flat in self._gradients]
 
     def unpin(self) -> None:
         if self._pinned is not None:
@@ -263,6 +248,7 @@ class ServerSharedMemory:
         lockstep: trainers read the parameters themselves instead of snapshots, if these are on the CPU.
         on_note: receives what the user should know, in one sentence.
         device: of the parameters.
+        connect: returns a socket for the calls of a trainer, by its name; None if these are made over RPC too.
     """
 
     def __init__(
@@ -272,15 +258,17 @@ class ServerSharedMemory:
         lockstep: bool,
         on_note: Callable[[str], None],
         device: torch.device = CPU.device,
+        connect: Callable[[str], socket.socket] | None = None,
     ) -> None:
         self._host = host
         self._config = config
-        self._device = device
         self._in_place = lockstep = lockstep and device.type == "cpu"
         self._on_note = on_note
+        self._connect = connect
         self._num_over_rpc = 0
         self._snapshots: SnapshotSource | None = None
         self._gradient_keys: dict[int, list[str]] = {}  # by trainer, that of its newest incarnation last
+        self._gradients: dict[str, list[Tensor]] = {}  # by key
         self._socket_keys: dict[int, str] = {}
         # In lockstep slot 0 is the parameters themselves, under the key that trainers attach for a snapshot.
         self.parameters_key = parameters_key(0) if lockstep else LIVE_KEY
@@ -313,7 +301,6 @@ class ServerSharedMemory:
         trainer_index: int,
         incarnation: int,
         layout: FlatLayout,
-        shard: Shard,
         in_use: Set[str | None] = frozenset(),
     ) -> tuple[SharedMemoryServerTransport, int] | None:
         """Return the transport of a trainer on this host and its number of slots; None if nothing can be shared.
@@ -327,6 +314,8 @@ class ServerSharedMemory:
         earlier = self._gradient_keys.get(trainer_index, [])
         for unused in set(earlier) - in_use:
             self._host.release(unused)
+            del self._gradients[unused]
+        self._gradients[key] = gradients
         self._gradient_keys[trainer_index] = [*(one for one in earlier if one in in_use), key]
         # Counted to the last one: a note about rounding would be wrong while any trainer is still served over RPC.
         self._num_over_rpc -= 1
@@ -335,10 +324,15 @@ class ServerSharedMemory:
                 f"server.wire_dtype ({self._config.wire_dtype}) rounds nothing here, as all trainers share the "
                 "server's memory; set server.transport: rpc to have it, or leave it out"
             )
-        transport = SharedMemoryServerTransport(self._snapshots, shard.slice_flats(gradients), key, self._device)
-        return transport, self._snapshots.num_slots
+        if self._connect is not None:
+            self._offer_socket(trainer_index, incarnation, self._connect(f"trainer {trainer_index}"))
+        return SharedMemoryServerTransport(self._snapshots, key), self._snapshots.num_slots
 
-    def offer_socket(self, trainer_index: int, incarnation: int, connected: socket.socket) -> None:
+    def gradients(self, key: str) -> list[Tensor]:
+        """Return the flat tensors of a segment that a trainer writes gradients to."""
+        return self._gradients[key]
+
+    def _offer_socket(self, trainer_index: int, incarnation: int, connected: socket.socket) -> None:
         """Pass one end of a connection to a trainer that ``make_transport`` was called for, and to no earlier one."""
         assert self._host is not None
         if (earlier := self._socket_keys.get(trainer_index)) is not None:

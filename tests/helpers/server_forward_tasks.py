@@ -87,9 +87,9 @@ class Witness(ServedTrainer):
         self.seen = []
         step, backward = self.optimizer.step, dist_autograd.backward
 
-        def stepped(context_id, report, *rest):
-            self.seen.append(("step", context_id, report.loss))
-            return step(context_id, report, *rest)
+        def stepped(context_id, push):
+            self.seen.append(("step", context_id, push.report.loss))
+            return step(context_id, push)
 
         def went_back(context_id, roots, **options):
             assert context_id == dist_autograd._current_context()._context_id()

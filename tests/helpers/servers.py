@@ -1,4 +1,4 @@
-"""What unit tests of servers share: a task of linear layers without data, and the checkpoints of a run that starts."""
+"""What unit tests of servers share: a task of linear layers without data, checkpoints, connections, gradients."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from paramserver import Task
+from paramserver.server.network import Network
+from paramserver.transport.autograd import push_root
 
 
 class SumOfOutputs(Task):
@@ -40,3 +42,27 @@ def no_checkpoints(monitor):
         restore_optimizer=lambda updater: None,
         trainer_part=lambda index, newest: None,
     )
+
+
+class NoNetwork(Network):
+    """The connections of a server whose trainers are in this process, in one context of distributed autograd."""
+
+    def __init__(self):
+        self.released = []
+
+    def watch(self, name, on_gone):
+        pass
+
+    def context_id(self):
+        return 7
+
+    def release_context(self, context_id):
+        self.released.append(("server 0", context_id))
+
+
+def send_gradients(server, leaves, sender, version, value=1.0):
+    """Send the gradients of a push to a server over RPC: what is pulled has the edge over which the first returns."""
+    pulled = server.pull(sender, version)
+    for number, leaf in enumerate(leaves[1:], 1):
+        server.receive_bucket(sender, version, number, torch.full_like(leaf, value))
+    push_root([torch.full_like(leaves[0], value)], pulled[:1]).backward()

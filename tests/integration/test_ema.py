@@ -13,7 +13,10 @@ from paramserver import Callback
 from paramserver.config import TrainingConfig
 from paramserver.evaluate import evaluate_run
 from paramserver.optim.parallel_step import ThreadTeam
+from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.optim.updater import Updater
+from paramserver.parameters.flat import FlatTensors, trainable_parameters
+from paramserver.parameters.sharding import full_shard
 
 DECAY = 0.8
 CONFIG = {
@@ -184,13 +187,15 @@ def test_threads_move_the_same_averages():
     def train(team):
         torch.manual_seed(0)
         model, task = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 5)), ReferenceTask()
+        flat = FlatTensors(trainable_parameters(model))
         updater = Updater(task, model, TrainingConfig(ema_decay=DECAY))
+        parameters = list(flat.tensors.values())
+        shard = ShardUpdater(flat.layout, full_shard(flat.layout), flat.flats, parameters, updater.optimizer)
         if team is not None:
-            updater.use_threads(team)
-        for step in range(1, 4):
+            shard.use_threads(team)
+        for _ in range(3):
             model(torch.ones(8, 40)).sum().backward()
-            updater.apply(step)
-            updater.optimizer.zero_grad()
+            shard.step()
         return updater.averages()
 
     with closing(ThreadTeam(2)) as team:

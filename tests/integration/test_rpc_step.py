@@ -22,9 +22,9 @@ def test_a_step_in_shared_memory_sends_its_push_over_the_socket_and_nothing_over
     )
     logged = {(r["trainer"], r["name"]): r["value"] for r in finished.of_kind("log")}
     for trainer in (0, 1):
-        assert logged[trainer, "local push_in_place"] == logged[trainer, "steps"] > 0
+        assert logged[trainer, "local push"] == logged[trainer, "steps"] > 0
         names = {name for index, name in logged if index == trainer and name.startswith("rpc ")}
-        assert not names & {"rpc pull", "rpc push", "rpc push_in_place", "rpc announce", "rpc wait_version"}
+        assert not names & {"rpc pull", "rpc push", "rpc announce", "rpc wait_version"}
 
 
 def test_one_server_answers_all_trainers_as_in_the_tutorial(tmp_path):

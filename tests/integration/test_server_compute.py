@@ -163,7 +163,7 @@ def gradients(transport, loss, anchors):
     leaves = [leaf for replica in transport._replicas for leaf in replica.leaves.values()]
     grads = torch.autograd.grad([loss, *anchors], leaves, allow_unused=True)
     held = {leaf: grad for leaf, grad in zip(leaves, grads, strict=True) if grad is not None}
-    flats = transport.collect_gradients(held)
+    flats = transport.add_gradients(held)
     report, buffers = transport.complete_push(StepReport(0, 0, 1, 0.0, 0.0), None)
     return transport._parameter_layout.views(flats), report.used, buffers.values()
 

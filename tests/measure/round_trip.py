@@ -100,11 +100,11 @@ class Tiny(Task):
     def build_model(self) -> nn.Module:
         if self.paths:
             from paramserver.server.aggregator import Aggregator
-            from paramserver.server.parameter_store import ParameterStore
+            from paramserver.server.updates import Updates
 
-            note_calls(self.noted, Aggregator, "push_in_place", "received")
-            note_calls(self.noted, ParameterStore, "apply", "update begins")
-            note_calls(self.noted, ParameterStore, "apply", "update ends", after=True)
+            note_calls(self.noted, Aggregator, "push", "received")
+            note_calls(self.noted, Updates, "apply", "update begins")
+            note_calls(self.noted, Aggregator, "_after_update", "update ends")
             note_calls(self.noted, Aggregator, "_grant", "replied", after=True)
             atexit.register(self._write_moments)
         (self.folder / f"pid-{os.getpid()}").touch()
@@ -124,7 +124,7 @@ class Tiny(Task):
             from paramserver.trainers import RpcTrainer
 
             note_calls(self.noted, RpcTrainer, "step_optimizer", "backward ends")
-            note_calls(self.noted, type(self.trainer.server), "push_in_place", "sent", after=True)
+            note_calls(self.noted, type(self.trainer.server), "push", "sent", after=True)
             note_calls(self.noted, type(self.trainer.optimizer), "step", "reply received", after=True)
 
     def on_batch_start(self, batch_idx: int) -> None:

@@ -8,15 +8,14 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tests.simulation.simulation import SimulatedRun, environment, simulate
+from tests.simulation.simulation import SimulatedRun, simulate
 
 _CHUNK = 100
 
 
 def run_chunk(seeds: range) -> list[SimulatedRun]:
     """Run the worlds of these seeds, in any process."""
-    with environment():
-        return [simulate(seed) for seed in seeds]
+    return [simulate(seed) for seed in seeds]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,8 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=10, help="end after so many failures")
     args = parser.parse_args(arguments)
     if args.seed is not None:
-        with environment():
-            outcome = simulate(args.seed, tracing=args.trace)
+        outcome = simulate(args.seed, tracing=args.trace)
         print("\n".join(outcome.trace), end="\n" if outcome.trace else "")
         print(f"seed {outcome.seed}: {outcome.violation or 'all invariants hold'} (digest {outcome.digest:08x})")
         return int(outcome.violation is not None)

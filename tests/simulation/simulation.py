@@ -28,9 +28,9 @@ from paramserver.config import (
     TrainingConfig,
 )
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict
-from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.simulator import engine
 from paramserver.simulator.engine import (
+    BACKWARD,
     Call,
     Node,
     Process,
@@ -38,10 +38,9 @@ from paramserver.simulator.engine import (
     Session,
     Task,
     Violation,
-    environment as environment,
     push_key,
 )
-from paramserver.transport.messages import JoinReply
+from paramserver.transport.messages import JoinReply, PendingPush
 
 LOST_AFTER_S, TIMEOUT_S = 1.6, 20.0
 # Faults happen in the first events and seconds of a run; after the last one it has so long to end.
@@ -225,6 +224,8 @@ class FaultyProcess(Process):
 class World(engine.World):
     """Network, disk, faults and invariants of one run."""
 
+    sends_gradients = True
+
     def __init__(self, seed: int, tracing: bool = False) -> None:
         super().__init__(random.Random(seed), tracing)
         self.seed = seed
@@ -271,6 +272,9 @@ class World(engine.World):
     def compute_s(self, session: Session) -> float:
         assert isinstance(session.process, FaultyProcess)
         return float(session.process.compute_s * self.rng.uniform(0.5, 1.5))
+
+    def in_any_order(self, calls: list[Call]) -> list[Call]:
+        return self.rng.sample(calls, len(calls))
 
     def submit(self, node: Node, job: Callable[[], None]) -> None:
         """Run a job after those before it. Messages, losses and joins happen meanwhile."""
@@ -377,7 +381,7 @@ class World(engine.World):
                 node.paused_until = self.now + rng.uniform(0.2, 1.2)
             else:
                 node.alive = False
-                for task in [t for p in self.processes if p.session for t in (p.session.main, p.session.sender) if t]:
+                for task in [t for p in self.processes if p.session for t in p.session.tasks]:
                     if task.request is not None:
                         self.after(rng.uniform(0.01, 0.3), self._closed, task.session)
                 self.after(rng.uniform(0.3, 1.5), self.start_server)
@@ -385,7 +389,10 @@ class World(engine.World):
     # The network.
 
     def send(self, task: Task, call: Call, request: int, again: bool = False) -> None:
-        """Send a request to whatever server there is when it arrives. In order, but for one that is sent again."""
+        """Send a request to whatever server there is when it arrives.
+
+        In order, but for one that is sent again, and for gradients.
+        """
         rng, session = self.rng, task.session
         arrival = max(self.now, session.process.cut_until) + rng.uniform(0.005, 0.05)
         reply_is_lost = False
@@ -404,7 +411,7 @@ class World(engine.World):
                 self.at(arrival + rng.uniform(0.0, 0.6), self.deliver, task, call, request, False)
             if self.chance(0.05):
                 arrival += rng.uniform(0.0, 1.0)
-        if not again:
+        if not again and call.method not in ("receive_bucket", BACKWARD):
             arrival = session.last_delivery = max(session.last_delivery, arrival)
         self.at(arrival, self.deliver, task, call, request, reply_is_lost)
 
@@ -430,10 +437,7 @@ class World(engine.World):
         self.note(
             session.index, f"pid {session.process.pid}", call.method, *call.args[1 : 2 * (call.method != "leave")]
         )
-        try:
-            result = getattr(node.server, call.method)(*call.args)
-        except Exception as error:  # noqa: BLE001 - as returns_errors
-            result = RemoteError.of(error)
+        result = call.run(node.server)
         if isinstance(result, torch.futures.Future):
             result.add_done_callback(lambda done: self.reply(node, task, request, done.value(), reply_is_lost))
         else:
@@ -475,15 +479,17 @@ class World(engine.World):
         self.last_validation[self.node.view] = step
         self.validations.add(step)
 
-    def applied(self, node: Node, version: int, counted: int, pushes: Sequence[Any]) -> None:
+    def applied(
+        self, node: Node, version: int, counted: int, pushes: Sequence[PendingPush], gradients: Sequence[PushKey]
+    ) -> None:
         """Check an update before it is part of the history."""
         config = self.scenario.config
         self.check(version == counted, f"update {counted} makes version {version}")
         self.check(node is self.node and node.alive, "a server that is dead applies an update")
         limit = config.training.max_steps
         self.check(limit is None or version <= limit, f"version {version} exceeds max_steps ({limit})")
-        for push in pushes:
-            key, gradient = push_key(push.report), push.gradients
+        for push, gradient in zip(pushes, gradients, strict=True):
+            key = push_key(push.report)
             view, trainer, _, sequence = key
             self.note("  applies", key, "in version", version, "positions", push.report.positions)
             self.check(gradient == key, f"the gradient of push {gradient} is applied as that of {key}")
@@ -531,12 +537,12 @@ class World(engine.World):
         assert node is not None
         server = node.server
         rules, ledger = server.aggregator.rules, server.aggregator.ledger
-        decision = server.last_decision
+        decision = server.run.last_decision
         if decision is None:
             self.check(self.given_up is not None, "the run ended without a decision")
             return
         self.note("end:", decision)
-        self.check(rules.step == node.server.store.version == decision.step, "the last decision is of another version")
+        self.check(rules.step == node.store.version == decision.step, "the last decision is of another version")
         self.check(rules.samples == sum(self.times.values()), "the number of samples is not that of those applied")
         missing = self.acks - self.keys - self.redone
         self.check(not missing, f"acknowledged pushes are neither applied nor redone: {sorted(missing)}")
@@ -569,5 +575,5 @@ class World(engine.World):
 
 
 def simulate(seed: int, tracing: bool = False) -> SimulatedRun:
-    """Run the world of a seed, inside ``environment``."""
+    """Run the world of a seed."""
     return World(seed, tracing).run()

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from paramserver.buffers.positions import AppliedPositions
-from paramserver.consistency import Announcement, Readiness, TrainerId, Verdict
+from paramserver.consistency import Announcement, Readiness, Sync, TrainerId, Verdict
 from paramserver.distributed.membership import Member
 from paramserver.errors import Evicted, PeerLost, RunEnded, TrainingError, ViewChanged
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
-from paramserver.transport.messages import DataPosition, ValidationReply
+from paramserver.simulator.engine import make_gradient, push_key
+from paramserver.transport.autograd import push_root
+from paramserver.transport.messages import DataPosition, Push, ValidationReply
 from tests.simulation import simulation
 from tests.simulation.simulation import Scenario, World
 
@@ -22,16 +24,19 @@ AT_START = DataPosition({}, AppliedPositions().state_dict())
 class Two:
     """A server for two trainers, and the calls of one trainer in a row."""
 
-    def __init__(self, on_loss="continue", max_steps=1, consistency="sync"):
+    def __init__(self, on_loss="continue", max_steps=1, consistency="sync", validate_every=0):
         self.world = World(0)
-        self.world.activate()
         config = self.world.scenario.config
         config = replace(
             config,
             cluster=replace(config.cluster, num_trainers=2),
             server=replace(config.server, consistency=consistency, backup_trainers=0, on_loss=on_loss),
             training=replace(
-                config.training, max_steps=max_steps, validate_every=0, max_epochs=1, uneven_inputs="join"
+                config.training,
+                max_steps=max_steps,
+                validate_every=validate_every,
+                max_epochs=1,
+                uneven_inputs="join",
             ),
             checkpoint=replace(config.checkpoint, every=0, best=None),
             buffer=replace(config.buffer, pseudo_epochs=1),
@@ -69,10 +74,14 @@ class Two:
             sender.incarnation,
             sequence,
         )
-        return self.server.push(simulation.push_key(report), report, None, announcement)
+        reply = self.server.push(Push(report, None, announcement))
+        gradient, pulled = make_gradient(push_key(report)), self.server.pull(sender, version)
+        self.server.receive_bucket(sender, version, 1, gradient)
+        push_root([gradient], pulled[:1]).backward()
+        return reply
 
     def lose(self, member):
-        self.server._on_disconnect(member, "its connection was closed")
+        self.server.roster.on_disconnect(member, "its connection was closed")
 
     def step(self, ids):
         granted = [self.server.announce(sender, READY) for sender in ids]
@@ -87,12 +96,6 @@ class Two:
         return ends[0].value().decision
 
 
-@pytest.fixture(autouse=True)
-def _environment():
-    with simulation.environment():
-        yield
-
-
 def chunk():
     return torch.from_numpy(np.zeros(4, np.uint8))
 
@@ -104,7 +107,7 @@ def test_calls_of_a_process_that_was_replaced_are_refused():
     late = TrainerId(0, 1, lost.incarnation)
     calls = {
         "announce": (READY,),
-        "pull": (),
+        "pull": (0,),
         "wait_version": (1,),
         "view_version": (None,),
         "report_validation": (0, {0: WeightedSums()}),
@@ -122,7 +125,7 @@ def test_calls_of_a_process_that_was_replaced_are_refused():
             member, reply = run.join(0)
             assert reply.value().incarnation == 2
             assert member.incarnation == 2
-    assert run.server.error is None
+    assert run.server.run.error is None
     assert run.server.announce(TrainerId(0, 1, 2), READY).done() is False
 
 
@@ -133,7 +136,7 @@ def test_a_request_to_join_that_is_late_does_not_evict_the_process_that_has_join
     for stale in (late, Member(0, "trainer0_9", 9, "here", view=7)):
         with pytest.raises(Evicted, match="too late"):
             run.server.join(stale, 8)
-    assert run.server.members.get(0) is member
+    assert run.server.roster.members.get(0) is member
 
 
 def test_a_report_of_the_source_that_arrives_twice_changes_nothing():
@@ -179,9 +182,9 @@ def test_a_wait_for_a_version_that_is_repeated_gets_the_reply_of_the_first():
 
 def absent(run, seconds):
     run.world.now += seconds
-    for member in run.server.members.present():
+    for member in run.server.roster.members.present():
         run.server.heartbeat(member.index, member.worker_id)
-    run.server.check_absences()
+    run.server.roster.check_absences()
 
 
 def test_the_last_trainer_may_be_replaced_after_another_was_given_up():
@@ -190,17 +193,17 @@ def test_the_last_trainer_may_be_replaced_after_another_was_given_up():
     run.lose(gone)
     absent(run, 0.0)
     absent(run, simulation.TIMEOUT_S + 1)
-    assert run.server._given_up == {0}
+    assert run.server.roster._given_up == {0}
     run.lose(last)
     absent(run, 1.0)
-    assert run.server.error is None
+    assert run.server.run.error is None
     member, _ = run.join(0)  # also the one that was given up, which is waited for again
     absent(run, 1.0)
     run.lose(member)
     absent(run, 1.0)
-    assert run.server._given_up == set()
+    assert run.server.roster._given_up == set()
     absent(run, simulation.TIMEOUT_S + 1)
-    assert isinstance(run.server.error, PeerLost)
+    assert isinstance(run.server.run.error, PeerLost)
 
 
 def test_a_run_whose_trainers_have_left_does_not_fail_for_one_that_was_given_up():
@@ -214,8 +217,8 @@ def test_a_run_whose_trainers_have_left_does_not_fail_for_one_that_was_given_up(
     run.server.stage_checkpoint(ids[1], "end")
     run.server.leave(ids[1], TrainerTotals(1), decision)
     absent(run, simulation.TIMEOUT_S + 1)
-    assert run.server.finished.is_set()
-    assert run.server.error is None
+    assert run.server.run.finished.is_set()
+    assert run.server.run.error is None
 
 
 def test_a_trainer_that_joins_at_the_end_does_not_wait_for_those_that_have_validated_and_saved():
@@ -240,7 +243,7 @@ def test_the_run_returns_to_its_checkpoint_if_it_is_not_known_where_the_data_of_
     run = Two()
     _, (lost, _) = run.join(0), run.join(1)
     run.lose(lost)
-    assert isinstance(run.server.error, ViewChanged)
+    assert isinstance(run.server.run.error, ViewChanged)
 
 
 def test_the_first_step_waits_for_a_trainer_that_was_lost_before_the_start():
@@ -269,8 +272,8 @@ def test_a_loss_after_the_first_trainer_has_left_makes_nothing_again(on_loss):
         run.server.stage_checkpoint(sender, "end")
     run.server.leave(ids[0], TrainerTotals(0), decision)
     run.lose(lost)
-    assert run.server.error is None
-    assert run.server.finished.is_set()
+    assert run.server.run.error is None
+    assert run.server.run.finished.is_set()
 
 
 def share(loss):
@@ -288,7 +291,7 @@ def test_the_share_of_a_trainer_that_is_lost_in_the_last_validation_is_evaluated
     assert not reply.done()
     run.lose(lost)
     assert reply.value() == ValidationReply(missing=(1,))
-    assert run.server.monitor.validation == {}
+    assert run.server.aggregator.monitor.validation == {}
     assert run.server.report_validation(ids[0], 1, {1: share(4.0)}).value() == ValidationReply({"loss": 2.5})
 
 
@@ -300,3 +303,18 @@ def test_what_a_lost_trainer_has_reported_counts():
     run.server.report_validation(ids[1], 1, {1: share(4.0)})
     run.lose(lost)
     assert run.server.report_validation(ids[0], 1, {0: share(1.0)}).value() == ValidationReply({"loss": 2.5})
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_validation_that_the_last_trainer_leaves_undone_is_made_by_those_that_join(monkeypatch, remembers):
+    """And a consistency model that does not remember it is noticed."""
+    if not remembers:
+        monkeypatch.setattr(Sync, "_is_due", property(lambda rules: False, lambda rules, value: None), raising=False)
+    run = Two(max_steps=None, validate_every=1)
+    members, ids = run.start()
+    run.step(ids)
+    for member in members:
+        run.lose(member)
+    joined = [run.join(index)[0] for index in (0, 1)]
+    first = run.server.announce(TrainerId(0, 1, joined[0].incarnation), READY)
+    assert first.value().decision.verdict is (Verdict.BARRIER if remembers else Verdict.GO)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FAULT_ADDRESS = "PARAMSERVER_FAULTS"
 """Set by ``paramserver chaos`` for the processes of its run: the socket from which a rank receives faults."""
 # A call is lost only once this process takes part in steps: a process that cannot reach the servers at its start ends.
-_STEP_CALLS = ("push", "push_in_place")
+_STEP_CALL = "push"
 
 
 class FaultReceiver:
@@ -106,7 +106,7 @@ class FaultReceiver:
         """Make a call, or fail it in the way in which torch does when the connection breaks."""
         import torch
 
-        self._takes_part = self._takes_part or handler in _STEP_CALLS
+        self._takes_part = self._takes_part or handler == _STEP_CALL
         if self._is_lost(to, handler, "requests"):
             return self._failed(torch.futures.Future(), handler, "request")
         future: Future[Any] = torch.futures.Future()

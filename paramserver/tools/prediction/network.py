@@ -43,12 +43,12 @@ from paramserver.config import (
 )
 from paramserver.consistency import Announcement, Decision, Readiness
 from paramserver.consistency.factory import consistency_class
-from paramserver.distributed.rpc_calls import RemoteError
-from paramserver.errors import ParamserverError, PeerLost
+from paramserver.errors import PeerLost
 from paramserver.server.update_pipeline import FIRST_BUCKET_BYTES, pipelined_bucket_bytes
-from paramserver.simulator.engine import Call, Node, Process, Session, Task, World, environment
+from paramserver.simulator.engine import Call, Node, Process, PushKey, Session, Task, World
 from paramserver.tools.bench.cost_model import LinkSpeed
 from paramserver.tools.bench.slowdown import SlowdownSpec
+from paramserver.transport.messages import PendingPush
 
 # Of a report, a request or a reply without tensors.
 _SMALL_BYTES = 1000
@@ -373,7 +373,9 @@ class ModelledRun(World):
                 if updates == len(self.updates):  # after this decision was made
                     self.buckets.leave(index)
 
-    def applied(self, node: Node, version: int, counted: int, pushes: Sequence[Any]) -> None:
+    def applied(
+        self, node: Node, version: int, counted: int, pushes: Sequence[PendingPush], gradients: Sequence[PushKey]
+    ) -> None:
         self._updated = len(pushes)
         # A run starts once all trainers are there at once, which may never be where many of them fail often.
         for process in () if self.updates else self.processes:
@@ -427,7 +429,7 @@ class ModelledRun(World):
             if task.session.ended:
                 return
             if number == 0:
-                pulled.append(_call(node, call))
+                pulled.append(call.run(node.server))
             size = self.pieces[number][0] if has_early else sum(self.pieces[number])
             self.transfer(self.servers[number], self.trainers[index], size, replied)
 
@@ -498,7 +500,7 @@ class ModelledRun(World):
             return
 
         def handle() -> None:
-            result = _call(node, call)
+            result = call.run(node.server)
             if isinstance(result, torch.futures.Future):
                 result.add_done_callback(lambda done: self._reply(node, task, request, done.value()))
             else:
@@ -691,14 +693,6 @@ def _run_all(actions: Sequence[Callable[[], None]]) -> None:
         action()
 
 
-def _call(node: Node, call: Call) -> Any:
-    """Call a handler of the server as distributed/rpc_calls.py does."""
-    try:
-        return getattr(node.server, call.method)(*call.args)
-    except ParamserverError as error:
-        return RemoteError.of(error)
-
-
 def _pieces(deployment: Deployment) -> list[list[float]]:
     """Bytes of each bucket of each server; the first is sent when the backward has ended."""
     shard = deployment.message_bytes / deployment.servers
@@ -735,6 +729,4 @@ def simulate(deployment: Deployment, updates: int = 30, warm: int = 10, seconds:
     Raises:
         Violation: the run cannot continue.
     """
-    with environment():
-        run = ModelledRun(deployment)
-        return run.measure(updates, warm, seconds)
+    return ModelledRun(deployment).measure(updates, warm, seconds)

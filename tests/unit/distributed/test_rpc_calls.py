@@ -21,6 +21,7 @@ from paramserver.distributed.rpc_calls import (
 from paramserver.server import client
 from paramserver.server.coordinator import ShardCoordinator
 from paramserver.server.parameter_server import ParameterServer
+from paramserver.server.shard import ShardHandlers
 from paramserver.server.shard_server import ShardServer
 
 CLASSES = [c for c in vars(errors).values() if isinstance(c, type)]
@@ -151,7 +152,7 @@ def test_a_call_without_a_registered_object_is_an_error(local_calls):
 def test_a_client_has_one_method_for_each_handler():
     """Each handler is named in the client, by reference, and nothing that is no handler is."""
     source = Path(client.__file__).read_text()
-    for owner in (ParameterServer, ShardCoordinator, ShardServer):
+    for owner in (ParameterServer, ShardCoordinator, ShardServer, ShardHandlers):
         named = set(re.findall(rf"\b{owner.__name__}\.(\w+)", source))
         assert named
         assert named <= {name for name in vars(owner) if not name.startswith("_")}

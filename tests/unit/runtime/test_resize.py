@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from servers import SumOfOutputs, no_checkpoints
+from servers import NoNetwork, SumOfOutputs, no_checkpoints
 from torch._C._distributed_c10d import HashStore
 
 from paramserver.buffers.positions import AppliedPositions
@@ -16,8 +16,7 @@ from paramserver.distributed.membership import Member
 from paramserver.distributed.resize import ResizeRequest, pending_requests, refusal, send_request
 from paramserver.runs.monitor import RunMonitor
 from paramserver.runtime.rank import _resize
-from paramserver.server import parameter_server
-from paramserver.server.parameter_server import ParameterServer
+from paramserver.server.build import build_server
 from paramserver.transport.messages import DataPosition
 
 JOIN, LEAVE = ResizeRequest("join", 3), ResizeRequest("leave", 1)
@@ -26,8 +25,7 @@ JOIN, LEAVE = ResizeRequest("join", 3), ResizeRequest("leave", 1)
 class Run:
     """Server 0 and its two trainers, ranks 1 and 2, with sources that can be divided."""
 
-    def __init__(self, monkeypatch, refetchable, backup_trainers=0, **buffer):
-        monkeypatch.setattr(parameter_server, "watch_peer", lambda name, on_gone: None)
+    def __init__(self, refetchable, backup_trainers=0, **buffer):
         config = Config(
             mode="rpc",
             cluster=ClusterConfig(num_trainers=2, elastic=True),
@@ -37,7 +35,16 @@ class Run:
         )
         monitor = RunMonitor(config, SimpleNamespace(write=lambda record: None), Path())
         task, checkpoints = SumOfOutputs(4, 4), no_checkpoints(monitor)
-        self.server = ParameterServer(task, config, 2, checkpoints, StopRequest(), None, lambda member: None)
+        self.later_s = 0.0
+        self.server = build_server(
+            task,
+            config,
+            2,
+            checkpoints,
+            StopRequest(),
+            network=NoNetwork(),
+            clock=lambda: time.monotonic() + self.later_s,
+        )
         self.refetchable, self.workers = refetchable, 0
         self.process = SimpleNamespace(config=config, stop=StopRequest())
         self.rendezvous = SimpleNamespace(root=HashStore(), trainer_ranks=(1, 2))
@@ -86,8 +93,8 @@ class Run:
         (False, {"kind": "reservoir"}, False),
     ],
 )
-def test_a_trainer_leaves_only_if_the_buffers_of_the_others_have_room(monkeypatch, refetchable, buffer, leaves):
-    run = Run(monkeypatch, refetchable, **buffer)
+def test_a_trainer_leaves_only_if_the_buffers_of_the_others_have_room(refetchable, buffer, leaves):
+    run = Run(refetchable, **buffer)
     (answer,) = run.ask(LEAVE)
     if leaves:
         assert (answer, run.wanted) == (None, (2,))
@@ -96,14 +103,14 @@ def test_a_trainer_leaves_only_if_the_buffers_of_the_others_have_room(monkeypatc
         assert run.wanted is None
 
 
-def test_a_trainer_leaves_while_another_joins(monkeypatch):
-    run = Run(monkeypatch, refetchable=False)
+def test_a_trainer_leaves_while_another_joins():
+    run = Run(refetchable=False)
     assert run.ask(LEAVE, JOIN) == [None, None]
     assert run.wanted == (2, 3)
 
 
-def test_a_trainer_joins_though_another_may_not_leave(monkeypatch):
-    run = Run(monkeypatch, refetchable=False)
+def test_a_trainer_joins_though_another_may_not_leave():
+    run = Run(refetchable=False)
     leaves = [LEAVE, ResizeRequest("leave", 2)]
     answers = run.ask(JOIN, *leaves)
     assert answers[0] is None
@@ -111,8 +118,8 @@ def test_a_trainer_joins_though_another_may_not_leave(monkeypatch):
     assert run.wanted == (1, 2, 3)
 
 
-def test_more_trainers_than_backups_remain(monkeypatch):
-    run = Run(monkeypatch, True, backup_trainers=1)
+def test_more_trainers_than_backups_remain():
+    run = Run(True, backup_trainers=1)
     (refused,) = run.ask(ResizeRequest("leave", 1))
     assert refused == (
         "server.backup_trainers (1) must be less than the trainers that remain (1); let as many join as leave"
@@ -122,20 +129,20 @@ def test_more_trainers_than_backups_remain(monkeypatch):
     assert run.wanted == (2, 3)
 
 
-def test_all_trainers_may_leave(monkeypatch):
-    run = Run(monkeypatch, refetchable=False)
+def test_all_trainers_may_leave():
+    run = Run(refetchable=False)
     run.ask(LEAVE, ResizeRequest("leave", 2))
     assert run.process.stop.event.is_set()
 
 
 @pytest.mark.parametrize("refetchable", [False, True])
-def test_a_join_waits_until_the_replacement_of_a_lost_trainer_has_caught_up(monkeypatch, refetchable):
+def test_a_join_waits_until_the_replacement_of_a_lost_trainer_has_caught_up(refetchable):
     """Its samples are in its buffer only, unless they can be fetched again."""
-    run = Run(monkeypatch, refetchable)
+    run = Run(refetchable)
     row = run.server.aggregator.ledger[1]
     row.positions.add([0, 5], 1)
-    run.server._on_disconnect(run.members[1], "its connection was closed")
-    assert run.server.missing_trainers() == [1]
+    run.server.roster.on_disconnect(run.members[1], "its connection was closed")
+    assert run.server.roster.missing_trainers() == [1]
     assert run.ask(JOIN) == [None]
     assert run.wanted == ((1, 2, 3) if refetchable else None)
     if refetchable:
@@ -149,12 +156,11 @@ def test_a_join_waits_until_the_replacement_of_a_lost_trainer_has_caught_up(monk
     assert len(pending_requests(run.rendezvous.root)) == 1  # until the view begins
 
 
-def test_a_join_is_refused_after_a_lost_trainer_was_given_up(monkeypatch):
-    run = Run(monkeypatch, refetchable=False)
-    run.server._on_disconnect(run.members[1], "its connection was closed")
-    run.server.check_absences()
-    later = time.monotonic() + 1e6
-    monkeypatch.setattr(parameter_server, "time", SimpleNamespace(monotonic=lambda: later))
-    assert run.server.check_absences() == set()
+def test_a_join_is_refused_after_a_lost_trainer_was_given_up():
+    run = Run(refetchable=False)
+    run.server.roster.on_disconnect(run.members[1], "its connection was closed")
+    run.server.roster.check_absences()
+    run.later_s = 1e6
+    assert run.server.roster.check_absences() == set()
     assert "cannot be divided" in run.ask(JOIN)[0]
     assert run.wanted is None

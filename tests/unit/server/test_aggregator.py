@@ -1,9 +1,11 @@
 """The aggregator: its loop, repeated messages, and what becomes of the calls of a trainer that is lost."""
 
+import threading
+
 import pytest
 import torch
 
-from paramserver.consistency import Announcement, Ledger, Readiness, Sync, Verdict
+from paramserver.consistency import Announcement, Ledger, PushId, Readiness, Sync, TrainerId, Verdict
 from paramserver.consistency.base import RunTerms
 from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError
@@ -11,11 +13,16 @@ from paramserver.errors import Evicted, RunEnded, TrainingError
 from paramserver.limits import Limits
 from paramserver.metrics.records import StepReport
 from paramserver.parameters.flat import FlatLayout
+from paramserver.parameters.sharding import full_shard
 from paramserver.server.aggregator import Aggregator
+from paramserver.server.shard import ParameterShard
+from paramserver.transport.autograd import push_root
 from paramserver.transport.base import ServerTransport
 from paramserver.transport.compression import CastCodec
-from paramserver.transport.rpc import RpcServerTransport, WireVersion
+from paramserver.transport.messages import ApplyRequest, Push, push_id
+from paramserver.transport.rpc import RpcServerTransport
 
+TWO_LEAVES = (2, 3)  # elements of the flat tensors that a trainer sends
 READY = Announcement(Readiness.DRAINED)
 WAITING = Announcement(Readiness.WAITING)
 
@@ -30,10 +37,40 @@ class Monitor:
         return None
 
 
+class Updates:
+    """Makes updates at once, or when ``compute`` does."""
+
+    def __init__(self, store, compute=lambda work, then: then(work())):
+        self.store, self.compute = store, compute
+
+    def apply(self, version, update, pushes, pulled, validated, on_applied):
+        self.compute(lambda: self.store.apply(pushes), lambda _: on_applied())
+
+    def begin(self, decision):
+        pass
+
+
+class OneFlat:
+    """In the place of ``ShardUpdater``: parameters that nothing reads."""
+
+    def __init__(self, *sizes):
+        layout = FlatLayout.of([(str(size), torch.zeros(size)) for size in sizes], 1)
+        self.shard, self.ranges = full_shard(layout), [torch.zeros(size) for size in sizes]
+        self.leaves = [flat.clone().requires_grad_() for flat in self.ranges]
+
+    def clone(self):
+        return self.ranges
+
+
+def make_shard(*sizes):
+    return ParameterShard(OneFlat(*sizes), CastCodec(torch.float32), threading.RLock(), 0)
+
+
 def make_aggregator():
     errors = []
     rules = Sync(RunTerms(1, Limits()))
-    return Aggregator(rules, Ledger(), None, Monitor(), StopRequest(), errors.append), errors
+    shard, updates = make_shard(1), Updates(None)
+    return Aggregator(rules, Ledger(), None, shard, updates, Monitor(), StopRequest(), errors.append), errors
 
 
 def test_an_announcement_made_while_grants_are_handed_out_is_processed():
@@ -123,12 +160,12 @@ class Store:
     def __init__(self):
         self.applied = []
 
-    def apply(self, version, update, pushes):
+    def apply(self, pushes):
         self.applied.append([(push.report.trainer_index, push.report.incarnation) for push in pushes])
 
 
 class Transport(ServerTransport):
-    """Gradients are complete as soon as ``arrived`` is set."""
+    """Gradients are complete with the report of their push if ``arrived`` is set, or when the shard accepts them."""
 
     sends_buffers = False
 
@@ -139,13 +176,10 @@ class Transport(ServerTransport):
         self.pinned = True
         return 0
 
-    def pull(self):
-        return ()
-
     def view_version(self):
         return 0, ()
 
-    def collect_gradients(self, held):
+    def collect_gradients(self):
         return [torch.ones(1)] if self.arrived else None
 
     def unpin(self):
@@ -157,10 +191,13 @@ class Run:
 
     def __init__(self, trainers=2, arrived=True):
         self.errors, self.store, self.monitor, self.ledger = [], Store(), StepMonitor(), Ledger()
+        self.shard, self.updates = make_shard(*TWO_LEAVES), Updates(self.store)
         self.aggregator = Aggregator(
             Sync(RunTerms(trainers, Limits(), "join")),
             self.ledger,
             self.store,
+            self.shard,
+            self.updates,
             self.monitor,
             StopRequest(),
             self.errors.append,
@@ -177,13 +214,15 @@ class Run:
     def announce(self, trainer):
         return self.aggregator.announce(trainer, GO)
 
-    def push(self, trainer, sequence=1, incarnation=1, version=None, announcement=None, in_place=False, view=1):
+    def push(self, trainer, sequence=1, incarnation=1, version=None, announcement=None, has_gradients=False, view=1):
         version = self.aggregator.rules.step if version is None else version
         positions = [self.ledger[trainer].positions.low]
         report = StepReport(trainer, version, 1, 0.5, 0.0, None, positions, (), view, incarnation, sequence)
-        if in_place:
-            return self.aggregator.push_in_place(report, None, announcement)
-        return self.aggregator.push({}, report, None, announcement)
+        return self.aggregator.push(Push(report, None, announcement), has_gradients)
+
+    def send(self, trainer, incarnation=1, sequence=1, version=0):
+        """Let the gradients of a push arrive."""
+        self.shard.accept(PushId(trainer, 1, incarnation, sequence), version, [torch.ones(1)])
 
 
 def verdict(future):
@@ -199,18 +238,17 @@ def eviction(future):
 
 def test_a_push_that_is_repeated_gets_the_same_reply_in_every_state_and_counts_once():
     run = Run(arrived=False)
-    future = run.push(0, in_place=True)
-    assert run.push(0, in_place=True) is future  # while its gradients are on their way
+    future = run.push(0)
+    assert run.push(0) is future  # while its gradients are on their way
     assert run.ledger[0].pushes == 0
-    run.aggregator.transports[0].arrived = True
-    run.aggregator.gradients_arrived(0)
-    assert run.push(0, in_place=True) is future  # pending: the other trainer has not pushed
+    run.send(0)
+    assert run.push(0) is future  # pending: the other trainer has not pushed
     assert not future.done()
     run.aggregator.transports[1].arrived = True
     other = run.push(1)
     assert future.done()
     assert other.done()
-    assert run.push(0, version=0, in_place=True) is future  # applied
+    assert run.push(0, version=0) is future  # applied
     assert future.value().result.step == 1
     assert run.store.applied == [[(0, 1), (1, 1)]]
     assert run.monitor.updates == [(1, (0, 1))]
@@ -231,9 +269,8 @@ def test_a_push_that_is_repeated_after_it_was_applied_gets_the_grant_that_came_w
     assert len(run.store.applied) == 1
 
 
-@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("pushed", [False, True])
-def test_a_push_of_an_earlier_process_or_view_is_refused_and_changes_nothing(in_place, pushed):
+def test_a_push_of_an_earlier_process_or_view_is_refused_and_changes_nothing(pushed):
     run = Run()
     assert run.admit(0) == 2
     if pushed:
@@ -241,7 +278,7 @@ def test_a_push_of_an_earlier_process_or_view_is_refused_and_changes_nothing(in_
     before = run.ledger.state_dict()
     for about in ({"incarnation": 1}, {"incarnation": 2, "view": 2}, {"sequence": 2, "incarnation": 1}):
         with pytest.raises(Evicted, match="trainer 0 takes no part in the run any more, or joined it anew"):
-            run.push(0, in_place=in_place, **about)
+            run.push(0, **about)
     assert run.ledger.state_dict() == before
     run.push(1)
     assert run.store.applied == ([[(0, 2), (1, 1)]] if pushed else [])
@@ -273,7 +310,7 @@ def test_a_trainer_that_is_lost_before_its_push_is_not_waited_for():
 
 def test_a_push_that_is_not_complete_is_discarded_with_its_trainer():
     run = Run(arrived=False)
-    future = run.push(0, in_place=True)
+    future = run.push(0)
     run.aggregator.transports[1].arrived = True
     survivor = run.push(1)
     assert not survivor.done()
@@ -366,37 +403,50 @@ def test_a_trainer_that_is_forgotten_does_not_keep_the_run_from_its_end():
 
 # Gradients that arrive in parts, over RPC, and what becomes of them.
 
-TWO_LEAVES = (2, 3)
-
 
 class SentRun(Run):
     """A run whose gradients are sent: a first one, with the backward, and a bucket, which may come in any order."""
 
     def __init__(self, trainers=2):
-        self.applied = []
+        self.pulled = {}
         super().__init__(trainers)
+        self.store.apply = self.apply
+
+    @property
+    def applied(self):
+        return self.store.applied
 
     def admit(self, trainer, arrived=True):
-        leaves = [torch.zeros(size, requires_grad=True) for size in TWO_LEAVES]
-        codec = CastCodec(torch.float32)
-        outgoing = WireVersion(FlatLayout.of([]), codec, lambda: [])
-        self.aggregator.transports[trainer] = RpcServerTransport(leaves, outgoing)
         self.store.buffers = None
-        self.store.apply = self.apply
-        return self.ledger.admit(trainer)
+        self.aggregator.transports[trainer] = RpcServerTransport(self.shard.sent_version)
+        incarnation = self.ledger.admit(trainer)
+        self.pulled.pop(trainer, None)
+        return incarnation
 
-    def apply(self, version, update, pushes):
-        self.applied.append({p.report.trainer_index: [flat.tolist() for flat in p.gradients] for p in pushes})
+    def apply(self, pushes):
+        ids = [push_id(push.report) for push in pushes]
+        request = ApplyRequest(self.shard.version + 1, tuple((one, None) for one in ids), (), None, None, frozenset())
+        taken = self.shard.take_gradients(request)
+        self.store.applied.append({one.trainer_index: [flat.tolist() for flat in taken[one]] for one in ids})
+        self.shard.version += 1
+
+    def sender(self, trainer):
+        return TrainerId(trainer, 1, self.ledger[trainer].incarnation)
+
+    def pull(self, trainer):
+        """Pull once for each version: a step has one edge over which its first gradient returns."""
+        version = self.aggregator.rules.step
+        known = self.pulled.get(trainer)
+        if known is None or known[0] != version:
+            known = self.pulled[trainer] = version, self.aggregator.pull(self.sender(trainer), version)
+        return known[1]
 
     def send_first(self, trainer, value):
-        self.aggregator.transports[trainer].receive_first(torch.full(TWO_LEAVES[:1], value))
-        self.aggregator.gradients_arrived(trainer)
+        push_root([torch.full(TWO_LEAVES[:1], value)], self.pull(trainer)[:1]).backward()
 
     def send_bucket(self, trainer, value, version=None):
         version = self.aggregator.rules.step if version is None else version
-        reply = self.aggregator.receive_bucket(trainer, version, 1, torch.full(TWO_LEAVES[1:], value))
-        self.aggregator.gradients_arrived(trainer)
-        return reply
+        return self.aggregator.receive_bucket(self.sender(trainer), version, 1, torch.full(TWO_LEAVES[1:], value))
 
 
 def gradients(value):
@@ -408,7 +458,7 @@ def gradients(value):
 def test_a_push_completes_with_the_last_of_its_gradients_and_its_report_and_not_before(last):
     run = SentRun()
     sent = {
-        "report": lambda: run.push(0, in_place=True),
+        "report": lambda: run.push(0),
         "first": lambda: run.send_first(0, 3.0),
         "bucket": lambda: run.send_bucket(0, 3.0),
     }
@@ -417,7 +467,7 @@ def test_a_push_completes_with_the_last_of_its_gradients_and_its_report_and_not_
         assert run.ledger[0].accepted == 0
     run.send_first(1, 5.0)
     run.send_bucket(1, 5.0)
-    other = run.push(1, in_place=True)
+    other = run.push(1)
     assert not other.done()
     assert run.applied == []
     sent[last]()
@@ -428,11 +478,11 @@ def test_a_push_completes_with_the_last_of_its_gradients_and_its_report_and_not_
 @pytest.mark.claim("push-all-buckets")
 def test_a_push_that_the_context_completes_is_refused_without_its_bucket():
     run = SentRun()
-    leaf = run.aggregator.transports[0]._push._leaves[0]
-    report = StepReport(0, 0, 1, 0.5, 0.0, None, [0], (), 1, 1, 1)
+    run.send_first(0, 1.0)
     with pytest.raises(TrainingError, match="stepped a context without gradients"):
-        run.aggregator.push({leaf: torch.ones(2)}, report, [], None)
+        run.push(0, has_gradients=True)
     assert run.ledger[0].accepted == 0
+    assert run.aggregator.pop_waiters() == []
 
 
 @pytest.mark.claim("inbox-cleared")
@@ -441,7 +491,7 @@ def test_each_step_uses_its_own_gradients():
     run = SentRun(trainers=1)
     for step, value in enumerate((1.0, 2.0, 3.0), 1):
         run.send_first(0, value)
-        reply = run.push(0, sequence=step, in_place=True, announcement=GO)
+        reply = run.push(0, sequence=step, announcement=GO)
         assert not reply.done()
         run.send_bucket(0, value)
         assert verdict(reply) is Verdict.GO
@@ -451,23 +501,21 @@ def test_each_step_uses_its_own_gradients():
 @pytest.mark.claim("inbox-cleared")
 def test_the_gradients_of_a_trainer_that_goes_are_not_those_of_the_one_in_its_place():
     run = SentRun()
-    left = run.aggregator.transports[0]
     run.send_first(0, 100.0)
     run.send_bucket(0, 100.0)
     run.aggregator.remove(0)
-    assert left.collect_gradients({}) is None
     assert run.admit(0) == 2
     run.send_first(1, 1.0)
     run.send_bucket(1, 1.0)
-    run.push(1, in_place=True)
+    run.push(1)
     assert run.applied == [{1: gradients(1.0)}]
     granted = [run.announce(trainer) for trainer in (0, 1)]
     assert [verdict(grant) for grant in granted] == [Verdict.GO] * 2
-    replacement = run.push(0, incarnation=2, in_place=True)
+    replacement = run.push(0, incarnation=2)
     run.send_first(0, 2.0)
     run.send_first(1, 2.0)
     run.send_bucket(1, 2.0)
-    run.push(1, sequence=2, in_place=True)
+    run.push(1, sequence=2)
     assert not replacement.done()
     run.send_bucket(0, 2.0)
     assert run.applied[1:] == [{0: gradients(2.0), 1: gradients(2.0)}]
@@ -478,18 +526,19 @@ def test_the_gradients_of_a_trainer_that_goes_are_not_those_of_the_one_in_its_pl
 def test_a_trainer_that_is_removed_leaves_no_incomplete_push(missing):
     """Another process in its place has no push in progress, and its gradients complete its own one only."""
     run = SentRun()
-    old = run.push(0, in_place=True)
+    old = run.push(0)
     run.send_bucket(0, 100.0) if missing == "first" else run.send_first(0, 100.0)
     run.aggregator.remove(0)
     assert eviction(old) == "trainer 0 takes no part in the run any more"
     assert run.aggregator.pop_waiters() == []
     assert run.admit(0) == 2
     run.announce(0)
-    run.send_first(0, 2.0)
+    with pytest.raises(TrainingError, match="trainer 0 has no part in version 0 and pulled it"):
+        run.send_first(0, 2.0)
     assert run.ledger[0].accepted == 0
     run.send_first(1, 1.0)
     run.send_bucket(1, 1.0)
-    run.push(1, in_place=True)
+    run.push(1)
     assert run.applied == [{1: gradients(1.0)}]
     assert run.errors == []
 
@@ -509,9 +558,9 @@ def test_an_update_is_applied_and_recorded_before_any_reply(announces):
     replies[0].add_done_callback(look)
     apply = run.store.apply
 
-    def checked(version, update, pushes):
+    def checked(pushes):
         assert not any(reply.done() for reply in replies)
-        apply(version, update, pushes)
+        apply(pushes)
 
     run.store.apply = checked
     replies.append(run.push(1, announcement=announcement))
@@ -526,7 +575,7 @@ def test_an_update_is_applied_and_recorded_before_any_reply(announces):
 def test_no_reply_is_sent_while_an_update_is_computed_elsewhere():
     """In the thread of updates, or on another server."""
     run, computing = Run(), []
-    run.aggregator._compute = lambda work, then: computing.append((work, then))
+    run.updates.compute = lambda work, then: computing.append((work, then))
     replies = [run.push(trainer, announcement=GO) for trainer in (0, 1)]
     ((work, then),) = computing
     waits = run.aggregator.wait_version(0, 1)

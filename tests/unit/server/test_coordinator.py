@@ -1,33 +1,49 @@
 """How server 0 finds out that a shard server is lost."""
 
-import threading
-
 import pytest
-import torch
+from servers import NoNetwork
 
-from paramserver.distributed.membership import Member, Members
+from paramserver.config import ClusterConfig, Config
+from paramserver.context import StopRequest
+from paramserver.distributed.membership import Member
 from paramserver.errors import PeerLost, ViewChanged
+from paramserver.parameters.flat import FlatLayout, FlatTensors
+from paramserver.parameters.sharding import full_shard
 from paramserver.server.coordinator import ShardCoordinator
+from paramserver.server.server_run import ServerRun
+
+
+class Store:
+    """No parameters."""
+
+    parameters = FlatTensors({})
+
+
+def make_coordinator():
+    config, shard = Config(cluster=ClusterConfig(num_servers=2)), full_shard(FlatLayout.of([]))
+    return ShardCoordinator(
+        config, ServerRun(), NoNetwork(), StopRequest(), Store, (shard, shard), ({},), (), 0, lambda: (None, "")
+    )
 
 
 def test_a_loss_that_a_reply_shows_is_reported_also_where_another_thread_noticed_it_first():
     """That thread may not have reported it yet, and the error of the reply would be taken for that of the run."""
     member = Member(1, "server1", 1, "host, process 7", kind="server")
-    coordinator, reported = object.__new__(ShardCoordinator), []
-    coordinator._members, coordinator._on_lost = Members(), lambda *loss: reported.append(loss)
-    coordinator._members.join(member)
-    coordinator._members.lose(member)
-    future = torch.futures.Future()
-    future.set_exception(RuntimeError("ECONNRESET: connection reset by peer"))
+    coordinator, reported = make_coordinator(), []
+    coordinator.join(member)
+    coordinator.on_lost = lambda *loss: reported.append(loss)
+    reset = RuntimeError("ECONNRESET: connection reset by peer")
     with pytest.raises(PeerLost, match="is lost: its connection was closed"):
-        coordinator._value(1, future)
-    assert reported == [(member, "its connection was closed (ECONNRESET: connection reset by peer)")]
+        raise coordinator.unreachable(1, reset)
+    with pytest.raises(PeerLost, match="is lost: its connection was closed"):
+        raise coordinator.unreachable(1, reset)
+    assert reported == [(member, "its connection was closed (ECONNRESET: connection reset by peer)")] * 2
 
 
 def test_a_server_that_joins_twice_in_a_view_waits_for_the_next_one():
     """It has lost server 0, which may not have noticed that yet; its optimizer state was given away when it joined."""
     member = Member(1, "server1", 1, "node1, process 7", kind="server")
-    coordinator = object.__new__(ShardCoordinator)
-    coordinator._lock, coordinator._states, coordinator._members = threading.RLock(), {2: {}}, Members()
+    coordinator = make_coordinator()
+    coordinator.join(member)
     with pytest.raises(ViewChanged, match=r"^server 1 \(node1, process 7\) joins again; the run returns to its last"):
         coordinator.join(member)

@@ -2,13 +2,12 @@
 
 import gc
 import threading
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from servers import SumOfOutputs, no_checkpoints
+from servers import NoNetwork, SumOfOutputs, no_checkpoints, send_gradients
 
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.config import ClusterConfig, Config, ServerConfig, TrainingConfig
@@ -19,10 +18,9 @@ from paramserver.distributed.rpc_calls import RemoteError, returns_errors_async
 from paramserver.errors import Evicted, RunEnded, ViewChanged
 from paramserver.metrics.records import StepReport, TrainerTotals
 from paramserver.runs.monitor import RunMonitor
-from paramserver.server import coordinator, parameter_server
-from paramserver.server.parameter_server import ParameterServer
+from paramserver.server.build import build_server
 from paramserver.server.shard_server import ShardServer
-from paramserver.transport.messages import DataPosition
+from paramserver.transport.messages import DataPosition, Push
 from paramserver.transport.segments import SegmentHost, attach
 from paramserver.transport.shared_memory import gradients_key, parameters_key
 
@@ -30,11 +28,27 @@ READY = Announcement(Readiness.READY)
 TIMEOUT_S = 20.0
 
 
+class ToShard(NoNetwork):
+    """Server 0 reaches server 1 when the test delivers its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def send(self, name, timeout_s, handler, *arguments):
+        self.released.append((name, *arguments))
+
+    def send_deferred(self, name, handler, *arguments):
+        future = torch.futures.Future()
+        self.calls.append((future, handler, arguments))
+        return future
+
+
 class TwoServers:
     """Server 0 and server 1 for two trainers. Calls of server 0 to the other one are made by ``deliver``."""
 
-    def __init__(self, monkeypatch, segments, consistency="sync", transport="shared_memory"):
-        self.lost, self.calls, self.records = [], [], []
+    def __init__(self, segments, consistency="sync", transport="shared_memory"):
+        self.lost, self.records, self.network = [], [], ToShard()
         self.on_lost = self.lost.append
         config = Config(
             mode="rpc",
@@ -43,28 +57,28 @@ class TwoServers:
             training=TrainingConfig(max_steps=10),
         )
         monitor = RunMonitor(config, SimpleNamespace(write=self.records.append), Path())
-        for module in (parameter_server, coordinator):
-            monkeypatch.setattr(module, "watch_peer", lambda name, on_gone: None)
-        monkeypatch.setattr(coordinator, "send_deferred", self._send)
         task, checkpoints = SumOfOutputs(4, 4, 4), no_checkpoints(monitor)
-        self.server = ParameterServer(
-            task, config, 2, checkpoints, StopRequest(), segments, lambda member: self.on_lost(member)
+        self.server = build_server(
+            task,
+            config,
+            2,
+            checkpoints,
+            StopRequest(),
+            segments,
+            lambda member: self.on_lost(member),
+            network=self.network,
         )
-        assignment = self.server.coordinator.join(Member(1, "server1", 1, "here", kind="server"))
+        self.coordinator = self.server.roster.coordinator
+        assignment = self.coordinator.join(Member(1, "server1", 1, "here", kind="server"))
         self.shard = ShardServer(task, config, 1, assignment)
-        self.server.coordinator.shard_ready(1, self.shard.shares_memory)
+        self.coordinator.shard_ready(1, self.shard.shares_memory)
         self.workers = 0
-
-    def _send(self, name, handler, *arguments):
-        future = torch.futures.Future()
-        self.calls.append((future, partial(returns_errors_async(handler), self.shard, *arguments)))
-        return future
 
     def deliver(self):
         """Make the calls of server 0 to server 1."""
-        calls, self.calls = self.calls, []
-        for future, call in calls:
-            future.set_result(call().value())
+        calls, self.network.calls = self.network.calls, []
+        for future, handler, arguments in calls:
+            future.set_result(returns_errors_async(handler)(self.shard, *arguments).value())
 
     def join(self, index):
         self.workers += 1
@@ -86,16 +100,16 @@ class TwoServers:
         return sender
 
     def lose(self, member):
-        self.server._on_disconnect(member, "its connection was closed")
+        self.server.roster.on_disconnect(member, "its connection was closed")
 
     def push(self, sender, gradient, version=0, sequence=1):
         """Push in shared memory."""
-        address, layout = self.server._shared_memory.address, self.server.store.parameters.layout
+        address, layout = self.server.shared_memory.address, self.server.aggregator.store.parameters.layout
         key = gradients_key(sender.trainer_index, sender.incarnation)
         for flat in attach(address, key, layout, TIMEOUT_S):
             flat.fill_(gradient)
         report = StepReport(sender.trainer_index, version, 1, 0.5, 0.0, None, [0], (), 1, sender.incarnation, sequence)
-        return self.server.push_in_place(report, None)
+        return self.server.push(Push(report))
 
 
 @pytest.fixture(autouse=True)
@@ -111,11 +125,11 @@ def segments():
         yield host
 
 
-def test_a_shard_server_can_attach_the_gradients_of_a_trainer_that_was_replaced_since(monkeypatch, segments):
+def test_a_shard_server_can_attach_the_gradients_of_a_trainer_that_was_replaced_since(segments):
     """Its push is complete, but the update waits for the other trainer; until then nothing had to be attached."""
-    run = TwoServers(monkeypatch, segments)
+    run = TwoServers(segments)
     members, senders = run.start()
-    before = [flat.clone() for flat in run.server.store.parameters.flats]
+    before = [flat.clone() for flat in run.server.aggregator.store.parameters.flats]
     for sender in senders:
         run.server.announce(sender, READY)
     run.push(senders[1], gradient=4.0)
@@ -124,9 +138,9 @@ def test_a_shard_server_can_attach_the_gradients_of_a_trainer_that_was_replaced_
     run.connect(replacement)
     run.push(senders[0], gradient=2.0)
     run.deliver()
-    assert run.server.error is None
-    assert run.server.monitor.step == 1
-    for flat, old in zip(run.server.store.parameters.flats, before, strict=True):
+    assert run.server.run.error is None
+    assert run.server.aggregator.monitor.step == 1
+    for flat, old in zip(run.server.aggregator.store.parameters.flats, before, strict=True):
         assert torch.allclose(flat, old - 3.0)
     # The segment is released when a later process joins, so that there are at most two of a trainer.
     run.lose(replacement)
@@ -134,46 +148,42 @@ def test_a_shard_server_can_attach_the_gradients_of_a_trainer_that_was_replaced_
     assert sorted(key for key in segments._segments if key.startswith("gradients/1")) == [gradients_key(1, 3)]
 
 
-def test_a_snapshot_for_a_trainer_that_joins_during_an_update_is_not_that_of_the_next_version(monkeypatch, segments):
+def test_a_snapshot_for_a_trainer_that_joins_during_an_update_is_not_that_of_the_next_version(segments):
     """Server 0 has applied its shard and the other one has not."""
-    run = TwoServers(monkeypatch, segments, consistency="async")
+    run = TwoServers(segments, consistency="async")
     (_, member), (first, _) = run.start()
     run.server.announce(first, READY)
     run.push(first, gradient=1.0)
     run.lose(member)
     joining = run.connect(run.join(1))
-    assert run.calls, "the update is in progress"
+    assert run.network.calls, "the update is in progress"
     run.server.view_version(joining, None)
     run.deliver()
-    assert run.server.monitor.step == 1
+    assert run.server.aggregator.monitor.step == 1
     slot = run.server.announce(joining, READY).value().slot
-    address, layout = run.server._shared_memory.address, run.server.store.parameters.layout
-    for snapshot, flat in zip(
-        attach(address, parameters_key(slot), layout, TIMEOUT_S), run.server.store.parameters.flats, strict=True
-    ):
+    address, parameters = run.server.shared_memory.address, run.server.aggregator.store.parameters
+    snapshots = attach(address, parameters_key(slot), parameters.layout, TIMEOUT_S)
+    for snapshot, flat in zip(snapshots, parameters.flats, strict=True):
         assert torch.equal(snapshot, flat)
 
 
-def test_a_trainer_whose_gradients_were_sent_is_not_continued_without_while_others_share_memory(monkeypatch, segments):
+def test_a_trainer_whose_gradients_were_sent_is_not_continued_without_while_others_share_memory(segments):
     """They may have reached server 0 alone; the update would wait for them on the other one."""
-    run = TwoServers(monkeypatch, segments, transport="auto")
+    run = TwoServers(segments, transport="auto")
     (_, member), senders = run.start(shares=(True, False))
     for sender in senders:
         run.server.announce(sender, READY)
-    leaves = run.server.store.pipeline.updates.leaves
-    monkeypatch.setattr(
-        parameter_server.dist_autograd, "get_gradients", lambda _: {leaf: torch.ones_like(leaf) for leaf in leaves}
-    )
     report = StepReport(1, 0, 1, 0.5, 0.0, None, [0], (), 1, member.incarnation, 1)
-    run.server.push(7, report, None)
+    run.server.push(Push(report))
+    send_gradients(run.server, run.server.shard.leaves, senders[1], 0)
     assert run.server.aggregator.ledger[1].accepted == 1
     run.lose(member)
-    assert isinstance(run.server.error, ViewChanged)
+    assert isinstance(run.server.run.error, ViewChanged)
 
 
-def test_a_process_takes_the_place_of_a_lost_trainer_after_the_loss_was_reported(monkeypatch, segments):
+def test_a_process_takes_the_place_of_a_lost_trainer_after_the_loss_was_reported(segments):
     """Otherwise its claim of the rank, and what it told the simulations, would be undone."""
-    run = TwoServers(monkeypatch, segments)
+    run = TwoServers(segments)
     (_, member), _ = run.start()
     reporting, finish = threading.Event(), threading.Event()
 
@@ -200,27 +210,23 @@ def test_a_process_takes_the_place_of_a_lost_trainer_after_the_loss_was_reported
 
 
 def test_the_context_of_a_process_is_released_on_all_servers_when_it_is_dead_and_not_when_it_is_silent(
-    monkeypatch, segments
+    segments,
 ):
-    run, released = TwoServers(monkeypatch, segments, transport="auto"), []
-    monkeypatch.setattr(parameter_server, "current_context_id", lambda: 7)
-    monkeypatch.setattr(
-        parameter_server, "release_context", lambda context_id: released.append(("server 0", context_id))
-    )
+    run = TwoServers(segments, transport="auto")
+    released = run.network.released
     (_, member), senders = run.start(shares=(True, False))  # in shared memory there is no pull
     for sender in senders:
         run.server.announce(sender, READY)
-    monkeypatch.setattr(coordinator, "send", lambda name, timeout_s, handler, *a: released.append((name, *a)))
-    run.server.pull(senders[1])
-    run.server._lose(member, "no heartbeat")
+    run.server.pull(senders[1], 0)
+    run.server.roster.lose(member, "no heartbeat")
     run.connect(run.join(1))
     assert released == []
     run.lose(member)
     assert released == [("server 0", 7), ("server1", 7)]
 
 
-def test_a_trainer_that_joined_too_late_to_take_part_is_not_waited_for(monkeypatch, segments):
-    run = TwoServers(monkeypatch, segments)
+def test_a_trainer_that_joined_too_late_to_take_part_is_not_waited_for(segments):
+    run = TwoServers(segments)
     (_, lost), (first, _) = run.start()
     run.lose(lost)
     late = run.join(1)
@@ -228,11 +234,11 @@ def test_a_trainer_that_joined_too_late_to_take_part_is_not_waited_for(monkeypat
     run.server.aggregator.rules.participants = {0}
     with pytest.raises(RunEnded):
         run.server.announce(run.connect(late), READY)
-    run.server._on_disconnect(late, None)
-    assert [member.index for member in run.server.members.present()] == [0]
-    assert not run.server.finished.is_set()
+    run.server.roster.on_disconnect(late, None)
+    assert [member.index for member in run.server.roster.members.present()] == [0]
+    assert not run.server.run.finished.is_set()
     run.server.leave(first, TrainerTotals(0), Decision(Verdict.END, (), 0, 0))
-    assert run.server.finished.is_set()
+    assert run.server.run.finished.is_set()
 
 
 # Processes that join as one trainer.
@@ -260,12 +266,12 @@ class MeetingLock:
 
 @pytest.mark.claim("one-join")
 @pytest.mark.parametrize("first", ["older", "newer"])
-def test_of_two_processes_that_join_as_one_trainer_at_once_the_newer_one_trains(monkeypatch, segments, first):
+def test_of_two_processes_that_join_as_one_trainer_at_once_the_newer_one_trains(segments, first):
     """Both have found the place free when the first of them takes it. The other one gets an error at once."""
-    run = TwoServers(monkeypatch, segments)
+    run = TwoServers(segments)
     server, replies = run.server, {}
     members = {name: Member(0, f"trainer0_{n}", n, f"here, {n}") for n, name in enumerate(("older", "newer"), 10)}
-    lock, server._loss_lock = server._loss_lock, MeetingLock(server._loss_lock, first)
+    lock, server.roster._loss_lock = server.roster._loss_lock, MeetingLock(server.roster._loss_lock, first)
     join = returns_errors_async(server.join)
     threads = [
         threading.Thread(target=lambda own=own: replies.update({own: join(members[own], 8)}), name=own)
@@ -275,8 +281,8 @@ def test_of_two_processes_that_join_as_one_trainer_at_once_the_newer_one_trains(
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT_S)
-    server._loss_lock = lock
-    assert [member for member in server.members.present() if member.index == 0] == [members["newer"]]
+    server.roster._loss_lock = lock
+    assert [member for member in server.roster.members.present() if member.index == 0] == [members["newer"]]
     refused = replies["older"].value()
     assert isinstance(refused, RemoteError)
     assert isinstance(refused.error(), Evicted)
@@ -285,4 +291,4 @@ def test_of_two_processes_that_join_as_one_trainer_at_once_the_newer_one_trains(
     assert replies["newer"].value().incarnation == members["newer"].incarnation
     granted = [server.announce(sender, READY) for sender in senders]
     assert [grant.value().decision.verdict for grant in granted] == [Verdict.GO, Verdict.GO]
-    assert server.error is None
+    assert server.run.error is None

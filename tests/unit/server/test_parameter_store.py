@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,14 +14,16 @@ from paramserver.consistency import Update
 from paramserver.devices import CPU
 from paramserver.errors import TaskError
 from paramserver.metrics.records import StepReport
-from paramserver.optim.bucket_updates import BucketUpdates
 from paramserver.optim.shard_updater import staleness_factor
 from paramserver.parameters.model import build_model
 from paramserver.parameters.model_tree import ModelTree
+from paramserver.server.coordinator import split_over_servers
 from paramserver.server.parameter_store import ParameterStore
-from paramserver.server.update_pipeline import UpdatePipeline
+from paramserver.server.server_run import ServerRun
+from paramserver.server.shard import ParameterShard
+from paramserver.server.updates import Updates
 from paramserver.transport.compression import CastCodec
-from paramserver.transport.messages import Push
+from paramserver.transport.messages import PendingPush, push_id
 
 # What torch.optim offers, but those that need a closure or sparse gradients.
 NAMES = sorted(
@@ -67,14 +68,47 @@ def gradients(model, seed):
     }
 
 
-def push(versions, trainer_index, given):
-    """What a trainer sends: flat gradients, and the mask of those that it has."""
-    flats = versions.parameters.layout.allocate()
-    views = versions.parameters.layout.views(flats)
-    for name, gradient in given.items():
-        views[name].copy_(gradient)
-    report = StepReport(trainer_index, 0, 8, 1.0, 0.0, tuple(name in given for name in views))
-    return Push(flats, report, None, None, torch.futures.Future(), 0.0)
+class Server:
+    """The parameters of the only server, and its updates."""
+
+    def __init__(self, task, effective, by_bucket=False):
+        self.config, self.run, self.errors = effective, ServerRun(), []
+        self.store = ParameterStore(task, effective)
+        self.segments = {}
+        (whole,), updater, _ = split_over_servers(self.store, 1)
+        codec, clip = CastCodec(torch.float32), effective.training.clip_grad_norm
+        self.shard = ParameterShard(
+            updater,
+            codec,
+            self.run.lock,
+            0,
+            whole if by_bucket else None,
+            max_norm=clip,
+            attach=self.segments.__getitem__,
+            snapshot=None if by_bucket else lambda: self.store.snapshot()[0],
+        )
+        self.updates = Updates(effective, self.store, self.shard, (whole,), (), self.run, lambda: True, None)
+
+    def push(self, trainer_index, given, buffers=None, segment_key=None):
+        """Send what a trainer does: flat gradients, and the mask of those that it has."""
+        flats = self.store.parameters.layout.allocate()
+        views = self.store.parameters.layout.views(flats)
+        for name, gradient in given.items():
+            views[name].copy_(gradient)
+        used, version = tuple(name in given for name in views), self.shard.version
+        report = StepReport(trainer_index, version, 8, 1.0, 0.0, used, sequence=version + 1)
+        if segment_key is None:
+            self.shard.accept(push_id(report), version, flats)
+        else:
+            self.segments[segment_key] = flats
+        return PendingPush(report, buffers, None, torch.futures.Future(), 0.0, segment_key)
+
+    def apply(self, update, pushes):
+        applied = []
+        self.updates.apply(self.shard.version + 1, update, pushes, set(), set(), lambda: applied.append(True))
+        if self.run.error is not None:
+            raise self.run.error
+        assert applied == [True]
 
 
 def config(**training):
@@ -104,12 +138,13 @@ def plainly(task, steps, trainers, clip=None, scales=None):
 
 
 def served(task, steps, trainers, staleness=None, **training):
-    versions = ParameterStore(task, config(**training))
+    server = Server(task, config(**training))
+    store = server.store
     for step in range(steps):
-        pushes = [push(versions, i, gradients(versions.model, 100 * step + i)) for i in range(trainers)]
+        pushes = [server.push(i, gradients(store.model, 100 * step + i)) for i in range(trainers)]
         stale = (staleness[step],) if staleness else (0,) * trainers
-        versions.apply(1, Update(tuple(range(trainers)), stale, 0), pushes)
-    return versions.model.state_dict(), copy.deepcopy(versions.updater.optimizer.state_dict())
+        server.apply(Update(tuple(range(trainers)), stale, 0), pushes)
+    return store.model.state_dict(), copy.deepcopy(store.updater.optimizer.state_dict())
 
 
 def assert_same(one, other):
@@ -168,20 +203,22 @@ def test_a_parameter_without_a_gradient_is_not_stepped_though_it_decays():
 
 
 def test_a_gradient_that_one_trainer_has_counts_as_zero_for_the_other():
-    versions = ParameterStore(Given("SGD"), config())
-    before = versions.model.scale.detach().clone()
-    lacking = {n: g for n, g in gradients(versions.model, 1).items() if n != "scale"}
+    server = Server(Given("SGD"), config())
+    model = server.store.model
+    before = model.scale.detach().clone()
+    lacking = {n: g for n, g in gradients(model, 1).items() if n != "scale"}
     having = {**lacking, "scale": torch.tensor(2.0)}
-    versions.apply(1, Update((0, 1), (0, 0), 0), [push(versions, 0, lacking), push(versions, 1, having)])
-    assert torch.allclose(versions.model.scale, before - 0.01 * 1.0)
+    server.apply(Update((0, 1), (0, 0), 0), [server.push(0, lacking), server.push(1, having)])
+    assert torch.allclose(model.scale, before - 0.01 * 1.0)
 
 
 def test_a_snapshot_stays_what_it_was():
-    versions = ParameterStore(Given("SGD"), config())
+    server = Server(Given("SGD"), config())
+    versions = server.store
     flats, _ = versions.snapshot()
     held = [flat.clone() for flat in flats]
     versions.retain(0)
-    versions.apply(1, Update((0,), (0,), 0), [push(versions, 0, gradients(versions.model, 1))])
+    server.apply(Update((0,), (0,), 0), [server.push(0, gradients(versions.model, 1))])
     assert all(torch.equal(a, b) for a, b in zip(flats, held, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(versions.retained(0)[0], held, strict=True))
     assert not torch.equal(versions.snapshot()[0][0], held[0])
@@ -191,26 +228,23 @@ def test_a_snapshot_stays_what_it_was():
 
 
 @pytest.mark.claim("slow-update")
-def test_what_is_read_while_an_update_is_written_is_not_kept_for_its_version():
+@pytest.mark.parametrize("by_bucket", [False, True])
+def test_what_is_read_while_an_update_is_written_is_not_kept_for_its_version(by_bucket):
     """A trainer that joins over RPC reads while the others, which share memory, make an update."""
-    store = ParameterStore(Given("SGD"), config())
-    buckets = BucketUpdates(store.shard_updater, store.shard)
-    store.pipeline = UpdatePipeline(buckets, CastCodec(torch.float32))
-    held = []
-    store.updater.optimizer.register_step_pre_hook(
-        lambda *_: held.extend([store.snapshot(), store.shard_snapshot(), store.pipeline.snapshot()])
-    )
-    store.apply(1, Update((0,), (0,), 0), [replace(push(store, 0, gradients(store.model, 1)), segment_key="shared")])
-    assert len(held) == 3
-    for flats in (store.snapshot()[0], store.shard_snapshot(), store.pipeline.snapshot()):
+    server, held = Server(Given("SGD"), config(), by_bucket), []
+    store, shard = server.store, server.shard
+    store.updater.optimizer.register_step_pre_hook(lambda *_: held.extend([store.snapshot(), shard.sent_version()]))
+    server.apply(Update((0,), (0,), 0), [server.push(0, gradients(store.model, 1), segment_key="shared")])
+    assert len(held) == 2
+    for flats in (store.snapshot()[0], shard.sent_version()):
         assert all(map(torch.equal, flats, store.parameters.flats))
 
 
 def test_no_push_is_held_on_to():
     """In async a gradient's memory is the trainer's next one's."""
-    versions = ParameterStore(Given("SGD"), config())
-    versions.apply(1, Update((0,), (0,), 0), [push(versions, 0, gradients(versions.model, 1))])
-    assert all(p.grad is None for p in versions.model.parameters())
+    server = Server(Given("SGD"), config())
+    server.apply(Update((0,), (0,), 0), [server.push(0, gradients(server.store.model, 1))])
+    assert all(p.grad is None for p in server.store.model.parameters())
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused():
@@ -252,18 +286,17 @@ def test_the_forward_on_the_server_is_the_models():
 @pytest.mark.claim("async-buffers")
 def test_the_module_buffers_of_a_version_are_those_of_the_last_push_and_are_not_merged():
     """As documented for async: two trainers compute with the same version, one after the other pushes."""
-    versions = ParameterStore(Given("SGD"), config())
+    server = Server(Given("SGD"), config())
+    versions = server.store
     name = next(name for name in versions.model.state_dict() if name.endswith("num_batches_tracked"))
     sent = []
     for index in range(2):
         trainer = build_model(Given("SGD"), 0, CPU)
         trainer(torch.full((4, 1, 6, 6), 1.0 + index))
-        sent.append(
-            replace(push(versions, index, gradients(trainer, index)), buffers=ModelTree(trainer).pack_buffers())
-        )
-    for version, one in enumerate(sent, start=1):
+        sent.append(server.push(index, gradients(trainer, index), ModelTree(trainer).pack_buffers()))
+    for one in sent:
         index = one.report.trainer_index
-        versions.apply(version, Update((index,), (index,), index), [one])
+        server.apply(Update((index,), (index,), index), [one])
         found = versions.buffers.values()
         assert all(torch.equal(found[key], value) for key, value in one.buffers.values().items())
         assert versions.model.state_dict()[name] == 1  # also after the second push

@@ -9,35 +9,39 @@ from paramserver.consistency import PushId, TrainerId
 from paramserver.errors import Evicted, TrainingError
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.sharding import full_shard, get_hyperparameters
-from paramserver.server import shard_server
 from paramserver.server.shard_server import ShardServer
+from paramserver.transport.autograd import push_root
 from paramserver.transport.messages import ApplyRequest, ShardAssignment
 
 VIEW = 2
 
 
 class Served:
-    """A shard server with all parameters, which are zero, and the contexts of distributed autograd that it knows."""
+    """A shard server with all parameters, which are zero."""
 
-    def __init__(self, monkeypatch, by_bucket=False):
-        self.contexts = {}
+    def __init__(self, by_bucket=False):
+        self.pulled = {}
         task = SumOfOutputs(2, 1)
         layout = FlatLayout.of(trainable_parameters(task.build_model()).items())
         shard = full_shard(layout)
         weights = [torch.zeros(size) for size in layout.sizes]
         assignment = ShardAssignment(shard, layout, weights, {}, 0, None, "", shard if by_bucket else None)
         self.server = ShardServer(task, Config(), 1, assignment, VIEW)
-        monkeypatch.setattr(shard_server.dist_autograd, "get_gradients", lambda context_id: self.contexts[context_id])
 
     def push(self, incarnation, gradient, sequence=1, version=0, trainer=0, view=VIEW):
         push = PushId(trainer, view, incarnation, sequence)
-        leaf = self.server._leaves[0]
-        self.contexts[1] = {leaf: torch.full_like(leaf, gradient)}
-        self.server.push(1, push, version)
+        self.server.report_push(push, version)
+        known = trainer, incarnation, version
+        if known not in self.pulled:
+            self.pulled[known] = self.server.pull(push, version)
+        self.backward(self.pulled[known], gradient)
         return push
 
+    def backward(self, pulled, gradient):
+        push_root([torch.full_like(self.server.shard.leaves[0], gradient)], pulled[:1]).backward()
+
     def apply(self, version, *pushes):
-        groups = GROUPS if self.server._pipeline else [{"lr": 1.0}]
+        groups = GROUPS if self.server.shard.pipeline else [{"lr": 1.0}]
         request = ApplyRequest(
             version, tuple((p, None) for p in pushes), (1.0,) * len(pushes), None, groups, frozenset()
         )
@@ -45,12 +49,12 @@ class Served:
 
     @property
     def weight(self):
-        return float(self.server.shard_updater.ranges[0][0])
+        return float(self.server.shard.updater.ranges[0][0])
 
 
 @pytest.fixture
-def served(monkeypatch):
-    return Served(monkeypatch)
+def served():
+    return Served()
 
 
 def test_a_push_of_a_process_that_was_lost_is_not_taken_for_that_of_the_one_in_its_place(served):
@@ -103,8 +107,8 @@ GROUPS = get_hyperparameters(SumOfOutputs(2, 1).build_optimizer(SumOfOutputs(2, 
 
 
 @pytest.fixture
-def by_bucket(monkeypatch):
-    return Served(monkeypatch, by_bucket=True)
+def by_bucket():
+    return Served(by_bucket=True)
 
 
 def names(reply):
@@ -133,7 +137,7 @@ def test_the_next_step_of_server_0_makes_the_version_too(by_bucket):
     by_bucket.server.begin_update(0, [0], GROUPS)
     by_bucket.push(incarnation=1, gradient=3.0)
     assert not by_bucket.server.begin_update(1, [0], GROUPS).done()
-    assert (by_bucket.server.version, by_bucket.weight) == (1, -3.0)
+    assert (by_bucket.server.shard.version, by_bucket.weight) == (1, -3.0)
 
 
 def test_an_update_that_was_computed_and_is_not_the_decision_is_dropped(by_bucket):
@@ -151,7 +155,7 @@ def test_what_an_update_in_advance_raises_is_the_reply_to_the_request(by_bucket,
     def raises(*args):
         raise kind("from a step")
 
-    monkeypatch.setattr(by_bucket.server._pipeline.updates, "compute", raises)
+    monkeypatch.setattr(by_bucket.server.shard.pipeline.updates, "compute", raises)
     by_bucket.server.begin_update(0, [0], GROUPS)
     pushed = by_bucket.push(incarnation=1, gradient=3.0)
     reply = names(by_bucket.apply(1, pushed))
@@ -180,26 +184,51 @@ def test_a_version_that_was_not_computed_is_not_made_by_a_message_for_it(by_buck
 
 @pytest.mark.claim("late-bucket")
 @pytest.mark.parametrize("pushed", [False, True])
-def test_a_late_message_of_an_earlier_version_does_not_change_the_present_push(monkeypatch, pushed):
+def test_a_late_message_of_an_earlier_version_does_not_change_the_present_push(pushed):
     """The trainer's step after it is in progress, or has been pushed."""
-    served = Served(monkeypatch)
+    served = Served()
     server, sender = served.server, TrainerId(0, VIEW, 1)
+    repeated = server.pull(sender, 0)
     first = served.push(incarnation=1, gradient=1.0)
     assert served.apply(1, first).done()
     present = PushId(0, VIEW, 1, 2)
-    leaf = server._leaves[0]
-    server._first_arrived(sender, 1, torch.full_like(leaf, 3.0))
+    served.backward(server.pull(sender, 1), 3.0)
     if pushed:
-        server.push_in_place(present, 1)
+        server.report_push(present, 1)
     # Each of them was sent before, and arrives now.
     assert server.receive_bucket(sender, 0, 1, torch.full((1,), 100.0)).value() is None
-    server._first_arrived(sender, 0, torch.full_like(leaf, 100.0))
-    server.push_in_place(first, 0)
-    served.contexts[1] = {leaf: torch.full_like(leaf, 100.0)}
-    server.push(1, first, 0)
+    served.backward(repeated, 100.0)
+    server.report_push(first, 0)
     if not pushed:
-        server.push_in_place(present, 1)
+        server.report_push(present, 1)
     reply = served.apply(2, present)
     assert reply.done()
     assert reply.value() is None
+    assert served.weight == -4.0
+
+
+@pytest.mark.claim("slow-update")
+def test_a_version_that_is_pulled_while_its_successor_is_written_is_not_half_of_each(served):
+    """Another trainer was granted it before, and is slow."""
+    pulled, slow = [], TrainerId(1, VIEW, 1)
+    optimizer = served.server.shard.updater.optimizer
+    optimizer.register_step_post_hook(lambda *_: pulled.append(served.server.pull(slow, 0)))
+    named = ((served.push(incarnation=1, gradient=3.0), None),)
+    request = ApplyRequest(1, named, (1.0,), None, [{"lr": 1.0}], frozenset({0}))
+    assert served.server.apply(request).done()
+    assert served.weight == -3.0
+    assert pulled[0][0].detach().tolist() == [0.0] * pulled[0][0].numel()
+
+
+def test_the_report_of_a_push_that_server_0_dropped_does_not_name_the_gradients_of_the_next_one(served):
+    """Its gradients did not arrive here; those of the next push come before the report of that."""
+    server, dropped, present = served.server, PushId(0, VIEW, 1, 1), PushId(0, VIEW, 1, 2)
+    server.report_push(dropped, 0)
+    other = served.push(incarnation=1, gradient=1.0, trainer=1)
+    assert served.apply(1, other).done()
+    served.backward(server.pull(present, 1), 3.0)
+    reply = served.apply(2, present)
+    assert not reply.done()
+    server.report_push(present, 1)
+    assert reply.done()
     assert served.weight == -4.0

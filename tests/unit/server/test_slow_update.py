@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from servers import SumOfOutputs, no_checkpoints
+from servers import NoNetwork, SumOfOutputs, no_checkpoints, send_gradients
 
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.config import ClusterConfig, Config, ServerConfig, TrainingConfig
@@ -28,11 +28,10 @@ from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.sharding import full_shard, get_hyperparameters
 from paramserver.runs.monitor import RunMonitor
 from paramserver.runtime.rank import _end_without
-from paramserver.server import parameter_server, shard_server
-from paramserver.server.parameter_server import ParameterServer
+from paramserver.server.build import build_server
 from paramserver.server.shard_server import ShardServer
 from paramserver.server.update_executor import UpdateExecutor
-from paramserver.transport.messages import ApplyRequest, DataPosition, ShardAssignment
+from paramserver.transport.messages import ApplyRequest, DataPosition, Push, ShardAssignment
 
 READY = Announcement(Readiness.READY)
 TIMEOUT_S = 20.0
@@ -119,17 +118,17 @@ class Run:
         checkpoints = no_checkpoints(self.monitor)
         checkpoints.save = self._save
         checkpoints.commit = lambda staged, parts, pause_s: self.saved.append(sorted(parts))
-        monkeypatch.setattr(parameter_server, "watch_peer", lambda name, on_gone: None)
-        monkeypatch.setattr(parameter_server, "current_context_id", lambda: 7)
-        monkeypatch.setattr(parameter_server, "release_context", lambda context_id: None)
-        held = SimpleNamespace(get_gradients=lambda _: {leaf: torch.ones_like(leaf) for leaf in self.leaves})
-        monkeypatch.setattr(parameter_server, "dist_autograd", held)
-        self.server = ParameterServer(
-            SlowTask(self.gate, kind), config, TRAINERS, checkpoints, StopRequest(), submit=updates.submit
+        self.server = build_server(
+            SlowTask(self.gate, kind),
+            config,
+            TRAINERS,
+            checkpoints,
+            StopRequest(),
+            submit=updates.submit,
+            network=NoNetwork(),
         )
-        pipeline = self.server.store.pipeline
-        self.leaves = self.server.store.leaves if pipeline is None else pipeline.updates.leaves
-        if pipeline is not None:
+        self.leaves = self.server.shard.leaves
+        if (pipeline := self.server.shard.pipeline) is not None:
             self._slow_buckets(monkeypatch, pipeline.updates)
         self.members = [self.join(index) for index in range(TRAINERS)]
         for member in self.members:
@@ -160,7 +159,7 @@ class Run:
 
     def rejoin(self, index):
         """Lose a trainer, and let another process take its place."""
-        self.server._on_disconnect(self.members[index], "its connection was closed")
+        self.server.roster.on_disconnect(self.members[index], "its connection was closed")
         self.members[index] = self.join(index)
         self.connect(self.members[index])
         self.server.view_version(self.senders[index], None)
@@ -171,13 +170,17 @@ class Run:
 
     def push(self, index, optimizer=""):
         server, sender = self.server, self.senders[index]
-        for number in range(1, len(self.leaves)):
-            server.receive_bucket(sender, 0, number, torch.ones_like(self.leaves[number]))
         report = StepReport(index, 0, 1, 0.5, 0.0, None, [0], (), 1, sender.incarnation, 1, optimizer)
-        return server.push(7, report, None, READY)
+        reply = server.push(Push(report, None, READY))
+        send_gradients(server, self.leaves, sender, 0)
+        return reply
 
     def beat(self, index, blocks=False):
         return self.server.heartbeat(index, self.members[index].worker_id, blocks)
+
+    def request_stop(self):
+        with self.server.run.lock:
+            self.server.aggregator.request_stop()
 
     def others(self, *lost):
         return [index for index in range(TRAINERS) if index not in lost]
@@ -207,7 +210,7 @@ def test_no_handler_waits_for_an_update(monkeypatch, updates, workers, kind):
     assert run.gate.reached.wait(TIMEOUT_S)
     # The update is held. More calls than the agent has threads, of every kind that a step makes.
     later = [i for i in run.others(3) if i not in pushed]
-    answers(workers, *(partial(run.server.pull, run.senders[i]) for i in later))
+    answers(workers, *(partial(run.server.pull, run.senders[i], 0) for i in later))
     pushed |= dict(zip(later, answers(workers, *(partial(run.push, i) for i in later)), strict=True))
     beats = answers(workers, *(partial(run.beat, i, blocks) for i in run.others() for blocks in (True, False)))
     assert beats == [""] * len(beats)
@@ -215,17 +218,18 @@ def test_no_handler_waits_for_an_update(monkeypatch, updates, workers, kind):
     assert [reply is grant for reply, grant in zip(again, granted, strict=True)] == [True] * TRAINERS
     answers(workers, *(partial(server.receive_records, run.senders[i], []) for i in run.others()))
     (rejoined,) = answers(workers, partial(run.rejoin, 3))
-    answers(workers, server.request_stop, server.check_heartbeats, server.check_absences, *map_averages(run))
-    assert [member.index for member in server.members.present()].count(3) == 1
-    assert len(server.members.present()) == TRAINERS
+    roster = server.roster
+    answers(workers, run.request_stop, roster.check_heartbeats, roster.check_absences, *map_averages(run))
+    assert [member.index for member in server.roster.members.present()].count(3) == 1
+    assert len(server.roster.members.present()) == TRAINERS
     assert not any(reply.done() for i, reply in pushed.items() if i != 3)
     # It goes on: every push is applied once, and the trainer that joined takes part.
     run.gate.opened.set()
     results = [reply.wait() for i, reply in sorted(pushed.items()) if i != 3]
-    assert server.error is None, server.error
+    assert server.run.error is None, server.run.error
     assert {result.result.dropped for result in results} == {False}
     assert rejoined.wait().decision is not None
-    assert server.monitor.step == (1 if waits_for_all else len(pushed))
+    assert server.aggregator.monitor.step == (1 if waits_for_all else len(pushed))
 
 
 def map_averages(run):
@@ -250,14 +254,14 @@ def test_no_handler_waits_for_the_staging_of_a_checkpoint(monkeypatch, updates, 
         workers, *(partial(server.stage_checkpoint, run.senders[i], "periodic", number=1) for i in run.others())
     )
     assert [reply is first for reply, first in zip(repeated, staged, strict=True)] == [True] * TRAINERS
-    answers(workers, partial(run.rejoin, 3), server.check_heartbeats)
+    answers(workers, partial(run.rejoin, 3), server.roster.check_heartbeats)
     assert not any(reply.done() for reply in staged)
     run.staging.opened.set()
     assert [reply.wait() for reply in staged] == [True] * TRAINERS
     for index in run.others(3):
-        server.finish_part(run.senders[index], server.monitor.step, 0.0, number=2)
+        server.finish_part(run.senders[index], server.aggregator.monitor.step, 0.0, number=2)
     assert run.saved == [run.others()]
-    assert server.error is None
+    assert server.run.error is None
 
 
 def test_no_trainer_is_left_behind_while_a_checkpoint_is_staged(monkeypatch, updates):
@@ -268,28 +272,28 @@ def test_no_trainer_is_left_behind_while_a_checkpoint_is_staged(monkeypatch, upd
     server.aggregator.rules.participants = set(run.others())
     staged = [server.stage_checkpoint(run.senders[i], "interrupted", number=1) for i in run.others()]
     assert run.staging.reached.wait(TIMEOUT_S)
-    server.end_without("the limit", ranks, also_waiting=False)
-    server.end_without("the limit", ranks, also_waiting=True)
+    server.roster.end_without("the limit", ranks, also_waiting=False)
+    server.roster.end_without("the limit", ranks, also_waiting=True)
     run.staging.opened.set()
     assert [reply.wait() for reply in staged] == [True] * TRAINERS
-    server.end_without("the limit", ranks, also_waiting=True)
-    assert (len(server.members.present()), server.left_behind) == (TRAINERS, [])
+    server.roster.end_without("the limit", ranks, also_waiting=True)
+    assert (len(server.roster.members.present()), server.roster.left_behind) == (TRAINERS, [])
 
 
 def test_the_last_checkpoint_of_a_server_without_trainers_has_no_limit(monkeypatch, updates):
     run = Run(monkeypatch, updates, "sync")
     server, ranks = run.server, range(1, TRAINERS + 1)
     run.announce_all()
-    server._stop.request("signal SIGTERM")
-    server.end_without("the limit", ranks, also_waiting=True)
+    server.aggregator.stop.request("signal SIGTERM")
+    server.roster.end_without("the limit", ranks, also_waiting=True)
     assert run.staging.reached.wait(TIMEOUT_S)
-    assert server.members.present() == []
-    with StopLimit(server._stop, 15.0) as limit:
+    assert server.roster.members.present() == []
+    with StopLimit(server.aggregator.stop, 15.0) as limit:
         _end_without(server, limit, ranks, over_s=1000.0)
     run.staging.opened.set()
-    assert server.finished.wait(TIMEOUT_S)
-    assert server.error is None
-    assert server.last_decision.interrupted
+    assert server.run.finished.wait(TIMEOUT_S)
+    assert server.run.error is None
+    assert server.run.last_decision.interrupted
 
 
 def test_a_forward_of_the_user_ends_with_the_run_and_does_not_wait_for_its_update(monkeypatch, updates, workers):
@@ -303,7 +307,7 @@ def test_a_forward_of_the_user_ends_with_the_run_and_does_not_wait_for_its_updat
     forward = workers.submit(run.server.forward, torch.ones(1, 4))
     assert asked.wait(TIMEOUT_S)
     began = time.monotonic()
-    run.server.fail(TaskError("the loss is NaN"))
+    run.server.run.fail(TaskError("the loss is NaN"))
     with pytest.raises(PeerFailed, match="the loss is NaN"):
         forward.result(TIMEOUT_S)
     assert time.monotonic() - began < TIMEOUT_S / 2
@@ -318,7 +322,7 @@ def test_a_forward_of_the_user_reads_after_the_update(monkeypatch, updates, work
     run.push(0).wait()
     (output,) = answers(workers, partial(run.server.forward, torch.ones(1, 4)))
     with torch.no_grad():
-        assert torch.equal(output, run.server.store.model(torch.ones(1, 4)))
+        assert torch.equal(output, run.server.aggregator.store.model(torch.ones(1, 4)))
 
 
 def test_a_run_that_fails_while_an_update_is_computed_drops_the_result(monkeypatch, updates, workers):
@@ -326,12 +330,12 @@ def test_a_run_that_fails_while_an_update_is_computed_drops_the_result(monkeypat
     run.announce_all()
     reply = run.push(0)
     assert run.gate.reached.wait(TIMEOUT_S)
-    answers(workers, *(partial(run.server._on_disconnect, member, "gone") for member in run.members))
-    run.server.fail(RemoteError("PeerLost", "all are lost").error())
+    answers(workers, *(partial(run.server.roster.on_disconnect, member, "gone") for member in run.members))
+    run.server.run.fail(RemoteError("PeerLost", "all are lost").error())
     assert isinstance(reply.wait(), RemoteError)
     run.gate.opened.set()
     updates.close()
-    assert run.server.monitor.step == 0
+    assert run.server.aggregator.monitor.step == 0
 
 
 def test_an_error_of_an_update_ends_the_run_whatever_it_is(monkeypatch, updates):
@@ -340,11 +344,11 @@ def test_an_error_of_an_update_ends_the_run_whatever_it_is(monkeypatch, updates)
     def leave(*args):
         raise SystemExit(5)
 
-    monkeypatch.setattr(run.server.store, "apply", leave)
+    monkeypatch.setattr(run.server.shard.updater, "step", leave)
     run.announce_all()
     reply = run.push(0).wait()
     assert isinstance(reply, RemoteError)
-    assert "SystemExit: 5" in str(run.server.error)
+    assert "SystemExit: 5" in str(run.server.run.error)
 
 
 # A shard server.
@@ -353,42 +357,42 @@ def test_an_error_of_an_update_ends_the_run_whatever_it_is(monkeypatch, updates)
 class ShardRun:
     """A shard server with all parameters."""
 
-    def __init__(self, monkeypatch, updates, by_bucket=False):
+    def __init__(self, monkeypatch, updates, by_bucket=False, clipped=False):
         self.gate = Gate()
         task = SlowTask(self.gate, "by bucket" if by_bucket else "one")
         layout = FlatLayout.of(trainable_parameters(task.build_model()).items())
         shard = full_shard(layout)
         weights = [torch.zeros(size) for size in layout.sizes]
         assignment = ShardAssignment(shard, layout, weights, {}, 0, None, "", shard if by_bucket else None)
-        self.server = ShardServer(task, Config(), 1, assignment, 1, updates.submit)
-        self.groups = get_hyperparameters(self.server.shard_updater.optimizer)
-        held = SimpleNamespace(get_gradients=lambda _: {leaf: torch.ones_like(leaf) for leaf in self.server._leaves})
-        monkeypatch.setattr(shard_server, "dist_autograd", held)
+        config = Config(training=TrainingConfig(clip_grad_norm=1.0 if clipped else None))
+        self.server = ShardServer(task, config, 1, assignment, 1, updates.submit)
+        self.groups = get_hyperparameters(self.server.shard.updater.optimizer)
         if by_bucket:
-            compute = self.server._pipeline.updates.compute
+            compute = self.server.shard.pipeline.updates.compute
             monkeypatch.setattr(
-                self.server._pipeline.updates, "compute", lambda *args: (self.gate.wait(), compute(*args))[1]
+                self.server.shard.pipeline.updates, "compute", lambda *args: (self.gate.wait(), compute(*args))[1]
             )
 
     def push(self, index, version=0, sequence=1):
         push = PushId(index, 1, 1, sequence)
-        self.server.push(7, push, version)
+        self.server.report_push(push, version)
+        send_gradients(self.server, self.server.shard.leaves, push, version)
         return push
 
-    def request(self, version, *pushes, groups=True, retained=()):
+    def request(self, version, *pushes, retained=()):
         named = tuple((push, None) for push in pushes)
-        own = self.groups if groups else None
-        return ApplyRequest(version, named, (1.0,) * len(named), None, own, frozenset(retained))
+        return ApplyRequest(version, named, (1.0,) * len(named), None, self.groups, frozenset(retained))
 
 
 @pytest.mark.parametrize("clipped", [False, True])
 def test_no_handler_of_a_shard_server_waits_for_an_update(monkeypatch, updates, workers, clipped):
-    run = ShardRun(monkeypatch, updates)
+    run = ShardRun(monkeypatch, updates, clipped=clipped)
     server = run.server
-    reply = server.apply(run.request(1, run.push(0), groups=not clipped, retained=(0,)))
+    reply = server.apply(run.request(1, run.push(0), retained=(0,)))
     if clipped:
-        assert reply.wait() > 0
-        reply = server.apply_clipped(0.5, run.groups)
+        norm = reply.wait()
+        assert float(norm) > 0
+        reply = server.apply_clipped(norm)
     assert run.gate.reached.wait(TIMEOUT_S)
     senders = [TrainerId(index, 1, 1) for index in range(1, TRAINERS)]
     views = answers(workers, *(partial(server.view_version, sender, 0) for sender in senders))
@@ -399,8 +403,10 @@ def test_no_handler_of_a_shard_server_waits_for_an_update(monkeypatch, updates, 
     assert not reply.done()
     run.gate.opened.set()
     assert reply.wait() is None
-    assert server.version == 1
+    assert server.shard.version == 1
     following = server.apply(run.request(2, pushes[0]))
+    if clipped:
+        following = server.apply_clipped(following.wait())
     assert following.wait() is None
 
 
@@ -417,7 +423,7 @@ def test_no_handler_of_a_shard_server_waits_while_buckets_are_computed_in_advanc
     assert set(prepared.wait()) == set(pushes)
     # Server 0 may have granted the version by then; a message for it is enough.
     server.view_version(senders[0], 1)
-    assert server.version == 1
+    assert server.shard.version == 1
     assert server.apply(run.request(1, *pushes)).wait() is None
 
 
@@ -432,8 +438,8 @@ def test_a_request_that_overtakes_what_is_computed_in_advance_makes_the_same_ver
     assert not reply.done()
     run.gate.opened.set()
     assert reply.wait() is None
-    assert server.version == 1
-    assert float(server.shard_updater.ranges[0][0]) == -1.0
+    assert server.shard.version == 1
+    assert float(server.shard.updater.ranges[0][0]) == -1.0
 
 
 def test_an_error_of_an_update_of_a_shard_server_is_its_reply(monkeypatch, updates):
@@ -442,7 +448,7 @@ def test_an_error_of_an_update_of_a_shard_server_is_its_reply(monkeypatch, updat
     def leave(*args):
         raise SystemExit(5)
 
-    monkeypatch.setattr(run.server.shard_updater, "step", leave)
+    monkeypatch.setattr(run.server.shard.updater, "step", leave)
     reply = run.server.apply(run.request(1, run.push(0))).wait()
     assert isinstance(reply, RemoteError)
     assert "server 1 raised SystemExit: 5" in reply.message

@@ -1,15 +1,31 @@
 """The codec of the wire, and versions and gradients of several servers through the rpc transports."""
 
+import threading
+
 import pytest
 import torch
 from mixed_model import MixedModel
 from torch import nn
 
 from paramserver.config import ServerConfig
-from paramserver.parameters.flat import FlatLayout, trainable_parameters
+from paramserver.consistency import PushId, TrainerId
+from paramserver.parameters.flat import FlatLayout, gradient_leaf, trainable_parameters
 from paramserver.parameters.sharding import full_shard, plan_shards, split_ranges
+from paramserver.server.shard import ParameterShard
 from paramserver.transport.compression import CastCodec, make_codec
-from paramserver.transport.rpc import RpcServerTransport, RpcTrainerTransport, WireVersion
+from paramserver.transport.messages import ApplyRequest
+from paramserver.transport.rpc import RpcTrainerTransport
+
+
+class Owned:
+    """In the place of ``ShardUpdater``: the memory of a shard."""
+
+    def __init__(self, shard, version):
+        self.shard, self.ranges = shard, shard.copy_flats(version)
+        self.leaves = [gradient_leaf(flat) for flat in self.ranges]
+
+    def clone(self):
+        return [flat.clone() for flat in self.ranges]
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
@@ -60,13 +76,10 @@ def test_versions_and_gradients_are_those_of_one_server(servers, bucket_bytes, f
         shards = tuple(split_ranges(shard, layout, bucket_bytes) for shard in shards)
     version = [torch.randn(size).to(kind) for size, kind in zip(layout.sizes, layout.dtypes, strict=True)]
     trainer = RpcTrainerTransport(layout, shards, codec, list(parameters.values()))
-    leaves, transports = [], []
-    for shard in shards:
-        own = shard.copy_flats(version)
-        leaves.append([flat.requires_grad_() for flat in shard.copy_flats(version)])
-        transports.append(RpcServerTransport(leaves[-1], WireVersion(shard.layout, codec, lambda own=own: own)))
-        transports[-1].pin_version()
-    pulled = [flat for transport in transports for flat in transport.pull()]
+    servers, sender = [], TrainerId(0, 1, 1)
+    for index, shard in enumerate(shards):
+        servers.append(ParameterShard(Owned(shard, version), codec, threading.RLock(), 0, server_index=index))
+    pulled = [flat for server in servers for flat in server.pull(sender, 0)]
     trainer.load(pulled)
     expected = codec.encode(layout, version)
     for name, view in layout.views(expected).items():
@@ -76,13 +89,14 @@ def test_versions_and_gradients_are_those_of_one_server(servers, bucket_bytes, f
     for view, gradient in zip(trainer.gradient_views, layout.views(gradients).values(), strict=True):
         view.copy_(gradient)
     for bucket in trainer.buckets:
-        transports[bucket.server_index].receive_bucket(bucket.flat_index, trainer.bucket_tensor(bucket))
+        servers[bucket.server_index].receive_bucket(sender, 0, bucket.flat_index, trainer.bucket_tensor(bucket))
     trainer.backward_root(pulled).backward()
     sent = [g.to(kind) for g, kind in zip(codec.encode(layout, gradients), layout.dtypes, strict=True)]
-    for shard, transport, own in zip(shards, transports, leaves, strict=True):
-        held = {leaf: leaf.grad for leaf in own if leaf.grad is not None}
-        assert len(held) == 1  # the others are sent as buckets
-        got = shard.layout.views(transport.collect_gradients(held))
+    push = PushId(0, 1, 1, 1)
+    request = ApplyRequest(1, ((push, None),), (1.0,), None, None, frozenset())
+    for shard, server in zip(shards, servers, strict=True):
+        server.report_push(push, 0)
+        got = shard.layout.views(server.take_gradients(request)[push])
         wanted = shard.layout.views(shard.slice_flats(sent))
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 

@@ -1,14 +1,20 @@
 """Server and trainer transports connected in one process: what is received, and what is rejected."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
+from paramserver.consistency import PushId, TrainerId
 from paramserver.errors import ParamserverError, TrainingError
+from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.flat import FlatLayout, FlatTensors, trainable_parameters
 from paramserver.parameters.sharding import full_shard
+from paramserver.server.shard import ParameterShard
 from paramserver.transport.compression import CastCodec
-from paramserver.transport.rpc import RpcServerTransport, RpcTrainerTransport, WireVersion
+from paramserver.transport.messages import ApplyRequest
+from paramserver.transport.rpc import RpcServerTransport, RpcTrainerTransport
 from paramserver.transport.segments import SegmentHost
 from paramserver.transport.shared_memory import (
     LiveParameters,
@@ -39,16 +45,36 @@ def connected(dtype, value=1.0, start=1.0):
     flat = FlatTensors(trainable_parameters(model(value)))
     codec = CastCodec(dtype)
     theirs = own(model(start), flat.layout)
-    leaves = [tensor.detach().requires_grad_() for tensor in flat.flats]
-    snapshots = [flat.clone()]
-    server = RpcServerTransport(leaves, WireVersion(flat.layout, codec, lambda: snapshots[0]))
-    return server, RpcTrainerTransport(flat.layout, [full_shard(flat.layout)], codec, theirs), leaves, theirs, snapshots
+    shard, parameters = full_shard(flat.layout), list(flat.tensors.values())
+    updater = ShardUpdater(flat.layout, shard, flat.flats, parameters, torch.optim.SGD(parameters, lr=1.0))
+    server = Server(ParameterShard(updater, codec, threading.RLock(), 0))
+    return server, RpcTrainerTransport(flat.layout, [shard], codec, theirs), theirs
+
+
+class Server:
+    """The side of the server: its shard, the transport of a trainer, and the gradients that have arrived."""
+
+    def __init__(self, shard):
+        self.shard, self.transport, self.sender = shard, RpcServerTransport(shard.sent_version), TrainerId(0, 1, 1)
+        self.pushed = []
+        shard.on_push = self.pushed.append
+
+    def pull(self):
+        return self.shard.pull(self.sender, self.shard.version)
+
+    def gradients(self):
+        """Report a push whose gradients were sent, and return them; None if they are not complete."""
+        push, version = PushId(0, 1, 1, 1), self.shard.version
+        self.shard.report_push(push, version)
+        if not self.pushed:
+            return None
+        request = ApplyRequest(version + 1, ((push, None),), (1.0,), None, None, frozenset())
+        return self.shard.take_gradients(request)[push]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_version_is_pulled_and_a_gradient_is_pushed(dtype):
-    server, trainer, leaves, theirs, _ = connected(dtype, value=1 / 3)
-    server.pin_version()
+    server, trainer, theirs = connected(dtype, value=1 / 3)
     pulled = server.pull()
     assert all(tensor.dtype == dtype for tensor in pulled)
     trainer.load(pulled)
@@ -58,7 +84,7 @@ def test_a_version_is_pulled_and_a_gradient_is_pushed(dtype):
     for view in trainer.gradient_views:
         view.fill_(0.1)
     trainer.backward_root(pulled).backward()
-    got = server.collect_gradients({leaf: leaf.grad for leaf in leaves})
+    got = server.gradients()
     rounded = torch.tensor(0.1).to(dtype).float()
     assert got is not None
     assert all(flat.dtype == torch.float32 for flat in got)
@@ -68,35 +94,36 @@ def test_a_version_is_pulled_and_a_gradient_is_pushed(dtype):
 
 def test_a_context_without_gradients_is_no_push():
     server, *_ = connected(torch.float32)
-    assert server.collect_gradients({}) is None
+    assert server.gradients() is None
 
 
-def test_a_pinned_version_stays_when_the_version_changes():
-    server, _, _, _, snapshots = connected(torch.float32)
-    server.pin_version()
-    offered = snapshots[0][0].clone()
-    snapshots[0] = [flat + 1 for flat in snapshots[0]]
-    assert torch.equal(server.pull()[0], offered)
-    server.pin_version()
-    assert torch.equal(server.pull()[0], offered + 1)
+def test_a_version_that_may_still_be_pulled_stays_when_the_version_changes():
+    server, trainer, _ = connected(torch.float32)
+    first = server.pull()
+    offered = first[0].detach().clone()
+    trainer.gradient_views[0].fill_(1.0)
+    trainer.backward_root(first).backward()
+    push = PushId(0, 1, 1, 1)
+    server.shard.report_push(push, 0)
+    request = ApplyRequest(1, ((push, None),), (1.0,), None, None, frozenset({0}))
+    assert server.shard.apply(request).wait() is None
+    assert torch.equal(server.shard.pull(server.sender, 0)[0], offered)
+    assert not torch.equal(server.pull()[0], offered)
 
 
 def test_a_version_is_rounded_once_for_all_trainers():
-    server, _, _, _, snapshots = connected(torch.bfloat16)
-    assert server._outgoing.current() is server._outgoing.current()
-    snapshots[0] = [flat + 1 for flat in snapshots[0]]
-    assert float(server._outgoing.current()[0][0]) == 2.0
+    server, *_ = connected(torch.bfloat16)
+    assert server.shard.sent_version() is server.shard.sent_version()
 
 
 def test_a_parameter_too_large_for_the_wire_is_named():
     server, *_ = connected(torch.float16, value=1e5)
     with pytest.raises(TrainingError, match=r"parameter 0\.weight has a value of 1e\+05, .* \(float16\)"):
-        server.pin_version()
+        server.transport.pin_version()
 
 
 def test_a_gradient_too_large_for_the_wire_is_named():
-    server, trainer, _, theirs, _ = connected(torch.float16)
-    server.pin_version()
+    server, trainer, theirs = connected(torch.float16)
     pulled = server.pull()
     for parameter, view in zip(theirs, trainer.gradient_views, strict=True):
         parameter.grad = torch.ones_like(parameter)
@@ -108,13 +135,12 @@ def test_a_gradient_too_large_for_the_wire_is_named():
 
 
 def test_a_gradient_that_was_infinite_before_rounding_is_sent():
-    server, trainer, leaves, theirs, _ = connected(torch.float16)
-    server.pin_version()
+    server, trainer, theirs = connected(torch.float16)
     for number, (parameter, view) in enumerate(zip(theirs, trainer.gradient_views, strict=True)):
         parameter.grad = torch.full_like(parameter, 1.0 if number else float("inf"))
         view.copy_(parameter.grad)
     trainer.backward_root(server.pull()).backward()
-    sent = server.collect_gradients({leaf: leaf.grad for leaf in leaves})
+    sent = server.gradients()
     layout = FlatLayout.of([(str(number), parameter) for number, parameter in enumerate(theirs)])
     assert all(torch.equal(got, p.grad) for got, p in zip(layout.views(sent).values(), theirs, strict=True))
 
@@ -141,7 +167,7 @@ def host():
 def live(host):
     flat = FlatTensors(trainable_parameters(model(1.0)), lambda layout: host.allocate(parameters_key(0), layout))
     gradients = host.allocate(gradients_key(0), flat.layout)
-    server = SharedMemoryServerTransport(LiveParameters(), gradients)
+    server = SharedMemoryServerTransport(LiveParameters())
     theirs = own(model(5.0), flat.layout)
     return (
         flat,
@@ -164,7 +190,6 @@ def test_parameters_are_read_in_place_and_gradients_written_in_place(host):
     assert pushed == []
     root.backward()
     assert pushed == [3.0]
-    assert server.collect_gradients({}) == gradients
     assert trainer.step_bytes(()) == 0
 
 
@@ -184,7 +209,8 @@ def test_free_trainers_read_snapshots_that_stay_while_they_are_pinned(host):
     snapshots = RingSnapshots(host, flat.layout, 2, lambda: (version[0], flat.flats))
     servers, models = [], []
     for index in range(2):
-        servers.append(SharedMemoryServerTransport(snapshots, host.allocate(gradients_key(index), flat.layout)))
+        host.allocate(gradients_key(index), flat.layout)
+        servers.append(SharedMemoryServerTransport(snapshots, gradients_key(index)))
         theirs = own(model(5.0), flat.layout)
         models.append(
             (

@@ -7,7 +7,6 @@ import pytest
 
 from paramserver.config import MODES, ClusterConfig, Config, ServerConfig, TrainingConfig
 from paramserver.server.update_pipeline import FIRST_BUCKET_BYTES
-from paramserver.simulator.engine import environment
 from paramserver.tools.bench.cost_model import LinkSpeed, communication_s
 from paramserver.tools.bench.slowdown import SlowdownSpec
 from paramserver.tools.prediction.network import Costs, Deployment, ModelledRun, simulate
@@ -202,15 +201,14 @@ def test_a_trainer_that_is_lost_before_any_knows_of_the_step_does_not_stall_it(t
         def before_event(self):
             assert self.now < 60, f"no update since {self.updates[-1][0]:.1f} s"
 
-        def applied(self, node, version, counted, pushes):
-            super().applied(node, version, counted, pushes)
+        def applied(self, *update):
+            super().applied(*update)
             if len(self.updates) == 3:
                 self.after(apply_s / 20, self.kill, self.processes[1])
 
     many = deployment(trainers, servers, message_bytes=shard * servers, link=INFINITE, costs=costs, restart_s=1e6)
-    with environment():
-        run = Run(many)
-        run.measure(updates=4, warm=1)
+    run = Run(many)
+    run.measure(updates=4, warm=1)
     assert run.failures == 1
     times = [at for at, _ in run.updates]
     assert [count for _, count in run.updates][3:] == [trainers - 1] * (len(times) - 3)
@@ -222,15 +220,14 @@ def test_the_update_with_which_the_servers_go_on_after_a_loss_takes_its_time():
     costs = replace(FREE, update_byte_s=apply_s / (1e6 * 3))
 
     class Run(ModelledRun):
-        def applied(self, node, version, counted, pushes):
-            super().applied(node, version, counted, pushes)
+        def applied(self, *update):
+            super().applied(*update)
             if len(self.updates) == 3:  # trainer 1 is slow: the others have pushed and wait for it when it is killed
                 self.after(apply_s + 3 * COMPUTE_S, self.kill, self.processes[1])
 
     many = deployment(3, 1, message_bytes=1e6, link=INFINITE, costs=costs, restart_s=1e6, by_bucket=False)
-    with environment():
-        run = Run(replace(many, slow=SlowdownSpec(1, 5.0)))
-        run.measure(updates=4, warm=1)
+    run = Run(replace(many, slow=SlowdownSpec(1, 5.0)))
+    run.measure(updates=4, warm=1)
     assert run.failures == 1
     (_, three), (lost_at, two), (next_at, _) = run.updates[2:5]
     assert (three, two) == (3, 2)

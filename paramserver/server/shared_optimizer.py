@@ -6,11 +6,15 @@ import importlib
 import importlib.util
 import sys
 import warnings
+from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.distributed.optim import DistributedOptimizer
+
+    from paramserver.server.client import InFlightCall, ServerClient
+    from paramserver.transport.messages import Push, StepGrant
 else:
 
     def _import_class() -> type:
@@ -35,32 +39,6 @@ else:
         DistributedOptimizer = _import_class()
 
 
-class PendingPush(Protocol):
-    """A push whose reply has not been awaited yet."""
-
-    def wait(self) -> Any: ...
-
-
-class _FailedPush:
-    """A push that could not be sent."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def wait(self) -> Any:
-        raise self._error
-
-
-class OptimizerClient(Protocol):
-    """The part of ``ServerClient`` that reaches the one optimizer."""
-
-    def push(self, context_id: int, *report: Any) -> Any: ...
-
-    def push_in_place(self, *report: Any) -> PendingPush: ...
-
-    def optimizer_state(self) -> dict[str, Any]: ...
-
-
 class SharedOptimizer(DistributedOptimizer):
     """Steps the one optimizer of the server, for all trainers.
 
@@ -70,43 +48,45 @@ class SharedOptimizer(DistributedOptimizer):
 
     Args:
         client: reaches the server.
-
-    Example::
-
-        >>> class Client:
-        ...     def push(self, context_id, *report): return f"context {context_id} applied"
-        ...     def optimizer_state(self): return {"state": {}, "param_groups": [{"lr": 0.1}]}
-        >>> optimizer = SharedOptimizer(Client())
-        >>> optimizer.step(7)
-        'context 7 applied'
-        >>> optimizer.param_groups
-        [{'lr': 0.1}]
     """
 
-    def __init__(self, client: OptimizerClient) -> None:
+    def __init__(self, client: ServerClient) -> None:
         # The base class would build remote optimizers; its contract is kept, its constructor is not called.
         self.client = client
         self.is_functional_optim = False
-        self._begun: tuple[int, PendingPush] | None = None
+        self._begun: tuple[int, InFlightCall[StepGrant] | Exception] | None = None
 
-    def begin_step(self, context_id: int, *report: Any) -> None:
-        """Send the push of a context from within its backward: for gradients in shared memory, which are complete."""
+    def begin_step(self, context_id: int, push: Push, buckets: Sequence[InFlightCall[Any]] = ()) -> None:
+        """Report the push of a context whose backward has begun, or is about to.
+
+        Args:
+            context_id: of the context.
+            push: without its gradients, which may be on their way.
+            buckets: the calls that send them.
+        """
         try:
-            self._begun = context_id, self.client.push_in_place(*report)
+            self._begun = context_id, self.client.push(push, buckets)
         except Exception as error:  # noqa: BLE001 - kept for ``step``
             # ``step`` raises it: distributed autograd would make a RuntimeError of it, which looks like a lost server.
-            self._begun = context_id, _FailedPush(error)
+            self._begun = context_id, error
 
-    def step(self, context_id: int, *report: Any) -> Any:
+    def step(self, context_id: int, push: Push | None = None) -> StepGrant:
         """Apply the gradients of a context, with those of other trainers if the consistency model requires it.
 
+        Args:
+            context_id: of the context, whose backward has ended.
+            push: without its gradients; None if ``begin_step`` has reported it.
+
         Returns:
-            The reply of the server: a ``StepGrant`` with a ``StepResult``.
+            The reply of the server, with a ``StepResult``.
         """
         begun, self._begun = self._begun, None
-        if begun is not None and begun[0] == context_id:
-            return begun[1].wait()
-        return self.client.push(context_id, *report)
+        if begun is None or begun[0] != context_id:
+            assert push is not None, "a step is reported by begin_step, or here"
+            return self.client.push(push, has_gradients=True).wait()
+        if isinstance(begun[1], Exception):
+            raise begun[1]
+        return begun[1].wait()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the shared optimizer, in the form of ``torch.optim.Optimizer.state_dict``."""

@@ -6,7 +6,7 @@ import sys
 PROGRAM = """
 import sys
 
-from paramserver.optim.distributed_optimizer import SharedOptimizer
+from paramserver.server.shared_optimizer import SharedOptimizer
 
 loaded = [name for name in ("sympy", "torch.distributed.fsdp", "torch.distributed.optim") if name in sys.modules]
 assert not loaded, loaded

@@ -1,0 +1,279 @@
+"""Each update on the shards of all servers: that of server 0, and those of the others, if there are any."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paramserver.config import Config
+from paramserver.consistency import Decision, Update
+from paramserver.distributed.rpc_calls import RemoteError
+from paramserver.errors import ParamserverError
+from paramserver.optim.named_optimizers import joined_states, with_states
+from paramserver.optim.shard_updater import staleness_factor, total_norm
+from paramserver.optim.updater import Updater
+from paramserver.parameters.numerics import check_gradient_norm
+from paramserver.parameters.sharding import Shard, States, get_hyperparameters, merge_state
+from paramserver.runs.checkpoint_manager import UpdaterState
+from paramserver.server.parameter_store import ParameterStore
+from paramserver.server.server_run import ServerRun
+from paramserver.server.shard import ParameterShard
+from paramserver.transport.messages import ApplyRequest, Future, PendingPush, merge_used, push_id
+
+log = logging.getLogger("paramserver")
+
+# No update has this version.
+_NOTHING_BEGUN: tuple[int, list[dict[str, Any]], list[Future]] = (-1, [], [])
+
+
+class OtherShard(Protocol):
+    """The shard of another server: each method is that of its ``ParameterShard``, and its reply a future."""
+
+    def apply(self, request: ApplyRequest) -> Future: ...
+
+    def apply_clipped(self, norm: Tensor) -> Future: ...
+
+    def begin_update(self, version: int, trainers: Sequence[int], groups: list[dict[str, Any]]) -> Future: ...
+
+    def collect_state(self, weights: bool) -> Future: ...
+
+
+class _CollectedState:
+    """The state of optimizer and schedule, of all servers."""
+
+    def __init__(self, state: dict[str, Any], updater: Updater) -> None:
+        self._state = state
+        self._updater = updater
+
+    def averages(self) -> dict[str, Tensor]:
+        return self._updater.averages(joined_states(self._updater.optimizer, self._state["optimizer"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+
+class Updates:
+    """Keeps the shards of all servers at one version. With one server all replies are there once its own is.
+
+    No method blocks: what depends on replies is a callback, which runs in the update thread or in one of the RPC agent,
+    and takes the lock of the server.
+
+    Args:
+        config: of the run.
+        store: the whole model, with the schedule.
+        shard: that of server 0.
+        shards: what each server owns, in their order.
+        others: the shards of the other servers, in their order.
+        run: of server 0.
+        shares_memory: returns whether the parameters of all servers are in the memory of server 0.
+        on_unreachable: returns the loss of a server whose reply is an error of the connection.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        store: ParameterStore,
+        shard: ParameterShard,
+        shards: Sequence[Shard],
+        others: Sequence[OtherShard],
+        run: ServerRun,
+        shares_memory: Callable[[], bool],
+        on_unreachable: Callable[[int, RuntimeError], ParamserverError],
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._shard = shard
+        self._shards = shards
+        self._others = others
+        self._run = run
+        self._shares_memory = shares_memory
+        self._on_unreachable = on_unreachable
+        self._begun = _NOTHING_BEGUN
+        self._unconfirmed: list[Future] = []  # of the last update, if the other servers had prepared it
+
+    def apply(
+        self,
+        version: int,
+        update: Update,
+        pushes: Sequence[PendingPush],
+        pulled: Set[int],
+        validated: Set[int],
+        on_applied: Callable[[], None],
+    ) -> None:
+        """Apply an update on every server: mean of the gradients, clipping, optimizer step, schedule, module buffers.
+
+        Clipping takes a second round of calls, for the norm of all gradients.
+
+        Args:
+            version: the version that results.
+            update: whose gradients, and how stale each is.
+            pushes: in the order of ``update.trainers``; their gradients are overwritten.
+            pulled: versions that trainers may still pull.
+            validated: versions that they may validate, which they view on every server.
+            on_applied: called with the lock when all servers have applied it.
+        """
+        named = tuple((push_id(push.report), push.segment_key) for push in pushes)
+        factors = tuple(staleness_factor(s, self._config.server.stale_scaling) for s in update.staleness)
+        used = merge_used([push.report.used for push in pushes])
+        request = ApplyRequest(version, named, factors, used, None, frozenset(pulled))
+        to_others = request
+        if self._others:
+            groups = get_hyperparameters(self._shard.updater.optimizer)
+            # Of server 0, the store retains the latter.
+            to_others = replace(request, groups=groups, retained_versions=frozenset({*pulled, *validated}))
+        self._store.drop_snapshot()
+        # The others start before this server, so that all work at the same time.
+        others = [other.apply(to_others) for other in self._others]
+        own = self._shard.apply(request)
+        buffers = pushes[update.trainers.index(update.buffers_from)].buffers
+        finish = partial(self._store.finish_update, buffers, pushes[0].report.optimizer)
+
+        def applied(_: Sequence[Any]) -> None:
+            # Without the lock: a schedule is code of the user.
+            self._run.compute(finish, lambda _: on_applied())
+
+        if self._config.training.clip_grad_norm is not None:
+            self._when_all([own, *others], lambda norms: self._apply_clipped(version, norms, applied))
+        elif self._begun[0] == version:
+            self._when_made(to_others, own, others, applied)
+        else:
+            self._when_all([own, *others], applied)
+
+    def _apply_clipped(self, version: int, norms: Sequence[Tensor], then: Callable[[Sequence[Any]], None]) -> None:
+        norm = total_norm(norms)
+        # Checked before the first parameter changes: a refused update leaves the version as it was.
+        check_gradient_norm(float(norm), version)
+        others = [other.apply_clipped(norm) for other in self._others]
+        self._when_all([self._shard.apply_clipped(norm), *others], then)
+
+    # Updates that other servers prepare.
+
+    def begin(self, decision: Decision) -> None:
+        """Let all servers update buckets as soon as they have the gradients of the trainers of this step."""
+        if self._shard.pipeline is None:
+            return
+        groups = get_hyperparameters(self._shard.updater.optimizer)
+        self._shard.begin(decision.active, groups)
+        try:
+            replies = [other.begin_update(decision.step, decision.active, groups) for other in self._others]
+        except RuntimeError as unreachable:  # the update itself shows whether a server is lost
+            log.warning("a server did not receive begin_update: %s", unreachable)
+            replies = []
+        self._begun = (decision.step + 1, groups, replies) if replies else _NOTHING_BEGUN
+
+    def _when_made(
+        self, request: ApplyRequest, own: Future, others: list[Future], then: Callable[[Sequence[Any]], None]
+    ) -> None:
+        """Call ``then`` when the own shard has applied the update, and the others have or have prepared it."""
+        self._unconfirmed = others
+        called = False
+
+        def call_once(_: Sequence[Any]) -> None:
+            nonlocal called
+            if not called:
+                called = True
+                then(())
+
+        def call_if_prepared() -> None:
+            if not called and own.done() and self._is_prepared(request):
+                call_once(())
+
+        # Whichever comes first. An error in a reply ends the run also later.
+        self._when_all([own, *others], call_once)
+        for reply in (own, *self._begun[2]):
+            reply.add_done_callback(lambda _: self._with_lock(call_if_prepared))
+
+    def _is_prepared(self, request: ApplyRequest) -> bool:
+        """Return whether all other servers have computed this very update, so that its version is made already."""
+        version, groups, replies = self._begun
+        if version != request.version or groups != request.groups or request.retained_versions:
+            return False
+        if request.used is not None or any(factor != 1.0 for factor in request.factors):
+            return False
+        named = tuple(push for push, key in request.pushes if key is None)
+        # A call that failed is no reason to fail here: the request that was sent now shows whether its server is lost.
+        return len(named) == len(request.pushes) and all(
+            reply.done() and not _failed(reply) and reply.value() == named for reply in replies
+        )
+
+    # The state.
+
+    def with_state(self, then: Callable[[UpdaterState], None], done: Callable[[], None]) -> None:
+        """Call ``then`` with the state of optimizer and schedule, once the model holds all parameters, then ``done``.
+
+        ``then`` is a job of the update thread, without the lock. No update may be applied before ``done``.
+        """
+
+        def collect(_: Sequence[Any]) -> None:
+            weights = not self._shares_memory()
+            replies = [other.collect_state(weights) for other in self._others]
+            # In the order of calls: what server 0 has to write for the others comes before it is read.
+            self._when_all(replies, lambda parts: self._run.compute(lambda: then(self._merge(parts)), lambda _: done()))
+
+        unconfirmed, self._unconfirmed = self._unconfirmed, []
+        self._when_all(unconfirmed, collect)  # a request for the state must not overtake the last update
+
+    def _merge(self, parts: Sequence[tuple[list[Tensor] | None, States]]) -> UpdaterState:
+        store, updater = self._store, self._shard.updater
+        if not parts:
+            return store.updater
+        for shard, (weights, _) in zip(self._shards[1:], parts, strict=True):
+            if weights is not None:
+                for own, collected in zip(shard.slice_flats(store.parameters.flats), weights, strict=True):
+                    own.copy_(collected)
+        own_states = updater.states
+        by_shard: list[tuple[Shard, Mapping[int, Mapping[str, Any]]]] = [(self._shards[0], own_states)]
+        by_shard += [(shard, states) for shard, (_, states) in zip(self._shards[1:], parts, strict=True)]
+        merged = merge_state(by_shard, updater.optimizer_indices, store.parameters.layout)
+        state = store.updater.state_dict()
+        state["optimizer"] = with_states(updater.optimizer, {**own_states, **merged})
+        return _CollectedState(state, store.updater)
+
+    # Replies.
+
+    def _when_all(self, replies: Sequence[Future], then: Callable[[list[Any]], None]) -> None:
+        """Call ``then`` with all replies and the lock; the first error among them ends the run instead.
+
+        They are those of the other servers, in order, after that of the own shard if it is among them.
+        """
+
+        def use() -> None:
+            # collect_all completes at the first error, when other replies may still be missing.
+            first = len(self._shards) - len(replies)
+            values = [self._value(index, future) for index, future in enumerate(replies, first) if future.done()]
+            assert len(values) == len(replies), "a missing reply follows an error, which was raised"
+            then(values)
+
+        torch.futures.collect_all(list(replies)).add_done_callback(lambda _: self._with_lock(use))
+
+    def _with_lock(self, action: Callable[[], None]) -> None:
+        """Do what follows from a reply; an error ends the run, as torch only prints it."""
+        try:
+            with self._run.lock:
+                if self._run.error is None:
+                    action()
+        except Exception as error:  # noqa: BLE001 - ends the run and is sent to every trainer
+            self._run.fail_with(error)
+
+    def _value(self, server_index: int, future: Future) -> Any:
+        try:
+            value = future.value()
+        except RuntimeError as error:
+            raise self._on_unreachable(server_index, error) from error
+        if isinstance(value, RemoteError):
+            raise value.error()
+        return value
+
+
+def _failed(future: Future) -> bool:
+    try:
+        future.value()
+    except RuntimeError:
+        return True
+    return False
