@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from itertools import zip_longest
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from paramserver.buffers.positions import AppliedPositions
-from paramserver.checkpoint import StagingPool, check_storable, stage_copy, unpack, without_values
-from paramserver.consistency import Announcement, Decision, Readiness, Stop, Verdict
+from paramserver.checkpoint import check_storable, stage_copy, unpack
+from paramserver.consistency import Announcement, Decision, Readiness, Verdict
 from paramserver.context import ProcessContext
 from paramserver.devices import move_to_device, use_device
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.errors import TaskError, message_of
+from paramserver.errors import TaskError
 from paramserver.importing import name_user_error
 from paramserver.limits import epoch_of, is_due
 from paramserver.metrics.records import (
     CoreWait,
     PhaseClock,
-    Record,
     StepReport,
     StepResult,
     TrainerTotals,
-    WeightedSums,
     make_record,
     peak_rss_mb,
 )
@@ -39,15 +36,17 @@ from paramserver.metrics.reduction import REDUCTIONS, Reduction
 from paramserver.parameters.model import autocast
 from paramserver.parameters.model_tree import ModelTree
 from paramserver.parameters.numerics import check_loss, name_float64, to_number
-from paramserver.rng import random_states, restore_random_states, seed_all, validation_generators
+from paramserver.rng import random_states, restore_random_states, seed_all
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.runs.monitor import RunMonitor
 from paramserver.sources import Partition
 from paramserver.sources.data_loader import is_map_style
 from paramserver.sources.dataset import DatasetSource
-from paramserver.task import Callback, Hooks, Task, restore_task, task_state
+from paramserver.task import Hooks, Task, restore_task, task_state
+from paramserver.trainers.control import Control, sendable
 from paramserver.trainers.data import DataStream
-from paramserver.trainers.validation import ValidationShare, evaluate, validation_batches
+from paramserver.trainers.optimizer_calls import OptimizerCalls, run_backward
+from paramserver.trainers.validation import ValidationShare, Validator, validation_batches
 from paramserver.transport.messages import DataPosition, OptimizerCall
 
 T = TypeVar("T")
@@ -77,6 +76,39 @@ class TrainerProgress:
     steps: int = 0
 
 
+@dataclass
+class Step:
+    """What a trainer does at present: a decision, and how far it is carried out.
+
+    Attributes:
+        decision: of all trainers.
+        is_open: a version is being made, to which records belong; otherwise they belong to the last one.
+        is_common: hooks are called that all trainers call, or all that have data.
+        in_batches: those that have data.
+        batch_samples: of the batch that is computed; 1 between batches.
+        gathers: calls of ``all_gather``, by ``in_batches``.
+    """
+
+    decision: Decision
+    is_open: bool = False
+    is_common: bool = False
+    in_batches: bool = False
+    batch_samples: int = 1
+    gathers: Counter[bool] = field(default_factory=Counter[bool])
+
+    def next_gather(self) -> tuple[int, ...]:
+        """Return what names the next call of ``all_gather``, which is the same on all trainers that make it."""
+        number, self.gathers[self.in_batches] = self.gathers[self.in_batches], self.gathers[self.in_batches] + 1
+        return self.decision.step, int(self.decision.verdict is Verdict.GO), int(self.in_batches), number
+
+
+class FitStart(NamedTuple):
+    """Where this process began to train: samples served before, and the time without a core from then on."""
+
+    samples: int
+    core_wait: CoreWait
+
+
 class Trainer(ABC):
     """One trainer of a run: the loop, its hooks, validation and checkpoints. Subclasses implement a mode.
 
@@ -93,14 +125,13 @@ class Trainer(ABC):
         model: what ``Task.training_step`` receives.
         step: the version that this trainer's model has; the number of updates applied so far.
         lockstep: whether all trainers take every step together.
-        records: not sent to rank 0 yet.
-        all_totals: of every trainer, on rank 0 after the run.
         hooks: the task, and its callbacks after it.
         parameters_of: the parameters of each optimizer, by its name; empty if there is one without a name.
         validates_averages: whether a validation is of ``averages()`` in place of the parameters.
         tree: finds module buffers of ``unwrapped_model``; None if the model is on the server.
-        batch_began: the version that the last batch began with, where there are several optimizers.
-        optimizer_calls: of ``optimize``, the present one on each trainer that has data.
+        calls: of ``optimize``, in the present batch.
+        current: the step that is made, or was made last.
+        control: what this trainer agrees with the others by.
         validation: the values of the newest validation in this process, by name: the means over all trainers; of a
             version that trainers who run freely validate without waiting, those of this trainer's share.
 
@@ -121,8 +152,12 @@ class Trainer(ABC):
     reports_served = False
     """Whether pushes name the samples of a step."""
 
+    control_class: type[Control]
+    """What a trainer of this mode agrees with the others by."""
+
     model: nn.Module
     data: DataStream
+    validator: Validator
 
     def __init__(
         self,
@@ -138,27 +173,14 @@ class Trainer(ABC):
         self.checkpoints = checkpoints
         self.rendezvous = rendezvous
         self.monitor: RunMonitor | None = None if checkpoints is None else checkpoints.monitor
+        self.control = self.control_class(process, checkpoints, rendezvous)
         self.clock = PhaseClock()
         self.progress = TrainerProgress()
-        self.joined = False  # the servers have accepted this process
         self.step = 0
         self.lockstep = True
-        self.records: list[Record] = []
         self.wire_bytes = 0
-        self.all_totals: list[TrainerTotals] = []
         self.validation: Mapping[str, float] = {}
-        self.validation_loader: Iterable[tuple[Any, int]] | None = None
-        self._loaders_of_others: dict[int, Iterable[tuple[Any, int]] | None] = {}  # of trainers that were lost
-        self._evaluates_alone = False  # the share of one of these
-        self._is_validating = False  # between the hooks
-        self._stop_reason = ""
-        self._samples_before = 0  # served before this process trained
-        self._batch_samples = 1  # of the batch whose step is computed
-        self._step_offset = 0  # 1 while step ``step + 1`` is being made
-        self._in_batches = False  # while those trainers call hooks that have data
-        self._memory = StagingPool()
-        self._kept_parameters: list[tuple[nn.Parameter, Tensor]] = []  # while the model has their averages
-        self._validated_step: int | None = None
+        self.current = Step(Decision(Verdict.WAIT, (), 0, 0))
         self._saved_step: int | None = None
         self._validate_every = self.config.training.validate_every
         save_every = self.config.checkpoint.every
@@ -169,20 +191,13 @@ class Trainer(ABC):
         use_device(self._device)
         # One object for all steps: it is entered by one thread, and never while it is entered already.
         self._autocast = autocast(self._device, self.config.training.precision)
-        self._overrides_data_available = overrides(self, Trainer.data_available)
         self._resources = ExitStack()
-        self._decision: Decision | None = None  # that made the present step, or ended the run
-        self._gathers: tuple[tuple[int, ...], int] = (), 0  # where all_gather was called last, and how often there
-        # With several optimizers: the parameters of each.
         self.parameters_of: dict[str, list[nn.Parameter]] = {}
         self.validates_averages = False
         self.tree: ModelTree | None = None  # of the model as the optimizer has it; None if that is elsewhere
-        self.batch_began: int | None = None  # the version that the last batch began with
-        self.optimizer_calls: list[OptimizerCall] = []  # the last ones of ``optimize``, of all trainers that have data
-        self._updates = -1  # made in the present batch; -1 outside of ``training_step``
+        self.calls = OptimizerCalls(self.control, {})
         task.trainer = self
-        self._callbacks: Mapping[str, Callback] = process.kept.callbacks
-        self.hooks: Sequence[Hooks] = (task, *self._callbacks.values())
+        self.hooks: Sequence[Hooks] = (task, *process.kept.callbacks.values())
 
     # Hooks that a user's trainer may override.
 
@@ -199,7 +214,7 @@ class Trainer(ABC):
     @property
     def batch_samples(self) -> int:
         """Samples of the batch whose step is computed; 1 between steps."""
-        return self._batch_samples
+        return self.current.batch_samples
 
     @property
     def sampler_kwargs(self) -> dict[str, Any]:
@@ -259,23 +274,11 @@ class Trainer(ABC):
         """Make an update of this step's gradients; return None if its result is known later."""
 
     @abstractmethod
-    def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
-        """Return the means over the shares of all trainers, and whether they are the best so far."""
-
-    @abstractmethod
     def save_part(self, reason: str, since: float) -> None:
         """Take part in a checkpoint of the current step: stage ``state_dict()``, in a pause that began at ``since``.
 
         With ``checkpoint.background`` serialization, sending and writing follow after this returns.
         """
-
-    @abstractmethod
-    def send_records(self, records: Sequence[Record]) -> None:
-        """Send records to rank 0, or keep them until it collects them."""
-
-    @abstractmethod
-    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
-        """Leave the run in good order; rank 0 receives the totals."""
 
     def step_scope(self) -> AbstractContextManager[Any]:
         """Return a context for the announcement and the step."""
@@ -291,6 +294,7 @@ class Trainer(ABC):
         """Take over the names of the parameters of each optimizer. ``init_connection`` calls it."""
         own = dict(self.unwrapped_model.named_parameters())
         self.parameters_of = {optimizer: [own[name] for name in of] for optimizer, of in names.items()}
+        self.calls = OptimizerCalls(self.control, self.parameters_of)
 
     def follow_update(self) -> None:
         """Take part, without a gradient, in an update that others make with one of several optimizers (``calls``)."""
@@ -308,11 +312,8 @@ class Trainer(ABC):
     def sync_model(self) -> None:
         """Bring ``unwrapped_model`` to the current version, before it is validated or saved."""
 
-    def wait_saved(self) -> None:
-        """Wait until rank 0 has received this trainer's part of the last checkpoint."""
-
-    def report_failure(self, error: BaseException) -> None:
-        """Report to the other processes, where possible, that this trainer fails."""
+    def on_validated(self, means: Mapping[str, float]) -> None:
+        """Called with the result of a validation of all trainers; a trainer that owns a schedule steps it."""
 
     # The run.
 
@@ -332,8 +333,10 @@ class Trainer(ABC):
             self.data.stop_feeding()  # before the last validation and checkpoint, which may take long
             self._finish(decision)
         except BaseException as error:
-            self.report_failure(error)
-            raise
+            cause = self.control.report_failure(error)
+            if cause is error:
+                raise
+            raise cause from error
         finally:
             self.close()
         return decision
@@ -362,7 +365,17 @@ class Trainer(ABC):
             )
         if kept.partition != partition:
             kept.partition, kept.validation = partition, validation_batches(self.task, partition, self.config)
-        self.validation_loader = kept.validation
+        self.validator = Validator(
+            self.task,
+            self.config,
+            self.process.placement,
+            partition,
+            kept.validation,
+            self.hooks,
+            as_input=self.on_before_forward,
+            model=lambda: self.unwrapped_model,
+            averages=lambda: self.averages() if self.validates_averages else {},
+        )
         self._check_data()
         if self.monitor is not None:
             self.monitor.expect_samples(self.data.epoch_samples)
@@ -382,34 +395,19 @@ class Trainer(ABC):
         self.data.load_after_loss({"source": position.source, "buffer": None}, applied)
         self.progress = TrainerProgress(**position.counters)
         if part is not None and (stored := unpack(part))["task"]:
-            restore_task(self.task, stored["task"], self._callbacks)
+            restore_task(self.task, stored["task"], self.process.kept.callbacks)
 
     def _check_data(self) -> None:
         """Refuse data sets of different lengths: the library partitions one data set, and would leave samples out."""
-        held = getattr(self.validation_loader, "dataset", None)
+        held = getattr(self.process.kept.validation, "dataset", None)
         for name, share in (("train_source", self.data.source), ("validation_source", held)):
-            self.check_equal(
+            self.control.check_equal(
                 name,
                 [share.description if isinstance(share, (DatasetSource, ValidationShare)) else "no data set"],
                 "must return the same data set on every trainer, as it is partitioned among them",
                 "return an iterable, or a paramserver.sources.Source, for samples of each trainer's own, and seed a "
                 "sampler alike on all of them",
             )
-
-    def check_equal(self, name: str, lines: Sequence[str], must: str, cure: str) -> None:
-        """Refuse ``lines`` that describe ``name`` if they differ from those of another trainer.
-
-        Raises:
-            TaskError: they do; the message names both ranks and the first difference.
-        """
-        if self.process.trainers == 1:
-            return
-        label = f"rank {self.process.identity.global_rank} ({self.process.role})"
-        first = self.set_first(f"equal/{name}", "\n".join([label, *lines])).split("\n")
-        pairs = zip_longest(first[1:], lines, fillvalue="nothing more")
-        for theirs, own in pairs:
-            if theirs != own:
-                raise TaskError(f"{name} {must}: {first[0]} has {theirs}, and {label} has {own}; {cure}")
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all trainers, in the order of their indices.
@@ -439,33 +437,16 @@ class Trainer(ABC):
                 f"({server.consistency}) and server.backup_trainers ({server.backup_trainers}) none waits for the "
                 "others; use sync without backup trainers, or self.log with a reduction"
             )
-        if self._decision is None:
+        if not self.current.is_common:
             raise TaskError(
                 "trainer.all_gather must be called where all trainers are at the same time: in training_step, "
                 "validation_step, on_batch_start, on_batch_end, on_validation_start, on_validation_end or on_train_end"
             )
-        value = stage_copy(value, what="the value of trainer.all_gather")
-        try:
-            pickle.dumps(without_values(value))
-        except Exception as error:  # pickle raises many types for what it cannot store
-            raise TaskError(
-                f"trainer.all_gather was given what cannot be sent to another process ({error}); give tensors, "
-                "numbers, strings, and lists or dictionaries of them"
-            ) from error
-        if self._evaluates_alone:
+        value = sendable(value)
+        if self.validator.is_alone:
             return [value]
-        place = self._decision.step, int(self._decision.verdict is Verdict.GO), int(self._in_batches)
-        count = self._gathers[1] + 1 if self._gathers[0] == place else 0
-        self._gathers = place, count
-        return self.gather_from_all(value, (*place, count), self._decision.active if self._in_batches else None)
-
-    def gather_from_all(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
-        """Return the values of all trainers, or of ``active``; ``call`` is the same for the same call of each."""
-        return [value]
-
-    def set_first(self, key: str, value: str) -> str:
-        """Return the value of the trainer that calls this first with ``key``; a trainer of several asks the store."""
-        return value if self.rendezvous is None else self.rendezvous.set_first(key, value)
+        active = self.current.decision.active if self.current.in_batches else None
+        return self.control.all_gather(value, self.current.next_gather(), active)
 
     def seed_or_restore(self, part: bytes | None) -> None:
         """Seed this trainer's random numbers, or restore its part of a checkpoint. Last in ``init_connection``."""
@@ -482,51 +463,57 @@ class Trainer(ABC):
         self._resources.close()
 
     def _fit(self) -> Decision:
-        self._samples_before = self.progress.samples_served
-        self._core_wait = CoreWait()
+        """Take the steps on which the trainers decide, until they decide to end; return that decision."""
+        self._began = FitStart(self.progress.samples_served, CoreWait())
         self.clock.skip()
         while True:
-            self._step_offset = 1
             with self.step_scope():
+                self.current.is_open = True
                 decision = self.agree()
-                if decision.verdict is Verdict.WAIT:
-                    continue
-                self._decision = None  # until hooks are called that all trainers call
-                self._step_offset = int(decision.verdict is Verdict.GO)
-                if decision.verdict in _BETWEEN_STEPS:
-                    self._between_steps(decision)
-                    continue
+                self.current = Step(decision)
                 if decision.verdict is Verdict.END:
-                    self._close_epoch()
-                    self._decision = decision
-                    self.step = decision.step
-                    self.clock.skip()
+                    self._end(decision)
                     return decision
-                if decision.samples >= self._epoch_end:
-                    self._enter_epoch(decision.samples)
-                self._decision = decision
-                if self.parameters_of:
-                    self.batch_began = self.step = decision.step
-                if self.trainer_index in decision.active:
-                    train = self._train_by_calls if self.parameters_of else self._train
-                    self._in_batches = True
-                    self.step = train(decision)
-                    self._in_batches = False
-                else:
-                    self.step = self._follow_calls() if self.parameters_of else self.idle(decision)
-                    if self.step == decision.step:
-                        continue
-                self._step_offset = 0
-            if not self.parameters_of:
-                self._end_step()
-            if self._is_record_due():
-                self.record("buffer", **self.data.record())
-            if self.lockstep and self.is_due(self.step):
-                self._validate_and_save()
+                takes_step = decision.verdict is Verdict.GO and self._take_step(decision)
+            if takes_step:
+                self._after_step()
+            elif decision.verdict in _BETWEEN_STEPS:
+                self._between_steps(decision)
+
+    def _take_step(self, decision: Decision) -> bool:
+        """Train on this trainer's batches of a step, or follow the others; return whether there is a new version."""
+        self.current.is_open = True
+        if decision.samples >= self._epoch_end:
+            self._enter_epoch(decision.samples)
+        self.current.is_common = True
+        if self.parameters_of:
+            self.calls.batch_began = self.step = decision.step
+        has_data = self.current.in_batches = self.trainer_index in decision.active
+        if has_data:
+            self.step = self._train_by_calls() if self.parameters_of else self._train(decision)
+        else:
+            self.step = self._follow_calls() if self.parameters_of else self.idle(decision)
+        self.current.in_batches = self.current.is_open = False
+        return has_data or self.step != decision.step
+
+    def _after_step(self) -> None:
+        """Record, validate and save what is due after a step."""
+        if not self.parameters_of:  # otherwise each call of ``optimize`` was one
+            self._end_step()
+        if self._is_record_due():
+            self.record("buffer", **self.data.record())
+        if self.lockstep and self.is_due(self.step):
+            self._validate_and_save()
 
     def _end_step(self) -> None:
         self.clock.end_step()
         self.progress.steps += 1
+
+    def _end(self, decision: Decision) -> None:
+        self._close_epoch()
+        self.current.is_common = True
+        self.step = decision.step
+        self.clock.skip()
 
     def announcement(self) -> Announcement:
         """Return the announcement of this trainer's next step: its data, and whether it wants to stop.
@@ -535,7 +522,7 @@ class Trainer(ABC):
         """
         announcement = self.data_available()
         self.clock.lap("data")
-        return self.with_stop(announcement)
+        return self.control.with_stop(announcement)
 
     def announcement_if_ready(self) -> Announcement | None:
         """Return the announcement of the next step without waiting; None if the data is not ready yet.
@@ -545,19 +532,9 @@ class Trainer(ABC):
         announcement = self.data.available(timeout_s=0.0)
         if announcement.readiness is Readiness.WAITING:
             return None
-        return self.with_stop(self.data_available() if self._overrides_data_available else announcement)
-
-    def with_stop(self, announcement: Announcement) -> Announcement:
-        """Return the announcement with this process's request to stop, if there is one."""
-        if self.process.stop.event.is_set():
-            stop, reason = self.process.stop.state()
-        elif self._stop_reason:
-            stop, reason = Stop.LIMIT, self._stop_reason
-        elif self.monitor is not None and (limit := self.monitor.stop_reason()) is not None:
-            stop, reason = Stop.LIMIT, limit
-        else:
-            return announcement
-        return replace(announcement, stop=stop, reason=reason)
+        if overrides(self, Trainer.data_available):
+            announcement = self.data_available()
+        return self.control.with_stop(announcement)
 
     def _between_steps(self, decision: Decision) -> None:
         """With trainers that run freely: validate a retained version, or do at a barrier all that is due."""
@@ -583,6 +560,10 @@ class Trainer(ABC):
             self.record("buffer", **self.data.record(), end=True)
         self.leave(self._totals(), decision)
 
+    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
+        """Leave the run in good order; rank 0 receives the totals."""
+        self.control.leave(totals, decision)
+
     # A step.
 
     def _train(self, decision: Decision) -> int:
@@ -596,7 +577,7 @@ class Trainer(ABC):
         self.clock.lap("data")
         self.load_version()
         self.progress.samples_served += samples
-        for number, (batch, self._batch_samples) in enumerate(batches, start=1):
+        for number, (batch, self.current.batch_samples) in enumerate(batches, start=1):
             last = number == len(batches)
             with (
                 name_float64("training_step", batch, self.model),
@@ -609,7 +590,7 @@ class Trainer(ABC):
                 self._backward(loss, len(batches))
         self._check_layers()
         report = StepReport(self.trainer_index, decision.step, samples, summed / len(batches), self.seconds)
-        self._batch_samples = 1
+        self.current.batch_samples = 1
         result = self.step_optimizer(report)
         if result is not None and self.monitor is not None:
             self.monitor.update_applied(result)
@@ -623,26 +604,27 @@ class Trainer(ABC):
 
     # A batch with several optimizers.
 
-    def _train_by_calls(self, decision: Decision) -> int:
+    def _train_by_calls(self) -> int:
         """Train on a batch whose ``training_step`` calls ``optimize``; return the version that results."""
-        batch, self._batch_samples = self._next_batch()
+        batch, samples = self._next_batch()
+        self.current.batch_samples = samples
         self.data.read_ahead()
         self.clock.lap("data")
         self.load_version()
-        self.progress.samples_served += self._batch_samples
+        self.progress.samples_served += samples
         for hooks in self.hooks:
             hooks.on_batch_start(self.progress.batch_idx)
-        self._updates = 0
+        self.calls.made = 0
         with name_float64("training_step", batch, self.model), self._autocast:
             returned = self.task.training_step(self.model, batch, self.progress.batch_idx)
-        if returned is not None or not self._updates:
+        if returned is not None or not self.calls.made:
             what = "returned a value" if returned is not None else "did not call it"
             raise TaskError(
                 f"training_step must call self.trainer.optimize(name, loss) and return None with several optimizers "
                 f"({', '.join(self.parameters_of)}); in batch {self.progress.batch_idx} it {what}"
             )
-        self._exchange_call(OptimizerCall())
-        self._updates, self._batch_samples = -1, 1
+        self.calls.exchange(OptimizerCall())
+        self.calls.made, self.current.batch_samples = -1, 1
         self.clock.lap("forward")
         self.end_batch()
         self._record_first_step()
@@ -676,22 +658,14 @@ class Trainer(ABC):
             ...         self.trainer.optimize("g", self.loss_of_generator(model, fake))
         """
         self._check_layers()
-        parameters = self._parameters_to_step(name)
+        parameters = self.calls.parameters(name)
         value = check_loss(loss, self.trainer_index, self.progress.batch_idx, name)
         self.clock.lap("forward")
         with torch.autocast(self._device.type, enabled=False):
             self.on_before_backward(loss)
             for parameter in self.unwrapped_model.parameters():
                 parameter.grad = None
-            try:
-                loss.backward(inputs=parameters, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-            except RuntimeError as error:
-                if "modified by an inplace operation" not in message_of(error):
-                    raise
-                raise TaskError(
-                    f"optimize({name!r}, loss): the loss was computed before an update of parameters that its gradient "
-                    "depends on; compute it, or the part that uses these parameters, after the call that updates them"
-                ) from error
+            run_backward(name, loss, parameters, retain_graph)
             self.on_after_backward()
         self.clock.lap("backward")
         used = tuple(parameter.grad is not None for parameter in parameters)
@@ -700,10 +674,10 @@ class Trainer(ABC):
                 f"optimize({name!r}, loss): the loss depends on no parameter of this optimizer; check the name, and "
                 "detach() in the computation of the loss"
             )
-        samples = self._batch_samples if not self._updates else 0
+        samples = self.current.batch_samples if not self.calls.made else 0
         grads = [parameter.grad for parameter in parameters]
         sparse = tuple(grad.sparse_dim() if grad is not None and grad.is_sparse else 0 for grad in grads)
-        self._exchange_call(OptimizerCall(name, value, samples, used, sparse))
+        self.calls.exchange(OptimizerCall(name, value, samples, used, sparse))
         report = StepReport(self.trainer_index, self.step, samples, value, self.seconds, optimizer=name)
         result = self.step_optimizer(report)
         assert result is not None
@@ -711,58 +685,21 @@ class Trainer(ABC):
             self.monitor.update_applied(result)
         # Autocast would continue with copies of the parameters before the update.
         torch.clear_autocast_cache()
-        self.step, self._step_offset = result.step, 0
-        self._updates += 1
+        self.step, self.current.is_open = result.step, False
+        self.calls.made += 1
         self._end_step()
-
-    def _parameters_to_step(self, name: str) -> list[nn.Parameter]:
-        if not self.parameters_of:
-            raise TaskError(
-                f"trainer.optimize({name!r}) must have several optimizers, and build_optimizer returned one; return a "
-                "dict of optimizers from it, or the loss from training_step"
-            )
-        if self._updates < 0:
-            raise TaskError(f"trainer.optimize({name!r}) must be called in training_step, where there is a batch")
-        if name not in self.parameters_of:
-            known = ", ".join(self.parameters_of)
-            raise TaskError(f"trainer.optimize({name!r}) must name an optimizer; build_optimizer returned {known}")
-        return [parameter for parameter in self.parameters_of[name] if parameter.requires_grad]
 
     def _follow_calls(self) -> int:
         """Follow the calls of the trainers that have data; return the version after their batch."""
-        self._updates = 0
-        while self._exchange_call(None):
+        self.calls.made = 0
+        while self.calls.exchange(None):
+            self.follow_update()
             self.step += 1
-            self._updates += 1
+            self.calls.made += 1
             self.clock.lap("wait")
             self._end_step()
-        self._updates = -1
+        self.calls.made = -1
         return self.step
-
-    def _exchange_call(self, own: OptimizerCall | None) -> bool:
-        """Compare a call of ``optimize`` with those of the other trainers; return whether it is not the end of a batch.
-
-        Args:
-            own: None for a trainer that has no data, which follows.
-        """
-        assert self._decision is not None
-        # The third number is that of no call of ``all_gather``.
-        place = self._decision.step, 1, 2, self._updates
-        gathered = [(self.trainer_index, own)]
-        if self.process.trainers > 1:
-            gathered = self.gather_from_all(gathered[0], place, None)
-        made = [(index, call) for index, call in gathered if call is not None]
-        for index, call in made[1:]:
-            if call.name != made[0][1].name:
-                raise TaskError(
-                    f"all trainers must make the same calls of trainer.optimize in the same order; call "
-                    f"{self._updates + 1} of a batch is {made[0][1]} on trainer {made[0][0]}, and {call} on trainer "
-                    f"{index}. Let self.trainer.step decide about it, which all trainers have alike, and not batch_idx"
-                )
-        self.optimizer_calls = [call for _, call in made]
-        if own is None and self.optimizer_calls and self.optimizer_calls[0].name:
-            self.follow_update()
-        return bool(self.optimizer_calls and self.optimizer_calls[0].name)
 
     def _next_batch(self) -> tuple[Any, int]:
         batch, samples = self.data.next_batch()
@@ -829,96 +766,37 @@ class Trainer(ABC):
 
     def is_due(self, step: int) -> bool:
         """Whether a validation or a checkpoint is due at this step, or was due since the last batch began."""
-        return any(is_due(step, every, self.batch_began) for every in (self._validate_every, self._save_every))
+        return any(is_due(step, every, self.calls.batch_began) for every in (self._validate_every, self._save_every))
 
     def _validate_and_save(self) -> None:
         """Do what is due at the current step, which all trainers have reached."""
-        improved = is_due(self.step, self._validate_every, self.batch_began) and self.validate()
-        if improved or is_due(self.step, self._save_every, self.batch_began):
+        improved = is_due(self.step, self._validate_every, self.calls.batch_began) and self.validate()
+        if improved or is_due(self.step, self._save_every, self.calls.batch_began):
             self.save("best" if improved else "periodic")
 
     def validate(self) -> bool:
         """Validate this trainer's share of the current version; return whether the mean over all is the best so far."""
-        if self._validated_step == self.step:
+        if self.validator.validated_step == self.step:
             return False
-        self._validated_step = self.step
+        self.validator.validated_step = self.step
         return self._validate(self.trainer_index)
 
     def _validate(self, share: int) -> bool:
         self.sync_model()
-        with self._generators_of(share):
+        step, batch_idx, since = self.step, self.progress.batch_idx, self.calls.batch_began
+        with self.validator.generators(step, share):
             # Without data a trainer still takes part: the others wait for its share.
-            self.validation, improved = self.merge_validation(self._evaluate(self._batches_of(share)))
-            if self._is_validating:
-                self._is_validating = False
-                for hooks in self.hooks:
-                    hooks.on_validation_end(self.progress.batch_idx)
+            shares = {share: self.validator.evaluate(share, batch_idx)}
+            waits = self.current.decision.verdict is not Verdict.VALIDATE
+            reply = self.control.report_validation(step, shares, since, waits)
+            while reply.missing:  # shares of lost trainers
+                shares = {other: self.validator.evaluate_alone(step, other, batch_idx) for other in reply.missing}
+                reply = self.control.report_validation(step, shares, since)
+            self.validation = reply.means
+            self.on_validated(reply.means)
+            self.validator.end(batch_idx)
         self.clock.skip()
-        return improved
-
-    def _generators_of(self, share: int) -> AbstractContextManager[None]:
-        """Return a context for the random numbers of the hooks and of the evaluation of a share."""
-        return validation_generators(self.config.seed, self.step, share, self.process.placement.devices)
-
-    def evaluate_for_another(self, share: int) -> WeightedSums:
-        """Evaluate the share of a lost trainer, of the version that ``unwrapped_model`` has, while the others wait."""
-        self._evaluates_alone = True
-        try:
-            with self._generators_of(share):
-                return self._evaluate(self._batches_of(share))
-        finally:
-            self._evaluates_alone = False
-
-    def _batches_of(self, share: int) -> Iterable[tuple[Any, int]] | None:
-        """Return the validation batches of a trainer."""
-        if share == self.trainer_index:
-            return self.validation_loader
-        if share not in self._loaders_of_others:
-            partition = Partition(share, self.process.trainers)
-            self._loaders_of_others[share] = validation_batches(self.task, partition, self.config)
-        return self._loaders_of_others[share]
-
-    def _evaluate(self, batches: Iterable[tuple[Any, int]] | None) -> WeightedSums:
-        if batches is None:
-            return WeightedSums()
-        if not self._is_validating:  # its own share comes first, then those of lost trainers
-            self._is_validating = True
-            for hooks in self.hooks:
-                hooks.on_validation_start(self.progress.batch_idx)
-        with self._averaged_parameters():
-            return evaluate(
-                self.task,
-                self.unwrapped_model,
-                batches,
-                self.progress.batch_idx,
-                self.on_before_forward,
-                self.config.training.precision,
-                self._device,
-            )
-
-    @contextmanager
-    def _averaged_parameters(self) -> Iterator[None]:
-        """Let the parameters of the model be their averages, where these are validated."""
-        if not self.validates_averages:
-            yield
-            return
-        averages = self.averages()
-        own = {name: parameter for name, parameter in self.unwrapped_model.named_parameters() if name in averages}
-        kept = {name: parameter.data for name, parameter in own.items()}
-        # By ``data``, without a write: with shared memory the parameters of all processes are the same memory.
-        for name, parameter in own.items():
-            parameter.data = averages[name].to(parameter.device)
-        self._kept_parameters = [(parameter, kept[name]) for name, parameter in own.items()]
-        try:
-            yield
-        finally:
-            self.restore_parameters()
-
-    def restore_parameters(self) -> None:
-        """Let the parameters of the model be its own again, after ``_averaged_parameters``."""
-        for parameter, data in self._kept_parameters:
-            parameter.data = data
-        self._kept_parameters = []
+        return reply.improved
 
     def save(self, reason: str) -> None:
         """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent."""
@@ -928,15 +806,15 @@ class Trainer(ABC):
             self.clock.skip()
         if reason in _LAST:
             with self.process.stop_limit.paused():
-                self.wait_saved()
+                self.control.wait_saved()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this trainer's part of a checkpoint: one copy, which training does not change any more."""
         what = f"the state of {type(self.task).__name__}.on_checkpoint, or of a callback,"
-        own = stage_copy(task_state(self.task, self._callbacks), self._memory, what)
+        own = stage_copy(task_state(self.task, self.process.kept.callbacks), self.control.memory, what)
         check_storable(own, type(self.task).__name__)
-        stream = self.data.state_dict(self._memory)
-        self._memory.trim()
+        stream = self.data.state_dict(self.control.memory)
+        self.control.memory.trim()
         return {
             "trainer_index": self.trainer_index,
             **stream,
@@ -962,7 +840,7 @@ class Trainer(ABC):
         else:  # the checkpoint is of fewer trainers, or this one was lost when it was made
             seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
         if part["random"] is not None or part["task"]:
-            restore_task(self.task, part["task"], self._callbacks)
+            restore_task(self.task, part["task"], self.process.kept.callbacks)
 
     def stop(self, reason: str) -> None:
         """End the run in good order, from any step or hook: all trainers validate and save, and it is completed.
@@ -981,7 +859,7 @@ class Trainer(ABC):
         """
         if not reason or not isinstance(reason, str):
             raise TaskError(f"trainer.stop({reason!r}) must have a reason; give a sentence for the summary")
-        self._stop_reason = self._stop_reason or self.set_first("stop", reason)
+        self.control.request_stop(reason)
 
     # Records.
 
@@ -997,7 +875,7 @@ class Trainer(ABC):
         if self.process.trainers > 1:
             fields["reduce"] = reduce if self.lockstep else "none"
             if fields["reduce"] == "mean":
-                fields["weight"] = self._batch_samples
+                fields["weight"] = self.current.batch_samples
         self.record("log", name=name, value=number, **fields)
 
     def record(self, kind: str, **fields: Any) -> None:
@@ -1005,20 +883,19 @@ class Trainer(ABC):
 
         A run that resumes from the checkpoint of a step makes the next step again, and so its records.
         """
-        rank, step = self.process.identity.global_rank, self.step + self._step_offset
-        self.records.append(make_record(kind, step, rank=rank, trainer=self.trainer_index, **fields))
-        self.send_records(self.records)
+        rank, step = self.process.identity.global_rank, self.step + self.current.is_open
+        self.control.record(make_record(kind, step, rank=rank, trainer=self.trainer_index, **fields))
 
     def _is_record_due(self) -> bool:
         """Whether the last step has a periodic record: of the run's steps, or of its own if trainers run freely."""
         step = self.step if self.lockstep else self.progress.steps
-        return is_due(step, self.config.logging.log_every, self.batch_began)
+        return is_due(step, self.config.logging.log_every, self.calls.batch_began)
 
     def _totals(self) -> TrainerTotals:
         return TrainerTotals(
             trainer_index=self.trainer_index,
             samples=self.progress.samples_served,
-            samples_before=self._samples_before,
+            samples_before=self._began.samples,
             batches=self.progress.batch_idx,
             samples_left=self.data.samples_left,
             seconds=self.clock.steps.total_s,
@@ -1027,7 +904,7 @@ class Trainer(ABC):
             buffer=self.data.figures(),
             peak_rss_mb=peak_rss_mb(),
             wire_bytes=self.wire_bytes,
-            core_wait_share=self._core_wait.share(),
+            core_wait_share=self._began.core_wait.share(),
             threads=torch.get_num_threads(),
         )
 

@@ -1072,5 +1072,5 @@ def _train(trainer: Trainer, totals: list[TrainerTotals], session: RankSession) 
             "run was over; raise an exception instead"
         ) from error
     finally:
-        session.joined = session.joined or trainer.joined
-        totals.extend(trainer.all_totals)
+        session.joined = session.joined or trainer.control.joined
+        totals.extend(trainer.control.all_totals)
