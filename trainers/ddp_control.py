@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore
 
 from paramserver.checkpoint import write_chunks
 from paramserver.checkpoint.sender import BackgroundSender
@@ -30,8 +31,7 @@ from paramserver.consistency import Announcement, Decision, Readiness, Stop
 from paramserver.context import ProcessContext
 from paramserver.distributed.control_channel import ControlChannel, connect_ranks
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.distributed.session import all_gather_objects, process_group
-from paramserver.distributed.timeouts import poll_until
+from paramserver.distributed.timeouts import call_with_timeout, poll_until
 from paramserver.errors import Interrupted, PeerLost, TrainingError, UnsupportedConfiguration
 from paramserver.metrics.records import TrainerTotals
 from paramserver.optim.updater import Updater
@@ -231,6 +231,22 @@ class StepAgreement:
         return AgreedStep(announcements, totals, bool(collect_records))
 
 
+@contextmanager
+def process_group(rendezvous: Rendezvous, backend: str) -> Iterator[None]:
+    """Run the process group of ddp. It is destroyed at once on an error, which ends the collectives of the others."""
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", rendezvous.store),
+        rank=rendezvous.identity.global_rank,
+        world_size=rendezvous.identity.world_size,
+        timeout=timedelta(seconds=rendezvous.timeout_s),
+    )
+    try:
+        yield
+    finally:
+        call_with_timeout(_SHUTDOWN_S, "the end of the process group", dist.destroy_process_group)
+
+
 # Messages of gloo about a lost peer. After a timeout gloo closes its connections, and later calls get the second.
 _GLOO_MESSAGES = ("gloo", "caused pair closure")
 
@@ -339,6 +355,7 @@ class PartGather:
 _COLLECT_EVERY_S = 1.0
 # A collective may fail before the control channel names the lost rank: by server.lost_after_s, and by this.
 _NAMED_AFTER_S = 1.0
+_SHUTDOWN_S = 5.0
 # After a loss the main thread has this long to end the run; then the process ends without it.
 UNWIND_S = 1.0
 
@@ -405,8 +422,10 @@ class DdpControl(ReplicaControl):
     # Collectives.
 
     def exchange(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.process.trainers
         with translate_peer_loss():
-            return all_gather_objects(value, self.group)
+            dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Return the value of the rank ``source``. Called by all ranks."""

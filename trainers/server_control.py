@@ -13,8 +13,8 @@ import torch
 from paramserver.checkpoint import write_chunks
 from paramserver.checkpoint.sender import BackgroundSender
 from paramserver.consistency import Announcement, Decision
+from paramserver.distributed.remote_error import RemoteError
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import Evicted, PeerFailed, PeerLost, PeerRefused, RunEnded, Unreachable, ViewChanged
 from paramserver.metrics.records import Record, TrainerTotals, WeightedSums
 from paramserver.server.client import InFlightCall, ServerClient
