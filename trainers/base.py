@@ -1,4 +1,4 @@
-"""The training loop, the same in every mode: announce, step, record, validate, save."""
+"""A trainer: the hooks of users and modes, batches, validation, its part of a checkpoint, and records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +22,18 @@ from paramserver.devices import move_to_device, use_device
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.errors import TaskError
 from paramserver.importing import name_user_error
-from paramserver.limits import epoch_of, is_due
+from paramserver.limits import is_due
 from paramserver.metrics.records import (
-    CoreWait,
     PhaseClock,
     StepReport,
     StepResult,
     TrainerTotals,
     make_record,
-    peak_rss_mb,
 )
 from paramserver.metrics.reduction import REDUCTIONS, Reduction
 from paramserver.parameters.model import autocast
 from paramserver.parameters.model_tree import ModelTree
-from paramserver.parameters.numerics import check_loss, name_float64, to_number
+from paramserver.parameters.numerics import check_loss, to_number
 from paramserver.rng import random_states, restore_random_states, seed_all
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.runs.monitor import RunMonitor
@@ -47,11 +45,10 @@ from paramserver.trainers.control import Control, sendable
 from paramserver.trainers.data import DataStream
 from paramserver.trainers.optimizer_calls import OptimizerCalls, run_backward
 from paramserver.trainers.validation import ValidationShare, Validator, validation_batches
-from paramserver.transport.messages import DataPosition, OptimizerCall
+from paramserver.transport.messages import OptimizerCall
 
 T = TypeVar("T")
 
-_BETWEEN_STEPS = (Verdict.BARRIER, Verdict.VALIDATE)
 # Reasons of a checkpoint after which there is none.
 _LAST = ("end", "interrupted", "resize")
 
@@ -102,15 +99,8 @@ class Step:
         return self.decision.step, int(self.decision.verdict is Verdict.GO), int(self.in_batches), number
 
 
-class FitStart(NamedTuple):
-    """Where this process began to train: samples served before, and the time without a core from then on."""
-
-    samples: int
-    core_wait: CoreWait
-
-
 class Trainer(ABC):
-    """One trainer of a run: the loop, its hooks, validation and checkpoints. Subclasses implement a mode.
+    """One trainer of a run, which ``TrainingLoop`` calls. Subclasses implement a mode.
 
     To change how steps are made, subclass ``LocalTrainer``, ``DdpTrainer`` or ``RpcTrainer`` and name the class in the
     config (``trainer: module:Class``). The hooks have the names of Lightning's ``DDPPlugin``.
@@ -181,16 +171,9 @@ class Trainer(ABC):
         self.wire_bytes = 0
         self.validation: Mapping[str, float] = {}
         self.current = Step(Decision(Verdict.WAIT, (), 0, 0))
-        self._saved_step: int | None = None
-        self._validate_every = self.config.training.validate_every
-        save_every = self.config.checkpoint.every
-        self._save_every = self._validate_every if save_every is None else save_every
-        # The epoch that is open ends at this number of samples applied.
-        self._epoch_end = 0.0
-        self._device = process.placement.device
-        use_device(self._device)
+        use_device(process.placement.device)
         # One object for all steps: it is entered by one thread, and never while it is entered already.
-        self._autocast = autocast(self._device, self.config.training.precision)
+        self.autocast = autocast(process.placement.device, self.config.training.precision)
         self._resources = ExitStack()
         self.parameters_of: dict[str, list[nn.Parameter]] = {}
         self.validates_averages = False
@@ -240,7 +223,7 @@ class Trainer(ABC):
 
     def on_before_forward(self, batch: Any) -> Any:
         """Return the batch as the model receives it."""
-        return move_to_device(batch, self._device) if self.is_single_process_per_device else batch
+        return move_to_device(batch, self.process.placement.device) if self.is_single_process_per_device else batch
 
     def on_after_setup_optimizers(self) -> None:
         """Called once the optimizer exists, before the first step."""
@@ -280,6 +263,13 @@ class Trainer(ABC):
         With ``checkpoint.background`` serialization, sending and writing follow after this returns.
         """
 
+    def on_fit_start(self) -> None:
+        """Called before the first announcement."""
+
+    def hooks_between_steps(self) -> AbstractContextManager[Any]:
+        """Return a context for the hooks of epochs, which may change the model between two steps."""
+        return nullcontext()
+
     def step_scope(self) -> AbstractContextManager[Any]:
         """Return a context for the announcement and the step."""
         return nullcontext()
@@ -315,31 +305,7 @@ class Trainer(ABC):
     def on_validated(self, means: Mapping[str, float]) -> None:
         """Called with the result of a validation of all trainers; a trainer that owns a schedule steps it."""
 
-    # The run.
-
-    def run(self) -> Decision:
-        """Train from the first connection to the end, and return the decision that ended the run.
-
-        Everything that was opened is closed, also if an error is raised.
-        """
-        try:
-            self.init_connection()
-            if not self.process.kept.has_started:
-                self.process.kept.has_started = True
-                for hooks in self.hooks:
-                    hooks.on_train_start()
-            self.data.start()
-            decision = self._fit()
-            self.data.stop_feeding()  # before the last validation and checkpoint, which may take long
-            self._finish(decision)
-        except BaseException as error:
-            cause = self.control.report_failure(error)
-            if cause is error:
-                raise
-            raise cause from error
-        finally:
-            self.close()
-        return decision
+    # The start.
 
     def prepare_data(self) -> None:
         """Create source, buffer and feeder. ``init_connection`` calls it once the model exists."""
@@ -376,30 +342,8 @@ class Trainer(ABC):
             model=lambda: self.unwrapped_model,
             averages=lambda: self.averages() if self.validates_averages else {},
         )
-        self._check_data()
-        if self.monitor is not None:
-            self.monitor.expect_samples(self.data.epoch_samples)
-        self.process.startup_timer.mark("model and data")
-
-    def replace_lost(self, part: bytes | None, position: DataPosition, incarnation: int) -> None:
-        """Take the place of a trainer that was lost: continue its data after what was applied of it.
-
-        Args:
-            part: its part of the newest checkpoint, for the state of the task; None if there is none.
-            position: where its data continues.
-            incarnation: of this process, so that its random numbers are not those of the lost one.
-        """
-        seed_all(self.config.seed, incarnation, 1 + self.trainer_index)
-        applied = AppliedPositions()
-        applied.load_state_dict(position.applied)
-        self.data.load_after_loss({"source": position.source, "buffer": None}, applied)
-        self.progress = TrainerProgress(**position.counters)
-        if part is not None and (stored := unpack(part))["task"]:
-            restore_task(self.task, stored["task"], self.process.kept.callbacks)
-
-    def _check_data(self) -> None:
-        """Refuse data sets of different lengths: the library partitions one data set, and would leave samples out."""
-        held = getattr(self.process.kept.validation, "dataset", None)
+        # The library partitions one data set, and would leave samples of data sets of different lengths out.
+        held = getattr(kept.validation, "dataset", None)
         for name, share in (("train_source", self.data.source), ("validation_source", held)):
             self.control.check_equal(
                 name,
@@ -408,6 +352,46 @@ class Trainer(ABC):
                 "return an iterable, or a paramserver.sources.Source, for samples of each trainer's own, and seed a "
                 "sampler alike on all of them",
             )
+        if self.monitor is not None:
+            self.monitor.expect_samples(self.data.epoch_samples)
+        self.process.startup_timer.mark("model and data")
+
+    def seed_or_restore(self, part: bytes | None) -> None:
+        """Seed this trainer's random numbers, or restore its part of a checkpoint. Last in ``init_connection``."""
+        seed_all(self.config.seed, 1 + self.trainer_index)
+        if part is not None:
+            self.load_state_dict(unpack(part))
+
+    def enter_context(self, context: AbstractContextManager[T]) -> T:
+        """Enter a context that is exited when this trainer ends."""
+        return self._resources.enter_context(context)
+
+    def close(self) -> None:
+        """Exit all contexts, the last one first."""
+        self._resources.close()
+
+    # A step.
+
+    def announcement(self) -> Announcement:
+        """Return the announcement of this trainer's next step: its data, and whether it wants to stop.
+
+        ``agree`` calls it at most once per step.
+        """
+        announcement = self.data_available()
+        self.clock.lap("data")
+        return self.control.with_stop(announcement)
+
+    def announcement_if_ready(self) -> Announcement | None:
+        """Return the announcement of the next step without waiting; None if the data is not ready yet.
+
+        What it states holds until the next batch is taken.
+        """
+        announcement = self.data.available(timeout_s=0.0)
+        if announcement.readiness is Readiness.WAITING:
+            return None
+        if overrides(self, Trainer.data_available):
+            announcement = self.data_available()
+        return self.control.with_stop(announcement)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all trainers, in the order of their indices.
@@ -448,188 +432,6 @@ class Trainer(ABC):
         active = self.current.decision.active if self.current.in_batches else None
         return self.control.all_gather(value, self.current.next_gather(), active)
 
-    def seed_or_restore(self, part: bytes | None) -> None:
-        """Seed this trainer's random numbers, or restore its part of a checkpoint. Last in ``init_connection``."""
-        seed_all(self.config.seed, 1 + self.trainer_index)
-        if part is not None:
-            self.load_state_dict(unpack(part))
-
-    def enter_context(self, context: AbstractContextManager[T]) -> T:
-        """Enter a context that is exited when this trainer ends."""
-        return self._resources.enter_context(context)
-
-    def close(self) -> None:
-        """Exit all contexts, the last one first."""
-        self._resources.close()
-
-    def _fit(self) -> Decision:
-        """Take the steps on which the trainers decide, until they decide to end; return that decision."""
-        self._began = FitStart(self.progress.samples_served, CoreWait())
-        self.clock.skip()
-        while True:
-            with self.step_scope():
-                self.current.is_open = True
-                decision = self.agree()
-                self.current = Step(decision)
-                if decision.verdict is Verdict.END:
-                    self._end(decision)
-                    return decision
-                takes_step = decision.verdict is Verdict.GO and self._take_step(decision)
-            if takes_step:
-                self._after_step()
-            elif decision.verdict in _BETWEEN_STEPS:
-                self._between_steps(decision)
-
-    def _take_step(self, decision: Decision) -> bool:
-        """Train on this trainer's batches of a step, or follow the others; return whether there is a new version."""
-        self.current.is_open = True
-        if decision.samples >= self._epoch_end:
-            self._enter_epoch(decision.samples)
-        self.current.is_common = True
-        if self.parameters_of:
-            self.calls.batch_began = self.step = decision.step
-        has_data = self.current.in_batches = self.trainer_index in decision.active
-        if has_data:
-            self.step = self._train_by_calls() if self.parameters_of else self._train(decision)
-        else:
-            self.step = self._follow_calls() if self.parameters_of else self.idle(decision)
-        self.current.in_batches = self.current.is_open = False
-        return has_data or self.step != decision.step
-
-    def _after_step(self) -> None:
-        """Record, validate and save what is due after a step."""
-        if not self.parameters_of:  # otherwise each call of ``optimize`` was one
-            self._end_step()
-        if self._is_record_due():
-            self.record("buffer", **self.data.record())
-        if self.lockstep and self.is_due(self.step):
-            self._validate_and_save()
-
-    def _end_step(self) -> None:
-        self.clock.end_step()
-        self.progress.steps += 1
-
-    def _end(self, decision: Decision) -> None:
-        self._close_epoch()
-        self.current.is_common = True
-        self.step = decision.step
-        self.clock.skip()
-
-    def announcement(self) -> Announcement:
-        """Return the announcement of this trainer's next step: its data, and whether it wants to stop.
-
-        ``agree`` calls it at most once per step.
-        """
-        announcement = self.data_available()
-        self.clock.lap("data")
-        return self.control.with_stop(announcement)
-
-    def announcement_if_ready(self) -> Announcement | None:
-        """Return the announcement of the next step without waiting; None if the data is not ready yet.
-
-        What it states holds until the next batch is taken.
-        """
-        announcement = self.data.available(timeout_s=0.0)
-        if announcement.readiness is Readiness.WAITING:
-            return None
-        if overrides(self, Trainer.data_available):
-            announcement = self.data_available()
-        return self.control.with_stop(announcement)
-
-    def _between_steps(self, decision: Decision) -> None:
-        """With trainers that run freely: validate a retained version, or do at a barrier all that is due."""
-        self.clock.skip()
-        self.step = decision.step
-        if decision.verdict is not Verdict.VALIDATE:
-            self._validate_and_save()
-        elif decision.share == self.trainer_index:
-            self.validate()
-        else:
-            self._validate(decision.share)
-
-    def _finish(self, decision: Decision) -> None:
-        """Validate and save for the last time; only save after a signal, and before other trainers continue."""
-        completes = not (decision.interrupted or decision.resizes)
-        if completes and self.validate():
-            self._saved_step = None  # a checkpoint of this step was saved before it turned out to be the best
-        self.save("end" if completes else "resize" if decision.resizes else "interrupted")
-        if not decision.resizes:
-            for hooks in self.hooks:
-                hooks.on_train_end()
-        if not self._is_record_due():
-            self.record("buffer", **self.data.record(), end=True)
-        self.leave(self._totals(), decision)
-
-    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
-        """Leave the run in good order; rank 0 receives the totals."""
-        self.control.leave(totals, decision)
-
-    # A step.
-
-    def _train(self, decision: Decision) -> int:
-        """Train on the batches of a step; return the version that results."""
-        batches, samples, summed = [], 0, 0.0
-        for _ in range(decision.batches):
-            batch, batch_samples = self._next_batch()
-            batches.append((batch, batch_samples))
-            samples += batch_samples
-        self.data.read_ahead()
-        self.clock.lap("data")
-        self.load_version()
-        self.progress.samples_served += samples
-        for number, (batch, self.current.batch_samples) in enumerate(batches, start=1):
-            last = number == len(batches)
-            with (
-                name_float64("training_step", batch, self.model),
-                nullcontext() if last else self.block_backward_sync(),
-            ):
-                value, loss = self._forward(batch)
-                summed += value
-                if last:
-                    self.on_last_loss(summed / number, samples)
-                self._backward(loss, len(batches))
-        self._check_layers()
-        report = StepReport(self.trainer_index, decision.step, samples, summed / len(batches), self.seconds)
-        self.current.batch_samples = 1
-        result = self.step_optimizer(report)
-        if result is not None and self.monitor is not None:
-            self.monitor.update_applied(result)
-        self._record_first_step()
-        return decision.step + 1 if result is None else result.step
-
-    def _record_first_step(self) -> None:
-        if "first step" not in self.process.startup_timer.phases:
-            self.process.startup_timer.mark("first step")
-            self.record("phase", phases=dict(self.process.startup_timer.phases))
-
-    # A batch with several optimizers.
-
-    def _train_by_calls(self) -> int:
-        """Train on a batch whose ``training_step`` calls ``optimize``; return the version that results."""
-        batch, samples = self._next_batch()
-        self.current.batch_samples = samples
-        self.data.read_ahead()
-        self.clock.lap("data")
-        self.load_version()
-        self.progress.samples_served += samples
-        for hooks in self.hooks:
-            hooks.on_batch_start(self.progress.batch_idx)
-        self.calls.made = 0
-        with name_float64("training_step", batch, self.model), self._autocast:
-            returned = self.task.training_step(self.model, batch, self.progress.batch_idx)
-        if returned is not None or not self.calls.made:
-            what = "returned a value" if returned is not None else "did not call it"
-            raise TaskError(
-                f"training_step must call self.trainer.optimize(name, loss) and return None with several optimizers "
-                f"({', '.join(self.parameters_of)}); in batch {self.progress.batch_idx} it {what}"
-            )
-        self.calls.exchange(OptimizerCall())
-        self.calls.made, self.current.batch_samples = -1, 1
-        self.clock.lap("forward")
-        self.end_batch()
-        self._record_first_step()
-        return self.step
-
     def optimize(self, name: str, loss: Tensor, retain_graph: bool = False) -> None:
         """Step one of several optimizers with the gradients of ``loss``, averaged over the trainers.
 
@@ -657,11 +459,11 @@ class Trainer(ABC):
             ...         self.trainer.optimize("d", self.loss_of_discriminator(model, batch, fake.detach()))
             ...         self.trainer.optimize("g", self.loss_of_generator(model, fake))
         """
-        self._check_layers()
+        self.check_layers()
         parameters = self.calls.parameters(name)
         value = check_loss(loss, self.trainer_index, self.progress.batch_idx, name)
         self.clock.lap("forward")
-        with torch.autocast(self._device.type, enabled=False):
+        with torch.autocast(self.process.placement.device.type, enabled=False):
             self.on_before_backward(loss)
             for parameter in self.unwrapped_model.parameters():
                 parameter.grad = None
@@ -687,37 +489,21 @@ class Trainer(ABC):
         torch.clear_autocast_cache()
         self.step, self.current.is_open = result.step, False
         self.calls.made += 1
-        self._end_step()
+        self.end_step()
 
-    def _follow_calls(self) -> int:
-        """Follow the calls of the trainers that have data; return the version after their batch."""
-        self.calls.made = 0
-        while self.calls.exchange(None):
-            self.follow_update()
-            self.step += 1
-            self.calls.made += 1
-            self.clock.lap("wait")
-            self._end_step()
-        self.calls.made = -1
-        return self.step
-
-    def _next_batch(self) -> tuple[Any, int]:
-        batch, samples = self.data.next_batch()
-        batch = self.on_before_forward(batch)
-        self.clock.lap("data")
-        return batch, samples
-
-    def _forward(self, batch: Any) -> tuple[float, Tensor]:
+    def forward_batch(self, batch: Any) -> tuple[float, Tensor]:
+        """Call the hooks before a batch, and ``training_step``; return the value of the loss, and the loss."""
         for hooks in self.hooks:
             hooks.on_batch_start(self.progress.batch_idx)
-        with self._autocast:
+        with self.autocast:
             loss: Any = self.task.training_step(self.model, batch, self.progress.batch_idx)
         # Reading the value waits for the device; a loss that is not finite ends the run before it is applied.
         value = check_loss(loss, self.trainer_index, self.progress.batch_idx)
         self.clock.lap("forward")
         return value, loss
 
-    def _backward(self, loss: Tensor, batches: int) -> None:
+    def backward_batch(self, loss: Tensor, batches: int) -> None:
+        """Add the gradients of a loss, of so many batches of a step, and end the batch."""
         self.on_before_backward(loss)
         (loss / batches if batches > 1 else loss).backward()  # type: ignore[no-untyped-call]
         self.on_after_backward()
@@ -730,32 +516,15 @@ class Trainer(ABC):
             hooks.on_batch_end(self.progress.batch_idx)
         self.progress.batch_idx += 1
 
-    def _check_layers(self) -> None:
+    def end_step(self) -> None:
+        """Count a step."""
+        self.clock.end_step()
+        self.progress.steps += 1
+
+    def check_layers(self) -> None:
         """Refuse layers and parameters that were replaced, added, removed or unfrozen since the optimizer was made."""
         if self.tree is not None:
             self.tree.check_parameters()
-
-    def _enter_epoch(self, samples: int) -> None:
-        """Enter the epoch of the next sample, after ``samples`` were applied."""
-        progress, epoch_samples = self.progress, self.data.epoch_samples
-        for epoch in range(progress.epoch, epoch_of(samples, epoch_samples)):
-            self._close_epoch()
-            # After the last sample of an epoch and before the first of the next, also if a run was resumed in between.
-            self.on_epoch_ended(epoch)
-            progress.epoch = epoch + 1
-        if not progress.epoch_open:
-            progress.epoch_open = True
-            if self.monitor is not None:
-                self.monitor.enter_epoch(progress.epoch)
-            for hooks in self.hooks:
-                hooks.on_epoch_start(progress.epoch)
-        self._epoch_end = (progress.epoch + 1) * epoch_samples if epoch_samples else float("inf")
-
-    def _close_epoch(self) -> None:
-        if self.progress.epoch_open:
-            self.progress.epoch_open = False
-            for hooks in self.hooks:
-                hooks.on_epoch_end(self.progress.epoch)
 
     # Validation and checkpoints.
 
@@ -764,24 +533,23 @@ class Trainer(ABC):
         """Seconds of training, without validation and checkpoints, including those before a resume."""
         return self.progress.seconds + self.clock.total_s
 
+    @property
+    def validate_every(self) -> int:
+        """Steps between two validations."""
+        return self.config.training.validate_every
+
+    @property
+    def save_every(self) -> int:
+        """Steps between two checkpoints."""
+        every = self.config.checkpoint.every
+        return self.validate_every if every is None else every
+
     def is_due(self, step: int) -> bool:
         """Whether a validation or a checkpoint is due at this step, or was due since the last batch began."""
-        return any(is_due(step, every, self.calls.batch_began) for every in (self._validate_every, self._save_every))
+        return any(is_due(step, every, self.calls.batch_began) for every in (self.validate_every, self.save_every))
 
-    def _validate_and_save(self) -> None:
-        """Do what is due at the current step, which all trainers have reached."""
-        improved = is_due(self.step, self._validate_every, self.calls.batch_began) and self.validate()
-        if improved or is_due(self.step, self._save_every, self.calls.batch_began):
-            self.save("best" if improved else "periodic")
-
-    def validate(self) -> bool:
-        """Validate this trainer's share of the current version; return whether the mean over all is the best so far."""
-        if self.validator.validated_step == self.step:
-            return False
-        self.validator.validated_step = self.step
-        return self._validate(self.trainer_index)
-
-    def _validate(self, share: int) -> bool:
+    def validate(self, share: int) -> bool:
+        """Validate a trainer's share of the current version; return whether the result of all is the best so far."""
         self.sync_model()
         step, batch_idx, since = self.step, self.progress.batch_idx, self.calls.batch_began
         with self.validator.generators(step, share):
@@ -800,8 +568,8 @@ class Trainer(ABC):
 
     def save(self, reason: str) -> None:
         """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent."""
-        if self._saved_step != self.step:
-            self._saved_step = self.step
+        if self.control.saved_step != self.step:
+            self.control.saved_step = self.step
             self.save_part(reason, time.perf_counter())
             self.clock.skip()
         if reason in _LAST:
@@ -834,7 +602,7 @@ class Trainer(ABC):
         self.progress = TrainerProgress(**part["counters"])
         if self.monitor is not None:  # the time of the run, which another trainer may have reported
             self.progress.seconds = max(self.progress.seconds, self.monitor.seconds)
-        self._saved_step = self.step
+        self.control.saved_step = self.step
         if part["random"] is not None:
             restore_random_states(part["random"], self.process.placement.devices)
         else:  # the checkpoint is of fewer trainers, or this one was lost when it was made
@@ -886,27 +654,9 @@ class Trainer(ABC):
         rank, step = self.process.identity.global_rank, self.step + self.current.is_open
         self.control.record(make_record(kind, step, rank=rank, trainer=self.trainer_index, **fields))
 
-    def _is_record_due(self) -> bool:
-        """Whether the last step has a periodic record: of the run's steps, or of its own if trainers run freely."""
-        step = self.step if self.lockstep else self.progress.steps
-        return is_due(step, self.config.logging.log_every, self.calls.batch_began)
-
-    def _totals(self) -> TrainerTotals:
-        return TrainerTotals(
-            trainer_index=self.trainer_index,
-            samples=self.progress.samples_served,
-            samples_before=self._began.samples,
-            batches=self.progress.batch_idx,
-            samples_left=self.data.samples_left,
-            seconds=self.clock.steps.total_s,
-            phases_s={**self.clock.seconds, "hidden": self.clock.hidden_s},
-            steps=self.clock.steps,
-            buffer=self.data.figures(),
-            peak_rss_mb=peak_rss_mb(),
-            wire_bytes=self.wire_bytes,
-            core_wait_share=self._began.core_wait.share(),
-            threads=torch.get_num_threads(),
-        )
+    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
+        """Leave the run in good order; rank 0 receives the totals."""
+        self.control.leave(totals, decision)
 
 
 def overrides(owner: object, method: Callable[..., Any]) -> bool:

@@ -38,6 +38,7 @@ class Control(ABC):
         joined: the other processes wait for this one from now on.
         records: that rank 0 has not received yet.
         all_totals: of every trainer, on rank 0 after the run.
+        saved_step: of the last checkpoint, or of the one that the run resumed from.
         memory: for the parts of checkpoints.
     """
 
@@ -53,6 +54,7 @@ class Control(ABC):
         self.joined = False
         self.records: list[Record] = []
         self.all_totals: list[TrainerTotals] = []
+        self.saved_step: int | None = None
         self.memory = StagingPool()
         self._stop_reason = ""
 

@@ -245,9 +245,9 @@ class DdpTrainer(ReplicaTrainer):
                     if everything or buffer.dtype not in _COLLECTIVE_DTYPES:
                         _broadcast_buffer(buffer, source)
 
-    def _forward(self, batch: Any) -> tuple[float, Tensor]:
+    def forward_batch(self, batch: Any) -> tuple[float, Tensor]:
         try:
-            return super()._forward(batch)
+            return super().forward_batch(batch)
         except RuntimeError as error:
             self._check_buffer_types()
             if "find_unused_parameters" not in message_of(error):

@@ -14,7 +14,8 @@ import torch
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 
-from paramserver.checkpoint import stage_copy
+from paramserver.buffers.positions import AppliedPositions
+from paramserver.checkpoint import stage_copy, unpack
 from paramserver.config import num_servers_of
 from paramserver.consistency import Announcement, Decision, Verdict, module_buffer_owner
 from paramserver.context import ProcessContext
@@ -35,10 +36,11 @@ from paramserver.parameters.model import build_model, detached_state_dict, extra
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
 from paramserver.parameters.numerics import checksums
 from paramserver.parameters.sharding import full_shard
+from paramserver.rng import seed_all
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.server.client import CallFailed, InFlightCall, ServerClient
-from paramserver.task import Hooks, Task
-from paramserver.trainers.base import Trainer, overrides
+from paramserver.task import Hooks, Task, restore_task
+from paramserver.trainers.base import Trainer, TrainerProgress, overrides
 from paramserver.trainers.gradient_buckets import GradientBuckets
 from paramserver.trainers.server_control import ServerControl
 from paramserver.transport.base import GradientBucket, TrainerTransport
@@ -167,6 +169,22 @@ class RpcTrainer(Trainer):
             )
         else:
             self.replace_lost(reply.stored_part, position, reply.incarnation)
+
+    def replace_lost(self, part: bytes | None, position: DataPosition, incarnation: int) -> None:
+        """Take the place of a trainer that was lost: continue its data after what was applied of it.
+
+        Args:
+            part: its part of the newest checkpoint, for the state of the task; None if there is none.
+            position: where its data continues.
+            incarnation: of this process, so that its random numbers are not those of the lost one.
+        """
+        seed_all(self.config.seed, incarnation, 1 + self.trainer_index)
+        applied = AppliedPositions()
+        applied.load_state_dict(position.applied)
+        self.data.load_after_loss({"source": position.source, "buffer": None}, applied)
+        self.progress = TrainerProgress(**position.counters)
+        if part is not None and (stored := unpack(part))["task"]:
+            restore_task(self.task, stored["task"], self.process.kept.callbacks)
 
     def receive_model(self, reply: JoinReply) -> None:
         """Load the server's model, and choose the transport that keeps it current."""
@@ -322,27 +340,27 @@ class RpcTrainer(Trainer):
             self.control.flush_records().wait()
             raise
 
-    def _enter_epoch(self, samples: int) -> None:
+    @contextmanager
+    def hooks_between_steps(self) -> Iterator[None]:
         if self._loaded_parameters is None:
-            super()._enter_epoch(samples)
+            yield
             return
-        # The hooks are called between two steps. Memory of the server stays as it is in lockstep, until this trainer
-        # pushes; for one that has no more data the others do not wait.
+        # Memory of the server stays as it is in lockstep, until this trainer pushes; for one that has no more data the
+        # others do not wait.
         decision = self._grant.decision
         waits = self.lockstep and decision is not None and self.trainer_index in decision.active
         stays = waits or not self.transport.shares_parameters
         self._check_unchanged(between_steps=True)
         self._note_loaded(values=stays)
-        super()._enter_epoch(samples)
+        yield
         self._check_unchanged(between_steps=not stays)
 
-    def _fit(self) -> Decision:
+    def on_fit_start(self) -> None:
         # By on_train_start. The others do not wait for a trainer that takes the place of a lost one.
         self._check_unchanged(between_steps=self._is_replacement or not self.lockstep)
-        return super()._fit()
 
-    def _validate(self, share: int) -> bool:
-        improved = super()._validate(share)
+    def validate(self, share: int) -> bool:
+        improved = super().validate(share)
         self._check_unchanged(between_steps=not self.lockstep)
         return improved
 

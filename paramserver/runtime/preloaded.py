@@ -24,6 +24,7 @@ MODULES = (
     "paramserver.trainers.ddp",
     "paramserver.trainers.ddp_control",
     "paramserver.trainers.local",
+    "paramserver.trainers.loop",
     "paramserver.trainers.rpc",
     "paramserver.trainers.server_forward",
     "numpy.random",

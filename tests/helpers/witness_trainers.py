@@ -152,9 +152,9 @@ class EarlyTrainer(RpcTrainer):
 
         self.server.send_bucket = counted
 
-    def _backward(self, loss, batches):
+    def backward_batch(self, loss, batches):
         self.going_back = True
-        super()._backward(loss, batches)
+        super().backward_batch(loss, batches)
         self.going_back = False
 
     def leave(self, totals, decision):
