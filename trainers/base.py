@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.checkpoint import check_storable, stage_copy, unpack
+from paramserver.config import Config
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict
 from paramserver.context import ProcessContext
 from paramserver.devices import move_to_device, use_device
@@ -483,8 +484,7 @@ class Trainer(ABC):
         report = StepReport(self.trainer_index, self.step, samples, value, self.seconds, optimizer=name)
         result = self.step_optimizer(report)
         assert result is not None
-        if self.monitor is not None:
-            self.monitor.update_applied(result)
+        self.control.update_applied(result)
         # Autocast would continue with copies of the parameters before the update.
         torch.clear_autocast_cache()
         self.step, self.current.is_open = result.step, False
@@ -533,20 +533,10 @@ class Trainer(ABC):
         """Seconds of training, without validation and checkpoints, including those before a resume."""
         return self.progress.seconds + self.clock.total_s
 
-    @property
-    def validate_every(self) -> int:
-        """Steps between two validations."""
-        return self.config.training.validate_every
-
-    @property
-    def save_every(self) -> int:
-        """Steps between two checkpoints."""
-        every = self.config.checkpoint.every
-        return self.validate_every if every is None else every
-
     def is_due(self, step: int) -> bool:
         """Whether a validation or a checkpoint is due at this step, or was due since the last batch began."""
-        return any(is_due(step, every, self.calls.batch_began) for every in (self.validate_every, self.save_every))
+        due = self.config.training.validate_every, save_every(self.config)
+        return any(is_due(step, every, self.calls.batch_began) for every in due)
 
     def validate(self, share: int) -> bool:
         """Validate a trainer's share of the current version; return whether the result of all is the best so far."""
@@ -657,6 +647,11 @@ class Trainer(ABC):
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:
         """Leave the run in good order; rank 0 receives the totals."""
         self.control.leave(totals, decision)
+
+
+def save_every(config: Config) -> int:
+    """Return the number of steps between two checkpoints."""
+    return config.training.validate_every if config.checkpoint.every is None else config.checkpoint.every
 
 
 def overrides(owner: object, method: Callable[..., Any]) -> bool:

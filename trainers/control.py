@@ -17,7 +17,7 @@ from paramserver.consistency import Announcement, Decision, Stop
 from paramserver.context import ProcessContext
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.errors import TaskError
-from paramserver.metrics.records import Record, TrainerTotals, WeightedSums, merge_sums
+from paramserver.metrics.records import Record, StepResult, TrainerTotals, WeightedSums, merge_sums
 from paramserver.optim.updater import Updater
 from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, StagedCheckpoint
 from paramserver.transport.messages import ValidationReply
@@ -94,6 +94,11 @@ class Control(ABC):
         else:
             return announcement
         return replace(announcement, stop=stop, reason=reason)
+
+    def update_applied(self, result: StepResult) -> None:
+        """Record an update of all trainers, on rank 0."""
+        if self.monitor is not None:
+            self.monitor.update_applied(result)
 
     # What a mode implements.
 

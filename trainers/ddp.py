@@ -305,9 +305,8 @@ class DdpTrainer(ReplicaTrainer):
         agreed = self.control.agreement.wait()
         if agreed.totals is not None:
             self.samples += agreed.totals.samples
-            if self.monitor is not None:
-                lr = self.updater.lr
-                self.monitor.update_applied(StepResult(self.step, self.samples, agreed.totals.loss, lr, self.seconds))
+            lr, loss = self.updater.lr, agreed.totals.loss
+            self.control.update_applied(StepResult(self.step, self.samples, loss, lr, self.seconds))
         if agreed.collect_records:
             self.control.collect_records()
             self._collections += 1
@@ -325,9 +324,7 @@ class DdpTrainer(ReplicaTrainer):
 
     def follow_update(self) -> None:
         self.updater.clear_gradients()
-        result = self._update_one()
-        if self.monitor is not None:
-            self.monitor.update_applied(result)
+        self.control.update_applied(self._update_one())
 
     def _update_one(self) -> StepResult:
         """Step the one of several optimizers that was called, with the mean of the gradients of those that have data.

@@ -12,7 +12,7 @@ from paramserver.errors import TaskError
 from paramserver.limits import epoch_of, is_due
 from paramserver.metrics.records import CoreWait, StepReport, TrainerTotals, peak_rss_mb
 from paramserver.parameters.numerics import name_float64
-from paramserver.trainers.base import Step, Trainer
+from paramserver.trainers.base import Step, Trainer, save_every
 from paramserver.transport.messages import OptimizerCall
 
 
@@ -140,9 +140,10 @@ class TrainingLoop:
         report = StepReport(trainer.trainer_index, decision.step, samples, loss_of_step, trainer.seconds)
         trainer.current.batch_samples = 1
         result = trainer.step_optimizer(report)
-        if result is not None and trainer.monitor is not None:
-            trainer.monitor.update_applied(result)
-        return decision.step + 1 if result is None else result.step
+        if result is None:  # it is known later
+            return decision.step + 1
+        trainer.control.update_applied(result)
+        return result.step
 
     def _train_by_calls(self) -> int:
         """Train on a batch whose ``training_step`` calls ``optimize``; return the version that results."""
@@ -248,9 +249,9 @@ class TrainingLoop:
 
     def _validate_and_save(self) -> None:
         """Do what is due at the current step, which all trainers have reached."""
-        trainer, since = self.trainer, self.trainer.calls.batch_began
-        improved = is_due(trainer.step, trainer.validate_every, since) and self._validate()
-        if improved or is_due(trainer.step, trainer.save_every, since):
+        trainer, config, since = self.trainer, self.trainer.config, self.trainer.calls.batch_began
+        improved = is_due(trainer.step, config.training.validate_every, since) and self._validate()
+        if improved or is_due(trainer.step, save_every(config), since):
             trainer.save("best" if improved else "periodic")
 
     def _validate(self) -> bool:
