@@ -120,8 +120,8 @@ class Trainer(ABC):
         parameters_of: the parameters of each optimizer, by its name; empty if there is one without a name.
         validates_averages: whether a validation is of ``averages()`` in place of the parameters.
         tree: finds module buffers of ``unwrapped_model``; None if the model is on the server.
-        calls: of ``optimize``, in the present batch.
-        current: the step that is made, or was made last.
+        optimizer_calls: of ``optimize``, in the present batch.
+        current_step: that is made, or was made last.
         control: what this trainer agrees with the others by.
         validation: the values of the newest validation in this process, by name: the means over all trainers; of a
             version that trainers who run freely validate without waiting, those of this trainer's share.
@@ -171,7 +171,7 @@ class Trainer(ABC):
         self.lockstep = True
         self.wire_bytes = 0
         self.validation: Mapping[str, float] = {}
-        self.current = Step(Decision(Verdict.WAIT, (), 0, 0))
+        self.current_step = Step(Decision(Verdict.WAIT, (), 0, 0))
         use_device(process.placement.device)
         # One object for all steps: it is entered by one thread, and never while it is entered already.
         self.autocast = autocast(process.placement.device, self.config.training.precision)
@@ -179,7 +179,7 @@ class Trainer(ABC):
         self.parameters_of: dict[str, list[nn.Parameter]] = {}
         self.validates_averages = False
         self.tree: ModelTree | None = None  # of the model as the optimizer has it; None if that is elsewhere
-        self.calls = OptimizerCalls(self.control, {})
+        self.optimizer_calls = OptimizerCalls(self.control, {})
         task.trainer = self
         self.hooks: Sequence[Hooks] = (task, *process.kept.callbacks.values())
 
@@ -198,7 +198,7 @@ class Trainer(ABC):
     @property
     def batch_samples(self) -> int:
         """Samples of the batch whose step is computed; 1 between steps."""
-        return self.current.batch_samples
+        return self.current_step.batch_samples
 
     @property
     def sampler_kwargs(self) -> dict[str, Any]:
@@ -285,10 +285,10 @@ class Trainer(ABC):
         """Take over the names of the parameters of each optimizer. ``init_connection`` calls it."""
         own = dict(self.unwrapped_model.named_parameters())
         self.parameters_of = {optimizer: [own[name] for name in of] for optimizer, of in names.items()}
-        self.calls = OptimizerCalls(self.control, self.parameters_of)
+        self.optimizer_calls = OptimizerCalls(self.control, self.parameters_of)
 
     def follow_update(self) -> None:
-        """Take part, without a gradient, in an update that others make with one of several optimizers (``calls``)."""
+        """Take part, without a gradient, in an update that other trainers make with one of several optimizers."""
 
     def idle(self, decision: Decision) -> int:
         """Wait for a step in which this trainer has no data; return the version after it.
@@ -422,7 +422,7 @@ class Trainer(ABC):
                 f"({server.consistency}) and server.backup_trainers ({server.backup_trainers}) none waits for the "
                 "others; use sync without backup trainers, or self.log with a reduction"
             )
-        if not self.current.is_common:
+        if not self.current_step.is_common:
             raise TaskError(
                 "trainer.all_gather must be called where all trainers are at the same time: in training_step, "
                 "validation_step, on_batch_start, on_batch_end, on_validation_start, on_validation_end or on_train_end"
@@ -430,8 +430,8 @@ class Trainer(ABC):
         value = sendable(value)
         if self.validator.is_alone:
             return [value]
-        active = self.current.decision.active if self.current.in_batches else None
-        return self.control.all_gather(value, self.current.next_gather(), active)
+        active = self.current_step.decision.active if self.current_step.in_batches else None
+        return self.control.all_gather(value, self.current_step.next_gather(), active)
 
     def optimize(self, name: str, loss: Tensor, retain_graph: bool = False) -> None:
         """Step one of several optimizers with the gradients of ``loss``, averaged over the trainers.
@@ -461,7 +461,7 @@ class Trainer(ABC):
             ...         self.trainer.optimize("g", self.loss_of_generator(model, fake))
         """
         self.check_layers()
-        parameters = self.calls.parameters(name)
+        parameters = self.optimizer_calls.parameters(name)
         value = check_loss(loss, self.trainer_index, self.progress.batch_idx, name)
         self.clock.lap("forward")
         with torch.autocast(self.process.placement.device.type, enabled=False):
@@ -477,18 +477,18 @@ class Trainer(ABC):
                 f"optimize({name!r}, loss): the loss depends on no parameter of this optimizer; check the name, and "
                 "detach() in the computation of the loss"
             )
-        samples = self.current.batch_samples if not self.calls.made else 0
+        samples = self.current_step.batch_samples if not self.optimizer_calls.made else 0
         grads = [parameter.grad for parameter in parameters]
         sparse = tuple(grad.sparse_dim() if grad is not None and grad.is_sparse else 0 for grad in grads)
-        self.calls.exchange(OptimizerCall(name, value, samples, used, sparse))
+        self.optimizer_calls.exchange(OptimizerCall(name, value, samples, used, sparse))
         report = StepReport(self.trainer_index, self.step, samples, value, self.seconds, optimizer=name)
         result = self.step_optimizer(report)
         assert result is not None
         self.control.update_applied(result)
         # Autocast would continue with copies of the parameters before the update.
         torch.clear_autocast_cache()
-        self.step, self.current.is_open = result.step, False
-        self.calls.made += 1
+        self.step, self.current_step.is_open = result.step, False
+        self.optimizer_calls.made += 1
         self.end_step()
 
     def forward_batch(self, batch: Any) -> tuple[float, Tensor]:
@@ -536,16 +536,16 @@ class Trainer(ABC):
     def is_due(self, step: int) -> bool:
         """Whether a validation or a checkpoint is due at this step, or was due since the last batch began."""
         due = self.config.training.validate_every, save_every(self.config)
-        return any(is_due(step, every, self.calls.batch_began) for every in due)
+        return any(is_due(step, every, self.optimizer_calls.batch_began) for every in due)
 
     def validate(self, share: int) -> bool:
         """Validate a trainer's share of the current version; return whether the result of all is the best so far."""
         self.sync_model()
-        step, batch_idx, since = self.step, self.progress.batch_idx, self.calls.batch_began
+        step, batch_idx, since = self.step, self.progress.batch_idx, self.optimizer_calls.batch_began
         with self.validator.generators(step, share):
             # Without data a trainer still takes part: the others wait for its share.
             shares = {share: self.validator.evaluate(share, batch_idx)}
-            waits = self.current.decision.verdict is not Verdict.VALIDATE
+            waits = self.current_step.decision.verdict is not Verdict.VALIDATE
             reply = self.control.report_validation(step, shares, since, waits)
             while reply.missing:  # shares of lost trainers
                 shares = {other: self.validator.evaluate_alone(step, other, batch_idx) for other in reply.missing}
@@ -633,7 +633,7 @@ class Trainer(ABC):
         if self.process.trainers > 1:
             fields["reduce"] = reduce if self.lockstep else "none"
             if fields["reduce"] == "mean":
-                fields["weight"] = self.current.batch_samples
+                fields["weight"] = self.current_step.batch_samples
         self.record("log", name=name, value=number, **fields)
 
     def record(self, kind: str, **fields: Any) -> None:
@@ -641,7 +641,7 @@ class Trainer(ABC):
 
         A run that resumes from the checkpoint of a step makes the next step again, and so its records.
         """
-        rank, step = self.process.identity.global_rank, self.step + self.current.is_open
+        rank, step = self.process.identity.global_rank, self.step + self.current_step.is_open
         self.control.record(make_record(kind, step, rank=rank, trainer=self.trainer_index, **fields))
 
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:

@@ -331,15 +331,15 @@ class DdpTrainer(ReplicaTrainer):
 
         Ranks without data make the same update.
         """
-        name, count = self.calls.present[0].name, len(self.calls.present)
+        name, count = self.optimizer_calls.present[0].name, len(self.optimizer_calls.present)
         if self.process.trainers > 1:
             self._reduce_gradients(name, count)
         self.clock.lap("push")
         self.updater.apply(self.step + 1, name)
         self.updater.clear_gradients()
         self.clock.lap("apply")
-        self.samples += sum(call.samples for call in self.calls.present)
-        loss = sum(call.loss for call in self.calls.present) / count
+        self.samples += sum(call.samples for call in self.optimizer_calls.present)
+        loss = sum(call.loss for call in self.optimizer_calls.present) / count
         return StepResult(self.step + 1, self.samples, loss, self.updater.lr, self.seconds, optimizer=name)
 
     @torch.no_grad()
@@ -348,7 +348,7 @@ class DdpTrainer(ReplicaTrainer):
         dense: list[nn.Parameter] = []
         for number, parameter in enumerate(parameters):
             # All ranks decide alike. A gradient that is sparse on some only is reduced as a dense one.
-            kinds = {call.sparse[number] for call in self.calls.present if call.used[number]}
+            kinds = {call.sparse[number] for call in self.optimizer_calls.present if call.used[number]}
             if kinds and min(kinds) == max(kinds) > 0:
                 self._reduce_sparse(parameter, kinds.pop(), count)
             elif kinds:

@@ -62,9 +62,9 @@ class TrainingLoop:
         trainer.clock.skip()
         while True:
             with trainer.step_scope():
-                trainer.current.is_open = True
+                trainer.current_step.is_open = True
                 decision = trainer.agree()
-                trainer.current = Step(decision)
+                trainer.current_step = Step(decision)
                 if decision.verdict is Verdict.END:
                     self._close_epoch()
                     break
@@ -73,7 +73,7 @@ class TrainingLoop:
                 self._after_step()
             elif decision.verdict in (Verdict.BARRIER, Verdict.VALIDATE):
                 self._between_steps(decision)
-        trainer.current.is_common = True
+        trainer.current_step.is_common = True
         trainer.step = decision.step
         trainer.clock.skip()
         return decision
@@ -97,20 +97,20 @@ class TrainingLoop:
     def _take_step(self, decision: Decision) -> bool:
         """Train on this trainer's batches of a step, or follow the others; return whether there is a new version."""
         trainer = self.trainer
-        trainer.current.is_open = True
+        trainer.current_step.is_open = True
         if decision.samples >= self._epoch_end:
             with trainer.hooks_between_steps():
                 self._enter_epoch(decision.samples)
-        trainer.current.is_common = True
+        trainer.current_step.is_common = True
         by_calls = bool(trainer.parameters_of)
         if by_calls:
-            trainer.calls.batch_began = trainer.step = decision.step
-        has_data = trainer.current.in_batches = trainer.trainer_index in decision.active
+            trainer.optimizer_calls.batch_began = trainer.step = decision.step
+        has_data = trainer.current_step.in_batches = trainer.trainer_index in decision.active
         if has_data:
             trainer.step = self._train_by_calls() if by_calls else self._train(decision)
         else:
             trainer.step = self._follow_calls() if by_calls else trainer.idle(decision)
-        trainer.current.in_batches = trainer.current.is_open = False
+        trainer.current_step.in_batches = trainer.current_step.is_open = False
         if has_data:
             self._record_first_step()
         return has_data or trainer.step != decision.step
@@ -124,7 +124,7 @@ class TrainingLoop:
             batches.append((batch, batch_samples))
             samples += batch_samples
         self._load(samples)
-        for number, (batch, trainer.current.batch_samples) in enumerate(batches, start=1):
+        for number, (batch, trainer.current_step.batch_samples) in enumerate(batches, start=1):
             last = number == len(batches)
             with (
                 name_float64("training_step", batch, trainer.model),
@@ -138,7 +138,7 @@ class TrainingLoop:
         trainer.check_layers()
         loss_of_step = summed / len(batches)
         report = StepReport(trainer.trainer_index, decision.step, samples, loss_of_step, trainer.seconds)
-        trainer.current.batch_samples = 1
+        trainer.current_step.batch_samples = 1
         result = trainer.step_optimizer(report)
         if result is None:  # it is known later
             return decision.step + 1
@@ -147,9 +147,9 @@ class TrainingLoop:
 
     def _train_by_calls(self) -> int:
         """Train on a batch whose ``training_step`` calls ``optimize``; return the version that results."""
-        trainer, calls, batch_idx = self.trainer, self.trainer.calls, self.trainer.progress.batch_idx
+        trainer, calls, batch_idx = self.trainer, self.trainer.optimizer_calls, self.trainer.progress.batch_idx
         batch, samples = self._next_batch()
-        trainer.current.batch_samples = samples
+        trainer.current_step.batch_samples = samples
         self._load(samples)
         for hooks in trainer.hooks:
             hooks.on_batch_start(batch_idx)
@@ -163,14 +163,14 @@ class TrainingLoop:
                 f"({', '.join(trainer.parameters_of)}); in batch {batch_idx} it {what}"
             )
         calls.exchange(OptimizerCall())
-        calls.made, trainer.current.batch_samples = -1, 1
+        calls.made, trainer.current_step.batch_samples = -1, 1
         trainer.clock.lap("forward")
         trainer.end_batch()
         return trainer.step
 
     def _follow_calls(self) -> int:
         """Follow the calls of the trainers that have data; return the version after their batch."""
-        trainer, calls = self.trainer, self.trainer.calls
+        trainer, calls = self.trainer, self.trainer.optimizer_calls
         calls.made = 0
         while calls.exchange(None):
             trainer.follow_update()
@@ -249,7 +249,7 @@ class TrainingLoop:
 
     def _validate_and_save(self) -> None:
         """Do what is due at the current step, which all trainers have reached."""
-        trainer, config, since = self.trainer, self.trainer.config, self.trainer.calls.batch_began
+        trainer, config, since = self.trainer, self.trainer.config, self.trainer.optimizer_calls.batch_began
         improved = is_due(trainer.step, config.training.validate_every, since) and self._validate()
         if improved or is_due(trainer.step, save_every(config), since):
             trainer.save("best" if improved else "periodic")
@@ -266,7 +266,7 @@ class TrainingLoop:
         """Whether the last step has a periodic record: of the run's steps, or of its own if trainers run freely."""
         trainer = self.trainer
         step = trainer.step if trainer.lockstep else trainer.progress.steps
-        return is_due(step, trainer.config.logging.log_every, trainer.calls.batch_began)
+        return is_due(step, trainer.config.logging.log_every, trainer.optimizer_calls.batch_began)
 
     def _totals(self) -> TrainerTotals:
         trainer, clock = self.trainer, self.trainer.clock

@@ -57,7 +57,7 @@ class ReplicaTrainer(Trainer):
         self.updater.on_epoch_end()
 
     def on_validated(self, means: Mapping[str, float]) -> None:
-        self.updater.on_validation_end(self.step, means, self.calls.batch_began)
+        self.updater.on_validation_end(self.step, means, self.optimizer_calls.batch_began)
 
     def save_part(self, reason: str, since: float) -> None:
         # All trainers wait for the same checkpoint here, so none is more than one ahead.

@@ -513,7 +513,7 @@ class RpcTrainer(Trainer):
             self.transport.load(view.parameters)
         else:
             self.transport.map_version(view.slot)
-        self._note_loaded(values=not self.current.in_batches)
+        self._note_loaded(values=not self.current_step.in_batches)
 
     def save_part(self, reason: str, since: float) -> None:
         self.control.wait_saved()
