@@ -83,7 +83,8 @@ class LocalTrainer(ReplicaTrainer):
         if place and self._lock.acquire(blocking=False):  # otherwise an update is in progress, or a commit
             try:
                 if self._applied != self._committed:
-                    self._save_applied()
+                    with self.process.stop_limit.paused():
+                        self._save_applied()
             finally:
                 self._lock.release()
 

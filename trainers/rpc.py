@@ -52,8 +52,6 @@ from paramserver.transport.shared_memory import SharedMemoryTrainerTransport, so
 
 log = logging.getLogger("paramserver")
 
-_SEND_RECORDS_EVERY_S = 1.0
-
 
 class RpcTrainer(Trainer):
     """Steps a ``DistributedOptimizer`` that all trainers share; each step is one distributed-autograd context.
