@@ -24,7 +24,6 @@ MODULES = (
     "paramserver.trainers.ddp",
     "paramserver.trainers.ddp_control",
     "paramserver.trainers.local",
-    "paramserver.trainers.loop",
     "paramserver.trainers.rpc",
     "paramserver.trainers.server_forward",
     "numpy.random",

@@ -1063,10 +1063,8 @@ def trainer_class(config: Config, folders: Sequence[Path]) -> type[Trainer]:
 
 
 def _train(trainer: Trainer, totals: list[TrainerTotals], session: RankSession) -> Decision:
-    from paramserver.trainers.loop import TrainingLoop
-
     try:
-        return TrainingLoop(trainer).run()
+        return trainer.run()
     except SystemExit as error:
         # Otherwise the other ranks would take this one's exit for a success.
         raise TrainingError(
