@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from itertools import chain
 from typing import Any
 
@@ -19,42 +17,25 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from paramserver.checkpoint import stage_copy
-from paramserver.checkpoint.sender import BackgroundSender
-from paramserver.consistency import Announcement, Decision, Readiness, Verdict, decide, module_buffer_owner
+from paramserver.consistency import Announcement, Decision, Readiness, Verdict, module_buffer_owner
 from paramserver.context import ProcessContext
-from paramserver.distributed.control_channel import ControlChannel, connect_ranks
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.distributed.session import all_gather_objects, process_group
-from paramserver.errors import Interrupted, PeerLost, TaskError, UnsupportedConfiguration, message_of
-from paramserver.limits import Limits
-from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_sums
-from paramserver.optim.updater import Updater
+from paramserver.errors import TaskError, UnsupportedConfiguration, message_of
+from paramserver.metrics.records import StepReport, StepResult
 from paramserver.parameters.model import build_model, extra_state_dict
-from paramserver.parameters.model_tree import ModelTree, set_buffer
+from paramserver.parameters.model_tree import set_buffer
 from paramserver.parameters.numerics import checksums
-from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
+from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.task import Task
-from paramserver.trainers.base import Trainer, overrides
-from paramserver.trainers.ddp_control import (
-    AgreedStep,
-    PartGather,
-    StepAgreement,
-    StepTotals,
-    share_rows,
-    translate_peer_loss,
-)
+from paramserver.trainers.base import overrides
+from paramserver.trainers.ddp_control import DdpControl, StepTotals, translate_peer_loss
+from paramserver.trainers.replica import ReplicaTrainer
 
-# Rank 0 collects the records of the others this often; it costs one gather.
-_COLLECT_EVERY_S = 1.0
-# A collective may fail before the control channel names the lost rank: by server.lost_after_s, and by this.
-_NAMED_AFTER_S = 1.0
 # The ranks compare their parameters at every so many collections of records.
 _COMPARE_EVERY = 10
-# After a loss the main thread has this long to end the run; then the process ends without it.
-_UNWIND_S = 1.0
 
 
-class DdpTrainer(Trainer):
+class DdpTrainer(ReplicaTrainer):
     """One rank of a process group. All ranks hold the model, the optimizer and the schedule.
 
     For each step the ranks exchange a few numbers: the data that each one has, whether one wants to stop, and loss
@@ -75,102 +56,32 @@ class DdpTrainer(Trainer):
 
     for_mode = "ddp"
 
+    control_class = DdpControl
+
+    control: DdpControl
+
     def __init__(
         self, process: ProcessContext, task: Task, checkpoints: CheckpointManager | None, rendezvous: Rendezvous
     ) -> None:
         super().__init__(process, task, checkpoints, rendezvous)
-        self.rendezvous: Rendezvous = rendezvous
-        self.limits = Limits.of(self.config.training)
-        self.samples = 0
         self._active: tuple[int, ...] = tuple(range(process.trainers))
         self._missed_updates = False
-        self._last_collected = time.monotonic()
-        self._sockets = rendezvous.sockets
-        self._channel: ControlChannel | None = None
-        limit = process.stop_limit
-        self._before_limit, limit.at_limit = limit.at_limit, self._on_limit
-        self._lost_at: float | None = None
         self._went_through_wrapper = False
         self._some_were_idle = False
         self._wrapped_without_buffers = False
         self._collections = 0
 
-    def run(self) -> Decision:
-        try:
-            return super().run()
-        except PeerLost as error:
-            # The channel names the lost rank, a collective does not.
-            ended = self._outcome(error if self._channel is None else self._channel.lost or error)
-            if ended is error:
-                raise
-            raise ended from error
-
-    def _outcome(self, lost: PeerLost) -> PeerLost | Interrupted:
-        """Return what a loss means: a run is interrupted if it was asked to end and a rank did not."""
-        if self._channel is None or not self._channel.stuck:
-            return lost
-        return Interrupted(f"{self.process.stop.state()[1]}; {self._channel.stuck}")
-
-    def _on_limit(self, place: str) -> None:
-        """Called in the thread of ``StopLimit``: the other ranks wait for this one, or this one for another."""
-        self._before_limit(place)
-        if self._channel is None:
-            return
-        if place:
-            rank, text = self.process.identity.global_rank, self.process.stop_limit.limit_text
-            self._channel.report_loss(rank, f"it did not return from {place} {text}", is_stuck=True)
-        else:
-            self._channel.send_over(self.process.stop.state()[1])
-
-    def _on_lost(self) -> None:
-        """Called again and again after a loss, in the thread of the control channel, until the channel is closed."""
-        self._sockets.abort()
-        now = time.monotonic()
-        self._lost_at = self._lost_at or now
-        # A send of gloo that began when its connection had ended is not woken; a task may compute for long.
-        lost = None if self._channel is None or now < self._lost_at + _UNWIND_S else self._channel.lost
-        if lost is not None and self.process.end_now is not None:
-            self.process.end_now(self._outcome(lost))
-
-    def report_failure(self, error: BaseException) -> None:
-        if isinstance(error, PeerLost) and self._channel is not None:
-            self._channel.wait_loss(self.config.server.lost_after_s + _NAMED_AFTER_S)
-
     # The connection and the model.
 
     @translate_peer_loss()  # another rank may be lost, or refused for a model or a data set of its own
     def init_connection(self) -> None:
-        backend = self.process.placement.backend
-        self.check_equal(
+        self.control.check_equal(
             "cluster.backend",
-            [backend],
+            [self.process.placement.backend],
             "must be the same on all hosts",
             "give each host a GPU for each of its trainers, or set device.kind: cpu on all of them",
         )
-        # First, so that from here on a lost rank is named. Collectives, and the start of the group, wait for it until
-        # their own timeout; the end of their sockets ends these waits at once.
-        channel = self.enter_context(
-            connect_ranks(self.rendezvous, self.config, self._on_lost, self.process.stop.event)
-        )
-        self._channel = channel
-        channel.on_over = self.process.stop_limit.end_now
-        with self._sockets.record():
-            self.enter_context(process_group(self.rendezvous, backend))
-            # Only on CPUs a backward returns after its collectives.
-            is_cpu = self.process.placement.device.type == "cpu"
-            shared = share_rows(dist.group.WORLD, channel, self.rendezvous.timeout_s) if is_cpu else None
-            # With shared memory no collective overlaps with those of the gradients. Another group would have threads of
-            # its own, which wake up a hundred times a second.
-            self._control_group = dist.group.WORLD
-            if shared is None:
-                self._control_group = dist.new_group(
-                    backend="gloo", timeout=timedelta(seconds=self.rendezvous.timeout_s)
-                )
-        self._agreement = StepAgreement(self._control_group, self.process.trainers, self.trainer_index, shared)
-        self._part_gather = PartGather(channel)
-        self._sender = self.enter_context(
-            BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint", lambda: channel.last_progress)
-        )
+        self.enter_context(self.control.connected())
         self._build_model()
         self._broadcast_start()
         self.on_after_setup_optimizers()
@@ -179,7 +90,7 @@ class DdpTrainer(Trainer):
         placement = self.process.placement
         model = build_model(self.task, self.config.seed, placement)
         # DDP broadcasts and reduces by position, and would end with an error of the collective.
-        self.check_equal(
+        self.control.check_equal(
             "build_model",
             [
                 f"{name} of shape {tuple(tensor.shape)} and {tensor.dtype}"
@@ -202,9 +113,7 @@ class DdpTrainer(Trainer):
         self._wrapped_without_buffers = not any(True for _ in model.buffers())
         device_ids = [placement.device] if placement.device.type != "cpu" and len(placement.devices) == 1 else None
         self.model = model
-        self.updater = Updater(self.task, model, self.config.training, self.config.seed)
-        self.validates_averages = self.updater.validates_averages
-        self.tree = ModelTree(model)
+        self.make_optimizer(model)
         if self.updater.parameters_of:
             self._check_several_optimizers()
             # Not wrapped: a loss has gradients for a part of the model, and they are reduced after its backward.
@@ -224,12 +133,12 @@ class DdpTrainer(Trainer):
 
     def _broadcast_late_buffers(self, model: nn.Module) -> None:
         """Give all ranks the stored module buffers that have another shape than as built, as DDP refuses them."""
-        late: list[dict[str, Tensor | None]] = [{}]
+        late: dict[str, Tensor | None] = {}
         if self.checkpoints is not None:
             stored = dict(model.named_buffers(remove_duplicate=False))
-            late = [{name: stored.get(name) for name in self.checkpoints.late_buffers(model)}]
-        dist.broadcast_object_list(late, src=0, group=self._control_group)
-        for name, value in late[0].items() if self.checkpoints is None else ():
+            late = {name: stored.get(name) for name in self.checkpoints.late_buffers(model)}
+        late = self.control.broadcast(late)
+        for name, value in late.items() if self.checkpoints is None else ():
             set_buffer(model, name, value)
 
     def _check_several_optimizers(self) -> None:
@@ -243,21 +152,20 @@ class DdpTrainer(Trainer):
     def _broadcast_start(self) -> None:
         """Send step, extra state of modules, optimizer state and stored parts from rank 0 to every rank."""
         self.prepare_data()
-        start: list[Any] = [None]
+        start: Any = None
         parts: list[Any] | None = None
         if self.checkpoints is not None and self.monitor is not None:
             # DDP broadcasts tensors only.
             extra_state = stage_copy(extra_state_dict(self.unwrapped_model))
-            start = [(self.monitor.step, self.monitor.samples, self.checkpoints.updater_state(), extra_state)]
+            start = self.monitor.step, self.monitor.samples, self.checkpoints.updater_state(), extra_state
             parts = [self.checkpoints.trainer_part(i) for i in range(self.process.trainers)]
-        dist.broadcast_object_list(start, src=0, group=self._control_group)
-        self.step, self.samples, state, extra_state = start[0]
+        self.step, self.samples, state, extra_state = self.control.broadcast(start)
         if extra_state:
             self.unwrapped_model.load_state_dict(extra_state, strict=False)
         if state is not None:
             self.updater.load_state_dict(state)
         part: list[Any] = [None]
-        dist.scatter_object_list(part, parts, src=0, group=self._control_group)
+        dist.scatter_object_list(part, parts, src=0, group=self.control.group)
         self.seed_or_restore(part[0])
 
     def configure_ddp(self, model: nn.Module, device_ids: list[torch.device] | None) -> nn.Module:
@@ -298,37 +206,19 @@ class DdpTrainer(Trainer):
     def block_backward_sync(self) -> AbstractContextManager[Any]:
         return self._ddp().no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
 
-    def gather_from_all(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
-        if active is not None and len(active) < self.process.trainers:
-            raise TaskError(
-                "trainer.all_gather cannot be called in a step in which a trainer has no data "
-                "(training.uneven_inputs: join); call it in on_validation_end"
-            )
-        with translate_peer_loss():
-            gathered = all_gather_objects((call, value), self._control_group)
-        if any(other != call for other, _ in gathered):
-            raise TaskError("trainer.all_gather must be called at the same places by all trainers; these differ")
-        return [gathered_value for _, gathered_value in gathered]
-
-    def averages(self) -> Mapping[str, Tensor]:
-        return self.updater.averages()
-
-    def optimizer_state(self) -> dict[str, Any]:
-        return self.updater.optimizer.state_dict()
-
     # A step.
 
     def step_scope(self) -> AbstractContextManager[Any]:
         return translate_peer_loss()
 
     def agree(self) -> Decision:
-        decision = self._decide() if self._agreement.started else None
+        decision = self.decide(self._agreed()) if self.control.agreement.started else None
         if decision is None or decision.verdict is Verdict.WAIT:
-            self._start_agreement(self.announcement())
-            decision = self._decide()
+            self.control.announce(self.announcement())
+            decision = self.decide(self._agreed())
         if decision.verdict is Verdict.END and self.monitor is not None:
             # A reason does not fit into the exchange of numbers.
-            decision = replace(decision, reason=self.set_first("stop", decision.reason))
+            decision = replace(decision, reason=self.control.set_first("stop", decision.reason))
         if decision.active:
             self._keep_module_buffers(decision.active)
             self._active = decision.active
@@ -351,9 +241,9 @@ class DdpTrainer(Trainer):
                     if everything or buffer.dtype not in _COLLECTIVE_DTYPES:
                         _broadcast_buffer(buffer, source)
 
-    def _forward(self, batch: Any) -> tuple[float, Tensor]:
+    def forward_batch(self, batch: Any) -> tuple[float, Tensor]:
         try:
-            return super()._forward(batch)
+            return super().forward_batch(batch)
         except RuntimeError as error:
             self._check_buffer_types()
             if "find_unused_parameters" not in message_of(error):
@@ -403,34 +293,22 @@ class DdpTrainer(Trainer):
     def on_last_loss(self, loss: float, samples: int) -> None:
         self._check_step()
         # The announcement holds until the next batch is taken: samples in the buffer stay, and an end is final.
-        announcement = self.announcement_if_ready() or self.with_stop(Announcement(Readiness.WAITING))
-        self._start_agreement(announcement, StepTotals(loss, samples), in_step=True)
+        announcement = self.announcement_if_ready() or self.control.with_stop(Announcement(Readiness.WAITING))
+        self.control.announce(announcement, StepTotals(loss, samples), in_step=True)
 
-    def _start_agreement(
-        self, announcement: Announcement, totals: StepTotals | None = None, in_step: bool = False
-    ) -> None:
-        collect_records = self.monitor is not None and time.monotonic() - self._last_collected > _COLLECT_EVERY_S
-        self._agreement.start(announcement, totals, collect_records, before_collective=in_step)
-
-    def _decide(self) -> Decision:
-        agreed = self._wait_agreement()
-        return decide(agreed.announcements, self.step, self.samples, self.limits, self.config.training.uneven_inputs)
-
-    def _wait_agreement(self) -> AgreedStep:
-        """Wait for the announcements of all ranks, and count the step during which they were reduced."""
-        agreed = self._agreement.wait()
+    def _agreed(self) -> dict[int, Announcement]:
+        """Wait for the announcements of all ranks, and count the step during which they were exchanged."""
+        agreed = self.control.agreement.wait()
         if agreed.totals is not None:
             self.samples += agreed.totals.samples
-            if self.monitor is not None:
-                lr = self.updater.lr
-                self.monitor.update_applied(StepResult(self.step, self.samples, agreed.totals.loss, lr, self.seconds))
+            lr, loss = self.updater.lr, agreed.totals.loss
+            self.control.update_applied(StepResult(self.step, self.samples, loss, lr, self.seconds))
         if agreed.collect_records:
-            self._write_records(all_gather_objects(list(self.records), self._control_group))
-            self._last_collected = time.monotonic()
+            self.control.collect_records()
             self._collections += 1
             if self._collections % _COMPARE_EVERY == 0 and not self._some_were_idle:
                 self._compare_parameters()
-        return agreed
+        return agreed.announcements
 
     def step_optimizer(self, report: StepReport) -> StepResult | None:
         if report.optimizer:
@@ -442,24 +320,22 @@ class DdpTrainer(Trainer):
 
     def follow_update(self) -> None:
         self.updater.clear_gradients()
-        result = self._update_one()
-        if self.monitor is not None:
-            self.monitor.update_applied(result)
+        self.control.update_applied(self._update_one())
 
     def _update_one(self) -> StepResult:
         """Step the one of several optimizers that was called, with the mean of the gradients of those that have data.
 
         Ranks without data make the same update.
         """
-        name, count = self.optimizer_calls[0].name, len(self.optimizer_calls)
+        name, count = self.optimizer_calls.present[0].name, len(self.optimizer_calls.present)
         if self.process.trainers > 1:
             self._reduce_gradients(name, count)
         self.clock.lap("push")
         self.updater.apply(self.step + 1, name)
         self.updater.clear_gradients()
         self.clock.lap("apply")
-        self.samples += sum(call.samples for call in self.optimizer_calls)
-        loss = sum(call.loss for call in self.optimizer_calls) / count
+        self.samples += sum(call.samples for call in self.optimizer_calls.present)
+        loss = sum(call.loss for call in self.optimizer_calls.present) / count
         return StepResult(self.step + 1, self.samples, loss, self.updater.lr, self.seconds, optimizer=name)
 
     @torch.no_grad()
@@ -468,7 +344,7 @@ class DdpTrainer(Trainer):
         dense: list[nn.Parameter] = []
         for number, parameter in enumerate(parameters):
             # All ranks decide alike. A gradient that is sparse on some only is reduced as a dense one.
-            kinds = {call.sparse[number] for call in self.optimizer_calls if call.used[number]}
+            kinds = {call.sparse[number] for call in self.optimizer_calls.present if call.used[number]}
             if kinds and min(kinds) == max(kinds) > 0:
                 self._reduce_sparse(parameter, kinds.pop(), count)
             elif kinds:
@@ -497,7 +373,7 @@ class DdpTrainer(Trainer):
 
     def idle(self, decision: Decision) -> int:
         """Take part in the collectives of ranks that still have data, as ``DistributedDataParallel.join`` does."""
-        self._start_agreement(self.with_stop(Announcement(Readiness.DRAINED)), in_step=True)
+        self.control.announce(self.control.with_stop(Announcement(Readiness.DRAINED)), in_step=True)
         with translate_peer_loss():
             for _ in range(decision.batches):
                 # In each forward, DDP counts the ranks that have data; then shadow its collectives.
@@ -506,15 +382,12 @@ class DdpTrainer(Trainer):
         self._missed_updates = True
         return super().idle(decision)
 
-    def on_epoch_ended(self, epoch: int) -> None:
-        self.updater.on_epoch_end()
-
     # Validation and checkpoints.
 
     def sync_model(self) -> None:
         """Bring all ranks to the same model and module buffers, before they are validated or saved."""
-        if self._agreement.started:
-            self._wait_agreement()  # for the totals of the last step; its announcements may be outdated by now
+        if self.control.agreement.started:
+            self._agreed()  # for the totals of the last step; its announcements may be outdated by now
         source = module_buffer_owner(self._active, self.config.training.uneven_inputs)
         _separate_elements(self.unwrapped_model)
         with translate_peer_loss():
@@ -527,10 +400,10 @@ class DdpTrainer(Trainer):
             for parameter in self.unwrapped_model.parameters():
                 dist.broadcast(parameter.data, src=source)
             # On the CPU: a tensor of a GPU would be made again on that one, which belongs to another rank.
-            state: list[Any] = [stage_copy(self.updater.state_dict()) if self.trainer_index == source else None]
-            dist.broadcast_object_list(state, src=source, group=self._control_group)
+            own = stage_copy(self.updater.state_dict()) if self.trainer_index == source else None
+            state = self.control.broadcast(own, source)
         if self._missed_updates:
-            self.updater.load_state_dict(state[0])
+            self.updater.load_state_dict(state)
             self._missed_updates = False
         self._some_were_idle = False
 
@@ -539,7 +412,7 @@ class DdpTrainer(Trainer):
         if overrides(self, DdpTrainer.configure_ddp):
             return  # a comm hook of the user may average the parameters only now and then
         own = checksums(dict(self.unwrapped_model.named_parameters()))
-        gathered = all_gather_objects(own, self._control_group)
+        gathered = self.control.exchange(own)
         for rank, sums in enumerate(gathered):
             for name, value in sums.items():
                 if value != gathered[0][name]:
@@ -547,74 +420,6 @@ class DdpTrainer(Trainer):
                         f"parameter {name} of rank {rank} differs from that of rank 0 after step {self.step}; change "
                         "parameters through gradients only, or in the same way on every rank"
                     )
-
-    def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
-        with translate_peer_loss():
-            gathered = all_gather_objects((sums, list(self.records)), self._control_group)
-            self._write_records([records for _, records in gathered])
-            merged = merge_sums({index: share for index, (share, _) in enumerate(gathered)})
-            since = self.batch_began
-            improved = [self.monitor is not None and self.monitor.record_validation(self.step, merged, since)]
-            dist.broadcast_object_list(improved, src=0, group=self._control_group)
-        self.updater.on_validation_end(self.step, merged.means(), self.batch_began)
-        return merged.means(), improved[0]
-
-    def save_part(self, reason: str, since: float) -> None:
-        # All ranks wait for the same checkpoint here, so none is more than one ahead.
-        self.wait_saved()
-        self.sync_model()
-        with translate_peer_loss():
-            # A checkpoint holds the records of its steps, so they are with rank 0 before it is staged.
-            self._write_records(all_gather_objects(list(self.records), self._control_group))
-        part = self.state_dict()
-        checkpoints = self.checkpoints
-        if checkpoints is None:
-            pause_s = time.perf_counter() - since
-            self._sender.submit(lambda: self._part_gather.send(part, pause_s))
-            return
-
-        def collect(staged: StagedCheckpoint) -> None:
-            pause_s = time.perf_counter() - since
-            self._sender.submit(lambda: self._gather_and_commit(checkpoints, staged, part, pause_s))
-
-        checkpoints.save(self.step, self.unwrapped_model, self.updater, reason, since, collect)
-
-    def _gather_and_commit(
-        self, checkpoints: CheckpointManager, staged: StagedCheckpoint, part: Mapping[str, Any], pause_s: float
-    ) -> None:
-        """On rank 0, in the thread of the sender."""
-        received = False
-        try:
-            parts, longest_s = self._part_gather.receive()
-            checkpoints.commit(staged, {self.trainer_index: part, **parts}, max(pause_s, longest_s))
-            received = True
-        finally:
-            self._part_gather.acknowledge(received)  # also after a failure: the other ranks wait for the answer
-
-    def wait_saved(self) -> None:
-        self._sender.wait()
-
-    # Records.
-
-    def send_records(self, records: Sequence[Record]) -> None:
-        if self.monitor is not None:
-            self._write_records([list(records)])
-
-    def _write_records(self, gathered: Sequence[Sequence[Record]]) -> None:
-        """Write records of all ranks, on rank 0; elsewhere they are sent by now."""
-        self.records.clear()
-        if self.monitor is not None:
-            for records in gathered:
-                for record in records:
-                    self.monitor.record(record)
-
-    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
-        with translate_peer_loss():
-            gathered = all_gather_objects((totals, list(self.records)), self._control_group)
-        self._write_records([records for _, records in gathered])
-        self.all_totals = [of_trainer for of_trainer, _ in gathered]
-        if self._channel is not None:
-            self._channel.leave()
 
 
 # What gloo and NCCL both send; any other type is sent as bytes.

@@ -3,6 +3,7 @@
 Before each step the ranks agree by one small exchange, started while they still compute (:class:`StepAgreement`): in
 memory that they share if they run on one host, otherwise by a reduction.
 Parts of a checkpoint reach rank 0 over the control channel while the ranks train (:class:`PartGather`).
+:class:`DdpControl` is all of it for a trainer.
 """
 
 from __future__ import annotations
@@ -14,20 +15,32 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore
 
-from paramserver.checkpoint import ChunkedFile, write_chunks
-from paramserver.consistency import Announcement, Readiness, Stop
-from paramserver.distributed.control_channel import ControlChannel
-from paramserver.distributed.timeouts import poll_until
-from paramserver.errors import PeerLost, TrainingError, UnsupportedConfiguration
+from paramserver.checkpoint import write_chunks
+from paramserver.checkpoint.sender import BackgroundSender
+from paramserver.consistency import Announcement, Decision, Readiness, Stop
+from paramserver.context import ProcessContext
+from paramserver.distributed.control_channel import ControlChannel, connect_ranks
+from paramserver.distributed.rendezvous import Rendezvous
+from paramserver.distributed.timeouts import call_with_timeout, poll_until
+from paramserver.errors import Interrupted, PeerLost, TrainingError, UnsupportedConfiguration
+from paramserver.metrics.records import TrainerTotals
+from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout
+from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector
+from paramserver.trainers.control import ReplicaControl
 from paramserver.transport.segments import SegmentHost, attach
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -218,6 +231,22 @@ class StepAgreement:
         return AgreedStep(announcements, totals, bool(collect_records))
 
 
+@contextmanager
+def process_group(rendezvous: Rendezvous, backend: str) -> Iterator[None]:
+    """Run the process group of ddp. It is destroyed at once on an error, which ends the collectives of the others."""
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", rendezvous.store),
+        rank=rendezvous.identity.global_rank,
+        world_size=rendezvous.identity.world_size,
+        timeout=timedelta(seconds=rendezvous.timeout_s),
+    )
+    try:
+        yield
+    finally:
+        call_with_timeout(_SHUTDOWN_S, "the end of the process group", dist.destroy_process_group)
+
+
 # Messages of gloo about a lost peer. After a timeout gloo closes its connections, and later calls get the second.
 _GLOO_MESSAGES = ("gloo", "caused pair closure")
 
@@ -250,7 +279,7 @@ _PAUSE_S = struct.Struct("!d")
 
 
 class PartGather:
-    """Gathers the parts of a checkpoint on rank 0: once per checkpoint, rank 0 receives and acknowledges, others send.
+    """Brings the parts of a checkpoint to rank 0: once per checkpoint, rank 0 receives and acknowledges, others send.
 
     A part arrives in chunks, followed by an end. Rank 0 acknowledges all parts once the checkpoint is with its writer,
     so no rank is more than one checkpoint ahead of another.
@@ -286,30 +315,32 @@ class PartGather:
     def _send_chunk(self, chunk: npt.NDArray[np.uint8]) -> None:
         self._channel.send(0, _CHUNK, chunk.data)
 
-    def receive(self) -> tuple[dict[int, ChunkedFile], float]:
-        """Return the parts of the other ranks, by rank, and the longest of their pauses, in seconds.
+    def receive(self, parts: PartCollector, step: int) -> None:
+        """Receive the parts of the other ranks, commit the checkpoint of ``step``, and answer them.
 
         Raises:
             PeerLost: a rank is gone.
             TrainingError: a rank could not send its part.
         """
-        pauses_s: dict[int, float] = {}
-        parts = {rank: ChunkedFile() for rank in self._channel.peers}
-        while len(pauses_s) < len(parts):
-            rank, kind, body = self._channel.receive()
-            if kind == _CHUNK:
-                self._receive_chunk(parts[rank], body)
-            elif kind == _END:
-                pauses_s[rank] = float(_PAUSE_S.unpack(body.data)[0])
-            else:
-                raise TrainingError(f"trainer {rank} could not store its part of a checkpoint; look for its own error")
-        return parts, max(pauses_s.values(), default=0.0)
+        missing, received = set(self._channel.peers), False
+        try:
+            while missing:
+                rank, kind, body = self._channel.receive()
+                if kind == _CHUNK:
+                    parts.add_chunk(rank, step, torch.from_numpy(body))
+                elif kind == _END:
+                    parts.finish_part(rank, step, float(_PAUSE_S.unpack(body.data)[0]))
+                    missing.remove(rank)
+                else:
+                    raise TrainingError(
+                        f"trainer {rank} could not store its part of a checkpoint; look for its own error"
+                    )
+            parts.commit_if_complete()
+            received = True
+        finally:
+            self._acknowledge(received)  # also after a failure: the other ranks wait for the answer
 
-    def _receive_chunk(self, part: ChunkedFile, chunk: npt.NDArray[np.uint8]) -> None:
-        part.append(chunk)
-
-    def acknowledge(self, received: bool) -> None:
-        """Answer all other ranks: their parts are received, or this checkpoint failed."""
+    def _acknowledge(self, received: bool) -> None:
         failures = []
         for rank in self._channel.peers:
             try:
@@ -318,3 +349,153 @@ class PartGather:
                 failures.append(failure)  # the ranks after it still need their answer
         if failures:
             raise failures[0]
+
+
+# Rank 0 collects the records of the others this often; it costs one gather.
+_COLLECT_EVERY_S = 1.0
+# A collective may fail before the control channel names the lost rank: by server.lost_after_s, and by this.
+_NAMED_AFTER_S = 1.0
+_SHUTDOWN_S = 5.0
+# After a loss the main thread has this long to end the run; then the process ends without it.
+UNWIND_S = 1.0
+
+
+class DdpControl(ReplicaControl):
+    """The control plane of a rank of ddp: collectives, and the control channel next to them.
+
+    In collectives the ranks exchange what all of them wait for. Over the channel a lost rank is noticed, and parts of
+    checkpoints are sent, while the ranks train.
+
+    Args:
+        process, checkpoints, rendezvous: see ``Control``.
+
+    Attributes:
+        group: of the collectives of this object.
+        agreement: of the next step.
+        part_gather, sender: of the parts of checkpoints.
+    """
+
+    group: Any
+    agreement: StepAgreement
+    rendezvous: Rendezvous
+
+    def __init__(
+        self, process: ProcessContext, checkpoints: CheckpointManager | None, rendezvous: Rendezvous | None
+    ) -> None:
+        super().__init__(process, checkpoints, rendezvous)
+        self._channel: ControlChannel | None = None
+        self._last_collected = time.monotonic()
+        self._lost_at: float | None = None
+        limit = process.stop_limit
+        self._before_limit, limit.at_limit = limit.at_limit, self._on_limit
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Connect to the other ranks, and start the process group. Called once by all ranks."""
+        timeout_s, sockets = self.rendezvous.timeout_s, self.rendezvous.sockets
+        placement, stop = self.process.placement, self.process.stop
+        with ExitStack() as stack:
+            # First, so that from here on a lost rank is named. Collectives, and the start of the group, wait for it
+            # until their own timeout; the end of their sockets ends these waits at once.
+            channel = stack.enter_context(connect_ranks(self.rendezvous, self.config, self._on_lost, stop.event))
+            self._channel = channel
+            channel.on_over = self.process.stop_limit.end_now
+            with sockets.record():
+                stack.enter_context(process_group(self.rendezvous, placement.backend))
+                # Only on CPUs a backward returns after its collectives.
+                is_cpu = placement.device.type == "cpu"
+                shared = share_rows(dist.group.WORLD, channel, timeout_s) if is_cpu else None
+                # With shared memory no collective overlaps with those of the gradients. Another group would have
+                # threads of its own, which wake up a hundred times a second.
+                self.group = dist.group.WORLD
+                if shared is None:
+                    self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            self.part_gather = PartGather(channel)
+            self.agreement = StepAgreement(self.group, self.process.trainers, self.trainer_index, shared)
+            self.sender = stack.enter_context(
+                BackgroundSender(
+                    self.config.checkpoint.background, "a part of a checkpoint", lambda: channel.last_progress
+                )
+            )
+            yield
+
+    # Collectives.
+
+    def exchange(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.process.trainers
+        with translate_peer_loss():
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Return the value of the rank ``source``. Called by all ranks."""
+        values = [value]
+        dist.broadcast_object_list(values, src=source, group=self.group)
+        return values[0]
+
+    def announce(self, announcement: Announcement, totals: StepTotals | None = None, in_step: bool = False) -> None:
+        """Start to agree on the next step; see ``StepAgreement.start``."""
+        collects = self.monitor is not None and time.monotonic() - self._last_collected > _COLLECT_EVERY_S
+        self.agreement.start(announcement, totals, collects, before_collective=in_step)
+
+    def collect_records(self) -> None:
+        super().collect_records()
+        self._last_collected = time.monotonic()
+
+    # Checkpoints.
+
+    def save(
+        self, step: int, model: nn.Module, updater: Updater, reason: str, since: float, part: Mapping[str, Any]
+    ) -> None:
+        if self.checkpoints is not None:
+            super().save(step, model, updater, reason, since, part)
+            return
+        pause_s = time.perf_counter() - since
+        self.sender.submit(lambda: self.part_gather.send(part, pause_s))
+
+    def _complete_parts(self, parts: PartCollector, step: int) -> None:
+        self.sender.submit(lambda: self.part_gather.receive(parts, step))
+
+    def wait_saved(self) -> None:
+        self.sender.wait()
+
+    # The end, and losses.
+
+    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
+        super().leave(totals, decision)
+        if self._channel is not None:
+            self._channel.leave()
+
+    def report_failure(self, error: BaseException) -> BaseException:
+        """Return the error that names the lost rank, where a collective failed, which does not."""
+        if self._channel is None or not isinstance(error, PeerLost):
+            return error
+        self._channel.wait_loss(self.config.server.lost_after_s + _NAMED_AFTER_S)
+        return self._outcome(self._channel.lost or error)
+
+    def _outcome(self, lost: PeerLost) -> PeerLost | Interrupted:
+        """Return what a loss means: a run is interrupted if it was asked to end and a rank did not."""
+        if self._channel is None or not self._channel.stuck:
+            return lost
+        return Interrupted(f"{self.process.stop.state()[1]}; {self._channel.stuck}")
+
+    def _on_limit(self, place: str) -> None:
+        """Called in the thread of ``StopLimit``: the other ranks wait for this one, or this one for another."""
+        self._before_limit(place)
+        if self._channel is None:
+            return
+        if place:
+            rank, text = self.process.identity.global_rank, self.process.stop_limit.limit_text
+            self._channel.report_loss(rank, f"it did not return from {place} {text}", is_stuck=True)
+        else:
+            self._channel.send_over(self.process.stop.state()[1])
+
+    def _on_lost(self) -> None:
+        """Called again and again after a loss, in the thread of the control channel, until the channel is closed."""
+        self.rendezvous.sockets.abort()
+        now = time.monotonic()
+        self._lost_at = self._lost_at or now
+        # A send of gloo that began when its connection had ended is not woken; a task may compute for long.
+        lost = None if self._channel is None or now < self._lost_at + UNWIND_S else self._channel.lost
+        if lost is not None and self.process.end_now is not None:
+            self.process.end_now(self._outcome(lost))

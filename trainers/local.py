@@ -5,23 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from paramserver.checkpoint import stage_copy
-from paramserver.consistency import Decision, decide
+from paramserver.consistency import Decision
 from paramserver.distributed.timeouts import call_with_timeout
-from paramserver.limits import Limits
-from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
-from paramserver.optim.updater import Updater
+from paramserver.metrics.records import StepReport, StepResult
 from paramserver.parameters.model import build_model
-from paramserver.parameters.model_tree import ModelTree
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
 from paramserver.runs.monitor import RunMonitor
-from paramserver.trainers.base import Trainer
+from paramserver.trainers.replica import ReplicaTrainer
 
 log = logging.getLogger("paramserver")
 
@@ -29,7 +24,7 @@ log = logging.getLogger("paramserver")
 _STAGE_S = 10.0
 
 
-class LocalTrainer(Trainer):
+class LocalTrainer(ReplicaTrainer):
     """The only trainer of a run in mode local.
 
     Example::
@@ -47,17 +42,13 @@ class LocalTrainer(Trainer):
     monitor: RunMonitor
 
     def init_connection(self) -> None:
-        self.limits = Limits.of(self.config.training)
         self.model = build_model(self.task, self.config.seed, self.process.placement)
         self.checkpoints.restore_model(self.model)
-        self.updater = Updater(self.task, self.model, self.config.training, self.config.seed)
+        self.make_optimizer(self.model)
         self.checkpoints.restore_optimizer(self.updater)
-        self.tree = ModelTree(self.model)
         self.set_optimizers(self.updater.parameters_of)
-        self.validates_averages = self.updater.validates_averages
         self.on_after_setup_optimizers()
         self.step, self.samples = self.monitor.step, self.monitor.samples
-        self.first_step = self.step
         self.prepare_data()
         self.seed_or_restore(self.checkpoints.trainer_part(self.trainer_index))
         # What another thread can save while the main thread is in a hook: see ``_save_applied``. As the hook may return
@@ -70,8 +61,7 @@ class LocalTrainer(Trainer):
         self._before_limit, limit.at_limit = limit.at_limit, self._on_limit
 
     def agree(self) -> Decision:
-        announcements = {self.trainer_index: self.announcement()}
-        return decide(announcements, self.step, self.samples, self.limits, self.config.training.uneven_inputs)
+        return self.decide({self.trainer_index: self.announcement()})
 
     def step_optimizer(self, report: StepReport) -> StepResult:
         with self._lock:
@@ -85,27 +75,10 @@ class LocalTrainer(Trainer):
         step, lr = report.version + 1, self.updater.lr
         return StepResult(step, self.samples, report.loss, lr, report.seconds, optimizer=report.optimizer)
 
-    def on_epoch_ended(self, epoch: int) -> None:
-        self.updater.on_epoch_end()
-
-    def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
-        improved = self.monitor.record_validation(self.step, sums, self.batch_began)
-        self.updater.on_validation_end(self.step, sums.means(), self.batch_began)
-        return sums.means(), improved
-
-    def save_part(self, reason: str, since: float) -> None:
-        part = self.state_dict()
-
+    def commit(self, step: int, part: Mapping[str, Any], reason: str, since: float) -> None:
         # Paused, as the files may be written here.
-        with self.process.stop_limit.paused():
-            self._commit(self.step, part, reason, since)
-
-    def _commit(self, step: int, part: Mapping[str, Any], reason: str, since: float) -> None:
-        def collect(staged: StagedCheckpoint) -> None:
-            self.checkpoints.commit(staged, {self.trainer_index: part}, time.perf_counter() - since)
-
-        with self._lock:
-            self.checkpoints.save(step, self.model, self.updater, reason, since, collect)
+        with self.process.stop_limit.paused(), self._lock:
+            super().commit(step, part, reason, since)
             self._committed = step
 
     def _on_limit(self, place: str) -> None:
@@ -128,7 +101,7 @@ class LocalTrainer(Trainer):
         if not self.data.source.repeatable:
             log.warning("no checkpoint is made of a stream while a hook runs, as samples of its batch would be lost")
             return
-        self.restore_parameters()
+        self.validator.restore_parameters()
         part = {
             "trainer_index": self.trainer_index,
             "buffer": None,
@@ -147,17 +120,3 @@ class LocalTrainer(Trainer):
         call_with_timeout(_STAGE_S, "the copy of what is applied", stage)
         self.checkpoints.commit(staged[0], {self.trainer_index: part}, time.perf_counter() - since)
         self._committed = self._applied
-
-    def send_records(self, records: Sequence[Record]) -> None:
-        for record in records:
-            self.monitor.record(record)
-        self.records.clear()
-
-    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
-        self.all_totals = [totals]
-
-    def averages(self) -> Mapping[str, Tensor]:
-        return self.updater.averages()
-
-    def optimizer_state(self) -> dict[str, Any]:
-        return self.updater.optimizer.state_dict()

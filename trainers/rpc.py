@@ -14,28 +14,21 @@ import torch
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 
-from paramserver.checkpoint import stage_copy, write_chunks
-from paramserver.checkpoint.sender import BackgroundSender
+from paramserver.buffers.positions import AppliedPositions
+from paramserver.checkpoint import stage_copy, unpack
 from paramserver.config import num_servers_of
 from paramserver.consistency import Announcement, Decision, Verdict, module_buffer_owner
 from paramserver.context import ProcessContext
 from paramserver.distributed.local_calls import LocalConnection
 from paramserver.distributed.membership import Member, release_liveness_calls
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.distributed.rpc_calls import RemoteError, note_repeated
+from paramserver.distributed.rpc_calls import note_repeated
 from paramserver.distributed.session import rpc_trainer
 from paramserver.errors import (
-    Evicted,
-    PeerFailed,
-    PeerLost,
-    PeerRefused,
-    RunEnded,
     TaskError,
-    Unreachable,
     UnsupportedConfiguration,
-    ViewChanged,
 )
-from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
+from paramserver.metrics.records import StepReport, StepResult
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.model import (
     LoadedParameters,
@@ -47,12 +40,14 @@ from paramserver.parameters.model import (
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
 from paramserver.parameters.numerics import checksums
 from paramserver.parameters.sharding import full_shard
+from paramserver.rng import seed_all
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.server.client import CallFailed, InFlightCall, ServerClient
 from paramserver.server.shared_optimizer import SharedOptimizer
-from paramserver.task import Hooks, Task
-from paramserver.trainers.base import Trainer, overrides
+from paramserver.task import Hooks, Task, restore_task
+from paramserver.trainers.base import Trainer, TrainerProgress, overrides
 from paramserver.trainers.gradient_buckets import GradientBuckets
+from paramserver.trainers.server_control import ServerControl
 from paramserver.transport.base import GradientBucket, TrainerTransport
 from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import DataPosition, JoinReply, Push, StepGrant, VersionView
@@ -61,8 +56,6 @@ from paramserver.transport.segments import attach_socket, can_attach
 from paramserver.transport.shared_memory import SharedMemoryTrainerTransport, socket_key
 
 log = logging.getLogger("paramserver")
-
-_SEND_RECORDS_EVERY_S = 1.0
 
 
 class RpcTrainer(Trainer):
@@ -85,6 +78,9 @@ class RpcTrainer(Trainer):
     for_mode = "rpc"
     computes = "trainer"
     reports_served = True
+    control_class = ServerControl
+
+    control: ServerControl
 
     def __init__(
         self, process: ProcessContext, task: Task, checkpoints: CheckpointManager | None, rendezvous: Rendezvous
@@ -97,7 +93,6 @@ class RpcTrainer(Trainer):
         self._next_grant: StepGrant | None = None  # came with the reply to the last push
         self._pull: list[InFlightCall[tuple[Tensor, ...]]] = []
         self._pulled: tuple[Tensor, ...] = ()
-        self._leave_request: str | None = None
         self._sent_buckets: dict[GradientBucket, list[InFlightCall[Tensor | None]]] = {}
         # Buckets of the next version that arrived before that was complete. The model holds them once it was granted.
         self._early: dict[GradientBucket, Tensor] = {}
@@ -107,8 +102,6 @@ class RpcTrainer(Trainer):
         self._known_buffers: PackedBuffers | None = None  # the module buffers that the server sent, or was sent, last
         self._is_replacement = False
         self._keeps_buffers = False  # a change of them between two steps is kept
-        self._records_sent = time.monotonic()
-        self._sending_records: InFlightCall[None] | None = None
         # A change through ``grad.data`` after backward cannot be noticed, so nothing is sent before these hooks ran.
         self._overlaps_backward = not any(overrides(hooks, Hooks.on_batch_end) for hooks in self.hooks) and not (
             overrides(self, Trainer.on_after_backward)
@@ -129,20 +122,16 @@ class RpcTrainer(Trainer):
         self._name, self._worker_id = agent.name, agent.worker_id
         # Exited after the client is closed: notifies the servers that this process leaves deliberately.
         self._resources.callback(release_liveness_calls)
-        self.server = self.enter_context(
-            closing(
-                ServerClient(
-                    self.config,
-                    self.trainer_index,
-                    agent.worker_id,
-                    agent.server_addresses,
-                    blocks=lambda: self.data.blocks,
-                    # With cluster.elastic a signal lets this trainer leave.
-                    stop_limit=None if self.config.cluster.elastic else self.process.stop_limit,
-                )
-            )
+        self.server = ServerClient(
+            self.config,
+            self.trainer_index,
+            agent.worker_id,
+            agent.server_addresses,
+            blocks=lambda: self.data.blocks,
+            # With cluster.elastic a signal lets this trainer leave.
+            stop_limit=None if self.config.cluster.elastic else self.process.stop_limit,
         )
-        self._sender = self.enter_context(BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint"))
+        self.enter_context(self.control.connected(self.server))
 
     def join(self) -> JoinReply:
         """Join the run; returns once all trainers have joined."""
@@ -150,7 +139,7 @@ class RpcTrainer(Trainer):
         member = Member(self.trainer_index, self._name, self._worker_id, rendezvous.host_and_pid, view=rendezvous.view)
         self.server.start_heartbeat()
         reply = self.server.join(member, self.data.epoch_samples)
-        self.joined = True
+        self.control.joined = True
         if self.process.session:
             # The server may have noticed the loss of the earlier session only now, and let another process have it.
             self.rendezvous.claim_again()
@@ -182,6 +171,22 @@ class RpcTrainer(Trainer):
             )
         else:
             self.replace_lost(reply.stored_part, position, reply.incarnation)
+
+    def replace_lost(self, part: bytes | None, position: DataPosition, incarnation: int) -> None:
+        """Take the place of a trainer that was lost: continue its data after what was applied of it.
+
+        Args:
+            part: its part of the newest checkpoint, for the state of the task; None if there is none.
+            position: where its data continues.
+            incarnation: of this process, so that its random numbers are not those of the lost one.
+        """
+        seed_all(self.config.seed, incarnation, 1 + self.trainer_index)
+        applied = AppliedPositions()
+        applied.load_state_dict(position.applied)
+        self.data.load_after_loss({"source": position.source, "buffer": None}, applied)
+        self.progress = TrainerProgress(**position.counters)
+        if part is not None and (stored := unpack(part))["task"]:
+            restore_task(self.task, stored["task"], self.process.kept.callbacks)
 
     def receive_model(self, reply: JoinReply) -> None:
         """Load the server's model, and choose the transport that keeps it current."""
@@ -334,30 +339,30 @@ class RpcTrainer(Trainer):
             self._loaded_parameters.check(values=not (between_steps and self.transport.shares_parameters))
         except TaskError:
             # If this trainer was taken for lost, the server has gone on and changed them; the reply says so.
-            self._flush_records().wait()
+            self.control.flush_records().wait()
             raise
 
-    def _enter_epoch(self, samples: int) -> None:
+    @contextmanager
+    def hooks_between_steps(self) -> Iterator[None]:
         if self._loaded_parameters is None:
-            super()._enter_epoch(samples)
+            yield
             return
-        # The hooks are called between two steps. Memory of the server stays as it is in lockstep, until this trainer
-        # pushes; for one that has no more data the others do not wait.
+        # Memory of the server stays as it is in lockstep, until this trainer pushes; for one that has no more data the
+        # others do not wait.
         decision = self._grant.decision
         waits = self.lockstep and decision is not None and self.trainer_index in decision.active
         stays = waits or not self.transport.shares_parameters
         self._check_unchanged(between_steps=True)
         self._note_loaded(values=stays)
-        super()._enter_epoch(samples)
+        yield
         self._check_unchanged(between_steps=not stays)
 
-    def _fit(self) -> Decision:
+    def on_fit_start(self) -> None:
         # By on_train_start. The others do not wait for a trainer that takes the place of a lost one.
         self._check_unchanged(between_steps=self._is_replacement or not self.lockstep)
-        return super()._fit()
 
-    def _validate(self, share: int) -> bool:
-        improved = super()._validate(share)
+    def validate(self, share: int) -> bool:
+        improved = super().validate(share)
         self._check_unchanged(between_steps=not self.lockstep)
         return improved
 
@@ -467,18 +472,6 @@ class RpcTrainer(Trainer):
         self.clock.lap_shared("push", wait=grant.result.held_s + grant.held_s, apply=grant.result.apply_s)
         return grant.result
 
-    def with_stop(self, announcement: Announcement) -> Announcement:
-        if not self.config.cluster.elastic:
-            return super().with_stop(announcement)
-        # A signal to this process does not end the run: rank 0 lets the others continue, unless it has one too.
-        if self.process.stop.event.is_set():
-            if self._leave_request is None:
-                self._leave_request = self.rendezvous.request_leave()
-            elif self._leave_request and (reason := self.rendezvous.refused(self._leave_request)):
-                self._leave_request = ""
-                log.warning("this trainer continues, as it cannot leave: %s", reason)
-        return announcement
-
     def next_announcement(self, step: int) -> Announcement | None:
         """Return the announcement to piggyback on the push before ``step``; None if it must be made separately.
 
@@ -522,38 +515,18 @@ class RpcTrainer(Trainer):
             self.transport.load(view.parameters)
         else:
             self.transport.map_version(view.slot)
-        self._note_loaded(values=not self._in_batches)
-
-    def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
-        decision = self._grant.decision
-        assert decision is not None
-        if decision.verdict is Verdict.VALIDATE:  # trainers that run freely do not wait for each other
-            self.server.report_validation_share(self.step, decision.share, sums)
-            return sums.means(), False
-        reply = self.server.report_validation(self.step, {self.trainer_index: sums})
-        while reply.missing:
-            shares = {share: self.evaluate_for_another(share) for share in reply.missing}
-            reply = self.server.report_validation(self.step, shares)
-        return reply.means, reply.improved
+        self._note_loaded(values=not self.current_step.in_batches)
 
     def save_part(self, reason: str, since: float) -> None:
-        self.wait_saved()
-        records = self._flush_records()
+        self.control.wait_saved()
+        records = self.control.flush_records()
         # The server copies while this trainer does.
         staging = self.server.stage_checkpoint(reason, self.extra_state(), self._changed_buffers())
         step, part = self.step, self.state_dict()
         takes_part = staging.wait()
         records.wait()  # records from before the checkpoint are stored before it is
-        if not takes_part:
-            return
-        pause_s = time.perf_counter() - since
-
-        def send() -> None:
-            # In the thread of the sender. Each chunk is acknowledged before the next, so that messages of a step pass.
-            write_chunks(dict(part), lambda chunk: self.server.send_part_chunk(step, torch.from_numpy(chunk)))
-            self.server.finish_part(step, pause_s)
-
-        self._sender.submit(send)
+        if takes_part:
+            self.control.send_part(step, part, since)
 
     def extra_state(self) -> dict[str, Any]:
         """Return what the model of the server lacks: ``get_extra_state`` of the modules, and changed frozen parameters.
@@ -566,43 +539,6 @@ class RpcTrainer(Trainer):
         frozen = {name: self._frozen[name].detach() for name in sorted(self._changed_frozen)}
         on_cpu: dict[str, Any] = stage_copy({**extra_state_dict(self.model), **frozen})
         return on_cpu
-
-    def wait_saved(self) -> None:
-        self._sender.wait()
-
-    def send_records(self, records: Sequence[Record]) -> None:
-        if time.monotonic() - self._records_sent > _SEND_RECORDS_EVERY_S or len(records) > 1000:
-            self._flush_records()
-
-    def _flush_records(self) -> InFlightCall[None]:
-        if self._sending_records is not None:
-            self._sending_records.wait()  # it is sent again if it is lost, and has long been received otherwise
-        self._records_sent = time.monotonic()
-        records, self.records = self.records, []
-        self._sending_records = self.server.send_records(records)
-        return self._sending_records
-
-    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
-        self._flush_records().wait()
-        self.server.leave(totals, decision)
-
-    def report_failure(self, error: BaseException) -> None:
-        failure = RemoteError.reported_by(f"trainer {self.trainer_index}", error)
-        if not self.joined and self.process.is_newcomer:
-            if not isinstance(error, (PeerFailed, RunEnded, ViewChanged)):
-                self.rendezvous.request_leave()
-        elif not self.joined:
-            # Also a server that could not be reached: nothing watches it before it has joined. A process that joins
-            # again tries to reach it until it gives up.
-            joins_again = isinstance(error, PeerLost if self.process.session else Unreachable)
-            if not joins_again and not isinstance(error, (PeerRefused, Evicted, RunEnded, ViewChanged)):
-                self.rendezvous.report_failure(failure)
-        elif not isinstance(error, (PeerLost, PeerRefused)):  # these come from the server
-            self._sender.abort()
-            self.server.report_failure(failure)
-
-    def gather_from_all(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
-        return self.server.all_gather(value, call, active)
 
     def averages(self) -> Mapping[str, Tensor]:
         return self.server.averages()

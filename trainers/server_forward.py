@@ -242,7 +242,7 @@ class ServedTrainer(RpcTrainer):
         self.model.begin_step()
         self.clock.lap("pull")
 
-    def _backward(self, loss: Tensor, batches: int) -> None:
+    def backward_batch(self, loss: Tensor, batches: int) -> None:
         # One backward for all batches of a step: a second one in the same context would never return.
         self.on_before_backward(loss)
         self._losses.append(loss / batches if batches > 1 else loss)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from paramserver.importing import name_user_error
 from paramserver.metrics.records import WeightedSums
 from paramserver.parameters.model import autocast
 from paramserver.parameters.numerics import name_float64, to_number
+from paramserver.rng import validation_generators
 from paramserver.sources.base import Partition
 from paramserver.sources.data_loader import is_map_style, resolve_reading
 from paramserver.sources.sampler import SamplerOrder
-from paramserver.task import Task
+from paramserver.task import Hooks, Task
 from paramserver.trainers.data import collate_of
 
 
@@ -141,6 +142,110 @@ def _batches_of(data: Any, task: Task, partition: Partition, config: Config) -> 
     if whole is not None:
         return DataLoader(share, batch_sampler=whole, collate_fn=collate, generator=generator)
     return DataLoader(share, batch_size=size, collate_fn=collate, generator=generator)
+
+
+class Validator:
+    """Evaluates shares of a validation in one trainer, with the hooks, random numbers and parameters that belong to it.
+
+    Args:
+        task, config, placement: of the trainer.
+        partition: the trainer's.
+        loader: of ``validation_batches``, for its own share.
+        hooks: are called around each validation that has batches.
+        as_input: moves a batch to the model.
+        model: returns the model.
+        averages: returns what takes the place of parameters while the model is evaluated, by name.
+
+    Attributes:
+        validated_step: the last version of which this trainer evaluated its own share.
+        is_alone: evaluates the share of a lost trainer, while the others wait.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: Config,
+        placement: Placement,
+        partition: Partition,
+        loader: Iterable[tuple[Any, int]] | None,
+        hooks: Sequence[Hooks],
+        as_input: Callable[[Any], Any],
+        model: Callable[[], nn.Module],
+        averages: Callable[[], Mapping[str, Tensor]],
+    ) -> None:
+        self.validated_step: int | None = None
+        self.is_alone = False
+        self._task, self._config, self._placement, self._hooks = task, config, placement, hooks
+        self._partition = partition
+        self._loaders = {partition.index: loader}  # by trainer; those of others once these are lost
+        self._as_input, self._model, self._averages = as_input, model, averages
+        self._is_validating = False  # between the hooks
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []  # while the model has averages
+
+    def generators(self, step: int, share: int) -> AbstractContextManager[None]:
+        """Return a context for the random numbers of the hooks and of the evaluation of a share."""
+        return validation_generators(self._config.seed, step, share, self._placement.devices)
+
+    def evaluate(self, share: int, batch_idx: int) -> WeightedSums:
+        """Evaluate the share of a trainer, inside of ``generators``; its own comes first, then those of lost ones.
+
+        Args:
+            share: the index of the trainer.
+            batch_idx: the number of training batches so far.
+        """
+        if share not in self._loaders:
+            others = Partition(share, self._partition.count)
+            self._loaders[share] = validation_batches(self._task, others, self._config)
+        batches = self._loaders[share]
+        if batches is None:
+            return WeightedSums()
+        if not self._is_validating:
+            self._is_validating = True
+            for hooks in self._hooks:
+                hooks.on_validation_start(batch_idx)
+        precision, device = self._config.training.precision, self._placement.device
+        with self._averaged_parameters():
+            return evaluate(self._task, self._model(), batches, batch_idx, self._as_input, precision, device)
+
+    def evaluate_alone(self, step: int, share: int, batch_idx: int) -> WeightedSums:
+        """Evaluate the share of a lost trainer, of the version ``step`` that the model has, while the others wait."""
+        self.is_alone = True
+        try:
+            with self.generators(step, share):
+                return self.evaluate(share, batch_idx)
+        finally:
+            self.is_alone = False
+
+    def end(self, batch_idx: int) -> None:
+        """Call the hooks after a validation that had batches."""
+        if self._is_validating:
+            self._is_validating = False
+            for hooks in self._hooks:
+                hooks.on_validation_end(batch_idx)
+
+    @contextmanager
+    def _averaged_parameters(self) -> Iterator[None]:
+        """Let the parameters of the model be their averages, where these are validated."""
+        averages = self._averages()
+        if not averages:
+            yield
+            return
+        own = {name: parameter for name, parameter in self._model().named_parameters() if name in averages}
+        kept = {name: parameter.data for name, parameter in own.items()}
+        # By ``data``, without a write: with shared memory the parameters of all processes are the same memory.
+        for name, parameter in own.items():
+            parameter.data = averages[name].to(parameter.device)
+        self._kept = [(parameter, kept[name]) for name, parameter in own.items()]
+        try:
+            yield
+        finally:
+            self.restore_parameters()
+
+    def restore_parameters(self) -> None:
+        """Let the parameters of the model be its own again, also from another thread during an evaluation."""
+        for parameter, data in self._kept:
+            parameter.data = data
+        self._kept = []
 
 
 def make_input_mover(placement: Placement) -> Callable[[Any], Any]:

@@ -7,8 +7,7 @@ import torch.distributed.rpc as rpc
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from paramserver.cluster import ProcessIdentity
-from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.distributed.rpc_calls import host_identity
+from paramserver.distributed.rendezvous import Rendezvous, host_identity
 from paramserver.distributed.session import rpc_server
 from paramserver.distributed.timeouts import call_with_timeout
 

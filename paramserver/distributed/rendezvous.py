@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import yaml
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -30,8 +31,8 @@ from paramserver.cluster import (
 from paramserver.config import Config, config_from_mapping, differences, dump_yaml, num_servers_of
 from paramserver.config.deadlines import FROZEN_S
 from paramserver.distributed.abort_sockets import OpenedSockets
+from paramserver.distributed.remote_error import RemoteError
 from paramserver.distributed.resize import ResizeRequest, has_left, refusal, send_request
-from paramserver.distributed.rpc_calls import RemoteError, host_identity
 from paramserver.distributed.store_relay import (
     CURE,
     NoStore,
@@ -74,6 +75,13 @@ _OWN_KEYS = (
     "cluster.interface",
     "cluster.token_file",
 )
+
+
+def host_identity() -> str:
+    """Return what two processes share if they run on one host and in one network namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    namespace = Path("/proc/self/ns/net").readlink()
+    return f"{socket.gethostname()}/{boot}/{namespace}"
 
 
 class _LaterAttempt(Exception):  # noqa: N818 - not a failure

@@ -12,19 +12,16 @@ process: in a later view their messages do not arrive (docs/torch-notes.md, "RRe
 from __future__ import annotations
 
 import functools
-import socket
 import threading
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed.rpc as rpc
 
-from paramserver import errors
 from paramserver.distributed.local_calls import LocalCallServer, LocalConnection
+from paramserver.distributed.remote_error import RemoteError as RemoteError
+from paramserver.errors import TrainingError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,13 +31,6 @@ WORKER_THREADS = 8
 
 # 0 means no limit in torch.distributed.rpc.
 NO_TIMEOUT_S = 0.0
-
-
-def host_identity() -> str:
-    """Return what two processes share if they run on one host and in one network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    namespace = Path("/proc/self/ns/net").readlink()
-    return f"{socket.gethostname()}/{boot}/{namespace}"
 
 
 def agent_options(timeout_s: float, same_host: bool, computing: int = 0) -> rpc.TensorPipeRpcBackendOptions:
@@ -61,35 +51,6 @@ def agent_options(timeout_s: float, same_host: bool, computing: int = 0) -> rpc.
         _transports=["uv"],
         _channels=channels,
     )
-
-
-@dataclass(frozen=True)
-class RemoteError:
-    """An error as a value: RPC preserves only a few exception types, so handlers return errors."""
-
-    kind: str
-    message: str
-
-    @classmethod
-    def of(cls, error: BaseException, who: str = "the server") -> RemoteError:
-        """Wrap an error of this package as it is, any other with its traceback and the process that raised it."""
-        if isinstance(error, errors.ParamserverError):
-            return cls(type(error).__name__, str(error))
-        text = "".join(traceback.format_exception(error))
-        return cls("TrainingError", f"{who} raised {errors.kind_and_message(error)}\n{text}")
-
-    @classmethod
-    def reported_by(cls, who: str, error: BaseException) -> RemoteError:
-        """Wrap the reason why a process of the run fails, for another process; an error of user input stays one."""
-        kind = errors.PeerRefused if isinstance(error, errors.UnsupportedConfiguration) else errors.PeerFailed
-        self_explanatory = isinstance(error, errors.ParamserverError) and error.self_explanatory
-        return cls(kind.__name__, f"{who} failed: {error if self_explanatory else errors.kind_and_message(error)}")
-
-    def error(self) -> errors.ParamserverError:
-        """Return the exception to raise."""
-        made = getattr(errors, self.kind, errors.TrainingError)(self.message)
-        assert isinstance(made, errors.ParamserverError)
-        return made
 
 
 def completed_future(value: Any) -> torch.futures.Future[Any]:
@@ -125,7 +86,7 @@ def get_parameter_server() -> Any:
 def _find(owner: str) -> Any:
     with _lock:
         if owner not in _handlers:
-            raise errors.TrainingError(f"this process has no {owner} (not yet, or not any more)")
+            raise TrainingError(f"this process has no {owner} (not yet, or not any more)")
         return _handlers[owner]
 
 

@@ -1,6 +1,6 @@
-"""Start and shutdown of what connects the processes of a run: RPC agents, and the process group of ddp.
+"""Start and shutdown of the RPC agents that connect the processes of a run.
 
-RPC agents form a star: each trainer and shard server knows the servers only, so no process waits for a trainer, and
+They form a star: each trainer and shard server knows the servers only, so no process waits for a trainer, and
 the death of one disturbs no other (see ``rpc_agent.start_star_agent``).
 """
 
@@ -10,12 +10,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.rpc as rpc
-from torch._C._distributed_c10d import PrefixStore
 
 from paramserver.distributed.rendezvous import Rendezvous, detect_lost_store
 from paramserver.distributed.rpc_agent import autograd_id, register_with, start_first_agent, start_star_agent
@@ -158,26 +154,3 @@ def _shutdown_agent() -> None:
         call_with_timeout(_SHUTDOWN_S, "the shutdown of the RPC agent", lambda: rpc.shutdown(graceful=False))
     except DeadlineExceeded as late:
         log.warning("%s; the agent ends with this process", late)
-
-
-@contextmanager
-def process_group(rendezvous: Rendezvous, backend: str) -> Iterator[None]:
-    """Run the process group of ddp. It is destroyed at once on an error, which ends the collectives of the others."""
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("group", rendezvous.store),
-        rank=rendezvous.identity.global_rank,
-        world_size=rendezvous.identity.world_size,
-        timeout=timedelta(seconds=rendezvous.timeout_s),
-    )
-    try:
-        yield
-    finally:
-        call_with_timeout(_SHUTDOWN_S, "the end of the process group", dist.destroy_process_group)
-
-
-def all_gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """Return the values of all ranks of the process group, in the order of ranks. Called by all of them."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values

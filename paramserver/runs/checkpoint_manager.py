@@ -429,20 +429,26 @@ class PartCollector:
         self._staged: StagedCheckpoint | None = None
         self._parts: dict[int, ChunkedFile | Mapping[str, Any]] = {}
         self._substitutes: dict[int, Mapping[str, Any]] = {}
-        self._pauses_s: dict[int, float] = {}
+        self._arrived: set[int] = set()
+        self._pause_s = 0.0
 
     def start(
-        self, staged: StagedCheckpoint, taking_part: Set[int], substitutes: Mapping[int, Mapping[str, Any]]
+        self,
+        staged: StagedCheckpoint,
+        taking_part: Set[int],
+        substitutes: Mapping[int, Mapping[str, Any]],
+        pause_s: float = 0.0,
     ) -> None:
         """Collect the parts of ``staged`` from now on.
 
         Args:
             taking_part: the trainers that will send a part.
-            substitutes: a part for each trainer that cannot, or is lost before it has.
+            substitutes: a part for each trainer that sends none, or is lost before it has.
+            pause_s: how long training stopped in this process.
         """
         with self._lock:
             assert self._staged is None, "a trainer waits for its last part before it takes part in a checkpoint"
-            self._staged, self._pauses_s = staged, {}
+            self._staged, self._arrived, self._pause_s = staged, set(), pause_s
             self._substitutes = dict(substitutes)
             self._parts = {**self._substitutes, **{index: ChunkedFile() for index in taking_part}}
 
@@ -471,7 +477,8 @@ class PartCollector:
         """
         with self._lock:
             self._expected(trainer_index, step)
-            self._pauses_s[trainer_index] = pause_s
+            self._arrived.add(trainer_index)
+            self._pause_s = max(self._pause_s, pause_s)
 
     def commit_if_complete(self) -> None:
         """Commit the checkpoint if the part was the last one.
@@ -482,14 +489,14 @@ class PartCollector:
         with self._lock:
             if self._staged is None or self._missing():
                 return
-            staged, parts, pauses_s = self._staged, self._parts, self._pauses_s
+            staged, parts, pause_s = self._staged, self._parts, self._pause_s
             self._staged, self._parts, self._substitutes = None, {}, {}
         # Without the lock: without ``checkpoint.background`` this writes to disk.
-        self._checkpoints.commit(staged, parts, max(pauses_s.values(), default=0.0))
+        self._checkpoints.commit(staged, parts, pause_s)
 
     def _missing(self) -> set[int]:
         """Return the trainers whose parts have not arrived. Called with the lock held."""
-        return {i for i, part in self._parts.items() if isinstance(part, ChunkedFile)} - self._pauses_s.keys()
+        return {i for i, part in self._parts.items() if isinstance(part, ChunkedFile)} - self._arrived
 
     def _expected(self, trainer_index: int, step: int) -> ChunkedFile:
         if self._staged is None or self._staged.step != step or trainer_index not in self._missing():

@@ -54,10 +54,9 @@ from paramserver.context import (
     set_trainer_index,
 )
 from paramserver.devices import Placement, place_server, place_trainer, require_visible_gpus
+from paramserver.distributed.remote_error import RemoteError
 from paramserver.distributed.rendezvous import LeftRun, Rendezvous, job_store, join_rendezvous
 from paramserver.distributed.resize import ResizeRequest, mark_carried_out, pending_requests, refuse, resized
-from paramserver.distributed.rpc_calls import RemoteError
-from paramserver.distributed.session import rpc_server
 from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.errors import (
     CheckpointError,
@@ -827,6 +826,7 @@ def _serve(
     # Imported here: trainers start without these modules.
     from paramserver.distributed.membership import release_liveness_calls
     from paramserver.distributed.rpc_calls import register_server, serve_local_calls, unregister_servers
+    from paramserver.distributed.session import rpc_server
     from paramserver.optim.parallel_step import ThreadTeam, num_spare_threads
     from paramserver.server.build import build_server
     from paramserver.server.shard_process import serve_shard
@@ -1081,5 +1081,5 @@ def _train(trainer: Trainer, totals: list[TrainerTotals], session: RankSession) 
             "run was over; raise an exception instead"
         ) from error
     finally:
-        session.joined = session.joined or trainer.joined
-        totals.extend(trainer.all_totals)
+        session.joined = session.joined or trainer.control.joined
+        totals.extend(trainer.control.all_totals)

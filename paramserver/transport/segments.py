@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paramserver.distributed.rpc_calls import RemoteError
+from paramserver.distributed.remote_error import RemoteError
 from paramserver.errors import (
     DeadlineExceeded,
     ParamserverError,

@@ -20,7 +20,7 @@ class DelayedParts:
     def init_connection(self):
         super().init_connection()
         self._trained = threading.Condition()
-        carry = self._sender.submit
+        carry = self.control.sender.submit
 
         def carry_late(job, *rest):
             step = self.step
@@ -34,7 +34,7 @@ class DelayedParts:
 
             carry(late, *rest)
 
-        self._sender.submit = carry_late
+        self.control.sender.submit = carry_late
 
     def agree(self):
         with self._trained:
@@ -96,17 +96,18 @@ class FaultyDdp(DdpTrainer):
         super().init_connection()
         if self.trainer_index == self.at:
             self.chunks = []  # of each part
-            part, chunk = ("send", "_send_chunk") if self.at else ("receive", "_receive_chunk")
-            gather = self._part_gather
-            setattr(gather, part, self.counted(getattr(gather, part), lambda: self.chunks.append(0)))
-            setattr(gather, chunk, self.counted(getattr(gather, chunk), self.count_chunk))
+            gather, parts = self.control.part_gather, self.control.parts
+            self.count(gather, "send" if self.at else "receive", lambda: self.chunks.append(0))
+            self.count(*((gather, "_send_chunk") if self.at else (parts, "add_chunk")), self.count_chunk)
 
-    def counted(self, handle, count):
+    def count(self, owner, name, count):
+        handle = getattr(owner, name)
+
         def counting(*args):
             count()
             return handle(*args)
 
-        return counting
+        setattr(owner, name, counting)
 
     def count_chunk(self):
         if len(self.chunks) == 2 and self.chunks[1] == 2:  # before the third

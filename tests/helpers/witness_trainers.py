@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.optim import DistributedOptimizer
 
 from paramserver.distributed.local_calls import LocalConnection
-from paramserver.trainers import DdpTrainer, RpcTrainer, ddp
+from paramserver.trainers import DdpTrainer, RpcTrainer, ddp_control
 
 
 class CountingTrainer(DdpTrainer):
@@ -39,11 +39,11 @@ class ReducingTrainer(DdpTrainer):
     """Agrees by reductions, as ranks on several hosts do."""
 
     def init_connection(self):
-        ddp.share_rows = lambda group, channel, timeout_s: None
+        ddp_control.share_rows = lambda group, channel, timeout_s: None
         super().init_connection()
 
     def leave(self, totals, decision):
-        assert self._agreement.shared is None
+        assert self.control.agreement.shared is None
         self.log("rank_reduced", self.trainer_index, reduce="none")
         super().leave(totals, decision)
 
@@ -152,9 +152,9 @@ class EarlyTrainer(RpcTrainer):
 
         self.server.send_bucket = counted
 
-    def _backward(self, loss, batches):
+    def backward_batch(self, loss, batches):
         self.going_back = True
-        super()._backward(loss, batches)
+        super().backward_batch(loss, batches)
         self.going_back = False
 
     def leave(self, totals, decision):

@@ -26,7 +26,7 @@ from launching import (
     write_config,
 )
 
-from paramserver.trainers.ddp import _UNWIND_S as UNWIND_S
+from paramserver.trainers.ddp_control import UNWIND_S
 
 pytestmark = pytest.mark.processes
 

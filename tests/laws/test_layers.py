@@ -10,6 +10,7 @@ import threading
 import pytest
 from leaks import OUR_THREADS, ProcessSnapshot
 from source_tree import (
+    ROOT,
     comparisons_with,
     environment_uses,
     imported,
@@ -132,14 +133,40 @@ def test_folders_load_their_names_on_first_use():
     assert eager == set()
 
 
-def test_rpc_is_used_where_it_may_be():
+def rpc_users() -> set[str]:
     rpc = (
         "torch.distributed.rpc",
         "torch.distributed.autograd",
         "torch.distributed.optim",
         "torch._C._distributed_rpc",
     )
-    users = {m.name for m in MODULES if any(inside(name, rpc) for name in imported(m.tree))}
+    return {m.name for m in MODULES if any(inside(name, rpc) for name in imported(m.tree))}
+
+
+@pytest.mark.parametrize("mode", ["local", "ddp"])
+def test_a_run_without_servers_loads_no_module_that_uses_rpc(tmp_path, mode):
+    # torch itself imports torch.distributed.rpc.
+    settings = [f"mode={mode}", "cluster.num_trainers=1", "training.max_steps=2", f"logging.run_dir={tmp_path}"]
+    task = ROOT / "tests" / "helpers" / "tasks.py"
+    (tmp_path / "config.yaml").write_text(f"task: {task}:ReferenceTask\n")
+    arguments = ["--config", str(tmp_path / "config.yaml"), "--rank", "0", "--world_size", "1", "--master_port", "0"]
+    for setting in settings:
+        arguments += ["--set", setting]
+    program = f"""
+import sys
+from paramserver.launch import main
+assert main({arguments}) == 0
+print("loaded:", *sorted(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    loaded = set(done.stdout.rpartition("loaded:")[2].split())
+    assert f"paramserver.trainers.{mode}" in loaded
+    assert loaded & rpc_users() == set()
+
+
+def test_rpc_is_used_where_it_may_be():
+    users = rpc_users()
     assert {name for name in users if not inside(name, MAY_USE_RPC)} == set()
     assert {
         "paramserver.server.client",

@@ -42,7 +42,6 @@ USED = {
         "torch._foreach_mul_",
         "torch._foreach_norm",
     },
-    "paramserver.distributed.session": {"torch._C._distributed_c10d.PrefixStore"},
     "paramserver.distributed.rpc_agent": {
         "torch._C._distributed_c10d.HashStore",
         "torch._C._distributed_c10d.Store",
@@ -67,6 +66,7 @@ USED = {
         "torch.utils._pytree.tree_unflatten",
     },
     "paramserver.trainers.gradient_buckets": {"torch._foreach_copy_"},
+    "paramserver.trainers.ddp_control": {"torch._C._distributed_c10d.PrefixStore"},
 }
 
 

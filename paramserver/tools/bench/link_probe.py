@@ -120,9 +120,8 @@ def _over_rpc(folder: Path, number: int, size_bytes: int) -> LinkSpeed | None:
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     from paramserver.cluster import ProcessIdentity
-    from paramserver.distributed.rendezvous import Rendezvous
+    from paramserver.distributed.rendezvous import Rendezvous, host_identity
     from paramserver.distributed.rpc_agent import measure_call_s, measure_empty_call_s
-    from paramserver.distributed.rpc_calls import host_identity
     from paramserver.distributed.session import SERVER_NAME, rpc_server, rpc_trainer
 
     store = FileStore(str(folder / "rpc"), 2)

@@ -37,10 +37,10 @@ from paramserver.distributed.rendezvous import (
     compare_config,
     detect_lost_store,
     enter_attempt,
+    host_identity,
     job_store,
     open_store,
 )
-from paramserver.distributed.rpc_calls import host_identity
 from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import DeadlineExceeded, UnsupportedConfiguration
 from paramserver.tools.doctor.diagnosis import Diagnosis, Section, findings_from, mappings_of

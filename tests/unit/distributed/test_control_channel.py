@@ -14,8 +14,8 @@ from paramserver.cluster import ProcessIdentity
 from paramserver.config import ClusterConfig, Config, ServerConfig
 from paramserver.distributed import control_channel
 from paramserver.distributed.control_channel import Handshake, connect_ranks
-from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.distributed.rpc_calls import RemoteError, host_identity
+from paramserver.distributed.remote_error import RemoteError
+from paramserver.distributed.rendezvous import Rendezvous, host_identity
 from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, PeerRefused, UnsupportedConfiguration
 
 HOST = "127.0.0.1"

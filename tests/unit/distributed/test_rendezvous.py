@@ -25,18 +25,11 @@ from paramserver.config import (
     dump_yaml,
 )
 from paramserver.distributed import rendezvous as rendezvous_module
-from paramserver.distributed.rendezvous import LeftRun, Rendezvous, fetch_config, join_rendezvous
+from paramserver.distributed.remote_error import RemoteError
+from paramserver.distributed.rendezvous import LeftRun, Rendezvous, fetch_config, host_identity, join_rendezvous
 from paramserver.distributed.resize import ResizeRequest, mark_carried_out, pending_requests, refuse
-from paramserver.distributed.rpc_calls import RemoteError, host_identity
 from paramserver.distributed.timeouts import poll_until
-from paramserver.errors import (
-    DeadlineExceeded,
-    Evicted,
-    Interrupted,
-    MissingRanks,
-    PeerLost,
-    UnsupportedConfiguration,
-)
+from paramserver.errors import DeadlineExceeded, Evicted, Interrupted, MissingRanks, PeerLost, UnsupportedConfiguration
 
 HOST = "127.0.0.1"
 # Far more than a loaded machine needs; no test waits this long.

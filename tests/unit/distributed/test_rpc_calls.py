@@ -11,13 +11,9 @@ from launching import launch
 from paramserver import errors
 from paramserver.config import config_from_mapping
 from paramserver.distributed import rpc_calls
-from paramserver.distributed.rpc_calls import (
-    RemoteError,
-    completed_future,
-    host_identity,
-    returns_errors,
-    returns_errors_async,
-)
+from paramserver.distributed.remote_error import RemoteError
+from paramserver.distributed.rendezvous import host_identity
+from paramserver.distributed.rpc_calls import completed_future, returns_errors, returns_errors_async
 from paramserver.server import client
 from paramserver.server.coordinator import ShardCoordinator
 from paramserver.server.parameter_server import ParameterServer

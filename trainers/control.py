@@ -1,0 +1,243 @@
+"""The control plane of a trainer: what it agrees on with the other trainers, next to parameters and gradients."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+from torch import nn
+
+from paramserver.checkpoint import StagingPool, stage_copy, without_values
+from paramserver.consistency import Announcement, Decision, Stop
+from paramserver.context import ProcessContext
+from paramserver.distributed.rendezvous import Rendezvous
+from paramserver.errors import TaskError
+from paramserver.metrics.records import Record, StepResult, TrainerTotals, WeightedSums, merge_sums
+from paramserver.optim.updater import Updater
+from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, StagedCheckpoint
+from paramserver.transport.messages import ValidationReply
+
+T = TypeVar("T")
+
+
+class Control(ABC):
+    """What a trainer agrees on with the other trainers and with rank 0. Each mode has a subclass.
+
+    Used by the training thread. All trainers make the same calls in the same order, except for ``record``,
+    ``request_stop`` and ``report_failure``.
+
+    Args:
+        process, checkpoints, rendezvous: those of the trainer.
+
+    Attributes:
+        joined: the other processes wait for this one from now on.
+        records: that rank 0 has not received yet.
+        all_totals: of every trainer, on rank 0 after the run.
+        saved_step: of the last checkpoint, or of the one that the run resumed from.
+        memory: for the parts of checkpoints.
+    """
+
+    def __init__(
+        self, process: ProcessContext, checkpoints: CheckpointManager | None, rendezvous: Rendezvous | None
+    ) -> None:
+        self.process = process
+        self.config = process.config
+        self.trainer_index = process.trainer_index
+        self.checkpoints = checkpoints
+        self.monitor = None if checkpoints is None else checkpoints.monitor
+        self.rendezvous = rendezvous
+        self.joined = False
+        self.records: list[Record] = []
+        self.all_totals: list[TrainerTotals] = []
+        self.saved_step: int | None = None
+        self.memory = StagingPool()
+        self._stop_reason = ""
+
+    # At the start, and about the end.
+
+    def set_first(self, key: str, value: str) -> str:
+        """Return the value of the trainer that calls this first with ``key``; a trainer of several asks the store."""
+        return value if self.rendezvous is None else self.rendezvous.set_first(key, value)
+
+    def check_equal(self, name: str, lines: Sequence[str], must: str, cure: str) -> None:
+        """Refuse ``lines`` that describe ``name`` if they differ from those of another trainer.
+
+        Raises:
+            TaskError: they do; the message names both ranks and the first difference.
+        """
+        if self.process.trainers == 1:
+            return
+        label = f"rank {self.process.identity.global_rank} ({self.process.role})"
+        first = self.set_first(f"equal/{name}", "\n".join([label, *lines])).split("\n")
+        pairs = zip_longest(first[1:], lines, fillvalue="nothing more")
+        for theirs, own in pairs:
+            if theirs != own:
+                raise TaskError(f"{name} {must}: {first[0]} has {theirs}, and {label} has {own}; {cure}")
+
+    def request_stop(self, reason: str) -> None:
+        """Request, with the next announcement, the end of the run. The first reason that a trainer gives is kept."""
+        self._stop_reason = self._stop_reason or self.set_first("stop", reason)
+
+    def with_stop(self, announcement: Announcement) -> Announcement:
+        """Return the announcement with this process's request to stop, if there is one."""
+        if self.process.stop.event.is_set():
+            stop, reason = self.process.stop.state()
+        elif self._stop_reason:
+            stop, reason = Stop.LIMIT, self._stop_reason
+        elif self.monitor is not None and (limit := self.monitor.stop_reason()) is not None:
+            stop, reason = Stop.LIMIT, limit
+        else:
+            return announcement
+        return replace(announcement, stop=stop, reason=reason)
+
+    def update_applied(self, result: StepResult) -> None:
+        """Record an update of all trainers, on rank 0."""
+        if self.monitor is not None:
+            self.monitor.update_applied(result)
+
+    # What a mode implements.
+
+    @abstractmethod
+    def all_gather(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
+        """Return the values of all trainers, or of ``active``; ``call`` is the same for the same call of each."""
+
+    @abstractmethod
+    def report_validation(
+        self, step: int, shares: Mapping[int, WeightedSums], since: int | None, waits: bool = True
+    ) -> ValidationReply:
+        """Report shares of a validation; return the means over all, or first the shares that are missing.
+
+        Args:
+            step: the version that was validated; ``since`` as for ``is_due``.
+            shares: by the indices of their trainers.
+            waits: False with trainers that run freely: the means are those of ``shares``.
+        """
+
+    @abstractmethod
+    def record(self, record: Record) -> None:
+        """Send a record to rank 0, or keep it until it is sent with others."""
+
+    @abstractmethod
+    def wait_saved(self) -> None:
+        """Wait until rank 0 has received this trainer's part of the last checkpoint."""
+
+    @abstractmethod
+    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
+        """Leave the run in good order; rank 0 receives the totals."""
+
+    def report_failure(self, error: BaseException) -> BaseException:
+        """Report to the other processes, where possible, that this trainer fails; return the error that ends it."""
+        return error
+
+
+class ReplicaControl(Control):
+    """The control plane of a run without servers: each trainer has a replica of the model and makes every update.
+
+    Rank 0 writes records and checkpoints. As it is, this class is for a run of one trainer.
+
+    Attributes:
+        parts: of checkpoints, on rank 0; None elsewhere.
+    """
+
+    def __init__(
+        self, process: ProcessContext, checkpoints: CheckpointManager | None, rendezvous: Rendezvous | None
+    ) -> None:
+        super().__init__(process, checkpoints, rendezvous)
+        self.parts = None if checkpoints is None else PartCollector(checkpoints)
+        self._others = frozenset(range(process.trainers)) - {self.trainer_index}
+
+    def exchange(self, value: T) -> list[T]:
+        """Return the values of all trainers, in the order of their indices. Called by all of them."""
+        return [value]
+
+    def all_gather(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
+        if active is not None and len(active) < self.process.trainers:
+            raise TaskError(
+                "trainer.all_gather cannot be called in a step in which a trainer has no data "
+                "(training.uneven_inputs: join); call it in on_validation_end"
+            )
+        gathered = self.exchange((call, value))
+        if any(other != call for other, _ in gathered):
+            raise TaskError("trainer.all_gather must be called at the same places by all trainers; these differ")
+        return [gathered_value for _, gathered_value in gathered]
+
+    def report_validation(
+        self, step: int, shares: Mapping[int, WeightedSums], since: int | None, waits: bool = True
+    ) -> ValidationReply:
+        gathered = self.exchange((shares, list(self.records)))
+        self._write(records for _, records in gathered)
+        merged = merge_sums({index: sums for own, _ in gathered for index, sums in own.items()})
+        improved = self.monitor is not None and self.monitor.record_validation(step, merged, since)
+        return ValidationReply(merged.means(), improved=self.exchange(improved)[0])
+
+    def record(self, record: Record) -> None:
+        self.records.append(record)
+        if self.monitor is not None:
+            self._write([self.records])
+
+    def collect_records(self) -> None:
+        """Let rank 0 write the records of all trainers."""
+        self._write(self.exchange(list(self.records)))
+
+    def _write(self, gathered: Iterable[Sequence[Record]]) -> None:
+        """Write records of all trainers, on rank 0; elsewhere they are sent by now."""
+        if self.monitor is not None:
+            for records in gathered:
+                for record in records:
+                    self.monitor.record(record)
+        self.records.clear()
+
+    def save(
+        self, step: int, model: nn.Module, updater: Updater, reason: str, since: float, part: Mapping[str, Any]
+    ) -> None:
+        """Save a checkpoint of ``step``: copy ``model`` and ``updater``, and write them with the parts of all trainers.
+
+        With ``checkpoint.background`` parts are sent and files written after this returns.
+
+        Args:
+            reason: see ``StagedCheckpoint``.
+            since: ``time.perf_counter()`` when training stopped for it.
+            part: the staged state of this trainer.
+        """
+        assert self.checkpoints is not None
+        self.checkpoints.save(step, model, updater, reason, since, lambda staged: self._collect_parts(staged, part))
+
+    def _collect_parts(self, staged: StagedCheckpoint, own: Mapping[str, Any]) -> None:
+        assert self.parts is not None
+        pause_s = time.perf_counter() - staged.since
+        self.parts.start(staged, self._others, {self.trainer_index: own}, pause_s)
+        self._complete_parts(self.parts, staged.step)
+
+    def _complete_parts(self, parts: PartCollector, step: int) -> None:
+        """Receive the parts of the other trainers, and commit the checkpoint."""
+        parts.commit_if_complete()
+
+    def wait_saved(self) -> None:
+        """Return at once: the part of rank 0 is its own."""
+
+    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
+        gathered = self.exchange((totals, list(self.records)))
+        self._write(records for _, records in gathered)
+        self.all_totals = [of_trainer for of_trainer, _ in gathered]
+
+
+def sendable(value: Any) -> Any:
+    """Return a copy of a value of ``Trainer.all_gather`` that another process can receive.
+
+    Raises:
+        TaskError: there is none.
+    """
+    value = stage_copy(value, what="the value of trainer.all_gather")
+    try:
+        pickle.dumps(without_values(value))
+    except Exception as error:  # pickle raises many types for what it cannot store
+        raise TaskError(
+            f"trainer.all_gather was given what cannot be sent to another process ({error}); give tensors, "
+            "numbers, strings, and lists or dictionaries of them"
+        ) from error
+    return value

@@ -1,0 +1,78 @@
+"""What the trainers of a run without servers have in common: each steps an optimizer of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from paramserver.consistency import Announcement, Decision, decide
+from paramserver.context import ProcessContext
+from paramserver.distributed.rendezvous import Rendezvous
+from paramserver.limits import Limits
+from paramserver.optim.updater import Updater
+from paramserver.parameters.model_tree import ModelTree
+from paramserver.runs.checkpoint_manager import CheckpointManager
+from paramserver.task import Task
+from paramserver.trainers.base import Trainer
+from paramserver.trainers.control import ReplicaControl
+
+
+class ReplicaTrainer(Trainer):
+    """Holds model, optimizer and schedule, and makes the same updates as every other trainer.
+
+    Attributes:
+        updater: steps the optimizer and its schedule.
+        samples: that all trainers applied so far.
+    """
+
+    control_class = ReplicaControl
+
+    control: ReplicaControl
+    updater: Updater
+
+    def __init__(
+        self,
+        process: ProcessContext,
+        task: Task,
+        checkpoints: CheckpointManager | None,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
+        super().__init__(process, task, checkpoints, rendezvous)
+        self.limits = Limits.of(self.config.training)
+        self.samples = 0
+
+    def make_optimizer(self, model: nn.Module) -> None:
+        """Make the optimizer of ``model``, which has the start's parameters."""
+        self.updater = Updater(self.task, model, self.config.training, self.config.seed)
+        self.tree = ModelTree(model)
+        self.validates_averages = self.updater.validates_averages
+
+    def decide(self, announcements: Mapping[int, Announcement]) -> Decision:
+        """Return the decision that every trainer derives from these announcements."""
+        return decide(announcements, self.step, self.samples, self.limits, self.config.training.uneven_inputs)
+
+    def on_epoch_ended(self, epoch: int) -> None:
+        self.updater.on_epoch_end()
+
+    def on_validated(self, means: Mapping[str, float]) -> None:
+        self.updater.on_validation_end(self.step, means, self.optimizer_calls.batch_began)
+
+    def save_part(self, reason: str, since: float) -> None:
+        # All trainers wait for the same checkpoint here, so none is more than one ahead.
+        self.control.wait_saved()
+        self.sync_model()
+        # A checkpoint holds the records of its steps, so they are with rank 0 before it is staged.
+        self.control.collect_records()
+        self.commit(self.step, self.state_dict(), reason, since)
+
+    def commit(self, step: int, part: Mapping[str, Any], reason: str, since: float) -> None:
+        """Save the checkpoint of a step with ``part``, the state of this trainer."""
+        self.control.save(step, self.unwrapped_model, self.updater, reason, since, part)
+
+    def averages(self) -> Mapping[str, Tensor]:
+        return self.updater.averages()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        return self.updater.optimizer.state_dict()

@@ -1,0 +1,128 @@
+"""The control plane of a trainer of the parameter server: calls of server 0."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any
+
+import torch
+
+from paramserver.checkpoint import write_chunks
+from paramserver.checkpoint.sender import BackgroundSender
+from paramserver.consistency import Announcement, Decision
+from paramserver.distributed.remote_error import RemoteError
+from paramserver.distributed.rendezvous import Rendezvous
+from paramserver.errors import Evicted, PeerFailed, PeerLost, PeerRefused, RunEnded, Unreachable, ViewChanged
+from paramserver.metrics.records import Record, TrainerTotals, WeightedSums
+from paramserver.server.client import InFlightCall, ServerClient
+from paramserver.trainers.control import Control
+from paramserver.transport.messages import ValidationReply
+
+log = logging.getLogger("paramserver")
+
+_SEND_RECORDS_EVERY_S = 1.0
+
+
+class ServerControl(Control):
+    """Server 0 decides, merges and saves; see ``Control``. Use ``connected`` before anything that is sent.
+
+    Attributes:
+        server: what the servers are called by.
+        sender: sends the parts of checkpoints.
+    """
+
+    rendezvous: Rendezvous
+    server: ServerClient
+
+    _leave_request: str | None = None
+    _sending_records: InFlightCall[None] | None = None
+    _records_sent = 0.0
+
+    @contextmanager
+    def connected(self, server: ServerClient) -> Iterator[None]:
+        """Use ``server``, which is closed at the exit."""
+        self.server, self._records_sent = server, time.monotonic()
+        sender = BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint")
+        with closing(server), sender as self.sender:
+            yield
+
+    def with_stop(self, announcement: Announcement) -> Announcement:
+        if not self.config.cluster.elastic:
+            return super().with_stop(announcement)
+        # A signal to this process does not end the run: rank 0 lets the others continue, unless it has one too.
+        if self.process.stop.event.is_set():
+            if self._leave_request is None:
+                self._leave_request = self.rendezvous.request_leave()
+            elif self._leave_request and (reason := self.rendezvous.refused(self._leave_request)):
+                self._leave_request = ""
+                log.warning("this trainer continues, as it cannot leave: %s", reason)
+        return announcement
+
+    def all_gather(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
+        return self.server.all_gather(value, call, active)
+
+    def report_validation(
+        self, step: int, shares: Mapping[int, WeightedSums], since: int | None, waits: bool = True
+    ) -> ValidationReply:
+        if waits:
+            return self.server.report_validation(step, shares)
+        ((share, sums),) = shares.items()
+        self.server.report_validation_share(step, share, sums)
+        return ValidationReply(sums.means())
+
+    def record(self, record: Record) -> None:
+        self.records.append(record)
+        if time.monotonic() - self._records_sent > _SEND_RECORDS_EVERY_S or len(self.records) > 1000:
+            self.flush_records()
+
+    def flush_records(self) -> InFlightCall[None]:
+        """Send all records, and return the call."""
+        if self._sending_records is not None:
+            self._sending_records.wait()  # it is sent again if it is lost, and has long been received otherwise
+        self._records_sent = time.monotonic()
+        records, self.records = self.records, []
+        self._sending_records = self.server.send_records(records)
+        return self._sending_records
+
+    def send_part(self, step: int, part: Mapping[str, Any], since: float) -> None:
+        """Send this trainer's part of a checkpoint to server 0, which has staged it.
+
+        Args:
+            step: of the checkpoint.
+            part: the staged state of this trainer.
+            since: ``time.perf_counter()`` when training stopped for it.
+        """
+        pause_s = time.perf_counter() - since
+
+        def send() -> None:
+            # In the thread of the sender. Each chunk is acknowledged before the next, so that messages of a step pass.
+            write_chunks(dict(part), lambda chunk: self.server.send_part_chunk(step, torch.from_numpy(chunk)))
+            self.server.finish_part(step, pause_s)
+
+        self.sender.submit(send)
+
+    def wait_saved(self) -> None:
+        self.sender.wait()
+
+    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
+        self.flush_records().wait()
+        self.server.leave(totals, decision)
+
+    def report_failure(self, error: BaseException) -> BaseException:
+        failure = RemoteError.reported_by(f"trainer {self.trainer_index}", error)
+        if not self.joined and self.process.is_newcomer:
+            if not isinstance(error, (PeerFailed, RunEnded, ViewChanged)):
+                self.rendezvous.request_leave()
+        elif not self.joined:
+            # Also a server that could not be reached: nothing watches it before it has joined. A process that joins
+            # again tries to reach it until it gives up.
+            joins_again = isinstance(error, PeerLost if self.process.session else Unreachable)
+            if not joins_again and not isinstance(error, (PeerRefused, Evicted, RunEnded, ViewChanged)):
+                self.rendezvous.report_failure(failure)
+        elif not isinstance(error, (PeerLost, PeerRefused)):  # these come from the server
+            self.sender.abort()
+            self.server.report_failure(failure)
+        return error
