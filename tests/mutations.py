@@ -60,7 +60,7 @@ class Mutation:
 AGGREGATOR = "paramserver/server/aggregator.py"
 LEDGER = "paramserver/consistency/ledger.py"
 LOCKSTEP = "paramserver/consistency/lockstep.py"
-SHARD_SERVER = "paramserver/server/shard_server.py"
+SHARD = "paramserver/server/shard.py"
 TRANSPORT = "paramserver/transport/rpc.py"
 
 MUTATIONS = (
@@ -97,29 +97,31 @@ MUTATIONS = (
     ),
     Mutation(
         "a shard server admits processes that were replaced",
-        SHARD_SERVER,
-        "if sender.view != self.view or sender.incarnation < known:",
-        "if sender.view != self.view:",
+        SHARD,
+        "if sender.view != self._view or sender.incarnation < known:",
+        "if sender.view != self._view:",
         ("tests/unit/server/test_shard_server.py",),
     ),
     Mutation(
         "a push is replied to before its update is applied",
         AGGREGATOR,
-        "self._compute(partial(self.store.apply, self.rules.step, update, pushes), lambda _: applied())",
-        "applied(), self._compute(partial(self.store.apply, self.rules.step, update, pushes), lambda _: None)",
+        "self._updates.apply(self.rules.step, update, pushes, pulled, validated, applied)",
+        "applied(), self._updates.apply(self.rules.step, update, pushes, pulled, validated, lambda: None)",
         ("tests/unit/server/test_aggregator.py",),
     ),
     Mutation(
-        "the gradients of a push stay in the inbox when it was taken, or its trainer goes",
-        TRANSPORT,
+        "the gradients of a push that is not complete stay when its trainer goes",
+        SHARD,
         """\
-        self._pinned = []
-        self._push.clear()
-""",
+        self._assemblies.pop(trainer_index, None)
+        self._reported.pop(trainer_index, None)
+
+    def is_late""",
         """\
-        self._pinned = []
-""",
-        ("tests/unit/server/test_aggregator.py",),
+        self._reported.pop(trainer_index, None)
+
+    def is_late""",
+        ("tests/unit/server/test_aggregator.py", "tests/unit/server/test_shard_server.py"),
     ),
     Mutation(
         "the samples of an update are counted twice",
