@@ -17,7 +17,7 @@
     │   │   ├── PeerFailed            it failed and reported its error
     │   │   ├── Unreachable           a server that lives accepts no new connection
     │   │   ├── Evicted               this process was taken for lost, and another may have its place
-    │   │   ├── ViewChanged           the servers return to a checkpoint, and all processes join again
+    │   │   ├── GenerationChanged           the servers return to a checkpoint, and all processes join again
     │   │   └── RunEnded              the run had ended before this process joined
     │   └── DeadlineExceeded          a wait reached its limit
     │       └── MissingRanks          rank 0, or other ranks, did not join in time
@@ -130,7 +130,7 @@ class Evicted(PeerLost):
     pass
 
 
-class ViewChanged(PeerLost):
+class GenerationChanged(PeerLost):
     pass
 
 
@@ -208,7 +208,7 @@ def kind_and_message(error: BaseException) -> str:
 
 def as_peer_error(error: ParamserverError) -> ParamserverError:
     """Return the error that the other processes of a run raise because this process failed with ``error``."""
-    if isinstance(error, ViewChanged):
+    if isinstance(error, GenerationChanged):
         return error  # not a failure of the run
     kind = PeerRefused if isinstance(error, PeerRefused) else PeerFailed
     return kind(f"the run failed elsewhere: {error}")

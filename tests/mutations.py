@@ -98,8 +98,8 @@ MUTATIONS = (
     Mutation(
         "a shard server admits processes that were replaced",
         SHARD,
-        "if sender.view != self._view or sender.incarnation < known:",
-        "if sender.view != self._view:",
+        "if sender.generation != self._generation or sender.incarnation < known:",
+        "if sender.generation != self._generation:",
         ("tests/unit/server/test_shard_server.py",),
     ),
     Mutation(
@@ -168,8 +168,8 @@ MUTATIONS = (
     Mutation(
         "the ledger ignores the incarnation",
         LEDGER,
-        "return row is not None and sender.view == self.view and sender.incarnation == row.incarnation",
-        "return row is not None and sender.view == self.view",
+        "return row is not None and sender.generation == self.generation and sender.incarnation == row.incarnation",
+        "return row is not None and sender.generation == self.generation",
         ("tests/unit/consistency/test_ledger.py",),
     ),
     Mutation(

@@ -136,7 +136,9 @@ class RpcTrainer(Trainer):
     def join(self) -> JoinReply:
         """Join the run; returns once all trainers have joined."""
         rendezvous = self.rendezvous
-        member = Member(self.trainer_index, self._name, self._worker_id, rendezvous.host_and_pid, view=rendezvous.view)
+        member = Member(
+            self.trainer_index, self._name, self._worker_id, rendezvous.host_and_pid, generation=rendezvous.generation
+        )
         self.server.start_heartbeat()
         reply = self.server.join(member, self.data.epoch_samples)
         self.control.joined = True

@@ -15,7 +15,7 @@ from paramserver.checkpoint.sender import BackgroundSender
 from paramserver.consistency import Announcement, Decision
 from paramserver.distributed.remote_error import RemoteError
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.errors import Evicted, PeerFailed, PeerLost, PeerRefused, RunEnded, Unreachable, ViewChanged
+from paramserver.errors import Evicted, GenerationChanged, PeerFailed, PeerLost, PeerRefused, RunEnded, Unreachable
 from paramserver.metrics.records import Record, TrainerTotals, WeightedSums
 from paramserver.server.client import InFlightCall, ServerClient
 from paramserver.trainers.control import Control
@@ -114,13 +114,13 @@ class ServerControl(Control):
     def report_failure(self, error: BaseException) -> BaseException:
         failure = RemoteError.reported_by(f"trainer {self.trainer_index}", error)
         if not self.joined and self.process.is_newcomer:
-            if not isinstance(error, (PeerFailed, RunEnded, ViewChanged)):
+            if not isinstance(error, (PeerFailed, RunEnded, GenerationChanged)):
                 self.rendezvous.request_leave()
         elif not self.joined:
             # Also a server that could not be reached: nothing watches it before it has joined. A process that joins
             # again tries to reach it until it gives up.
             joins_again = isinstance(error, PeerLost if self.process.session else Unreachable)
-            if not joins_again and not isinstance(error, (PeerRefused, Evicted, RunEnded, ViewChanged)):
+            if not joins_again and not isinstance(error, (PeerRefused, Evicted, RunEnded, GenerationChanged)):
                 self.rendezvous.report_failure(failure)
         elif not isinstance(error, (PeerLost, PeerRefused)):  # these come from the server
             self.sender.abort()

@@ -34,7 +34,7 @@ class Readiness(IntEnum):
 
 
 class Stop(IntEnum):
-    """Why the end of the run, or of its view, is requested; the larger reason wins.
+    """Why the end of the run, or of its generation, is requested; the larger reason wins.
 
     ``RESIZE``: the run continues from here with other trainers.
     """
@@ -87,7 +87,7 @@ class Decision:
         samples: samples applied before it.
         reason: why the run ends.
         interrupted: a signal ends the run, which is therefore not complete.
-        resizes: only this view ends; the run continues with other trainers.
+        resizes: only this generation ends; the run continues with other trainers.
         batches: of each active trainer; fewer than ``training.accumulate_batches`` only at the end of the data.
         share: with ``VALIDATE`` the trainer whose share of the validation samples is meant.
     """
@@ -104,7 +104,7 @@ class Decision:
 
 
 def end(stop: Stop, reason: str, step: int, samples: int) -> Decision:
-    """Return the decision that ends the run, or this view of it, because of ``stop``."""
+    """Return the decision that ends the run, or this generation of it, because of ``stop``."""
     interrupted, resizes = stop is Stop.SIGNAL, stop is Stop.RESIZE
     return Decision(Verdict.END, (), step, samples, reason, interrupted=interrupted, resizes=resizes)
 

@@ -16,12 +16,12 @@ class TrainerId:
 
     Attributes:
         trainer_index: of the trainer.
-        view: of the servers that it has joined; see ``Ledger``.
+        generation: of the servers that it has joined; see ``Ledger``.
         incarnation: how often a process had joined as this trainer when this one did.
     """
 
     trainer_index: int
-    view: int
+    generation: int
     incarnation: int
 
 
@@ -30,7 +30,7 @@ class PushId(TrainerId):
     """Names a push in a run: the ``sequence``-th, counted from 1, of one incarnation of a trainer.
 
     Attributes:
-        trainer_index, view, incarnation: as in ``TrainerId``.
+        trainer_index, generation, incarnation: as in ``TrainerId``.
         sequence: counts the pushes of this incarnation.
     """
 
@@ -41,8 +41,8 @@ class PushState(Enum):
     """What the ledger knows about a push that arrives.
 
     ``NEW``: the next one; accept it. ``PENDING``: it was accepted and is not decided yet. ``DECIDED``: it was applied
-    or dropped; reply as before. ``EVICTED``: of an earlier view or incarnation, which takes no part any more. ``GAP``:
-    one before it is missing.
+    or dropped; reply as before. ``EVICTED``: of an earlier generation or incarnation, which takes no part any more.
+    ``GAP``: one before it is missing.
     """
 
     NEW = "new"
@@ -86,16 +86,17 @@ class Ledger:
     follows the last one that was decided: a repeated message finds the decision that was made, and a message of a
     process that was replaced is refused by its number, however late it arrives.
 
-    A *view* is the time from one start of server 0 to the next. Servers that come back from a checkpoint have forgotten
-    the updates after it, and what was sent to them before; each start raises the view, so such messages are refused.
+    A *generation* is the time from one start of server 0 to the next. Servers that come back from a checkpoint have
+    forgotten the updates after it, and what was sent to them before; each start begins another generation, so such
+    messages are refused. Records and losses.json call its number ``view``.
 
     Args:
         times_due: how often each sample is served (``buffer.pseudo_epochs``); None for a reservoir, which repeats them.
     """
 
-    def __init__(self, times_due: int | None = 1, view: int = 1) -> None:
+    def __init__(self, times_due: int | None = 1, generation: int = 1) -> None:
         self.times_due = times_due
-        self.view = view
+        self.generation = generation
         self.rows: dict[int, LedgerRow] = {}
 
     def __getitem__(self, trainer_index: int) -> LedgerRow:
@@ -109,9 +110,9 @@ class Ledger:
         return row.incarnation
 
     def is_current(self, sender: TrainerId) -> bool:
-        """Return whether a process has joined in this view, and no later one as the same trainer."""
+        """Return whether a process has joined in this generation, and no later one as the same trainer."""
         row = self.rows.get(sender.trainer_index)
-        return row is not None and sender.view == self.view and sender.incarnation == row.incarnation
+        return row is not None and sender.generation == self.generation and sender.incarnation == row.incarnation
 
     def state_of(self, push: PushId) -> PushState:
         """Return what is known about a push; it changes nothing."""
@@ -127,8 +128,8 @@ class Ledger:
     ) -> None:
         """Record a new push, which is held until it is decided.
 
-        Its samples count from now on: an accepted push is applied or dropped in this view, also if its trainer dies, so
-        the process that takes its place must not serve them again.
+        Its samples count from now on: an accepted push is applied or dropped in this generation, also if its trainer
+        dies, so the process that takes its place must not serve them again.
         """
         assert self.state_of(push) is PushState.NEW, push
         row = self.rows[push.trainer_index]

@@ -21,11 +21,11 @@ from paramserver.errors import PeerLost
 
 @dataclass
 class Member:
-    """A trainer or shard server as server 0 knows it. ``name`` and ``worker_id`` are never used twice in a view.
+    """A trainer or shard server as server 0 knows it. ``name`` and ``worker_id`` are never used twice in a generation.
 
     Attributes:
         index: of the trainer, or of the shard server.
-        view: of the servers that it joins; see ``consistency.Ledger``.
+        generation: of the servers that it joins; see ``consistency.Ledger``.
         incarnation: as in ``consistency.Ledger``; distinguishes this process from others with the same index.
         last_heartbeat: on the clock of ``Members``.
         left: it announced its end.
@@ -39,7 +39,7 @@ class Member:
     worker_id: int
     host_and_pid: str
     kind: str = "trainer"
-    view: int = 1
+    generation: int = 1
     incarnation: int = 1
     last_heartbeat: float = 0.0
     left: bool = False

@@ -99,7 +99,7 @@ class Rendezvous:
     Args:
         store: with the prefix of this run.
         base: the store without the prefix.
-        trainer_ranks: global ranks of the trainers of this view, in the order of their indices.
+        trainer_ranks: global ranks of the trainers of this generation, in the order of their indices.
         sockets: of this rank's connection to the store; their end ends a wait for a key.
     """
 
@@ -107,7 +107,7 @@ class Rendezvous:
     identity: ProcessIdentity
     timeout_s: float
     host: str
-    view: int = 1
+    generation: int = 1
     base: Store | None = None
     trainer_ranks: tuple[int, ...] = ()
     sockets: OpenedSockets = field(default_factory=OpenedSockets)
@@ -209,7 +209,7 @@ class Rendezvous:
         self.set(_UNREACHABLE, str(error))
 
     def unreachable(self) -> str | None:
-        """Return why a rank could not connect in this view, if one reported that."""
+        """Return why a rank could not connect in this generation, if one reported that."""
         return self.get(_UNREACHABLE) if self.store.check([_UNREACHABLE]) else None
 
     def reported_failure(self) -> RemoteError | None:
@@ -226,7 +226,7 @@ def join_rendezvous(
     interrupted: threading.Event,
     listener: socket.socket | None = None,
     *,
-    view: int = 1,
+    generation: int = 1,
     store: Store | None = None,
     replaces: bool = False,
     resources: ExitStack | None = None,
@@ -236,21 +236,21 @@ def join_rendezvous(
 ) -> Rendezvous:
     """Open the store, compare the configuration with rank 0's, claim this rank, and wait for all ranks.
 
-    In a later view than the first the run continues without trainers that do not come back in time.
+    In a later generation than the first the run continues without trainers that do not come back in time.
 
     Args:
         config: this rank's; keys that may differ between hosts are not compared.
         listener: on rank 0, the socket for the store if it is bound already.
-        view: on rank 0, the view that begins; elsewhere, the first that this rank may join.
-        store: on rank 0, that of an earlier view.
+        generation: on rank 0, the generation that begins; elsewhere, the first that this rank may join.
+        store: on rank 0, that of an earlier generation.
         replaces: an earlier process of this rank is dead.
         resources: receives what has to be closed after the last use of the store. Required with a token.
-        trainer_ranks: on rank 0, the trainers of the view that begins, if it is a later one than the first.
+        trainer_ranks: on rank 0, the trainers of the generation that begins, if it is a later one than the first.
         newcomers: on rank 0, those of them that have asked to join. They are waited for ``server.lost_after_s`` only.
         joins: a trainer of a running job, which asks to join it if it takes no part.
 
     Raises:
-        LeftRun: the view has begun that this process asked to leave before.
+        LeftRun: the generation has begun that this process asked to leave before.
         Evicted: the run continues without this rank.
         UnsupportedConfiguration: the port is taken, the rank is taken, the configurations differ, or rank 0 has another
             job token.
@@ -268,14 +268,18 @@ def join_rendezvous(
             attempt = enter_attempt(base, identity)
             try:
                 if identity.global_rank == 0:
-                    view, ranks = _begin_view(base, view, config, attempt, interrupted, trainer_ranks, newcomers)
+                    generation, ranks = _begin_generation(
+                        base, generation, config, attempt, interrupted, trainer_ranks, newcomers
+                    )
                 else:
-                    view, ranks = _join_view(base, view, config, attempt, interrupted, replaces, joins)
+                    generation, ranks = _join_generation(
+                        base, generation, config, attempt, interrupted, replaces, joins
+                    )
                 break
             except _LaterAttempt:
                 log.info("other ranks have started again; this rank waits for them anew")
-    prefixed = _in_view(base, attempt, view)
-    return Rendezvous(prefixed, attempt, timeout_s, host_identity(), view, base, ranks, sockets)
+    prefixed = _in_generation(base, attempt, generation)
+    return Rendezvous(prefixed, attempt, timeout_s, host_identity(), generation, base, ranks, sockets)
 
 
 def enter_attempt(base: Store, identity: ProcessIdentity) -> ProcessIdentity:
@@ -309,46 +313,46 @@ def _check_attempt(base: Store, identity: ProcessIdentity) -> None:
 
 
 def job_store(base: Store, identity: ProcessIdentity) -> Store:
-    """Return the store of the job, which keeps its keys from one view to the next."""
+    """Return the store of the job, which keeps its keys from one generation to the next."""
     return PrefixStore(f"paramserver/{identity.job}", base)
 
 
-def _in_view(base: Store, identity: ProcessIdentity, view: int) -> Store:
-    """Return the store of a view. Nothing of an earlier view can be taken for something of this one."""
-    return PrefixStore(f"paramserver/{identity.job}/{view}", base)
+def _in_generation(base: Store, identity: ProcessIdentity, generation: int) -> Store:
+    """Return the store of a generation. Nothing of an earlier generation can be taken for something of this one."""
+    return PrefixStore(f"paramserver/{identity.job}/{generation}", base)
 
 
-def _begin_view(
+def _begin_generation(
     base: Store,
-    view: int,
+    generation: int,
     config: Config,
     identity: ProcessIdentity,
     interrupted: threading.Event,
     trainer_ranks: Sequence[int] | None,
     newcomers: Collection[int],
 ) -> tuple[int, tuple[int, ...]]:
-    """On rank 0: begin a view, and wait for all ranks; return the view, and the trainers that take part in it."""
+    """On rank 0: begin a generation, and wait for all ranks; return it, and the trainers that take part in it."""
     servers, timeout_s = num_servers_of(config), config.cluster.timeout_s
     ranks = tuple(range(servers, identity.world_size) if trainer_ranks is None else trainer_ranks)
     continues = trainer_ranks is not None and config.server.on_loss != "fail" and config.simulations is None
     while True:
-        store = _in_view(base, identity, view)
+        store = _in_generation(base, identity, generation)
         store.set("trainers", json.dumps(ranks))
         store.set("config", dump_yaml(config))
         claim_rank(store, identity, replaces=False)
-        job_store(base, identity).set("view", str(view))
+        job_store(base, identity).set("view", str(generation))
         late = _wait_for_ranks(store, base, config, identity, interrupted, [*range(1, servers), *ranks], newcomers)
         if not late:
             _check_attempt(base, identity)
             store.set(_FULL, "")
-            return view, ranks
-        # Trainers that are late are left out, in another view: those that have joined this one wait for all of it. A
-        # server cannot be left out, and of the first trainers none where the run does not continue without one.
+            return generation, ranks
+        # Trainers that are late are left out, in another generation: those that have joined this one wait for all of
+        # it. A server cannot be left out, and of the first trainers none where the run does not continue without one.
         remaining = tuple(r for r in ranks if r not in late)
         if not remaining or not (continues or set(late) <= set(newcomers)) or min(late) < servers:
             raise _missing_ranks(identity, timeout_s, late)
         log.warning("the run continues without %s, which did not join in time", identity.name(*late))
-        view, ranks = view + 1, remaining
+        generation, ranks = generation + 1, remaining
 
 
 def _wait_for_ranks(
@@ -360,7 +364,7 @@ def _wait_for_ranks(
     missing: list[int],
     newcomers: Collection[int],
 ) -> list[int]:
-    """Wait until the ``missing`` ranks have joined the view of ``store``; return those that are late.
+    """Wait until the ``missing`` ranks have joined the generation of ``store``; return those that are late.
 
     Newcomers are late after ``server.lost_after_s``, as the others wait for them; all ranks after
     ``cluster.timeout_s``.
@@ -389,41 +393,41 @@ def _wait_for_ranks(
     return []
 
 
-def _join_view(
+def _join_generation(
     base: Store,
-    view: int,
+    generation: int,
     config: Config,
     identity: ProcessIdentity,
     interrupted: threading.Event,
     replaces: bool,
     joins: bool,
 ) -> tuple[int, tuple[int, ...]]:
-    """Join the first view from ``view`` on, or ask to join a later one; return it, and the trainers that take part."""
+    """Join the first generation from ``generation`` on, or ask to join a later one; return it, and its trainers."""
     rank, servers, timeout_s = identity.global_rank, num_servers_of(config), config.cluster.timeout_s
     root, request = job_store(base, identity), None
     while True:
         try:
-            view = _wait_for_view(base, view, request, identity, timeout_s, interrupted)
+            generation = _wait_for_generation(base, generation, request, identity, timeout_s, interrupted)
         except Interrupted:
             if request is not None:
                 root.delete_key(request)
             raise
-        store = _in_view(base, identity, view)
+        store = _in_generation(base, identity, generation)
         # Compare before claiming: a rank that is refused can be started again with the right configuration.
-        compare_config(store, config, identity, timeout_s, same_world=view == 1 and not joins)
+        compare_config(store, config, identity, timeout_s, same_world=generation == 1 and not joins)
         ranks = tuple(json.loads(_get(store, "trainers", timeout_s, "the list of trainers")))
         if rank < servers or rank in ranks:
             claim_rank(store, identity, replaces)
             everyone = [*range(servers), *ranks]
-            if _wait_for_world(store, base, view, everyone, identity, timeout_s, interrupted):
-                return view, ranks
+            if _wait_for_world(store, base, generation, everyone, identity, timeout_s, interrupted):
+                return generation, ranks
         elif has_left(root, rank):
             raise LeftRun
         elif not joins:
             raise Evicted(f"{identity.name()} takes no part in the run any more, which continues without it")
         else:
             request = send_request(root, ResizeRequest("join", rank))
-        view += 1
+        generation += 1
 
 
 @contextmanager
@@ -437,8 +441,8 @@ def connect_to_job(config: Config, identity: ProcessIdentity, limit_s: float) ->
         DeadlineExceeded: rank 0 cannot be reached.
         UnsupportedConfiguration: rank 0 has another job token.
     """
-    with _connect_to_view(identity, limit_s) as (base, view):
-        ranks = _get(view, "trainers", limit_s, "the list of trainers")
+    with _connect_to_generation(identity, limit_s) as (base, generation):
+        ranks = _get(generation, "trainers", limit_s, "the list of trainers")
         yield job_store(base, identity), json.loads(ranks)
 
 
@@ -449,22 +453,22 @@ def fetch_config(identity: ProcessIdentity, limit_s: float) -> str:
         DeadlineExceeded: rank 0 cannot be reached.
         UnsupportedConfiguration: rank 0 has another job token.
     """
-    with _connect_to_view(identity, limit_s) as (_, view):
-        return _get(view, "config", limit_s, "rank 0's configuration")
+    with _connect_to_generation(identity, limit_s) as (_, generation):
+        return _get(generation, "config", limit_s, "rank 0's configuration")
 
 
 @contextmanager
-def _connect_to_view(identity: ProcessIdentity, limit_s: float) -> Iterator[tuple[Store, Store]]:
-    """Connect to rank 0; yield its store, and that of the present view."""
+def _connect_to_generation(identity: ProcessIdentity, limit_s: float) -> Iterator[tuple[Store, Store]]:
+    """Connect to rank 0; yield its store, and that of the present generation."""
     deadline = time.monotonic() + limit_s
     with ExitStack() as resources, detect_lost_store():
         base = open_store(identity, limit_s, deadline, threading.Event(), None, OpenedSockets(), resources)
         attempt = enter_attempt(base, identity)
-        view = int(_get(job_store(base, attempt), "view", limit_s, "the start of rank 0"))
-        yield base, _in_view(base, attempt, view)
+        generation = int(_get(job_store(base, attempt), "view", limit_s, "the start of rank 0"))
+        yield base, _in_generation(base, attempt, generation)
 
 
-def _wait_for_view(
+def _wait_for_generation(
     base: Store,
     first: int,
     request: str | None,
@@ -472,7 +476,7 @@ def _wait_for_view(
     timeout_s: float,
     interrupted: threading.Event,
 ) -> int:
-    """Return the view of the servers once it is at least ``first``, unless they refuse the ``request`` of that key."""
+    """Return the servers' generation once it is at least ``first``, unless they refuse the ``request`` of that key."""
     store = job_store(base, identity)
 
     def current() -> int | None:
@@ -482,18 +486,18 @@ def _wait_for_view(
         if request is not None and (reason := refusal(store, request)):
             raise UnsupportedConfiguration(reason)
         try:
-            view = int(_get(store, "view", timeout_s, "the start of rank 0"))
+            generation = int(_get(store, "view", timeout_s, "the start of rank 0"))
         except DeadlineExceeded as error:
             where = host_and_port(identity.master_addr, identity.master_port)
             raise MissingRanks(
                 f"{error}; the store at {where} answers, and may be that of another run: start {identity.name(0)}, or "
                 "correct --master_addr and --master_port"
             ) from error
-        return view if view >= first else None
+        return generation if generation >= first else None
 
-    view = poll_until(time.monotonic() + timeout_s, current, interrupted)
-    if view is not None:
-        return view
+    generation = poll_until(time.monotonic() + timeout_s, current, interrupted)
+    if generation is not None:
+        return generation
     if interrupted.is_set():
         raise Interrupted("interrupted while waiting for rank 0")
     again = " again" if first > 1 else ""
@@ -651,7 +655,7 @@ def compare_config(store: Store, config: Config, identity: ProcessIdentity, time
         UnsupportedConfiguration: keys differ that may not differ between hosts.
     """
     config_of_zero = config_from_mapping(yaml.safe_load(_get(store, "config", timeout_s, "rank 0's configuration")))
-    # The trainers of a later view are those that rank 0 names.
+    # The trainers of a later generation are those that rank 0 names.
     own_keys = _OWN_KEYS if same_world else (*_OWN_KEYS, "cluster.num_trainers")
     lines = [line for line in differences(config_of_zero, config) if not line.startswith(own_keys)]
     if lines:
@@ -686,18 +690,18 @@ def _host_and_pid() -> str:
 def _wait_for_world(
     store: Store,
     base: Store,
-    view: int,
+    generation: int,
     ranks: Sequence[int],
     identity: ProcessIdentity,
     timeout_s: float,
     interrupted: threading.Event,
 ) -> bool:
-    """Wait until all ``ranks`` have joined once; return False if a later view begins meanwhile."""
+    """Wait until all ``ranks`` have joined once; return False if a later generation begins meanwhile."""
     root = job_store(base, identity)
 
     def joined() -> bool | None:
         _check_attempt(base, identity)
-        if int(root.get("view")) > view:
+        if int(root.get("view")) > generation:
             return False
         return True if store.check([_FULL]) else None
 

@@ -60,7 +60,7 @@ def pending_requests(store: Store) -> dict[str, ResizeRequest]:
 
 
 def mark_carried_out(store: Store, requests: Mapping[str, ResizeRequest]) -> None:
-    """Answer requests: a view of the run begins with the trainers that follow from them."""
+    """Answer requests: a generation of the run begins with the trainers that follow from them."""
     for request in requests.values():
         store.set(f"left/{request.global_rank}", "1" if request.kind == "leave" else "")
     refuse(store, requests, "")

@@ -6,7 +6,7 @@ On the wire the handler is its class and its name; ``_handle*`` are the only pla
 
 Calls address the process by its RPC name and not by an RRef to the server. Both reach the same object, but an RRef in
 each message costs about a tenth of a round trip (tests/measure/rref_calls.py), and RRefs belong to the first agent of a
-process: in a later view their messages do not arrive (docs/torch-notes.md, "RRefs in messages").
+process: in a later generation their messages do not arrive (docs/torch-notes.md, "RRefs in messages").
 """
 
 from __future__ import annotations

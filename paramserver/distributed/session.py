@@ -115,18 +115,18 @@ def _register(rendezvous: Rendezvous, servers: Sequence[str], own_address: str) 
         raise
 
 
-# Ids are 16 bits wide in torch. They are counted over all views of one store, and a store of a new rank 0, which does
-# not know what was drawn before, begins higher: so ids grow over the life of a run, until they repeat.
-_IDS_OF_A_VIEW = 1000
+# Ids are 16 bits wide in torch. They are counted over all generations of one store, and a store of a new rank 0, which
+# does not know what was drawn before, begins higher: so ids grow over the life of a run, until they repeat.
+_IDS_OF_A_GENERATION = 1000
 _MAX_ID = 32_000
 
 
 def _draw_worker_id(rendezvous: Rendezvous, servers: int) -> int:
-    """Return an id for the agent of this process that no agent of this view has had.
+    """Return an id for the agent of this process that no agent of this generation has had.
 
     An agent accepts each id once. The ids of contexts contain the id of a process's first agent, to which a server that
-    computes sends gradients. So a process keeps its id in later views, and a new one must not draw the id of a process
-    from an earlier view.
+    computes sends gradients. So a process keeps its id in later generations, and a new one must not draw the id of a
+    process from an earlier generation.
     """
     store, process = rendezvous.store, rendezvous.host_and_pid
     if (own := autograd_id()) is not None:
@@ -134,11 +134,11 @@ def _draw_worker_id(rendezvous: Rendezvous, servers: int) -> int:
         store.set(f"contexts/{own}", process)
         if is_first:
             return own
-    first_view = int(rendezvous.root.compare_set("workers/first_view", "", str(rendezvous.view)))
+    first_generation = int(rendezvous.root.compare_set("workers/first_generation", "", str(rendezvous.generation)))
     while True:
         drawn = rendezvous.root.add("workers", 1) - 1
         # Ids below ``servers`` belong to the servers.
-        worker_id = servers + (drawn + first_view * _IDS_OF_A_VIEW) % _MAX_ID
+        worker_id = servers + (drawn + first_generation * _IDS_OF_A_GENERATION) % _MAX_ID
         if own is not None or store.compare_set(f"contexts/{worker_id}", "", process).decode() == process:
             return worker_id
 

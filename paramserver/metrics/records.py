@@ -38,7 +38,7 @@ class StepReport:
         used: for each parameter, whether it has a gradient; None: all have one.
         positions: of its samples in the trainer's order, if it pushes to a server; see ``buffers/positions.py``.
         keys: of its samples, if they are of a stream, which has no such order.
-        view, incarnation, sequence: name the push; see ``consistency/ledger.py``.
+        generation, incarnation, sequence: name the push; see ``consistency/ledger.py``.
         optimizer: the name of the one that is stepped, where there are several.
     """
 
@@ -50,7 +50,7 @@ class StepReport:
     used: tuple[bool, ...] | None = None
     positions: Sequence[int] = ()
     keys: Sequence[Key] = ()
-    view: int = 1
+    generation: int = 1
     incarnation: int = 1
     sequence: int = 1
     optimizer: str = ""

@@ -132,7 +132,7 @@ class CheckpointManager:
         monitor: its state is part of every checkpoint.
         resume: what the run resumes from; None for a new one.
         initial_weights: of ``init_from``, where it is given; their origin and late buffers (see ``load_weights``).
-        view: how often servers of this run have started, this one included; see ``consistency/ledger.py``.
+        generation: how often servers of this run have started, this one included; see ``consistency/ledger.py``.
 
     Attributes:
         checkpoint: the one that the run resumed from.
@@ -149,14 +149,14 @@ class CheckpointManager:
         monitor: RunMonitor,
         resume: ResumeState | None = None,
         initial_weights: tuple[Mapping[str, Any], str, Sequence[str]] | None = None,
-        view: int = 1,
+        generation: int = 1,
     ) -> None:
         self.config = config
         self.run = run
         self.monitor = monitor
         self.checkpoint = None if resume is None else resume.checkpoint
         self.initial_weights = initial_weights
-        self.view = view
+        self.generation = generation
         self.pauses_s: list[float] = []
         self.is_closed = False
         self.consistency_state: Mapping[str, Any] = {}
@@ -373,7 +373,7 @@ class CheckpointManager:
         )
 
     def suspend(self) -> None:
-        """Finish what is being written, and close the records without a summary: the run continues in another view."""
+        """Finish what is being written, and close the records without a summary: another generation follows."""
         try:
             self.writer.close(LAST_WRITE_S)
         finally:

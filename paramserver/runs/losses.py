@@ -79,8 +79,9 @@ class LossLog:
     """The losses of one start of a run, which the restarts of rank 0 survive. Written at every change; these are rare.
 
     Attributes:
-        view: how often rank 0 has started in this folder; see ``consistency/ledger.py``.
-        trainer_ranks: global ranks of the trainers of that view, in the order of their indices; empty before the first.
+        generation: how often rank 0 has started in this folder; see ``consistency/ledger.py``.
+        trainer_ranks: global ranks of the trainers of that generation, in the order of their indices; empty before the
+            first.
         faults: one entry for each lost process.
         restarts: how often a process took the place of a lost one.
         updates_redone: updates that were made again, after a return to a checkpoint, as far as records show them.
@@ -92,7 +93,7 @@ class LossLog:
     def __init__(self, file: Path) -> None:
         self.file = file
         stored = _read(file) if file.exists() else {}
-        self.view: int = stored.get("view", 0)
+        self.generation: int = stored.get("view", 0)
         self.trainer_ranks: list[int] = stored.get("trainer_ranks", [])
         self.faults: list[dict[str, Any]] = stored.get("faults", [])
         self.restarts: int = stored.get("restarts", 0)
@@ -104,23 +105,23 @@ class LossLog:
         self._ended: float | None = stored.get("ended")  # time of the last update of the session before this one
         self._session = SessionClock(file.with_name(".session"))
 
-    def begin(self, view: int, trainer_ranks: Sequence[int]) -> None:
+    def begin(self, generation: int, trainer_ranks: Sequence[int]) -> None:
         """A run starts or is resumed: it has lost nothing yet."""
         self.faults, self.restarts, self.updates_redone = [], 0, 0
         self._session.take()
         self.first_step = self.first_samples = self._ended = None
         self.seconds = self.recovery_s = 0.0
-        self.resize(view, trainer_ranks)
+        self.resize(generation, trainer_ranks)
 
-    def resize(self, view: int, trainer_ranks: Sequence[int]) -> None:
-        """The run continues with other trainers, in a later view; nothing was lost."""
-        self.view, self.trainer_ranks = view, list(trainer_ranks)
+    def resize(self, generation: int, trainer_ranks: Sequence[int]) -> None:
+        """The run continues with other trainers, in a later generation; nothing was lost."""
+        self.generation, self.trainer_ranks = generation, list(trainer_ranks)
         self._add_session()
         self._write()
 
-    def return_to(self, step: int, furthest_step: int, view: int, trainer_ranks: Sequence[int]) -> None:
+    def return_to(self, step: int, furthest_step: int, generation: int, trainer_ranks: Sequence[int]) -> None:
         """Rank 0 starts again from the checkpoint of ``step``, after ``furthest_step`` updates."""
-        self.view, self.trainer_ranks = view, list(trainer_ranks)
+        self.generation, self.trainer_ranks = generation, list(trainer_ranks)
         self._add_session()
         self.updates_redone += max(furthest_step - step, 0)
         self.restarts += 1
@@ -184,7 +185,7 @@ class LossLog:
         )
 
     def _write(self) -> None:
-        entries: dict[str, Any] = {"view": self.view, "trainer_ranks": self.trainer_ranks}
+        entries: dict[str, Any] = {"view": self.generation, "trainer_ranks": self.trainer_ranks}
         entries |= {"restarts": self.restarts, "updates_redone": self.updates_redone}
         entries |= {"first_step": self.first_step, "first_samples": self.first_samples}
         entries |= {"seconds": self.seconds, "recovery_s": self.recovery_s, "ended": self._ended}

@@ -12,7 +12,7 @@ from paramserver.cluster import own_address
 from paramserver.config import mode_of
 from paramserver.context import ProcessContext
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.errors import PeerLost, ViewChanged
+from paramserver.errors import GenerationChanged, PeerLost
 from paramserver.metrics.records import make_record
 from paramserver.online.journal import CoordinatorJournal
 from paramserver.online.spec import IngestSpec, ReceiverSpec
@@ -64,7 +64,7 @@ def start_coordinator(
             yield coordinator
         except PeerLost as loss:
             # In ddp all ranks start again after such a loss, if their launcher does so.
-            if isinstance(loss, ViewChanged) or (type(loss) is PeerLost and not mode_of(config).has_servers):
+            if isinstance(loss, GenerationChanged) or (type(loss) is PeerLost and not mode_of(config).has_servers):
                 coordinator.suspend()
             raise
 

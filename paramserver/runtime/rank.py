@@ -62,6 +62,7 @@ from paramserver.errors import (
     CheckpointError,
     DeadlineExceeded,
     Evicted,
+    GenerationChanged,
     Interrupted,
     MissingRanks,
     ParamserverError,
@@ -71,7 +72,6 @@ from paramserver.errors import (
     TrainingError,
     Unreachable,
     UnsupportedConfiguration,
-    ViewChanged,
     kind_and_message,
 )
 from paramserver.importing import load_object, source_file
@@ -250,7 +250,7 @@ class RankSession:
 
     Args:
         resources: of the process, closed after its last session.
-        min_view: the first view of the servers that this session may join.
+        min_generation: the first generation of the servers that this session may join.
         give_up_at: ``time.monotonic()`` at which the servers must have returned; None before a loss.
         store: on rank 0, that of an earlier session.
         trainer_ranks: on rank 0, the trainers of an earlier session.
@@ -261,13 +261,13 @@ class RankSession:
     process: ProcessContext
     task: Task
     resources: ExitStack
-    min_view: int = 1
+    min_generation: int = 1
     give_up_at: float | None = None
     store: Store | None = None
     trainer_ranks: tuple[int, ...] | None = None
     resize: Resize | None = None
     next_resize: Resize | None = field(default=None, init=False)
-    view: int = field(default=0, init=False)
+    generation: int = field(default=0, init=False)
     joined: bool = field(default=False, init=False)
     peer: str = field(default="", init=False)
 
@@ -277,12 +277,12 @@ class RankSession:
         config, identity, timer = plan.config, plan.identity, process.startup_timer
         with ExitStack() as stack:
             rendezvous = None
-            self._continue_views()
+            self._continue_generations()
             if not mode_of(config).single_process:
                 if identity.global_rank == 0:
                     self._report("view")  # ranks that have finished must come back before the rendezvous is complete
                     if self.resize is not None and self.store is not None:
-                        # Before the view begins: a trainer that finds itself left out must know why.
+                        # Before the generation begins: a trainer that finds itself left out must know why.
                         mark_carried_out(job_store(self.store, identity), self.resize.requests)
                 try:
                     rendezvous = join_rendezvous(
@@ -290,7 +290,7 @@ class RankSession:
                         identity,
                         threading.Event() if self._is_leaving else process.stop.event,
                         plan.listener,
-                        view=self.view if identity.global_rank == 0 else self.min_view,
+                        generation=self.generation if identity.global_rank == 0 else self.min_generation,
                         store=self.store,
                         # Only a process that was started in the place of a dead one takes its rank; one that joins
                         # again ends if another process has its rank by now.
@@ -306,9 +306,9 @@ class RankSession:
                     return None
                 # Again: the name of rank 0 may be known only now.
                 choose_interface(process_environ(), config.cluster.interface, identity.master_addr)
-                self.view, self.store = rendezvous.view, rendezvous.base
+                self.generation, self.store = rendezvous.generation, rendezvous.base
                 self.trainer_ranks = rendezvous.trainer_ranks
-                process = replace(_in_view(process, rendezvous), is_newcomer=self._is_newcomer)
+                process = replace(_in_generation(process, rendezvous), is_newcomer=self._is_newcomer)
                 self.peer = rendezvous.holder_of_rank(0)
                 if identity.global_rank != 0:
                     self._report("view")
@@ -350,13 +350,13 @@ class RankSession:
                 rendezvous.report_failure(RemoteError.reported_by(f"rank {rank}", error))
             raise
 
-    def _continue_views(self) -> None:
-        """On rank 0, continue the count of views, and with the trainers of the last one, also after a restart."""
+    def _continue_generations(self) -> None:
+        """On rank 0, continue the count of generations, and with the trainers of the last one, also after a restart."""
         if self.plan.run is None:
-            self.view = self.min_view
+            self.generation = self.min_generation
             return
         stored = LossLog(self.plan.run.losses_file)
-        self.view = max(self.min_view, stored.view + 1)
+        self.generation = max(self.min_generation, stored.generation + 1)
         if self.resize is not None:
             self.trainer_ranks = self.resize.trainer_ranks
         elif mode_of(self.plan.config).has_servers and self.plan.restarted and stored.trainer_ranks:
@@ -385,8 +385,8 @@ class RankSession:
         return elastic and process.stop.event.is_set() and process.session > 0
 
     def _report(self, kind: str) -> None:
-        """Report that this process begins a view, or has left the run."""
-        self._write(make_record(kind, None, rank=self.plan.identity.global_rank, view=self.view))
+        """Report that this process begins a generation, or has left the run."""
+        self._write(make_record(kind, None, rank=self.plan.identity.global_rank, generation=self.generation))
 
     def _write(self, record: Record) -> None:
         """Write a record to what shows the run, not to the run folder."""
@@ -473,17 +473,19 @@ class RankSession:
         # A signal ends this process, unless it asks a trainer to leave: that one joins again, to ask again.
         leaves = config.cluster.elastic and process.role.kind == "trainer"
         if process.stop.event.is_set() and not leaves:
-            if isinstance(loss, ViewChanged):
-                raise Interrupted(f"interrupted ({process.stop.state()[1]}) between two views of the run") from loss
+            if isinstance(loss, GenerationChanged):
+                raise Interrupted(
+                    f"interrupted ({process.stop.state()[1]}) between two generations of the run"
+                ) from loss
             raise loss
         # Without servers no process holds the state of the run that the others could return to.
         if not mode_of(config).has_servers:
             raise loss
 
-        # Which view to join next, and until when; or why this process does not join again.
-        min_view, give_up_at = max(self.view, self.min_view), self.give_up_at
-        if isinstance(loss, ViewChanged):
-            min_view, give_up_at = self.view + 1, None
+        # Which generation to join next, and until when; or why this process does not join again.
+        min_generation, give_up_at = max(self.generation, self.min_generation), self.give_up_at
+        if isinstance(loss, GenerationChanged):
+            min_generation, give_up_at = self.generation + 1, None
         elif (
             isinstance(loss, (PeerFailed, RunEnded))
             or (self._is_newcomer and isinstance(loss, Unreachable))
@@ -494,7 +496,7 @@ class RankSession:
         ):
             raise loss
         elif isinstance(loss, Unreachable):
-            min_view = self.view + 1  # rank 0 begins it, as this was reported
+            min_generation = self.generation + 1  # rank 0 begins it, as this was reported
         elif isinstance(loss, Evicted):
             if server_computes(config):
                 raise loss  # the living server knows this process's contexts by an id that it has used
@@ -526,7 +528,7 @@ class RankSession:
             replace(process, session=process.session + 1),
             self.task,
             self.resources,
-            min_view,
+            min_generation,
             give_up_at,
             store,
             self.trainer_ranks,
@@ -534,8 +536,8 @@ class RankSession:
         )
 
 
-def _in_view(process: ProcessContext, rendezvous: Rendezvous) -> ProcessContext:
-    """Return the context of a process in a view, which may have other trainers than the run began with."""
+def _in_generation(process: ProcessContext, rendezvous: Rendezvous) -> ProcessContext:
+    """Return the context of a process in a generation, which may have other trainers than the run began with."""
     ranks, role, rank = rendezvous.trainer_ranks, process.role, process.identity.global_rank
     config = with_world_size(process.config, num_servers_of(process.config) + len(ranks))
     if role.kind == "trainer":
@@ -597,13 +599,13 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
         weights = _initial_weights(config) if resume is None else None
         own_sinks = make_sinks(config.logging.sinks, plan.folders)
         first_step = 0 if resume is None else resume.checkpoint.step
-        losses, view, ranks = LossLog(run.losses_file), session.view, session.trainer_ranks or ()
+        losses, generation, ranks = LossLog(run.losses_file), session.generation, session.trainer_ranks or ()
         if session.resize is not None:
-            losses.resize(view, ranks)
+            losses.resize(generation, ranks)
         elif plan.restarted:
-            losses.return_to(first_step, furthest_step(run.metrics_file), view, ranks)
+            losses.return_to(first_step, furthest_step(run.metrics_file), generation, ranks)
         else:
-            losses.begin(view, ranks)
+            losses.begin(generation, ranks)
         remove_leftovers(run.checkpoints_dir)
         run.remove_half_written()
         run.summary_file.unlink(missing_ok=True)
@@ -632,7 +634,7 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
         fan_out = FanOut([*sinks, *own_sinks, *map(OpenSink, plan.sinks)])
         monitor = RunMonitor(config, fan_out, run.summary_file, losses)
         fan_out.on_failure = monitor.sink_failed
-        checkpoints = CheckpointManager(config, run, monitor, resume, weights, view)
+        checkpoints = CheckpointManager(config, run, monitor, resume, weights, generation)
         monitor.run_started(
             make_record(
                 "start",
@@ -708,7 +710,7 @@ def _run_and_summarize(
     """
     try:
         reason = _reason(work())
-    except ViewChanged:
+    except GenerationChanged:
         checkpoints.suspend()  # the run continues in another session
         raise
     except Interrupted as interrupted:
@@ -799,9 +801,9 @@ def _end_now(
 
 
 def _reason(decision: Decision) -> str:
-    """Return why the run ended; raise ``Interrupted`` if that was a signal, ``ViewChanged`` if it continues."""
+    """Return why the run ended; raise ``Interrupted`` if that was a signal, ``GenerationChanged`` if it continues."""
     if decision.resizes:
-        raise ViewChanged(decision.reason)
+        raise GenerationChanged(decision.reason)
     if decision.interrupted:
         raise Interrupted(decision.reason)
     return decision.reason
@@ -879,7 +881,7 @@ def _serve(
         # Before the caller closes the checkpoints and the summary: nothing is applied or staged after that.
         updates.close()
     if server.run.error is not None:
-        session.next_resize = None  # its requests are read again in the next view
+        session.next_resize = None  # its requests are read again in the next generation
         raise server.run.error
     decision = server.run.last_decision
     assert decision is not None
@@ -918,7 +920,7 @@ def _wait_until_finished(
         if missing and (late := _absent(server, rendezvous, session, time.monotonic() > deadline)):
             names = process.identity.name(*late)
             session.trainer_ranks = tuple(r for r in rendezvous.trainer_ranks if r not in late)
-            server.run.fail(ViewChanged(f"{names} did not join; the run continues without"))
+            server.run.fail(GenerationChanged(f"{names} did not join; the run continues without"))
             continue
         # Once all have joined, failures reach the server over RPC.
         if missing and (failure := rendezvous.reported_failure()) is not None:
@@ -958,9 +960,9 @@ def _end_without(server: ParameterServer, limit: StopLimit, ranks: Sequence[int]
 
 
 def _absent(server: ParameterServer, rendezvous: Rendezvous, session: RankSession, is_late: bool) -> set[int]:
-    """Return the ranks of trainers without which a view has to begin anew: the others have joined, or will.
+    """Return the ranks of trainers without which a generation has to begin anew: the others have joined, or will.
 
-    These are newcomers that failed, and in a later view than the first all that are late.
+    These are newcomers that failed, and in a later generation than the first all that are late.
     """
     config, missing = server.config, {rendezvous.trainer_ranks[i] for i in server.roster.missing_trainers()}
     requests = pending_requests(rendezvous.root)
@@ -969,7 +971,7 @@ def _absent(server: ParameterServer, rendezvous: Rendezvous, session: RankSessio
     absent = {request.global_rank for request in withdrawn.values()}
     if is_late and len(missing) == len(server.roster.missing()):
         newcomers = set() if session.resize is None else session.resize.newcomers
-        continues = rendezvous.view > 1 and config.server.on_loss != "fail" and config.simulations is None
+        continues = rendezvous.generation > 1 and config.server.on_loss != "fail" and config.simulations is None
         absent |= missing if continues else missing & newcomers
     return absent if len(absent) < len(rendezvous.trainer_ranks) else set()
 
@@ -977,7 +979,7 @@ def _absent(server: ParameterServer, rendezvous: Rendezvous, session: RankSessio
 def _resize(
     server: ParameterServer, process: ProcessContext, rendezvous: Rendezvous, session: RankSession, given_up: set[int]
 ) -> None:
-    """Carry out the requests of trainers, and continue without those that are given up, in another view."""
+    """Carry out the requests of trainers, and continue without those that are given up, in another generation."""
     config, ranks = process.config, rendezvous.trainer_ranks
 
     # Which requests can be carried out now: a refused one is answered, one that has to wait is read again.
@@ -1023,7 +1025,7 @@ def _resize(
         requests = {key: request for key, request in requests.items() if key not in leaves}
         wanted = resized(ranks, [*requests.values(), *lost])
 
-    # What follows: the end of the run, nothing, or another view, for which all trainers stop after their step.
+    # What follows: the end of the run, nothing, or another generation, for which all trainers stop after their step.
     if not wanted:
         mark_carried_out(rendezvous.root, requests)
         process.stop.request("all trainers leave")

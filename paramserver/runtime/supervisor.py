@@ -63,7 +63,7 @@ class _RankProcess:
         alive_at: ``time.monotonic()`` of its last sign of life.
         reports: it reports signs of life; until then the CPU time that it takes is one.
         done: its part of the run is complete.
-        view: of the servers, in which it takes part or, as rank 0, begins to.
+        generation: of the servers, in which it takes part or, as rank 0, begins to.
         trains: it takes part in steps.
         left: the run continues without it, at its own request.
     """
@@ -83,7 +83,7 @@ class _RankProcess:
         self.reports = False
         self._ticks = 0
         self.done = False
-        self.view = 0
+        self.generation = 0
         self.trains = False
         self.left = False
         self._unread = b""
@@ -317,7 +317,7 @@ class Supervisor:
 
     def _on_record(self, rank: _RankProcess, record: dict[str, Any]) -> None:
         if record["kind"] == "view":
-            rank.view = record["view"]
+            rank.generation = record["view"]
             self._start_finished_again()
             return
         if record["kind"] == "left":
@@ -325,7 +325,7 @@ class Supervisor:
             self._note(f"{rank.title} has left the run, which continues without it")
             return
         if record["kind"] == "lost" and rank.global_rank != 0 and not rank.trains:
-            rank.view = 0  # it waits for rank 0 to return, which it does not once the run is completed
+            rank.generation = 0  # it waits for rank 0 to return, which it does not once the run is completed
         if record["kind"] == "start":
             self._has_started = True
         if record["kind"] == "end":
@@ -379,7 +379,7 @@ class Supervisor:
             self._signal = signal.SIGTERM
             self._signal_ranks(self._signal)
         if rank.global_rank == 0 and exit_code == Interrupted.exit_code and self._summary is None:
-            self._limit(GRACE_S)  # between two views
+            self._limit(GRACE_S)  # between two generations
 
         # A failure ends the run. The other ranks detect it, and end with their own errors; this ends those that cannot.
         if rank.failure is not None and exit_code != Interrupted.exit_code and not self._is_failing:
@@ -427,7 +427,7 @@ class Supervisor:
 
     def _is_late(self, rank: _RankProcess) -> bool:
         """Whether the run was completed before a rank took part that started in the place of a lost one."""
-        return self._summary is not None and self._summary["status"] == "completed" and not rank.view
+        return self._summary is not None and self._summary["status"] == "completed" and not rank.generation
 
     @property
     def _has_concluded(self) -> bool:
@@ -482,13 +482,13 @@ class Supervisor:
         self._restart_all()
 
     def _start_finished_again(self) -> None:
-        """Start the ranks again that had finished when the servers returned to a checkpoint: a later view began."""
+        """Start the ranks again that had finished before the servers returned to a checkpoint, in a new generation."""
         if not mode_of(self.config).has_servers or self._signal is not None or self._is_failing or self._summary:
             return
-        view, due = self._ranks[0].view, {role.global_rank for _, role in self._starts_due}
+        generation, due = self._ranks[0].generation, {role.global_rank for _, role in self._starts_due}
         for rank in self._ranks:
             finished = rank.done and rank.exit_code is not None and not rank.left
-            if finished and rank.view < view and rank.global_rank not in due:
+            if finished and rank.generation < generation and rank.global_rank not in due:
                 self._note(f"{rank.title} had finished, and takes part again in what is made again")
                 self._starts_due.append((time.monotonic(), rank.role))
                 self._kill_at = None  # of ranks that outlive the trainers
@@ -682,7 +682,7 @@ class Supervisor:
         failure = rank.failure or {}
         if failure["kind"] in ("PeerFailed", "PeerRefused"):
             return "reported"
-        if failure["kind"] in ("PeerLost", "RunEnded", "ViewChanged"):
+        if failure["kind"] in ("PeerLost", "RunEnded", "GenerationChanged"):
             return "PeerLost"
         if failure["kind"] == "Interrupted":
             return "Interrupted"

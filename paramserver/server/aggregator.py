@@ -26,7 +26,7 @@ from paramserver.consistency import (
 )
 from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
-from paramserver.errors import Evicted, RunEnded, TrainingError, ViewChanged
+from paramserver.errors import Evicted, GenerationChanged, RunEnded, TrainingError
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.runs.checkpoint_manager import UpdaterState
@@ -105,8 +105,8 @@ class Aggregator:
         # Of the last push of each trainer, and of its last announcement with its number: for a repeated message.
         self._replies: dict[int, Future] = {}
         self._announced: dict[int, tuple[int, Future]] = {}
-        self.ended = False  # the trainers have been sent the end of the run, or of the view
-        self._resize = ""  # why this view of the run ends
+        self.ended = False  # the trainers have been sent the end of the run, or of the generation
+        self._resize = ""  # why this generation of the run ends
         self._exclusive: deque[Callable[[ReleaseFn], None]] = deque()
         self._processing = self._process_again = False
         self._busy = False  # an update or an exclusive task is in progress; nothing else may start
@@ -131,14 +131,14 @@ class Aggregator:
 
         Raises:
             RunEnded: the other trainers have ended the run.
-            ViewChanged: they have ended the view; the run continues in another one.
+            GenerationChanged: they have ended the generation; the run continues in another one.
         """
         last_number, reply = self._announced.get(trainer_index, (0, None))
         if reply is not None and 0 < number <= last_number:
             return reply  # no trainer waits for that to an earlier number: the message was overtaken
         if self.ended:
             if self._resize:
-                raise ViewChanged(self._resize)
+                raise GenerationChanged(self._resize)
             raise RunEnded(f"the run ended before trainer {trainer_index} took part in it")
         self.add(trainer_index)
         self.keep_buffers(trainer_index, buffers)
@@ -225,14 +225,14 @@ class Aggregator:
         self._process()
 
     def request_resize(self, reason: str) -> None:
-        """End this view of the run, at a checkpoint, so that it continues with other trainers."""
+        """End this generation of the run, at a checkpoint, so that it continues with other trainers."""
         self._resize = reason
         self.rules.request_stop(Stop.RESIZE, reason)
         self._process()
 
     @property
     def ends_run(self) -> bool:
-        """Whether the trainers have been sent the end of the run, and not only of the view."""
+        """Whether the trainers have been sent the end of the run, and not only of the generation."""
         return self.ended and not self._resize
 
     def keep_buffers(self, trainer_index: int, changed: PackedBuffers | None) -> None:

@@ -114,7 +114,7 @@ def build_server(
         monitor.step,
         buckets[0] if buckets else None,
         submit,
-        view=checkpoints.view,
+        generation=checkpoints.generation,
         seed=config.seed,
         max_norm=config.training.clip_grad_norm,
         attach=shared_memory.gradients,
@@ -190,7 +190,7 @@ def build_rules(config: Config, trainers: int, checkpoints: CheckpointManager) -
     rules = make_consistency(config, trainers, checkpoints.monitor.step, checkpoints.monitor.samples)
     rules.load_state_dict(checkpoints.consistency_state)
     times_due = None if buffer_class(config.buffer.kind).repeats else config.buffer.pseudo_epochs
-    ledger = Ledger(times_due, checkpoints.view)
+    ledger = Ledger(times_due, checkpoints.generation)
     ledger.load_state_dict(checkpoints.ledger_state, trainers)
     return rules, ledger
 

@@ -424,7 +424,7 @@ class ServerClient(ServerConnection):
         call = partial(send_deferred, SERVER_NAME, ParameterServer.join, member, epoch_samples)
         # Longer than server 0 waits before it continues without a trainer that does not join.
         reply = InFlightCall(self, call, "join", Deadlines.of(self.config).join_s).wait()
-        self._id, self._sequence = TrainerId(self.index, reply.view, reply.incarnation), 0
+        self._id, self._sequence = TrainerId(self.index, reply.generation, reply.incarnation), 0
         return reply
 
     def report_source(self, position: DataPosition) -> None:
@@ -435,7 +435,9 @@ class ServerClient(ServerConnection):
         """Return the report of a new push, with the numbers that name it and with these fields."""
         self._sequence += 1
         own = self._id
-        return replace(report, view=own.view, incarnation=own.incarnation, sequence=self._sequence, **fields)
+        return replace(
+            report, generation=own.generation, incarnation=own.incarnation, sequence=self._sequence, **fields
+        )
 
     def share_segments(self) -> int:
         """Ask the server to exchange tensors in shared memory; see ``ParameterServer.share_segments``."""

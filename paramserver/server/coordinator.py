@@ -13,7 +13,7 @@ from paramserver.consistency import Decision
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member, Members
 from paramserver.distributed.rpc_calls import RemoteError
-from paramserver.errors import ParamserverError, PeerLost, ViewChanged
+from paramserver.errors import GenerationChanged, ParamserverError, PeerLost
 from paramserver.optim.parallel_step import is_elementwise
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.sharding import Shard, States, full_shard, plan_shards, split_state
@@ -143,13 +143,13 @@ class ShardCoordinator:
         """Add a server, and return the shard that it owns.
 
         Raises:
-            ViewChanged: it joined this view before; it has lost server 0 since.
+            GenerationChanged: it joined this generation before; it has lost server 0 since.
         """
         index = member.index
         with self._run.lock:
             if index not in self._states:
-                # The end of its first connection is, or will be, noticed as its loss, and another view begins.
-                raise ViewChanged(f"{member} joins again; the run returns to its last checkpoint")
+                # The end of its first connection is, or will be, noticed as its loss, and another generation begins.
+                raise GenerationChanged(f"{member} joins again; the run returns to its last checkpoint")
             self._members.join(member)
             layout, shard = self._store.parameters.layout, self._shards[index]
             weights = shard.copy_flats(self._store.parameters.flats)

@@ -171,14 +171,14 @@ class ParameterServer(TutorialMethods, ShardHandlers):
 
         Raises:
             RunEnded: the other trainers have finished.
-            ViewChanged: they have finished this view of the run.
+            GenerationChanged: they have finished this generation of the run.
             Evicted: the message was sent to an earlier server, or another process has joined since it was sent.
         """
         return self.roster.join(member, epoch_samples)
 
     @repeatable
     def report_source(self, sender: TrainerId, position: DataPosition) -> None:
-        """Record where the data of a trainer starts in this view, before its first announcement."""
+        """Record where the data of a trainer starts in this generation, before its first announcement."""
         with self._lock:
             self.roster.sources.report(self.roster.index_of(sender), position)
 
@@ -215,7 +215,8 @@ class ParameterServer(TutorialMethods, ShardHandlers):
 
         Raises:
             Evicted: the process takes no part any more.
-            PeerLost: the run has failed, or another view begins; the trainer may wait for something else meanwhile.
+            PeerLost: the run has failed, or another generation begins; the trainer may wait for something else
+                meanwhile.
         """
         self.run.check()
         if not self.roster.members.record_heartbeat(trainer_index, worker_id, place):

@@ -11,7 +11,7 @@ from paramserver.config import Config
 from paramserver.consistency import Decision, TrainerId
 from paramserver.distributed.membership import Member, Members
 from paramserver.distributed.rpc_calls import RemoteError
-from paramserver.errors import Evicted, PeerLost, RunEnded, ViewChanged
+from paramserver.errors import Evicted, GenerationChanged, PeerLost, RunEnded
 from paramserver.metrics.records import TrainerTotals
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.server.aggregator import Aggregator
@@ -26,7 +26,7 @@ from paramserver.transport.messages import Future, JoinReply, PendingReplies
 
 
 class Roster:
-    """The trainers of a view.
+    """The trainers of a generation.
 
     A trainer that is lost is taken out of what all others wait for (``Aggregator.remove``, ``Quorum.remove``), unless
     the run has to end or to return to its last checkpoint. Methods take the lock themselves, except where it is said.
@@ -67,7 +67,7 @@ class Roster:
         on_trainer_lost: Callable[[Member], None] = lambda member: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.view = checkpoints.view
+        self.generation = checkpoints.generation
         self.members = Members(clock)
         self.started = False
         self.totals: dict[int, TrainerTotals] = {}
@@ -98,7 +98,7 @@ class Roster:
         self._ends_without = False  # a stop is overdue: whatever ``server.on_loss`` is, the others end without the lost
         run.on_failure(self._pop_waiters)
         coordinator.on_ready = self._start_if_complete
-        coordinator.on_lost = lambda member, reason: self._change_view(f"{member} is lost: {reason}")
+        coordinator.on_lost = lambda member, reason: self._change_generation(f"{member} is lost: {reason}")
 
     def _pop_waiters(self) -> list[Future]:
         return [*self._joins.pop_all()[1].values()]
@@ -158,10 +158,10 @@ class Roster:
             self._run.check()
             if (last := self._run.last_decision) is not None:
                 if last.resizes:
-                    raise ViewChanged(last.reason)
+                    raise GenerationChanged(last.reason)
                 raise RunEnded(f"the run ended before trainer {index} joined")
             earlier = [present for present in self.members.present() if present.index == index]
-            if member.view != self.view or any(present.worker_id > member.worker_id for present in earlier):
+            if member.generation != self.generation or any(present.worker_id > member.worker_id for present in earlier):
                 raise Evicted(f"trainer {index} asked to join too late; the run continues without this process")
             return earlier
 
@@ -183,7 +183,9 @@ class Roster:
     def _reply(self, trainer_index: int) -> JoinReply:
         with self._run.lock:
             row, position = self._aggregator.ledger[trainer_index], self.sources.position_of(trainer_index)
-            reply = replace(self._welcome(), view=self.view, incarnation=row.incarnation, data_position=position)
+            reply = replace(
+                self._welcome(), generation=self.generation, incarnation=row.incarnation, data_position=position
+            )
         # Without the lock: these may read or write a file.
         if position is not None:
             self._monitor.trainer_replaced(trainer_index, reply.incarnation)
@@ -243,7 +245,7 @@ class Roster:
         """A trainer's process disconnected, on purpose (None) or because it is lost."""
         self.members.mark_disconnected(member)
         with self._run.lock:
-            context_id = self._contexts.pop(TrainerId(member.index, self.view, member.incarnation), None)
+            context_id = self._contexts.pop(TrainerId(member.index, self.generation, member.incarnation), None)
         if reason is None:
             self._release(member)
             return
@@ -277,10 +279,10 @@ class Roster:
                 if ends:
                     self._run.fail(PeerLost(loss))
                 elif self.started and not self._can_continue_without(index):
-                    self._change_view(loss)
+                    self._change_generation(loss)
                 else:
                     self._remove(index)
-                returns = ends or isinstance(self._run.error, ViewChanged)
+                returns = ends or isinstance(self._run.error, GenerationChanged)
             # Without the lock: it writes a file.
             self._monitor.trainer_lost(index, loss, returns)
             self._on_trainer_lost(member)
@@ -374,14 +376,14 @@ class Roster:
         """Return all processes to the last checkpoint, with new connections: another one could not connect."""
         with self._run.lock:
             if self._run.error is None and self._run.last_decision is None:
-                self._change_view(reason)
+                self._change_generation(reason)
 
-    def _change_view(self, reason: str) -> None:
+    def _change_generation(self, reason: str) -> None:
         """Return all processes to the last checkpoint, if lost ones start again: this server's session ends."""
         if self._config.cluster.max_restarts == 0:
             self._run.fail(PeerLost(reason))  # no process starts again, so the next session would wait for it in vain
         else:
-            self._run.fail(ViewChanged(f"{reason}; the run returns to its last checkpoint"))
+            self._run.fail(GenerationChanged(f"{reason}; the run returns to its last checkpoint"))
 
     # The end, where trainers keep a run from it.
 

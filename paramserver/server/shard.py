@@ -99,7 +99,7 @@ class ParameterShard:
             together.
         submit: runs a job after those that were submitted before: ``UpdateExecutor.submit``. Without it updates are
             computed under the lock, by the handlers.
-        server_index, view: of the server.
+        server_index, generation: of the server.
         seed: of the run, for what the optimizer draws.
         max_norm: ``training.clip_grad_norm``.
         attach: returns the flat tensors of all parameters in a segment of gradients, by its key.
@@ -118,7 +118,7 @@ class ParameterShard:
         buckets: Shard | None = None,
         submit: SubmitFn = run_now,
         server_index: int = 0,
-        view: int = 1,
+        generation: int = 1,
         seed: int = 0,
         max_norm: float | None = None,
         attach: Callable[[str], list[Tensor]] | None = None,
@@ -130,7 +130,7 @@ class ParameterShard:
         self.on_push: Callable[[PushId], None] = lambda push: None
         self._lock = lock
         self._submit = submit
-        self._view = view
+        self._generation = generation
         self._seed = seed
         self._max_norm = max_norm
         self._attach = attach
@@ -280,7 +280,7 @@ class ParameterShard:
             Evicted: another process has taken its place, or it joined an earlier server 0.
         """
         index, known = sender.trainer_index, self._incarnations.get(sender.trainer_index, 0)
-        if sender.view != self._view or sender.incarnation < known:
+        if sender.generation != self._generation or sender.incarnation < known:
             raise Evicted(f"another process has taken the place of trainer {index}")
         if sender.incarnation > known:
             self._incarnations[index] = sender.incarnation

@@ -48,7 +48,7 @@ def serve_shard(
             client.start_heartbeat()
             updates = stack.enter_context(closing(UpdateExecutor(config.cluster.timeout_s)))
             client.stuck_place = updates.stuck_place
-            server = ShardServer(task, config, index, assignment, rendezvous.view, updates.submit)
+            server = ShardServer(task, config, index, assignment, rendezvous.generation, updates.submit)
             register_server(server)
             client.report_ready(server.shares_memory)
             return _wait_for_end(server, client, process, updates)

@@ -39,7 +39,7 @@ class ShardServer(ShardHandlers):
         config: of the run.
         server_index: at least 1.
         assignment: the reply of server 0 to ``join``.
-        view: of server 0.
+        generation: of server 0.
         submit: runs a job after those that were submitted before: ``UpdateExecutor.submit``. Without it updates are
             computed under the lock, by the handlers.
 
@@ -53,7 +53,7 @@ class ShardServer(ShardHandlers):
         config: Config,
         server_index: int,
         assignment: ShardAssignment,
-        view: int = 1,
+        generation: int = 1,
         submit: SubmitFn = run_now,
     ) -> None:
         self.config = config
@@ -72,7 +72,7 @@ class ShardServer(ShardHandlers):
             assignment.buckets,
             submit,
             server_index,
-            view,
+            generation,
             config.seed,
             config.training.clip_grad_norm,
             self._attach,

@@ -13,7 +13,7 @@ from paramserver.transport.messages import DataPosition
 
 
 class TrainerSources:
-    """The sources of the trainers of a view, as they have reported them. Every call holds the lock of the server.
+    """The sources of the trainers of a generation, as they have reported them. Every call holds the lock of the server.
 
     Args:
         config: of the run.
@@ -28,7 +28,7 @@ class TrainerSources:
         self._rules = rules
         self._ledger = ledger
         self._monitor = monitor
-        # Where the data of each trainer began in this view: what a process that takes its place needs of it.
+        # Where the data of each trainer began in this generation: what a process that takes its place needs of it.
         self._sources: dict[int, dict[str, Any]] = {}
         # Whether other trainers can continue it, and whether they can fetch samples again that were not applied.
         self._divisible: dict[int, tuple[bool, bool]] = {}
@@ -36,7 +36,7 @@ class TrainerSources:
         self._read_before: dict[int, int] = {}
 
     def report(self, trainer_index: int, position: DataPosition) -> None:
-        """Record where the data of a trainer starts in this view, before its first announcement."""
+        """Record where the data of a trainer starts in this generation, before its first announcement."""
         row = self._ledger[trainer_index]
         if not row.accepted:  # otherwise this message was overtaken by a push
             self._sources[trainer_index] = position.source

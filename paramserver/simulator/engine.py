@@ -36,7 +36,7 @@ from paramserver.context import StopRequest
 from paramserver.devices import CPU
 from paramserver.distributed.membership import Member
 from paramserver.distributed.rpc_calls import RemoteError
-from paramserver.errors import ParamserverError, PeerFailed, PeerLost, RunEnded, ViewChanged
+from paramserver.errors import GenerationChanged, ParamserverError, PeerFailed, PeerLost, RunEnded
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
 from paramserver.parameters.sharding import full_shard
@@ -204,7 +204,7 @@ class Checkpoints(CheckpointManager):
     def __init__(self, node: Node, config: Config, manifest: bytes | None) -> None:
         self.node = node
         self.config = config
-        self.view = node.view
+        self.generation = node.generation
         self.simulations = None
         sink: Any = SimpleNamespace(write=node.record)
         self.monitor = RunMonitor(config, sink, Path())
@@ -276,9 +276,9 @@ class Checkpoints(CheckpointManager):
 class Node:
     """A session of rank 0: a server and what it has applied."""
 
-    def __init__(self, world: World, view: int) -> None:
+    def __init__(self, world: World, generation: int) -> None:
         self.world = world
-        self.view = view
+        self.generation = generation
         self.alive = True
         self.paused_until = 0.0
         self.watched: list[tuple[str, Callable[[str | None], None]]] = []
@@ -302,7 +302,7 @@ class Node:
             run.lock,
             checkpoints.first_step,
             submit=run.submit,
-            view=self.view,
+            generation=self.generation,
             attach=lambda key: _SHARD.layout.allocate(),
         )
         network, monitor = SimulatedNetwork(self), checkpoints.monitor
@@ -410,9 +410,13 @@ class Session:
         self.silent_since: float | None = None
         self.worker_id = world.draw()
         self.member = Member(
-            self.index, f"trainer{self.index}_{self.worker_id}", self.worker_id, f"pid {process.pid}", view=node.view
+            self.index,
+            f"trainer{self.index}_{self.worker_id}",
+            self.worker_id,
+            f"pid {process.pid}",
+            generation=node.generation,
         )
-        self.view = self.incarnation = self.sequence = self.announced = self.step = 0
+        self.generation = self.incarnation = self.sequence = self.announced = self.step = 0
         self.validated: int | None = None
         self.saved: int | None = None
         self.sender: Task | None = None
@@ -426,8 +430,8 @@ class Session:
         world, index = self.world, self.index
         reply: JoinReply = yield Call("join", (self.member, world.epoch_samples))
         world.joined(self, reply)
-        self.id = TrainerId(index, reply.view, reply.incarnation)
-        self.view, self.incarnation, self.step = reply.view, reply.incarnation, reply.step
+        self.id = TrainerId(index, reply.generation, reply.incarnation)
+        self.generation, self.incarnation, self.step = reply.generation, reply.incarnation, reply.step
         yield Call("view_version", (self.id, None))
         if reply.data_position is None:
             if reply.stored_part is not None:
@@ -495,7 +499,7 @@ class Session:
             0.5,
             0.0,
             positions=positions,
-            view=self.view,
+            generation=self.generation,
             incarnation=self.incarnation,
             sequence=self.sequence,
         )
@@ -639,7 +643,7 @@ class Process:
         self.left = False
         self.frozen_until = self.cut_until = 0.0
         self.session: Session | None = None
-        self.min_view = 1
+        self.min_generation = 1
 
 
 # The world.
@@ -668,11 +672,11 @@ class World(ABC):
         self.violation: str | None = None
         self.manifest: bytes | None = None
         self.node: Node | None = None
-        self.view = 0
+        self.generation = 0
         self.processes: list[Process] = []
         self.complete = False
         self.given_up: int | None = None  # the trainer that is not started again
-        self.views_seen: Counter[int] = Counter()
+        self.generations_seen: Counter[int] = Counter()
 
     # What a subclass defines.
 
@@ -812,13 +816,13 @@ class World(ABC):
     # Rank 0.
 
     def start_server(self) -> None:
-        self.view += 1
+        self.generation += 1
         if self.node is not None:
             self.check(not self.node.alive, "two servers live at once")
-        self.node = node = Node(self, self.view)
-        self.views_seen[node.view] += 1
-        self.check(self.views_seen[node.view] == 1, f"two servers have had view {node.view}")
-        self.note("server starts, view", self.view, "step", node.checkpoints.first_step)
+        self.node = node = Node(self, self.generation)
+        self.generations_seen[node.generation] += 1
+        self.check(self.generations_seen[node.generation] == 1, f"two servers have had generation {node.generation}")
+        self.note("server starts, generation", self.generation, "step", node.checkpoints.first_step)
         self.after(self.config.server.heartbeat_s, self.tick, node)
         for process in self.processes:  # those that had left are needed again
             if process.left:
@@ -854,26 +858,26 @@ class World(ABC):
         if node is None or not node.alive or not node.server.run.finished.is_set():
             return
         error = node.server.run.error
-        if error is not None and not isinstance(error, ViewChanged):
+        if error is not None and not isinstance(error, GenerationChanged):
             raise Violation(f"the run failed: {error}")
         node.checkpoints.finish_writing()
         node.alive = False
         if error is None:
             self.complete = True
             return
-        self.note("view changes:", error)
+        self.note("generation changes:", error)
         self.after(_REJOIN_S, self.start_server)
 
     # Processes, and who starts them again.
 
     def join(self, process: Process) -> None:
-        """Begin a session as soon as there is a server of a view that the process accepts."""
+        """Begin a session as soon as there is a server of a generation that the process accepts."""
         node = self.node
         if not process.alive or self.complete or self.processes[process.index] is not process:
             return
         if process.frozen_until > self.now:
             self.at(process.frozen_until, self.join, process)
-        elif node is None or not node.alive or node.view < process.min_view or process.cut_until > self.now:
+        elif node is None or not node.alive or node.generation < process.min_generation or process.cut_until > self.now:
             self.after(0.25, self.join, process)
         else:
             process.session = Session(self, process, node)
@@ -888,15 +892,15 @@ class World(ABC):
         self.disconnect(session, None)
         if error is None or isinstance(error, RunEnded):
             process.left = True
-            if self.view > session.node.view:
+            if self.generation > session.node.generation:
                 self._start_again(process)
             return
         if isinstance(error, PeerFailed) or not isinstance(error, PeerLost):
             raise Violation(f"trainer {session.index} fails: {error}")
-        if isinstance(error, ViewChanged):
-            process.min_view = session.node.view + 1
+        if isinstance(error, GenerationChanged):
+            process.min_generation = session.node.generation + 1
         else:
-            process.min_view = session.node.view
+            process.min_generation = session.node.generation
         self.after(_REJOIN_S, self.join, process)
 
     def _gone(self, node: Node, name: str, reason: str | None) -> None:
@@ -959,7 +963,7 @@ class World(ABC):
 
 
 def push_key(report: StepReport) -> PushKey:
-    return report.view, report.trainer_index, report.incarnation, report.sequence
+    return report.generation, report.trainer_index, report.incarnation, report.sequence
 
 
 def _due(step: int, every: int) -> bool:

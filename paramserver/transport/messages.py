@@ -31,7 +31,7 @@ class JoinReply:
         segments_address: where processes of the server's host attach its memory; None if it is not shared.
         stored_part: the trainer's part of the checkpoint that the run resumes from.
         shards: what each server owns, in the ranges that are sent; empty with one server that sends its flat tensors.
-        view, incarnation: name the pushes of this process; see ``consistency/ledger.py``.
+        generation, incarnation: name the pushes of this process; see ``consistency/ledger.py``.
         data_position: where the data of a lost trainer continues that this process replaces; None for others.
         why_not_by_bucket: why an update waits for the gradients of all buckets; empty if each is updated as these
             arrive.
@@ -47,7 +47,7 @@ class JoinReply:
     segments_address: str | None
     stored_part: bytes | None
     shards: tuple[Shard, ...] = ()
-    view: int = 1
+    generation: int = 1
     incarnation: int = 1
     data_position: DataPosition | None = None
     why_not_by_bucket: str = ""
@@ -254,7 +254,7 @@ class PendingPush:
 
 def push_id(report: StepReport) -> PushId:
     """Return what names a push."""
-    return PushId(report.trainer_index, report.view, report.incarnation, report.sequence)
+    return PushId(report.trainer_index, report.generation, report.incarnation, report.sequence)
 
 
 class PendingReplies:

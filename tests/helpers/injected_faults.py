@@ -88,7 +88,7 @@ class Injected(ReferenceTask):
 
     def build_model(self):
         joined = self.folder / f"joined-{self.rank}-{os.getpid()}"
-        if not joined.exists():  # otherwise in another view
+        if not joined.exists():  # otherwise in another generation
             joined.touch()
         self._reach("joining")
         return super().build_model()

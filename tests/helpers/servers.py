@@ -34,7 +34,7 @@ def no_checkpoints(monitor):
     """The CheckpointManager of a run that starts, as far as a ParameterServer asks it."""
     return SimpleNamespace(
         monitor=monitor,
-        view=1,
+        generation=1,
         resumes=False,
         consistency_state={},
         ledger_state={"rows": {}},

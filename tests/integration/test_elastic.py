@@ -77,7 +77,7 @@ class Job:
         return json.loads((self.run_dir / "losses.json").read_text())["trainer_ranks"]
 
     def wait_for_trainers(self, ranks):
-        """Wait until a view with these trainers has made steps."""
+        """Wait until a generation with these trainers has made steps."""
         self.wait_for(f"view of {ranks}", lambda: sorted(self.trainers()) == ranks)
         started = len(self.records("start"))
         self.wait_for("start", lambda: len(self.records("start")) >= started)

@@ -161,7 +161,7 @@ A_CONTEXT = """
 import torch.distributed.autograd as dist_autograd
 from paramserver.distributed.rpc_agent import autograd_id, current_context_id, init_autograd, release_context
 init_autograd(5)
-init_autograd(6)  # of a later view: the ids of contexts keep the first
+init_autograd(6)  # of a later generation: the ids of contexts keep the first
 print(autograd_id())
 context_id = dist_autograd._new_context()._context_id()
 print(context_id >> 48, current_context_id() == context_id, dist_autograd._is_valid_context(context_id))

@@ -35,12 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.perf_counter()
     last = args.first + args.seeds
     chunks = [range(first, min(first + _CHUNK, last)) for first in range(args.first, last, _CHUNK)]
-    failures = done = events = redone = views = replaced = 0
+    failures = done = events = redone = generations = replaced = 0
     with multiprocessing.get_context("fork").Pool(args.processes) as pool:
         for outcomes in pool.imap(run_chunk, chunks):
             for outcome in outcomes:
                 done, events, redone = done + 1, events + outcome.events, redone + outcome.redone
-                views, replaced = views + outcome.views - 1, replaced + outcome.incarnations - 1
+                generations, replaced = generations + outcome.generations - 1, replaced + outcome.incarnations - 1
                 if outcome.violation is not None:
                     failures += 1
                     print(f"seed {outcome.seed}: {outcome.violation}")
@@ -48,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if failures >= args.most:
                 break
     print(
-        f"{done} seeds, {failures} with a violation, {time.perf_counter() - began:.1f} s: {events} events, {views} "
-        f"restarts of the server, {redone} updates made again, at most {replaced} replaced trainers"
+        f"{done} seeds, {failures} with a violation, {time.perf_counter() - began:.1f} s: {events} events, "
+        f"{generations} restarts of the server, {redone} updates made again, at most {replaced} replaced trainers"
     )
     return int(failures > 0)
 

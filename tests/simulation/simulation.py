@@ -131,7 +131,7 @@ class SimulatedRun:
     events: int
     seconds: float
     redone: int
-    views: int
+    generations: int
     incarnations: int
     trace: list[str]
 
@@ -234,8 +234,8 @@ class World(engine.World):
         self.acks: set[PushKey] = set()
         self.versions: dict[tuple[int, int], int] = {}
         self.incarnations = 0
-        self.validations: set[int] = set()  # versions, of all views
-        self.last_validation: dict[int, int] = {}  # in each view
+        self.validations: set[int] = set()  # versions, of all generations
+        self.last_validation: dict[int, int] = {}  # in each generation
         self.updating_until: dict[Node, float] = {}
         self.late: set[int] = set()  # requests that were held back in the network
         # Of the server that lives.
@@ -308,7 +308,7 @@ class World(engine.World):
             self.events,
             self.now,
             len(self.redone),
-            self.view,
+            self.generation,
             self.incarnations,
             self.trace,
         )
@@ -453,17 +453,18 @@ class World(engine.World):
     def joined(self, session: Session, reply: JoinReply) -> None:
         self.incarnations = max(self.incarnations, reply.incarnation)
         self.check(
-            reply.view >= session.process.min_view, f"trainer {session.index} joins the earlier view {reply.view}"
+            reply.generation >= session.process.min_generation,
+            f"trainer {session.index} joins the earlier {reply.generation}",
         )
 
     def decided(self, session: Session, decision: Decision) -> None:
         if decision.verdict is Verdict.VALIDATE:
             return
-        before = self.versions.get((session.view, session.process.pid), 0)
+        before = self.versions.get((session.generation, session.process.pid), 0)
         self.check(
             decision.step >= before, f"trainer {session.index} goes back from version {before} to {decision.step}"
         )
-        self.versions[session.view, session.process.pid] = decision.step
+        self.versions[session.generation, session.process.pid] = decision.step
 
     def acknowledged(self, session: Session, key: PushKey, result: Any) -> None:
         if not result.dropped:
@@ -474,9 +475,9 @@ class World(engine.World):
             samples == self.num_trainers, f"the validation of {step} has {samples} of {self.num_trainers} shares"
         )
         assert self.node is not None
-        last = self.last_validation.get(self.node.view, -1)
+        last = self.last_validation.get(self.node.generation, -1)
         self.check(step > last, f"the validation of {step} is recorded after that of {last}")
-        self.last_validation[self.node.view] = step
+        self.last_validation[self.node.generation] = step
         self.validations.add(step)
 
     def applied(
@@ -490,11 +491,14 @@ class World(engine.World):
         self.check(limit is None or version <= limit, f"version {version} exceeds max_steps ({limit})")
         for push, gradient in zip(pushes, gradients, strict=True):
             key = push_key(push.report)
-            view, trainer, _, sequence = key
+            generation, trainer, _, sequence = key
             self.note("  applies", key, "in version", version, "positions", push.report.positions)
             self.check(gradient == key, f"the gradient of push {gradient} is applied as that of {key}")
             self.check(key not in self.keys, f"push {key} is applied twice")
-            self.check(view == node.view, f"push {key} of view {view} is applied in view {node.view}")
+            self.check(
+                generation == node.generation,
+                f"push {key} is applied in generation {node.generation}",
+            )
             last = self.last_sequence.get(key[:3], 0)
             if config.server.backup_trainers:
                 self.check(sequence > last, f"push {key} is applied after {last}")

@@ -9,7 +9,7 @@ import torch
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.consistency import Announcement, Readiness, Sync, TrainerId, Verdict
 from paramserver.distributed.membership import Member
-from paramserver.errors import Evicted, PeerLost, RunEnded, TrainingError, ViewChanged
+from paramserver.errors import Evicted, GenerationChanged, PeerLost, RunEnded, TrainingError
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
 from paramserver.simulator.engine import make_gradient, push_key
 from paramserver.transport.autograd import push_root
@@ -48,9 +48,9 @@ class Two:
         self.server = self.world.server
         self.workers = 0
 
-    def join(self, index, view=1):
+    def join(self, index, generation=1):
         self.workers += 1
-        member = Member(index, f"trainer{index}_{self.workers}", self.workers, "here", view=view)
+        member = Member(index, f"trainer{index}_{self.workers}", self.workers, "here", generation=generation)
         return member, self.server.join(member, 8)
 
     def start(self):
@@ -133,7 +133,7 @@ def test_a_request_to_join_that_is_late_does_not_evict_the_process_that_has_join
     run = Two()
     late = Member(0, "trainer0_0", 0, "here")
     (member, _), _ = run.start()
-    for stale in (late, Member(0, "trainer0_9", 9, "here", view=7)):
+    for stale in (late, Member(0, "trainer0_9", 9, "here", generation=7)):
         with pytest.raises(Evicted, match="too late"):
             run.server.join(stale, 8)
     assert run.server.roster.members.get(0) is member
@@ -243,7 +243,7 @@ def test_the_run_returns_to_its_checkpoint_if_it_is_not_known_where_the_data_of_
     run = Two()
     _, (lost, _) = run.join(0), run.join(1)
     run.lose(lost)
-    assert isinstance(run.server.run.error, ViewChanged)
+    assert isinstance(run.server.run.error, GenerationChanged)
 
 
 def test_the_first_step_waits_for_a_trainer_that_was_lost_before_the_start():

@@ -31,7 +31,7 @@ def test_all_invariants_hold_for_all_seeds():
         )
         outcomes.append(outcome)
     # The faults fired: servers and trainers were replaced, and updates were made again.
-    assert sum(outcome.views > 1 for outcome in outcomes) > len(SEEDS) / 10
+    assert sum(outcome.generations > 1 for outcome in outcomes) > len(SEEDS) / 10
     assert sum(outcome.incarnations > 1 for outcome in outcomes) > len(SEEDS) / 10
     assert sum(outcome.redone for outcome in outcomes) > len(SEEDS)
     assert sum(outcome.redone == 0 for outcome in outcomes) > len(SEEDS) / 10
@@ -64,7 +64,7 @@ def without_sequence(ledger, push):
 
 
 def without_incarnation(ledger, sender):
-    return sender.trainer_index in ledger.rows and sender.view == ledger.view
+    return sender.trainer_index in ledger.rows and sender.generation == ledger.generation
 
 
 def without_view(ledger, sender):

@@ -8,8 +8,8 @@ from paramserver.consistency import Ledger, PushId, PushState
 from paramserver.consistency.ledger import LedgerRow
 
 
-def push(sequence=1, incarnation=1, view=1, trainer=0):
-    return PushId(trainer, view, incarnation, sequence)
+def push(sequence=1, incarnation=1, generation=1, trainer=0):
+    return PushId(trainer, generation, incarnation, sequence)
 
 
 def ledger_after(decided=0, pending=False, incarnation=1, **about):
@@ -18,7 +18,7 @@ def ledger_after(decided=0, pending=False, incarnation=1, **about):
     for _ in range(incarnation):
         ledger.admit(0)
     for sequence in range(1, decided + 1 + pending):
-        one = push(sequence, incarnation, ledger.view)
+        one = push(sequence, incarnation, ledger.generation)
         ledger.accept(one, sequence - 1, 2, [2 * sequence - 2, 2 * sequence - 1])
         if sequence <= decided:
             ledger.decide(one)
@@ -58,8 +58,8 @@ def test_no_push_of_an_earlier_process_is_taken_whatever_its_number(decided, pen
 
 
 def test_no_push_of_another_view_is_taken():
-    ledger = ledger_after(decided=2, view=3)
-    assert ledger.state_of(push(3, view=3)) is PushState.NEW
+    ledger = ledger_after(decided=2, generation=3)
+    assert ledger.state_of(push(3, generation=3)) is PushState.NEW
     assert {ledger.state_of(push(3, view=view)) for view in (1, 2, 4)} == {PushState.EVICTED}
 
 
@@ -70,8 +70,8 @@ def test_no_push_is_taken_of_a_trainer_that_has_not_joined():
 def test_what_is_known_does_not_change_by_asking():
     ledger = ledger_after(decided=3, pending=True)
     before = ledger.state_dict()
-    for sequence, incarnation, view, trainer in itertools.product(range(6), (1, 2), (1, 2), (0, 1)):
-        ledger.state_of(push(sequence, incarnation, view, trainer))
+    for sequence, incarnation, generation, trainer in itertools.product(range(6), (1, 2), (1, 2), (0, 1)):
+        ledger.state_of(push(sequence, incarnation, generation, trainer))
     assert ledger.state_dict() == before
 
 
@@ -131,13 +131,13 @@ def test_trainers_do_not_affect_each_other():
 def test_a_state_that_is_restored_continues_except_for_positions_which_trainers_report(decided, incarnation):
     ledger = ledger_after(decided, incarnation=incarnation)
     state = ledger.state_dict()
-    restored = Ledger(view=2)
+    restored = Ledger(generation=2)
     restored.load_state_dict(state)
     assert restored[0] == LedgerRow(**{**vars(ledger[0]), "positions": restored[0].positions})
     assert restored[0].positions == LedgerRow().positions
     assert restored.state_of(push(decided + 1, incarnation)) is PushState.EVICTED  # sent to the server before
     assert restored.admit(0) == incarnation + 1
-    assert restored.state_of(push(1, incarnation + 1, view=2)) is PushState.NEW
+    assert restored.state_of(push(1, incarnation + 1, generation=2)) is PushState.NEW
 
 
 def test_what_trainers_that_no_longer_exist_pushed_is_counted_once():
@@ -146,13 +146,13 @@ def test_what_trainers_that_no_longer_exist_pushed_is_counted_once():
         accepted = PushId(index, 1, ledger.admit(index), 1)
         ledger.accept(accepted, version=0, samples=10**index, positions=[0])
     for num_trainers, samples in ((2, [10101, 1010]), (5, [1, 10, 100, 1000, 10000]), (7, [1, 10, 100, 1000, 10000])):
-        fewer = Ledger(view=2)
+        fewer = Ledger(generation=2)
         fewer.load_state_dict(ledger.state_dict(), num_trainers)
         rows = [row for _, row in sorted(fewer.rows.items())]
         assert [row.samples for row in rows] == samples
         assert [row.pushes for row in rows] == [1] * len(rows)  # their own
         assert sum(row.moved_pushes for row in rows) == 5 - len(rows)
-        last = Ledger(view=3)
+        last = Ledger(generation=3)
         last.load_state_dict(fewer.state_dict(), 1)
         assert (last[0].pushes, last[0].moved_pushes, last[0].samples) == (1, 4, 11111)
 

@@ -73,7 +73,7 @@ def threads(count: int):
 
 
 def set_first_view(store: TCPStore, values: dict[str, str]) -> None:
-    """Set what rank 0 would have set, in the first view."""
+    """Set what rank 0 would have set, in the first generation."""
     store.set("paramserver/test/view", "1")
     for name, value in {"trainers": "[1]", **values}.items():
         store.set(f"paramserver/test/1/{name}", value)
@@ -260,16 +260,16 @@ def test_a_later_view_sees_nothing_of_an_earlier_one():
     with agents_store() as store, threads(1) as pool:
         first = joined(0, 1, store.port, hosted=True)
         first.set("run", "digits-1")
-        other = pool.submit(joined, 1, 2, store.port, hosted=True, view=2)  # the first view is lost for it
-        again = joined(0, 2, store.port, hosted=True, view=2, store=first.base)
+        other = pool.submit(joined, 1, 2, store.port, hosted=True, generation=2)  # the first generation is lost for it
+        again = joined(0, 2, store.port, hosted=True, generation=2, store=first.base)
         assert not again.store.check(["run"])
-        assert (first.view, again.view, other.result(LONG_S).view) == (1, 2, 2)
+        assert (first.generation, again.generation, other.result(LONG_S).generation) == (1, 2, 2)
         assert first.get("run") == "digits-1"
 
 
 def test_rank_zero_keeps_its_store_in_a_later_view():
     first = joined(0, 1, 0)
-    again = joined(0, 1, 0, view=2, store=first.base)
+    again = joined(0, 1, 0, generation=2, store=first.base)
     assert again.base is first.base
 
 
@@ -281,7 +281,7 @@ def test_a_rank_waits_for_the_view_that_it_may_join():
             DeadlineExceeded,
             match=r"^rank 0 did not start again within cluster\.timeout_s \(0\.5 s\); look for its own error",
         ):
-            joined(1, 2, store.port, SHORT_S, hosted=True, view=2)
+            joined(1, 2, store.port, SHORT_S, hosted=True, generation=2)
         assert not store.check(["paramserver/test/1/rank/1"])
 
 
@@ -292,7 +292,7 @@ def test_an_interrupted_rank_does_not_wait_for_a_later_view():
         interrupted.set()
         started = time.monotonic()
         with pytest.raises(Interrupted, match=r"interrupted while waiting for .*rank 0"):
-            joined(1, 2, store.port, interrupted=interrupted, hosted=True, view=2)
+            joined(1, 2, store.port, interrupted=interrupted, hosted=True, generation=2)
     assert time.monotonic() - started < LONG_S / 2
 
 
@@ -322,19 +322,19 @@ def test_a_rank_that_another_process_has_taken_is_not_released():
 def test_a_process_that_joins_a_run_that_has_started_waits_for_no_lost_rank():
     with agents_store() as store:
         set_first_view(store, {"config": dump_yaml(config()), "full": ""})
-        assert joined(1, 3, store.port, hosted=True).view == 1
+        assert joined(1, 3, store.port, hosted=True).generation == 1
 
 
-# Other trainers in a later view.
+# Other trainers in a later generation.
 
 
 def test_a_later_view_begins_without_a_trainer_that_does_not_come_back():
     with agents_store() as store, threads(1) as pool:
         # All that is waited for is rank 1, but rank 2 must connect and join within this limit, also on a busy machine.
-        zero = pool.submit(joined, 0, 3, store.port, 2.0, hosted=True, view=2, trainer_ranks=(1, 2))
-        other = joined(2, 3, store.port, 2.0, hosted=True, view=2)
-        assert (zero.result(LONG_S).view, zero.result(LONG_S).trainer_ranks) == (3, (2,))
-        assert (other.view, other.trainer_ranks) == (3, (2,))
+        zero = pool.submit(joined, 0, 3, store.port, 2.0, hosted=True, generation=2, trainer_ranks=(1, 2))
+        other = joined(2, 3, store.port, 2.0, hosted=True, generation=2)
+        assert (zero.result(LONG_S).generation, zero.result(LONG_S).trainer_ranks) == (3, (2,))
+        assert (other.generation, other.trainer_ranks) == (3, (2,))
 
 
 def test_a_newcomer_that_does_not_come_is_waited_for_a_short_time():
@@ -342,8 +342,8 @@ def test_a_newcomer_that_does_not_come_is_waited_for_a_short_time():
     with agents_store() as store, threads(1) as pool:
         session = {"view": 2, "trainer_ranks": (1, 7), "newcomers": {7}}
         zero = pool.submit(joined, 0, 3, store.port, hosted=True, of=short, **session)
-        assert joined(1, 3, store.port, hosted=True, of=short, view=2).trainer_ranks == (1,)
-        assert zero.result(LONG_S).view == 3
+        assert joined(1, 3, store.port, hosted=True, of=short, generation=2).trainer_ranks == (1,)
+        assert zero.result(LONG_S).generation == 3
 
 
 @pytest.mark.parametrize(("left", "error"), [("1", LeftRun), ("", Evicted)])
@@ -370,7 +370,7 @@ def test_a_trainer_asks_to_join_until_a_view_includes_it():
         requests = first_requests(zero.root)
         assert list(requests.values()) == [ResizeRequest("join", 5)]
         mark_carried_out(zero.root, requests)
-        later = joined(0, 1, store.port, hosted=True, view=2, store=zero.base, trainer_ranks=(5,))
+        later = joined(0, 1, store.port, hosted=True, generation=2, store=zero.base, trainer_ranks=(5,))
         assert asking.result(LONG_S).trainer_ranks == later.trainer_ranks == (5,)
 
 
@@ -592,10 +592,10 @@ def test_the_store_of_another_run_is_reported_as_such():
 
 
 @pytest.mark.parametrize(("view", "missing"), [(None, "the start of rank 0"), ("1", "rank 0's configuration")])
-def test_a_value_of_rank_zero_that_never_comes_is_abandoned(view, missing):
+def test_a_value_of_rank_zero_that_never_comes_is_abandoned(generation, missing):
     with agents_store() as store:
-        if view is not None:
-            store.set("paramserver/test/view", view)
+        if generation is not None:
+            store.set("paramserver/test/view", generation)
         with pytest.raises(DeadlineExceeded, match=f"^{missing} did not come within"):
             joined(1, 2, store.port, SHORT_S, hosted=True)
 

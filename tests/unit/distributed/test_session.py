@@ -32,9 +32,9 @@ def test_an_error_of_the_shutdown_is_raised(monkeypatch):
         session._shutdown_agent()
 
 
-def draw(root, view, process, servers=1):
-    store = PrefixStore(str(view), root)
-    rendezvous = SimpleNamespace(store=store, root=root, view=view, host_and_pid=f"here, process {process}")
+def draw(root, generation, process, servers=1):
+    store = PrefixStore(str(generation), root)
+    rendezvous = SimpleNamespace(store=store, root=root, generation=generation, host_and_pid=f"here, process {process}")
     return session._draw_worker_id(rendezvous, servers)
 
 
@@ -43,11 +43,11 @@ def test_a_new_process_never_gets_the_id_of_one_of_an_earlier_view(monkeypatch, 
     """Also if it draws before those that continue with their ids, and if rank 0, and with it the store, is new."""
     monkeypatch.setattr(session, "autograd_id", lambda: None)
     ids, process, root = [], 0, HashStore()
-    for view, drawn in ((1, 300), (2, 40), (3, 1), (4, 0), (5, 900), (6, 40)):
-        root = HashStore() if view == 5 else root
+    for generation, drawn in ((1, 300), (2, 40), (3, 1), (4, 0), (5, 900), (6, 40)):
+        root = HashStore() if generation == 5 else root
         for _ in range(drawn):
             process += 1
-            ids.append(draw(root, view, process, servers))
+            ids.append(draw(root, generation, process, servers))
     assert ids == sorted(set(ids)), "they grow"
     assert servers <= min(ids)
     assert max(ids) < 1 << 15, "they are 16 bits wide"

@@ -30,7 +30,7 @@ class Session:
         begins = "return_to" if begins is None else begins
         first = 0 if state is None else state["step"]
         later = {"step": first, "furthest_step": first} if begins == "return_to" else {}
-        getattr(self.log, begins)(view=1, trainer_ranks=[0], **later)
+        getattr(self.log, begins)(generation=1, trainer_ranks=[0], **later)
         self.monitor = RunMonitor(Config(mode="local"), FanOut([]), folder / "summary.json", self.log)
         if state is not None:
             self.monitor.load_state_dict(state)

@@ -153,7 +153,7 @@ def test_a_join_waits_until_the_replacement_of_a_lost_trainer_has_caught_up(refe
     row.positions.add([1, 2, 3, 4], 1)
     run.look()
     assert run.wanted == (1, 2, 3)
-    assert len(pending_requests(run.rendezvous.root)) == 1  # until the view begins
+    assert len(pending_requests(run.rendezvous.root)) == 1  # until the generation begins
 
 
 def test_a_join_is_refused_after_a_lost_trainer_was_given_up():

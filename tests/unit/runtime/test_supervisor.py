@@ -34,7 +34,7 @@ class Run:
             exit_code=None,
             done=False,
             left=False,
-            view=1,
+            generation=1,
             trains=False,
             started_at=0.0,
             sent=set(),
@@ -64,13 +64,13 @@ def test_a_replacement_that_comes_too_late_is_no_failure(tmp_path):
 @pytest.mark.parametrize("view_first", [False, True])
 def test_a_replacement_that_came_too_late_takes_part_in_what_is_made_again(tmp_path, view_first):
     run = Run(tmp_path, max_restarts=1)
-    view = {"kind": "view", "rank": 0, "view": 2}  # the other trainer died before the last checkpoint was written
+    generation = {"kind": "view", "rank": 0, "view": 2}  # the other trainer died before the last checkpoint was written
     if view_first:
-        run.supervisor._on_record(run.supervisor._ranks[0], view)
+        run.supervisor._on_record(run.supervisor._ranks[0], generation)
     run.end(2, 1, "RunEnded")
     assert [role.global_rank for _, role in run.supervisor._starts_due] == [2] * view_first
     if not view_first:
-        run.supervisor._on_record(run.supervisor._ranks[0], view)
+        run.supervisor._on_record(run.supervisor._ranks[0], generation)
     assert [role.global_rank for _, role in run.supervisor._starts_due] == [2]
 
 
@@ -97,7 +97,7 @@ def test_rank_0_that_lost_a_trainer_before_the_first_update_is_not_killed_when_t
     assert run.signals == [], "it may still write to the folder of the run"
 
 
-@pytest.mark.parametrize("kind", ["RunEnded", "ViewChanged", "PeerLost"])
+@pytest.mark.parametrize("kind", ["RunEnded", "GenerationChanged", "PeerLost"])
 def test_an_error_that_follows_from_another_rank_is_not_reported_for_it(tmp_path, kind):
     run = Run(tmp_path)
     run.supervisor._on_error(run.supervisor._ranks[2], {"kind": kind, "message": "", "traceback": ""})
@@ -147,7 +147,7 @@ def test_no_run_continues_without_rank_0(tmp_path):
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_a_signal_between_two_views_leaves_a_summary_of_an_interrupted_run(tmp_path, checkpoint):
-    run, how = Run(tmp_path), "interrupted (SIGTERM) between two views of the run"
+    run, how = Run(tmp_path), "interrupted (SIGTERM) between two generations of the run"
     if checkpoint:
         (run.folder / "checkpoints").mkdir()
         (run.folder / "checkpoints" / "latest").write_text("step-00000004")

@@ -214,10 +214,12 @@ class Run:
     def announce(self, trainer):
         return self.aggregator.announce(trainer, GO)
 
-    def push(self, trainer, sequence=1, incarnation=1, version=None, announcement=None, has_gradients=False, view=1):
+    def push(
+        self, trainer, sequence=1, incarnation=1, version=None, announcement=None, has_gradients=False, generation=1
+    ):
         version = self.aggregator.rules.step if version is None else version
         positions = [self.ledger[trainer].positions.low]
-        report = StepReport(trainer, version, 1, 0.5, 0.0, None, positions, (), view, incarnation, sequence)
+        report = StepReport(trainer, version, 1, 0.5, 0.0, None, positions, (), generation, incarnation, sequence)
         return self.aggregator.push(Push(report, None, announcement), has_gradients)
 
     def send(self, trainer, incarnation=1, sequence=1, version=0):

@@ -15,7 +15,7 @@ from paramserver.consistency import Announcement, Decision, Readiness, TrainerId
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member
 from paramserver.distributed.rpc_calls import RemoteError, returns_errors_async
-from paramserver.errors import Evicted, RunEnded, ViewChanged
+from paramserver.errors import Evicted, GenerationChanged, RunEnded
 from paramserver.metrics.records import StepReport, TrainerTotals
 from paramserver.runs.monitor import RunMonitor
 from paramserver.server.build import build_server
@@ -178,7 +178,7 @@ def test_a_trainer_whose_gradients_were_sent_is_not_continued_without_while_othe
     send_gradients(run.server, run.server.shard.leaves, senders[1], 0)
     assert run.server.aggregator.ledger[1].accepted == 1
     run.lose(member)
-    assert isinstance(run.server.run.error, ViewChanged)
+    assert isinstance(run.server.run.error, GenerationChanged)
 
 
 def test_a_process_takes_the_place_of_a_lost_trainer_after_the_loss_was_reported(segments):

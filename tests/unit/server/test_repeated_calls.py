@@ -9,9 +9,9 @@ import torch
 from paramserver.consistency import TrainerId
 from paramserver.server.repeated_calls import LastReplies, executed_once
 
-FIRST = TrainerId(trainer_index=0, view=1, incarnation=1)
-REPLACEMENT = TrainerId(trainer_index=0, view=1, incarnation=2)
-OTHER = TrainerId(trainer_index=1, view=1, incarnation=1)
+FIRST = TrainerId(trainer_index=0, generation=1, incarnation=1)
+REPLACEMENT = TrainerId(trainer_index=0, generation=1, incarnation=2)
+OTHER = TrainerId(trainer_index=1, generation=1, incarnation=1)
 
 
 class Server:

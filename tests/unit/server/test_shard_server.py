@@ -13,7 +13,7 @@ from paramserver.server.shard_server import ShardServer
 from paramserver.transport.autograd import push_root
 from paramserver.transport.messages import ApplyRequest, ShardAssignment
 
-VIEW = 2
+GENERATION = 2
 
 
 class Served:
@@ -26,10 +26,10 @@ class Served:
         shard = full_shard(layout)
         weights = [torch.zeros(size) for size in layout.sizes]
         assignment = ShardAssignment(shard, layout, weights, {}, 0, None, "", shard if by_bucket else None)
-        self.server = ShardServer(task, Config(), 1, assignment, VIEW)
+        self.server = ShardServer(task, Config(), 1, assignment, GENERATION)
 
-    def push(self, incarnation, gradient, sequence=1, version=0, trainer=0, view=VIEW):
-        push = PushId(trainer, view, incarnation, sequence)
+    def push(self, incarnation, gradient, sequence=1, version=0, trainer=0, generation=GENERATION):
+        push = PushId(trainer, generation, incarnation, sequence)
         self.server.report_push(push, version)
         known = trainer, incarnation, version
         if known not in self.pulled:
@@ -60,7 +60,7 @@ def served():
 def test_a_push_of_a_process_that_was_lost_is_not_taken_for_that_of_the_one_in_its_place(served):
     """It reached this server alone. The replacement is granted the same version, and pushes for it."""
     served.push(incarnation=1, gradient=100.0)
-    reply = served.apply(1, PushId(0, VIEW, 2, 1))
+    reply = served.apply(1, PushId(0, GENERATION, 2, 1))
     assert not reply.done()
     served.push(incarnation=2, gradient=3.0)
     assert reply.done()
@@ -69,7 +69,7 @@ def test_a_push_of_a_process_that_was_lost_is_not_taken_for_that_of_the_one_in_i
 
 
 def test_messages_of_a_process_that_was_replaced_are_refused(served):
-    late, gradient = TrainerId(0, VIEW, 1), torch.ones(2)
+    late, gradient = TrainerId(0, GENERATION, 1), torch.ones(2)
     served.server.view_version(late, None)
     pushed = served.push(incarnation=2, gradient=3.0)
     calls = {
@@ -87,7 +87,7 @@ def test_messages_of_a_process_that_was_replaced_are_refused(served):
 
 def test_messages_of_another_view_are_refused(served):
     with pytest.raises(Evicted):
-        served.push(incarnation=1, gradient=100.0, view=VIEW - 1)
+        served.push(incarnation=1, gradient=100.0, generation=GENERATION - 1)
 
 
 def test_a_push_that_is_sent_again_counts_once_before_and_after_it_is_applied(served):
@@ -124,7 +124,7 @@ def test_an_update_whose_pushes_are_here_is_reported_and_made_by_a_message_for_i
     second = by_bucket.push(incarnation=1, gradient=3.0, trainer=0)
     assert names(reply) == (second, first)
     assert by_bucket.weight == 0.0
-    pulled = by_bucket.server.pull(TrainerId(0, VIEW, 1), 1)
+    pulled = by_bucket.server.pull(TrainerId(0, GENERATION, 1), 1)
     assert pulled[0].detach()[:2].tolist() == [-2.0, -2.0]
     assert by_bucket.weight == -2.0
     assert names(by_bucket.apply(1, second, first)) is None
@@ -175,7 +175,7 @@ def test_a_version_that_was_not_computed_is_not_made_by_a_message_for_it(by_buck
     by_bucket.server.begin_update(0, [0, 1], GROUPS)
     by_bucket.push(incarnation=1, gradient=3.0, trainer=0)
     with pytest.raises(TrainingError, match="holds version 0, and 1 no more"):
-        by_bucket.server.pull(TrainerId(0, VIEW, 1), 1)
+        by_bucket.server.pull(TrainerId(0, GENERATION, 1), 1)
     assert by_bucket.weight == 0.0
 
 
@@ -187,11 +187,11 @@ def test_a_version_that_was_not_computed_is_not_made_by_a_message_for_it(by_buck
 def test_a_late_message_of_an_earlier_version_does_not_change_the_present_push(pushed):
     """The trainer's step after it is in progress, or has been pushed."""
     served = Served()
-    server, sender = served.server, TrainerId(0, VIEW, 1)
+    server, sender = served.server, TrainerId(0, GENERATION, 1)
     repeated = server.pull(sender, 0)
     first = served.push(incarnation=1, gradient=1.0)
     assert served.apply(1, first).done()
-    present = PushId(0, VIEW, 1, 2)
+    present = PushId(0, GENERATION, 1, 2)
     served.backward(server.pull(sender, 1), 3.0)
     if pushed:
         server.report_push(present, 1)
@@ -210,7 +210,7 @@ def test_a_late_message_of_an_earlier_version_does_not_change_the_present_push(p
 @pytest.mark.claim("slow-update")
 def test_a_version_that_is_pulled_while_its_successor_is_written_is_not_half_of_each(served):
     """Another trainer was granted it before, and is slow."""
-    pulled, slow = [], TrainerId(1, VIEW, 1)
+    pulled, slow = [], TrainerId(1, GENERATION, 1)
     optimizer = served.server.shard.updater.optimizer
     optimizer.register_step_post_hook(lambda *_: pulled.append(served.server.pull(slow, 0)))
     named = ((served.push(incarnation=1, gradient=3.0), None),)
@@ -222,7 +222,7 @@ def test_a_version_that_is_pulled_while_its_successor_is_written_is_not_half_of_
 
 def test_the_report_of_a_push_that_server_0_dropped_does_not_name_the_gradients_of_the_next_one(served):
     """Its gradients did not arrive here; those of the next push come before the report of that."""
-    server, dropped, present = served.server, PushId(0, VIEW, 1, 1), PushId(0, VIEW, 1, 2)
+    server, dropped, present = served.server, PushId(0, GENERATION, 1, 1), PushId(0, GENERATION, 1, 2)
     server.report_push(dropped, 0)
     other = served.push(incarnation=1, gradient=1.0, trainer=1)
     assert served.apply(1, other).done()
