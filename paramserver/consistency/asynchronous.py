@@ -34,8 +34,8 @@ class Async(FreeRunning):
         super().join(trainer_index)
         self.clocks[trainer_index] = self.slowest_clock
 
-    def leave(self, trainer_index: int) -> None:
-        super().leave(trainer_index)
+    def remove(self, trainer_index: int) -> None:
+        super().remove(trainer_index)
         del self.clocks[trainer_index]
 
     def may_start(self, trainer_index: int) -> bool:

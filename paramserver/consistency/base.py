@@ -149,13 +149,13 @@ class Update:
 class Consistency(ABC):
     """Decides which trainer continues and which gradients make an update; the caller carries the decisions out.
 
-    After each ``announce``, ``push``, ``join``, ``leave``, ``forget``, ``set_blocks`` and ``request_stop``, call
+    After each ``announce``, ``push``, ``join``, ``remove``, ``give_up``, ``set_blocks`` and ``request_stop``, call
     ``next_update`` until it returns None and apply each update, then send what ``pop_decisions`` returns. Not
     thread-safe: one lock of the caller covers these calls.
 
     A trainer whose process is lost leaves, and its replacement joins under the same index. In between the others
     continue. If their data ends first they wait, because that of the lost trainer has not been served, until a
-    replacement joins or ``forget`` gives the lost one up.
+    replacement joins or ``give_up`` is called for the lost one.
     """
 
     lockstep: bool
@@ -211,7 +211,7 @@ class Consistency(ABC):
         self._lost.discard(trainer_index)
         self.dropped.setdefault(trainer_index, 0)
 
-    def leave(self, trainer_index: int) -> None:
+    def remove(self, trainer_index: int) -> None:
         """Forget a trainer, for which no other waits any longer.
 
         A push of it that was counted remains part of an update; from now on its pushes are rejected, and it must not
@@ -226,7 +226,7 @@ class Consistency(ABC):
             self._lost.add(trainer_index)
         self._drained.discard(trainer_index)
 
-    def forget(self, trainer_index: int) -> None:
+    def give_up(self, trainer_index: int) -> None:
         """Give up a trainer that left: the run may end although not all of its data was served."""
         self._lost.discard(trainer_index)
 

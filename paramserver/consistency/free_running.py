@@ -92,8 +92,8 @@ class FreeRunning(Consistency):
         super().join(trainer_index)
         self._to_validate[trainer_index], self._unassigned = self._unassigned, []
 
-    def leave(self, trainer_index: int) -> None:
-        super().leave(trainer_index)
+    def remove(self, trainer_index: int) -> None:
+        super().remove(trainer_index)
         self._permits.pop(trainer_index, None)
         if self._at_barrier and not self.participants:
             self._at_barrier, self._last_barrier = False, -1  # for those that join: none has done what is due
@@ -103,8 +103,8 @@ class FreeRunning(Consistency):
         for version, share in pending:
             self._assign(version, share)
 
-    def forget(self, trainer_index: int) -> None:
-        super().forget(trainer_index)
+    def give_up(self, trainer_index: int) -> None:
+        super().give_up(trainer_index)
         self._end_if_all_served()
 
     # Validations.

@@ -94,8 +94,8 @@ class Sync(Consistency):
     def in_step(self) -> bool:
         return bool(self._active)
 
-    def leave(self, trainer_index: int) -> None:
-        super().leave(trainer_index)
+    def remove(self, trainer_index: int) -> None:
+        super().remove(trainer_index)
         self._active = tuple(i for i in self._active if i != trainer_index or i in self._pushed)
         if trainer_index in self._active:
             self._left.add(trainer_index)

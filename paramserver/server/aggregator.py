@@ -175,8 +175,8 @@ class Aggregator:
         if (transport := self.transports.pop(trainer_index, None)) is not None:
             transport.unpin()
         if trainer_index in self.rules.trainers:
-            self.rules.leave(trainer_index)
-        self._shard.forget(trainer_index)
+            self.rules.remove(trainer_index)
+        self._shard.discard_incomplete(trainer_index)
         self._shard.abandon_update()
         for future in waiting:
             future.set_result(error)
@@ -184,9 +184,9 @@ class Aggregator:
         if not (self.rules.in_step or self._applying):
             self._release_version_waits()  # of a step that had no other trainer; the next decision begins it again
 
-    def forget(self, trainer_index: int) -> None:
+    def give_up(self, trainer_index: int) -> None:
         """Do not wait for another process in the place of a lost trainer."""
-        self.rules.forget(trainer_index)
+        self.rules.give_up(trainer_index)
         self._process()
 
     def takes_part(self, sender: TrainerId) -> bool:
@@ -339,14 +339,14 @@ class Aggregator:
             self.store.updater.on_epoch_end()
             self.monitor.enter_epoch(self._epoch)
 
-    def pull(self, sender: TrainerId, version: int, held: Collection[int] = ()) -> tuple[Tensor, ...]:
+    def pull(self, sender: TrainerId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
         """Return the version that a trainer was granted; see ``ParameterShard.pull``.
 
         Raises:
             TrainingError: it was granted another one: the message was overtaken.
         """
         self._check_granted(sender.trainer_index, version, "pulled it")
-        return self._shard.pull(sender, version, held)
+        return self._shard.pull(sender, version, received)
 
     def _check_granted(self, trainer_index: int, version: int, act: str) -> None:
         if self._granted.get(trainer_index) != version:
@@ -395,7 +395,7 @@ class Aggregator:
             self._shard.report_push(push_id(report), report.version)
         if has_gradients and self._incomplete.get(trainer_index) is pending:
             del self._incomplete[trainer_index]
-            self._shard.forget(trainer_index)
+            self._shard.discard_incomplete(trainer_index)
             raise TrainingError(f"trainer {trainer_index} stepped a context without gradients; call backward first")
         return future
 
@@ -522,8 +522,8 @@ class Aggregator:
         # A repeated call gets the reply of the first.
         return self._version_waits.futures.get(trainer_index) or self._version_waits.add(trainer_index, None)
 
-    def view_version(self, trainer_index: int, version: int | None, held: Collection[int] = ()) -> VersionView:
-        """Return a retained version, or the current one; None for whichever is current, and that without ``held``.
+    def view_version(self, trainer_index: int, version: int | None, without: Collection[int] = ()) -> VersionView:
+        """Return a retained version, or the current one; None for whichever is current, and that without ``without``.
 
         Raises:
             TrainingError: the message was overtaken: the trainer computes with the version that it was granted since.
@@ -536,7 +536,7 @@ class Aggregator:
             return transport.view_retained(*self.store.retained(version))
         slot, flats = transport.view_version()
         buffers = self.store.buffers if transport.sends_buffers else None
-        return VersionView(slot, tuple(without_values(flats, held)), buffers)
+        return VersionView(slot, tuple(without_values(flats, without)), buffers)
 
     def pop_waiters(self) -> list[Future]:
         """Remove and return the futures of all calls that wait; the caller replies to them."""

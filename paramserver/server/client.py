@@ -465,12 +465,12 @@ class ServerClient(ServerConnection):
         self._announced += 1
         return self.call_deferred(ParameterServer.announce, self._id, announcement, self._announced, buffers)
 
-    def pull(self, version: int, held: Iterable[GradientBucket] = ()) -> list[InFlightCall[tuple[Tensor, ...]]]:
+    def pull(self, version: int, received: Iterable[GradientBucket] = ()) -> list[InFlightCall[tuple[Tensor, ...]]]:
         """Pull a version inside this thread's distributed-autograd context: a call for each server, in order.
 
-        Of the buckets ``held``, which were received early, empty tensors are sent where the version has these.
+        Of the buckets ``received``, which were received early, empty tensors are sent where the version has these.
         """
-        servers = zip((SERVER_NAME, *self._shard_servers), self._by_server(held), strict=True)
+        servers = zip((SERVER_NAME, *self._shard_servers), self._by_server(received), strict=True)
         return [self.begin(name, ShardHandlers.pull, self._id, version, own) for name, own in servers]
 
     def send_bucket(
@@ -544,12 +544,12 @@ class ServerClient(ServerConnection):
 
     # Validation, checkpoints, records.
 
-    def view_version(self, version: int | None, held: Iterable[GradientBucket] = ()) -> VersionView:
+    def view_version(self, version: int | None, without: Iterable[GradientBucket] = ()) -> VersionView:
         """Return a version without gradients; None for the current one of each server.
 
-        Of the ranges ``held`` no values are sent.
+        Of the ranges ``without`` no values are sent.
         """
-        numbers = self._by_server(held)
+        numbers = self._by_server(without)
         others = zip(self._shard_servers, numbers[1:], strict=True)
         on_shards = [self.begin(name, ShardServer.view_version, self._id, version, own) for name, own in others]
         view = self.call(ParameterServer.view_version, self._id, version, numbers[0])

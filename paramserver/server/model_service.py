@@ -212,15 +212,15 @@ class ServedTransport(ServerTransport):
         return self.add_gradients(dist_autograd.get_gradients(self.context_id))  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def add_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
+    def add_gradients(self, by_leaf: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
         """Return the sum over all calls of the step, in flat tensors; None if no parameter has a gradient.
 
         Args:
-            held: gradients by leaf of the replicas, as the distributed-autograd context of the step has them.
+            by_leaf: gradients by leaf of the replicas, as the distributed-autograd context of the step has them.
         """
         # When a module is copied, a function keeps its references: a gradient that it made is of no version, and lost.
         for name, parameter in self._model.named_parameters():
-            if parameter in held:
+            if parameter in by_leaf:
                 raise TaskError(
                     f"the model reaches parameter {name} through a function (a lambda, a hook), which no copy of the "
                     "model can follow; make it a method, or use server.compute: trainer"
@@ -235,7 +235,7 @@ class ServedTransport(ServerTransport):
         views = self._parameter_layout.views(self._gradients)
         self._used = []
         for name in self._trained:
-            parts = [[held[r.leaves[name]] for r in batch if r.leaves[name] in held] for batch in batches]
+            parts = [[by_leaf[r.leaves[name]] for r in batch if r.leaves[name] in by_leaf] for batch in batches]
             self._used.append(_add_up(name, [part for part in parts if part], views[name]))
         return list(self._gradients) if any(self._used) else None
 

@@ -66,8 +66,8 @@ class TutorialMethods(nn.Module):
     def get_dist_gradients(self, context_id: int) -> dict[str, Tensor]:
         """Return the gradients that a distributed-autograd context holds, by parameter name, on the CPU."""
         self._require_all_parameters()
-        held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
-        by_name = self.aggregator.store.gradients_by_name(held, self.shard.updater.leaves)
+        gradients = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
+        by_name = self.aggregator.store.gradients_by_name(gradients, self.shard.updater.leaves)
         return {name: view.cpu() for name, view in by_name.items()}
 
     def get_param_rrefs(self) -> list[Any]:
@@ -259,11 +259,11 @@ class ParameterServer(TutorialMethods, ShardHandlers):
         with self._lock:
             return self.aggregator.announce(self.roster.admit(sender), announcement, number, buffers)
 
-    def pull(self, sender: TrainerId, version: int, held: Collection[int] = ()) -> tuple[Tensor, ...]:
+    def pull(self, sender: TrainerId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
         with self._lock:
             self.roster.admit(sender)
             self.roster.note_context(sender)
-            return self.aggregator.pull(sender, version, held)
+            return self.aggregator.pull(sender, version, received)
 
     @repeatable
     def receive_bucket(
@@ -297,14 +297,14 @@ class ParameterServer(TutorialMethods, ShardHandlers):
             return self.aggregator.wait_version(self.roster.admit(sender), version)
 
     @repeatable
-    def view_version(self, sender: TrainerId, version: int | None, held: Collection[int] = ()) -> VersionView:
+    def view_version(self, sender: TrainerId, version: int | None, without: Collection[int] = ()) -> VersionView:
         """Return a retained version, or the current one, without gradients; None for whichever is current.
 
-        Of the flat tensors ``held`` no values are sent.
+        Of the flat tensors ``without`` no values are sent.
         """
         # Also after a failure: a trainer in the middle of a validation learns of it with its next step.
         with self._lock:
-            return self.aggregator.view_version(self.roster.index_of(sender), version, held)
+            return self.aggregator.view_version(self.roster.index_of(sender), version, without)
 
     # The model on the server: see ``ModelService``.
 

@@ -170,7 +170,7 @@ class ParameterStore:
         # After the optimizer: torch warns, and skips the first learning rate, in the other order.
         self.updater.on_update(optimizer)
 
-    def gradients_by_name(self, held: Mapping[Tensor, Tensor], leaves: Sequence[Tensor]) -> dict[str, Tensor]:
+    def gradients_by_name(self, by_leaf: Mapping[Tensor, Tensor], leaves: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the gradients that a context holds at ``leaves`` by parameter name, zero for those it lacks."""
-        flats = [held[leaf] if leaf in held else torch.zeros_like(leaf) for leaf in leaves]
+        flats = [by_leaf[leaf] if leaf in by_leaf else torch.zeros_like(leaf) for leaf in leaves]
         return self.parameters.layout.views(flats)

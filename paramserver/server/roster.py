@@ -333,7 +333,7 @@ class Roster:
         for index in sorted(late - self._given_up - divided):
             self._given_up.add(index)
             with self._run.lock:
-                self._aggregator.forget(index)
+                self._aggregator.give_up(index)
             self._monitor.note(
                 f"no process took the place of trainer {index} within cluster.timeout_s ({limit_s:g} s); what is left "
                 "of its data is not served"

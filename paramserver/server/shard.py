@@ -56,13 +56,13 @@ class ShardHandlers(ABC):
     """The handlers that every server has for its shard, server 0 among them."""
 
     @abstractmethod
-    def pull(self, sender: TrainerId, version: int, held: Collection[int] = ()) -> tuple[Tensor, ...]:
+    def pull(self, sender: TrainerId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
         """Return the server's shard of a version, recorded in the trainer's distributed-autograd context.
 
         Args:
             sender: the trainer.
             version: that it was granted.
-            held: see ``ParameterShard.pull``.
+            received: see ``ParameterShard.pull``.
         """
 
     @abstractmethod
@@ -167,32 +167,32 @@ class ParameterShard:
         """Return the current version in the form in which it is sent, immutable."""
         return self._wire.current()
 
-    def pull(self, sender: TrainerId, version: int, held: Collection[int] = ()) -> tuple[Tensor, ...]:
+    def pull(self, sender: TrainerId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
         """Return a version whose gradients return here: that of the first tensor by distributed autograd.
 
         Args:
             sender: the trainer.
             version: the current one, or one that is retained.
-            held: what the trainer has already of the current one: empty tensors take the place of buckets that were
+            received: what the trainer has already of the current one: empty tensors take the place of buckets that were
                 sent early, and where there are no such updates tensors without values that of the others.
         """
         self.admit(sender)
         self._reach(version)
         flats = self.sent_version() if version == self.version else self._wire.encode(self._find(version))
         if self.pipeline is None:
-            flats = without_values(flats, held)
+            flats = without_values(flats, received)
         # The gradient of the first tensor is complete last. The others are sent in messages, during the backward.
         first = pull(self.leaves[:1], flats[:1], partial(self._first_arrived, sender, version))
         if self.pipeline is None or version != self.version:
             return *first, *flats[1:]
-        return self.pipeline.leave_out([*first, *flats[1:]], held)
+        return self.pipeline.leave_out([*first, *flats[1:]], received)
 
-    def view_version(self, version: int | None, held: Collection[int] = ()) -> tuple[Tensor, ...]:
-        """Return a version without gradients; None for the current one, and that without the values of ``held``."""
+    def view_version(self, version: int | None, without: Collection[int] = ()) -> tuple[Tensor, ...]:
+        """Return a version without gradients; None for the current one, and that without the values of ``without``."""
         if version is not None:
             self._reach(version)
         if version is None or version == self.version:
-            return tuple(without_values(self.sent_version(), held))
+            return tuple(without_values(self.sent_version(), without))
         return tuple(self._find(version))
 
     def _current(self) -> list[Tensor]:
@@ -284,11 +284,11 @@ class ParameterShard:
             raise Evicted(f"another process has taken the place of trainer {index}")
         if sender.incarnation > known:
             self._incarnations[index] = sender.incarnation
-            self.forget(index)
+            self.discard_incomplete(index)
             self._pushed.pop(index, None)
         return index
 
-    def forget(self, trainer_index: int) -> None:
+    def discard_incomplete(self, trainer_index: int) -> None:
         """Discard the push of a trainer that is not complete; one that is complete stays."""
         self._assemblies.pop(trainer_index, None)
         self._reported.pop(trainer_index, None)

@@ -129,16 +129,16 @@ class ShardServer(ShardHandlers):
 
     # Handlers that trainers call.
 
-    def pull(self, sender: TrainerId, version: int, held: Collection[int] = ()) -> tuple[Tensor, ...]:
+    def pull(self, sender: TrainerId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
         with self._lock:
-            return self.shard.pull(sender, version, held)
+            return self.shard.pull(sender, version, received)
 
     @repeatable
-    def view_version(self, sender: TrainerId, version: int | None, held: Collection[int] = ()) -> tuple[Tensor, ...]:
-        """Return this shard of a version without gradients; None for the current one, and that without ``held``."""
+    def view_version(self, sender: TrainerId, version: int | None, without: Collection[int] = ()) -> tuple[Tensor, ...]:
+        """Return this shard of a version without gradients; None for the current one, and that without ``without``."""
         with self._lock:
             self.shard.admit(sender)
-            return self.shard.view_version(version, held)
+            return self.shard.view_version(version, without)
 
     @repeatable
     def receive_bucket(

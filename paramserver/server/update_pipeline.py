@@ -131,8 +131,8 @@ class UpdatePipeline:
             # A repeated message gets the reply to the first.
             future: Future = self._waiting.setdefault((bucket, trainer_index), torch.futures.Future())
             if gradient is not None:
-                held = self._arrived.setdefault(bucket, {})
-                if not has_all or held.setdefault(trainer_index, gradient) is not gradient:
+                arrived = self._arrived.setdefault(bucket, {})
+                if not has_all or arrived.setdefault(trainer_index, gradient) is not gradient:
                     self._exclude(bucket)
             if not (is_decided := bucket in self._excluded or bucket in self._computed):
                 self._compute_if_complete(bucket)
@@ -142,13 +142,13 @@ class UpdatePipeline:
 
     def _compute_if_complete(self, bucket: int) -> None:
         """Submit the computation of a bucket once all of its gradients are here. Called with the lock held."""
-        held = self._arrived.get(bucket, {})
+        arrived = self._arrived.get(bucket, {})
         if bucket in self._excluded or bucket in self._submitted:
             return
-        if not self._trainers or not all(index in held for index in self._trainers):
+        if not self._trainers or not all(index in arrived for index in self._trainers):
             return
         self._submitted.add(bucket)
-        gradients = [held[index] for index in self._trainers]
+        gradients = [arrived[index] for index in self._trainers]
         self._submit(partial(self._compute, bucket, gradients, self._groups, self._step))
 
     def _compute(self, bucket: int, gradients: Sequence[Tensor], groups: list[dict[str, Any]], step: object) -> None:
@@ -272,10 +272,10 @@ class UpdatePipeline:
                 self._snapshot = self.updates.clone()
             return self._snapshot
 
-    def leave_out(self, version: Sequence[Tensor], held: Collection[int]) -> tuple[Tensor, ...]:
-        """Return what is sent of the current version to a trainer that received the buckets ``held`` of it early.
+    def leave_out(self, version: Sequence[Tensor], received: Collection[int]) -> tuple[Tensor, ...]:
+        """Return what is sent of the current version to a trainer that received the buckets ``received`` of it early.
 
         In the place of those is an empty tensor.
         """
-        known = self.sent_early.intersection(held)
+        known = self.sent_early.intersection(received)
         return tuple(flat.new_empty(0) if n in known else flat for n, flat in enumerate(version))

@@ -257,9 +257,9 @@ def _part(whole: Tensor, first: int, end: int) -> Tensor:
     return torch.from_numpy(whole.view(torch.uint8)[first * item : end * item].numpy()).view(whole.dtype)
 
 
-def without_values(flats: Sequence[Tensor], held: Collection[int]) -> list[Tensor]:
-    """Return ``flats`` with a tensor of one element, expanded to the same shape, in the place of each in ``held``."""
-    return [flat.new_zeros(1).expand(flat.shape) if n in held else flat for n, flat in enumerate(flats)]
+def without_values(flats: Sequence[Tensor], left_out: Collection[int]) -> list[Tensor]:
+    """Return ``flats`` with a tensor of one element, expanded to its shape, in the place of each in ``left_out``."""
+    return [flat.new_zeros(1).expand(flat.shape) if n in left_out else flat for n, flat in enumerate(flats)]
 
 
 def _slice(dense: Tensor, start: int, length: int) -> Tensor:

@@ -195,7 +195,7 @@ class SimulatedRun:
             candidates = sorted(self.awaited) or gone or sorted(self.forgotten)
         choice = self.random.random()
         if self.awaited and choice < 0.1:
-            self._forget(self.random.choice(sorted(self.awaited)))
+            self._give_up(self.random.choice(sorted(self.awaited)))
         elif must_help:
             self._join(self.random.choice(candidates))
         elif gone and choice < 0.55:
@@ -205,9 +205,9 @@ class SimulatedRun:
             self.trainers[-1].state = "gone"
             self._join(len(self.trainers) - 1)
         elif self.live:
-            self._leave(self.random.choice(sorted(self.live)))
+            self._lose(self.random.choice(sorted(self.live)))
 
-    def _leave(self, index: int) -> None:
+    def _lose(self, index: int) -> None:
         trainer = self.trainers[index]
         at_barrier = index in self.at_barrier
         self.left["barrier" if at_barrier else "validating" if trainer.validating else trainer.state] += 1
@@ -221,7 +221,7 @@ class SimulatedRun:
         if at_barrier and not self.at_barrier:
             self.barriers.remove(self.step)  # the next ones do what is due
         self.blocking.discard(index)
-        self.rules.leave(index)
+        self.rules.remove(index)
         assert self.rules.rejection_reason(index, trainer.version) is not None
 
     def _join(self, index: int) -> None:
@@ -232,10 +232,10 @@ class SimulatedRun:
         self.rules.join(index)
         assert self.rules.rejection_reason(index, self.step) is not None
 
-    def _forget(self, index: int) -> None:
+    def _give_up(self, index: int) -> None:
         self.awaited.discard(index)
         self.forgotten.add(index)
-        self.rules.forget(index)
+        self.rules.give_up(index)
 
     def _note_ending(self) -> None:
         """From now on no trainer starts a step, except to complete an update."""

@@ -280,9 +280,9 @@ def test_a_trainer_without_a_saved_clock_starts_with_the_slowest(state, clocks):
 def test_the_clock_of_a_lost_trainer_is_not_saved():
     rules = Bounded(terms(3), 1)
     take_step(rules, 0)
-    rules.leave(1)
+    rules.remove(1)
     assert rules.state_dict() == {"clocks": [1, None, 0]}
-    rules.leave(2)
+    rules.remove(2)
     assert rules.state_dict() == {"clocks": [1]}
 
 
@@ -306,7 +306,7 @@ def test_a_push_that_was_counted_is_applied_after_its_trainer_left(kind):
     rules = kind(terms(2))
     free(rules, 0)
     assert rules.push(0, 0, 7)
-    rules.leave(0)
+    rules.remove(0)
     rules.join(0)
     assert rules.next_update() == Update((0,), (0,), 0)
     assert (rules.step, rules.samples, rules.next_update()) == (1, 7, None)
@@ -320,7 +320,7 @@ def test_the_slowest_trainer_holds_no_other_up_after_it_left(announced):
     assert announce(rules, 0) == {}
     if announced:
         free(rules, 1)
-    rules.leave(1)
+    rules.remove(1)
     assert {i: d.verdict for i, d in rules.pop_decisions().items()} == {0: GO}
     assert "outside a step" in rules.rejection_reason(1, 1)
 
@@ -342,7 +342,7 @@ def test_the_permit_of_a_trainer_that_left_is_free_again(limits):
     rules = Async(terms(2, limits))
     free(rules, 0)
     assert announce(rules, 1) == {}
-    rules.leave(0)
+    rules.remove(0)
     assert {i: d.verdict for i, d in rules.pop_decisions().items()} == {1: GO}
     push(rules, 1, 0)
     assert (rules.step, rules.samples) == (1, 1)
@@ -362,20 +362,20 @@ def test_a_barrier_does_not_wait_for_a_trainer_that_left(state):
     for index in range(3 if state == "validating" else 2 if validates else 0):
         free(rules, index, Verdict.VALIDATE)
     if state == "drained":
-        rules.leave(2)
+        rules.remove(2)
     assert announce(rules, 0) == {}
     if state == "drained":
         assert announce(rules, 1) == dict.fromkeys((0, 1), Verdict.BARRIER)
     else:
         assert announce(rules, 1) == {}
-        rules.leave(2)
+        rules.remove(2)
         if validates:  # its share is that of another now
             assert rules.pop_decisions() == {0: Decision(Verdict.VALIDATE, (), 1, 1, share=2)}
             rules.share_reported(0)
             rules.announce(0, READY)
         assert rules.pop_decisions() == others
     assert rules.participants == {0, 1}
-    rules.leave(1)
+    rules.remove(1)
     assert rules.participants == {0}
 
 
@@ -384,7 +384,7 @@ def test_the_last_step_before_a_barrier_is_that_of_another_if_its_trainer_left()
     free(rules, 1)
     take_step(rules, 0)
     assert announce(rules, 0) == {}
-    rules.leave(1)
+    rules.remove(1)
     assert {i: d.verdict for i, d in rules.pop_decisions().items()} == {0: GO}
     push(rules, 0, 1)
     free(rules, 0, Verdict.BARRIER)
@@ -404,7 +404,7 @@ def test_a_barrier_that_all_leave_is_that_of_the_trainers_that_join():
     rules = Async(terms(1, barrier_every=(1,)))
     take_step(rules, 0)
     free(rules, 0, Verdict.BARRIER)
-    rules.leave(0)
+    rules.remove(0)
     assert rules.pop_decisions() == {}
     rules.join(0)
     free(rules, 0, Verdict.BARRIER)
@@ -414,7 +414,7 @@ def test_a_barrier_that_all_leave_is_that_of_the_trainers_that_join():
 def test_a_barrier_that_is_due_waits_for_the_first_trainer_that_joins():
     rules = Async(terms(1, barrier_every=(1,)))
     take_step(rules, 0)
-    rules.leave(0)
+    rules.remove(0)
     assert rules.pop_decisions() == {}
     rules.join(0)
     free(rules, 0, Verdict.BARRIER)
@@ -434,15 +434,15 @@ def share_of(rules, index: int) -> tuple[int, int]:
 def test_the_share_of_a_trainer_that_left_is_validated_by_one_that_was_there():
     rules = Async(terms(3, validate_every=1))
     take_step(rules, 0)
-    rules.leave(2)
+    rules.remove(2)
     rules.join(2)
     free(rules, 2)  # it has nothing to validate
     assert [share_of(rules, i) for i in (0, 1, 0)] == [(1, 0), (1, 1), (1, 2)]
     assert not rules.is_validated(1)
     rules.share_reported(1)
-    rules.leave(1)  # what it has reported counts
+    rules.remove(1)  # what it has reported counts
     assert not rules.is_validated(1)
-    rules.leave(0)  # while it validates the share of 2, which is the trainer's own again
+    rules.remove(0)  # while it validates the share of 2, which is the trainer's own again
     assert not rules.is_validated(1)
     push(rules, 2, 1)
     assert share_of(rules, 2) == (1, 2)
@@ -455,8 +455,8 @@ def test_a_validation_without_any_trainer_is_made_by_the_first_that_joins():
     rules = Async(terms(2, validate_every=1))
     take_step(rules, 0)
     assert share_of(rules, 0) == (1, 0)
-    rules.leave(1)
-    rules.leave(0)
+    rules.remove(1)
+    rules.remove(0)
     rules.join(0)
     assert not rules.is_validated(1)
     assert [share_of(rules, 0), share_of(rules, 0)] == [(1, 0), (1, 1)]
@@ -471,7 +471,7 @@ def test_a_validation_under_way_delays_no_other_after_its_trainer_left():
     take_step(rules, 0)
     free(rules, 0, Verdict.VALIDATE)
     assert announce(rules, 0) == {}  # 1 and 2 are retained for trainer 1
-    rules.leave(1)
+    rules.remove(1)
     assert rules.pop_decisions() == {0: Decision(Verdict.VALIDATE, (), 1, 2, share=1)}
     assert share_of(rules, 0) == (2, 1)
     free(rules, 0)
@@ -480,14 +480,14 @@ def test_a_validation_under_way_delays_no_other_after_its_trainer_left():
 @pytest.mark.parametrize("replaced", [True, False])
 def test_the_data_of_a_lost_trainer_is_waited_for_until_it_is_forgotten(replaced):
     rules = Async(terms(2))
-    rules.leave(1)
+    rules.remove(1)
     assert announce(rules, 0, DRAINED) == {}
     if replaced:
         rules.join(1)
         take_step(rules, 1)
         assert announce(rules, 1, DRAINED) == dict.fromkeys((0, 1), Verdict.END)
     else:
-        rules.forget(1)
+        rules.give_up(1)
         assert {i: (d.verdict, d.reason) for i, d in rules.pop_decisions().items()} == {
             0: (Verdict.END, "all data was served")
         }
@@ -496,20 +496,20 @@ def test_the_data_of_a_lost_trainer_is_waited_for_until_it_is_forgotten(replaced
 def test_the_end_does_not_wait_for_a_trainer_that_left_after_its_data_had_ended():
     rules = Async(terms(2))
     announce(rules, 1, DRAINED)
-    rules.leave(1)
+    rules.remove(1)
     assert announce(rules, 0, DRAINED) == {0: Verdict.END}
 
 
 def test_data_that_ends_first_ends_the_run_also_while_a_trainer_is_lost():
     rules = Async(terms(2, uneven_inputs="stop"))
-    rules.leave(1)
+    rules.remove(1)
     rules.announce(0, DRAINED)
     assert rules.pop_decisions()[0].reason == "trainer 0 has no more data (training.uneven_inputs: stop)"
 
 
 @pytest.mark.parametrize("rules", [Async(terms(2)), BackupSync(terms(2), 1), Sync(terms(2))])
 def test_a_signal_reaches_trainers_that_wait_for_a_replacement(rules):
-    rules.leave(1)
+    rules.remove(1)
     assert announce(rules, 0, DRAINED) == {}
     rules.request_stop(Stop.SIGNAL, "signal SIGTERM")
     end = Decision(Verdict.END, (), 0, 0, "signal SIGTERM", interrupted=True)
@@ -518,8 +518,8 @@ def test_a_signal_reaches_trainers_that_wait_for_a_replacement(rules):
 
 @pytest.mark.parametrize("rules", [Async(terms(2)), Bounded(terms(2), 0), BackupSync(terms(2), 1), Sync(terms(2))])
 def test_without_any_trainer_nothing_happens_until_one_joins(rules):
-    rules.leave(0)
-    rules.leave(1)
+    rules.remove(0)
+    rules.remove(1)
     assert (rules.next_update(), rules.pop_decisions(), rules.state_dict() in ({}, {"clocks": []})) == (None, {}, True)
     rules.join(3)
     free(rules, 3)
@@ -532,7 +532,7 @@ def test_without_any_trainer_nothing_happens_until_one_joins(rules):
 def test_the_push_of_a_backup_trainer_that_left_is_part_of_the_update_once():
     rules = backups(3, 1)
     push(rules, 0, 0, 5)
-    rules.leave(0)
+    rules.remove(0)
     assert rules.next_update() is None  # the first two of three still
     rules.join(0)
     assert announce(rules, 0) == {}  # one gradient of each trainer in a version
@@ -544,8 +544,8 @@ def test_the_push_of_a_backup_trainer_that_left_is_part_of_the_update_once():
 @pytest.mark.parametrize("number", [1, 2])
 def test_an_update_has_a_gradient_although_no_more_trainers_are_left_than_backups(number):
     rules = backups(3, number)
-    rules.leave(2)
-    rules.leave(1)
+    rules.remove(2)
+    rules.remove(1)
     assert rules.next_update() is None
     assert push(rules, 0, 0).trainers == (0,)
 
@@ -554,7 +554,7 @@ def test_the_last_that_has_not_pushed_leaves_and_completes_the_update():
     rules = backups(3, 0)
     push(rules, 0, 0)
     push(rules, 2, 0)
-    rules.leave(1)
+    rules.remove(1)
     assert rules.next_update() == Update((0, 2), (0, 0), 0)
 
 

@@ -300,7 +300,7 @@ class SimulatedRun:
             index = self.random.choice(sorted(self.lost))
             self.lost.remove(index)
             self.forgotten.add(index)
-            self.rules.forget(index)
+            self.rules.give_up(index)
             self.seen.add("forgotten")
         elif must_help or (gone and choice < 0.5):
             self.join(self.random.choice(sorted(self.lost) or gone or sorted(self.forgotten)))
@@ -325,7 +325,7 @@ class SimulatedRun:
         for members in (self.live, self.drained, self.to_announce, self.to_push, self.idle, self.together):
             members.discard(index)
         self.announced.pop(index, None)
-        self.rules.leave(index)
+        self.rules.remove(index)
 
     def follow(self) -> None:
         """What follows from an event: an update, an abandoned step, one decision for all live trainers, or nothing."""
@@ -412,7 +412,7 @@ def test_a_decision_does_not_wait_for_a_trainer_that_left(announced):
     rules = round_of(3)
     if announced:
         assert announce(rules, 1) is None
-    rules.leave(1)
+    rules.remove(1)
     assert announce(rules, 0) is None
     assert announce(rules, 2).active == (0, 2)
     assert rules.rejection_reason(1, 0) is not None
@@ -421,7 +421,7 @@ def test_a_decision_does_not_wait_for_a_trainer_that_left(announced):
 def test_the_last_that_has_not_announced_leaves():
     rules = round_of(2)
     announce(rules, 0)
-    rules.leave(1)
+    rules.remove(1)
     assert rules.pop_decisions()[0].active == (0,)
     assert rules.participants == {0}
 
@@ -430,7 +430,7 @@ def test_the_mean_is_over_those_that_push_when_one_leaves_before():
     rules = started(3)
     pushed(rules, 1, 5)
     pushed(rules, 2, 7)
-    rules.leave(0)  # which was asked for the module buffers
+    rules.remove(0)  # which was asked for the module buffers
     assert rules.next_update() == Update((1, 2), (0, 0), buffers_from=1)
     assert (rules.step, rules.samples, rules.participants) == (1, 12, {1, 2})
 
@@ -439,14 +439,14 @@ def test_the_module_buffers_are_those_of_the_last_that_pushed_where_inputs_are_j
     rules = started(3, uneven_inputs="join")
     assert rules.wants_buffers_from(2)
     pushed(rules, 0, 1)
-    rules.leave(2)
+    rules.remove(2)
     assert pushed(rules, 1, 1).buffers_from == 1
 
 
 def test_a_push_that_was_counted_is_applied_once_after_its_trainer_left():
     rules = started(2)
     pushed(rules, 0, 5)
-    rules.leave(0)
+    rules.remove(0)
     rules.join(0)
     assert rules.next_update() is None
     assert rules.rejection_reason(0, 0) == "trainer 0 pushed twice in step 0"
@@ -462,7 +462,7 @@ def test_a_step_that_all_leave_before_they_push_is_abandoned_and_taken_again():
     announce(rules, 0, Announcement(DRAINED))
     assert announce(rules, 1).active == (1,)
     assert rules.in_step
-    rules.leave(1)
+    rules.remove(1)
     assert not rules.in_step
     assert (rules.next_update(), rules.pop_decisions(), rules.step) == (None, {}, 0)
     rules.join(1)
@@ -484,7 +484,7 @@ def test_a_trainer_that_joins_during_a_step_takes_part_in_the_next():
 def test_the_step_of_a_trainer_that_pushed_and_left_ends_before_the_next_decision():
     rules = started(1)
     rules.push(0, 0, 4)
-    rules.leave(0)
+    rules.remove(0)
     rules.join(1)
     rules.announce(1, GO)
     assert rules.pop_decisions() == {}
@@ -495,19 +495,19 @@ def test_the_step_of_a_trainer_that_pushed_and_left_ends_before_the_next_decisio
 @pytest.mark.parametrize("replaced", [True, False])
 def test_the_data_of_a_lost_trainer_is_waited_for_until_it_is_forgotten(replaced):
     rules = round_of(2, uneven_inputs="join")
-    rules.leave(1)
+    rules.remove(1)
     assert announce(rules, 0, Announcement(DRAINED)) is None
     if replaced:
         rules.join(1)
         assert announce(rules, 1).active == (1,)
     else:
-        rules.forget(1)
+        rules.give_up(1)
         assert rules.pop_decisions()[0].reason == "all data was served"
 
 
 def test_a_trainer_without_data_waits_while_another_waits_for_samples_and_one_is_lost():
     rules = round_of(3, uneven_inputs="join")
-    rules.leave(2)
+    rules.remove(2)
     announce(rules, 0, Announcement(DRAINED))
     assert announce(rules, 1, Announcement(WAITING)).verdict is Verdict.WAIT
 
@@ -515,13 +515,13 @@ def test_a_trainer_without_data_waits_while_another_waits_for_samples_and_one_is
 def test_the_end_does_not_wait_for_a_trainer_that_left_after_its_data_had_ended():
     rules = round_of(2, uneven_inputs="join")
     announce(rules, 1, Announcement(DRAINED))
-    rules.leave(1)
+    rules.remove(1)
     assert announce(rules, 0, Announcement(DRAINED)).reason == "all data was served"
 
 
 def test_data_that_ends_first_ends_the_run_also_while_a_trainer_is_lost():
     rules = round_of(2)
-    rules.leave(1)
+    rules.remove(1)
     assert "trainer 0 has no more data" in announce(rules, 0, Announcement(DRAINED)).reason
 
 
@@ -551,7 +551,7 @@ def test_what_is_due_when_all_are_lost_is_done_by_those_that_join(pushed_first):
         rules.push(1, 0, 1)
         assert rules.next_update() is not None
     for index in (0, 1):
-        rules.leave(index)
+        rules.remove(index)
         rules.next_update()
         assert rules.pop_decisions() == {}
     assert rules.step == 1

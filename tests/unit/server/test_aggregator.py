@@ -397,7 +397,7 @@ def test_a_trainer_that_is_forgotten_does_not_keep_the_run_from_its_end():
     run.push(1)
     ending = run.aggregator.announce(1, READY)
     assert not ending.done()  # the data of trainer 0 has not been served
-    run.aggregator.forget(0)
+    run.aggregator.give_up(0)
     assert verdict(ending) is Verdict.END
     with pytest.raises(RunEnded, match="the run ended before trainer 0 took part in it"):
         run.announce(0)
