@@ -340,7 +340,7 @@ def test_a_later_view_begins_without_a_trainer_that_does_not_come_back():
 def test_a_newcomer_that_does_not_come_is_waited_for_a_short_time():
     short = dataclasses.replace(config(), server=ServerConfig(lost_after_s=SHORT_S))
     with agents_store() as store, threads(1) as pool:
-        session = {"view": 2, "trainer_ranks": (1, 7), "newcomers": {7}}
+        session = {"generation": 2, "trainer_ranks": (1, 7), "newcomers": {7}}
         zero = pool.submit(joined, 0, 3, store.port, hosted=True, of=short, **session)
         assert joined(1, 3, store.port, hosted=True, of=short, generation=2).trainer_ranks == (1,)
         assert zero.result(LONG_S).generation == 3
@@ -591,7 +591,7 @@ def test_the_store_of_another_run_is_reported_as_such():
             joined(1, 2, store.port, SHORT_S, job="mine")
 
 
-@pytest.mark.parametrize(("view", "missing"), [(None, "the start of rank 0"), ("1", "rank 0's configuration")])
+@pytest.mark.parametrize(("generation", "missing"), [(None, "the start of rank 0"), ("1", "rank 0's configuration")])
 def test_a_value_of_rank_zero_that_never_comes_is_abandoned(generation, missing):
     with agents_store() as store:
         if generation is not None:

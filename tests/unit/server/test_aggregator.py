@@ -272,13 +272,13 @@ def test_a_push_that_is_repeated_after_it_was_applied_gets_the_grant_that_came_w
 
 
 @pytest.mark.parametrize("pushed", [False, True])
-def test_a_push_of_an_earlier_process_or_view_is_refused_and_changes_nothing(pushed):
+def test_a_push_of_an_earlier_process_or_generation_is_refused_and_changes_nothing(pushed):
     run = Run()
     assert run.admit(0) == 2
     if pushed:
         run.push(0, incarnation=2)
     before = run.ledger.state_dict()
-    for about in ({"incarnation": 1}, {"incarnation": 2, "view": 2}, {"sequence": 2, "incarnation": 1}):
+    for about in ({"incarnation": 1}, {"incarnation": 2, "generation": 2}, {"sequence": 2, "incarnation": 1}):
         with pytest.raises(Evicted, match="trainer 0 takes no part in the run any more, or joined it anew"):
             run.push(0, **about)
     assert run.ledger.state_dict() == before
