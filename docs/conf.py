@@ -60,7 +60,7 @@ GROUPS = {
     "First steps": ["start", "task", "modes", "buffers", "online", "checkpoints", "examples"],
     "On a cluster": ["clusters", "doctor", "devices", "losses", "benchmark"],
     "Your code": ["callbacks", "sinks", "several-optimizers", "own-trainers", "lightning", "coming-from/*"],
-    "Reference": ["configuration", "api", "interface", "refused", "protocol", "measured", "scale"],
+    "Reference": ["configuration", "api", "interface", "glossary", "refused", "protocol", "measured", "scale"],
     "The project": ["architecture", "torch-notes", "release", "../CONTRIBUTING", "../CHANGELOG"],
 }
 HIDDEN = "```{{toctree}}\n:hidden:\n:caption: {}\n\n{}\n```\n"
