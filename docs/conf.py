@@ -44,7 +44,7 @@ napoleon_numpy_docstring = False
 nitpick_ignore_regex = [
     (r"py:.*", r"(argparse|collections|contextlib|numpy|os|pathlib|torch|typing)\..*"),
     (r"py:.*", r"[^.]*"),
-    (r"py:.*", r"paramserver\.(buffers|config|consistency|context|metrics|optim|sources|transport)\..*"),
+    (r"py:.*", r"paramserver\.(buffers|config|consistency|context|metrics|optim|server|sources|transport)\..*"),
 ]
 
 html_theme = "furo"

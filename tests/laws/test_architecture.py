@@ -15,7 +15,7 @@ import pytest
 if __name__ == "__main__":  # pytest adds this folder by itself
     sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
-from source_tree import ROOT, modules  # noqa: E402
+from source_tree import ROOT, modules
 
 FILE = ROOT / "docs" / "architecture.md"
 PAGE = FILE.read_text(encoding="utf-8")
