@@ -44,7 +44,7 @@ napoleon_numpy_docstring = False
 nitpick_ignore_regex = [
     (r"py:.*", r"(argparse|collections|contextlib|numpy|os|pathlib|torch|typing)\..*"),
     (r"py:.*", r"[^.]*"),
-    (r"py:.*", r"paramserver\.(buffers|config|consistency|context|metrics|optim|sources|transport)\..*"),
+    (r"py:.*", r"paramserver\.(buffers|config|consistency|context|metrics|optim|server|sources|transport)\..*"),
 ]
 
 html_theme = "furo"
@@ -60,7 +60,7 @@ GROUPS = {
     "First steps": ["start", "task", "modes", "buffers", "online", "checkpoints", "examples"],
     "On a cluster": ["clusters", "doctor", "devices", "losses", "benchmark"],
     "Your code": ["callbacks", "sinks", "several-optimizers", "own-trainers", "lightning", "coming-from/*"],
-    "Reference": ["configuration", "api", "interface", "refused", "protocol", "measured", "scale"],
+    "Reference": ["configuration", "api", "interface", "glossary", "refused", "protocol", "measured", "scale"],
     "The project": ["architecture", "torch-notes", "release", "../CONTRIBUTING", "../CHANGELOG"],
 }
 HIDDEN = "```{{toctree}}\n:hidden:\n:caption: {}\n\n{}\n```\n"
