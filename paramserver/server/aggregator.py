@@ -54,18 +54,8 @@ class Aggregator:
     ``Update``; then the update is applied, and the trainers whose gradients it holds get their replies.
 
     All of that happens in ``_process``, the only loop: whatever adds an announcement or a push, or removes a trainer,
-    calls it afterwards. A trainer that joins takes part from its first announcement on.
-
-    Args:
-        rules: the consistency model; its ``trainers`` are those that take part.
-        ledger: of the pushes, restored from the checkpoint.
-        store: the whole model, and its schedule.
-        shard: the parameters of this server, where gradients arrive.
-        updates: makes the updates that are decided.
-        monitor: counts updates.
-        stop: set by a signal to this process.
-        fail: ends the run with an error.
-        clock: in seconds, for measurements only.
+    calls it afterwards. A trainer that joins takes part from its first announcement on. The clock is for measurements
+    only.
     """
 
     def __init__(
@@ -123,11 +113,8 @@ class Aggregator:
     ) -> torch.futures.Future[StepGrant]:
         """Reply with a ``StepGrant`` once the consistency model lets the trainer continue.
 
-        Args:
-            trainer_index: of the trainer.
-            announcement: of its next step.
-            number: of the announcement, from 1; one that is repeated gets the same reply. 0: it is never repeated.
-            buffers: see ``keep_buffers``.
+        Announcements are numbered from 1, and one that is repeated gets the same reply; one with the number 0 is never
+        repeated. The module buffers are kept: see ``keep_buffers``.
 
         Raises:
             RunEnded: the other trainers have ended the run.
@@ -369,9 +356,7 @@ class Aggregator:
     def push(self, push: Push, has_gradients: bool = False) -> torch.futures.Future[StepGrant]:
         """Keep the report of a push until its gradients have arrived: see ``gradients_arrived``.
 
-        Args:
-            push: without its gradients.
-            has_gradients: they were sent before it, so that none is still on its way.
+        With ``has_gradients`` they were sent before it, so that none is still on its way.
 
         Raises:
             TrainingError: it has no gradients although ``has_gradients``, or the push before it is missing.

@@ -49,10 +49,7 @@ def split_over_servers(store: ParameterStore, servers: int) -> tuple[tuple[Shard
 class RemoteShard:
     """The shard of another server: each method calls that of its ``ShardServer``.
 
-    Args:
-        network: of this process.
-        name: returns the RPC name of the server, which has joined.
-        timeout_s: of calls that are answered at once.
+    ``timeout_s`` is that of calls that are answered at once.
     """
 
     def __init__(self, network: Network, name: Callable[[], str], timeout_s: float) -> None:
@@ -83,13 +80,8 @@ class ShardCoordinator:
     No method blocks. Handlers that a shard server calls take the lock of server 0.
 
     Args:
-        config: of the run.
-        run: of server 0.
-        network: of this process.
         stop: a signal to another server is passed on to it.
         store: the parameters of the version that the run begins with, which each server gets its shard of.
-        shards: what each server owns, in their order.
-        states: the optimizer's states of the other servers, in their order.
         buckets: each shard in ranges, if updates are made bucket by bucket.
         segments: returns the address of server 0's shared memory and its key; None if nothing is shared.
 

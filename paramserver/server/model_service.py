@@ -40,7 +40,6 @@ class ModelReplica:
     """A copy of a model for one call at a time. It consists of Python objects, without memory for parameters.
 
     Args:
-        model: as the task built it.
         trained: names of the trained parameters; the others are shared with ``model``.
 
     Attributes:
@@ -109,9 +108,7 @@ class ServedTransport(ServerTransport):
 
     Args:
         model: a module on the devices that compute; its own parameters are not used.
-        parameters: layout of the trained parameters.
         snapshot: returns the current version, immutable: parameters and module buffers.
-        device: that the inputs are moved to.
 
     Attributes:
         context_id: of distributed autograd, in which the step called the model; None before it has.
@@ -213,11 +210,7 @@ class ServedTransport(ServerTransport):
 
     @torch.no_grad()
     def add_gradients(self, by_leaf: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
-        """Return the sum over all calls of the step, in flat tensors; None if no parameter has a gradient.
-
-        Args:
-            by_leaf: gradients by leaf of the replicas, as the distributed-autograd context of the step has them.
-        """
+        """Return the sum over all calls of the step, in flat tensors; None if no parameter has a gradient."""
         # When a module is copied, a function keeps its references: a gradient that it made is of no version, and lost.
         for name, parameter in self._model.named_parameters():
             if parameter in by_leaf:
@@ -300,8 +293,6 @@ class ModelService:
 
     Args:
         task: builds the model again if it is to compute on devices other than the CPU.
-        config: of the run.
-        store: of the parameters, which are on the CPU.
 
     Attributes:
         as_built: random states after the model was built, and its ``training`` flag.

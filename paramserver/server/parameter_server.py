@@ -186,8 +186,7 @@ class ParameterServer(TutorialMethods, ShardHandlers):
     def share_segments(self, sender: TrainerId) -> int:
         """Exchange parameters and gradients with a trainer of this host in shared memory from now on.
 
-        Returns:
-            The number of snapshots there are for it; 0 if there was too little memory for its gradients.
+        Return the number of snapshots there are for it; 0 if there was too little memory for its gradients.
         """
         with self._lock:
             trainer_index, layout = self.roster.index_of(sender), self.aggregator.store.parameters.layout
@@ -205,13 +204,11 @@ class ParameterServer(TutorialMethods, ShardHandlers):
     ) -> str:
         """Record a sign of life, and whether the trainer's full buffer blocks simulations.
 
-        Args:
-            trainer_index, worker_id, blocks: of the trainer.
-            place: where in the code of the user its main thread is; see ``place_of_user_code``.
-            stop: why a signal to it requests the end of the run.
+        Return why the run is to end; "" if it is not. ``place`` is where in the code of the user its main thread is
+        (see ``place_of_user_code``); ``stop`` is why a signal to it requests the end of the run.
 
-        Returns:
-            Why the run is to end; "" if it is not.
+        Args:
+            place: where in the code of the user its main thread is; see ``place_of_user_code``.
 
         Raises:
             Evicted: the process takes no part any more.

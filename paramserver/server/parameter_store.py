@@ -67,7 +67,6 @@ class ParameterStore:
     meanwhile. What reads snapshots and module buffers is thread-safe, and nothing else.
 
     Args:
-        task: builds the model and the optimizer.
         config: of the run.
         allocate: allocates the flat tensors of the parameters, if other processes read them in place; on the CPU only.
 
@@ -156,9 +155,7 @@ class ParameterStore:
     def finish_update(self, buffers: PackedBuffers | None, optimizer: str) -> None:
         """Take over module buffers and step the schedule, after the parameters have changed on all servers.
 
-        Args:
-            buffers: of the trainer whose buffers the version has; None if it has none.
-            optimizer: the name of the one that was stepped.
+        The buffers are those of the trainer whose buffers the version has, or None if it has none.
         """
         self.parameters.check_views()
         with self._snapshot_lock:

@@ -32,17 +32,9 @@ class Roster:
     the run has to end or to return to its last checkpoint. Methods take the lock themselves, except where it is said.
 
     Args:
-        config: of the run.
-        trainers: their number.
-        run: of the server.
-        aggregator, sources, quorum, staging: of the server.
-        coordinator: of the other servers.
-        checkpoints: that the run resumes from.
         welcome: returns the reply to a trainer that joins, without what concerns this trainer.
         new_transport: returns the transport of a trainer that joins.
-        network: of this process.
         on_trainer_lost: called with a trainer whose place another process may take.
-        clock: in seconds.
 
     Attributes:
         started: all trainers and servers have joined.

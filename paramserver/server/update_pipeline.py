@@ -76,11 +76,6 @@ class UpdatePipeline:
     Thread-safe. Handlers of a server call ``begin``, ``add`` and ``abandon_update``, which only submit what is to be
     computed; jobs that were submitted call ``prepare`` and ``commit``. As jobs run one after the other, none computes
     from parameters that another one writes.
-
-    Args:
-        updates: computes and writes buckets.
-        codec: of the run.
-        submit: runs a job after those that were submitted before, like ``UpdateExecutor.submit``.
     """
 
     def __init__(self, updates: BucketUpdates, codec: WireCodec, submit: SubmitFn = run_now) -> None:
@@ -122,8 +117,6 @@ class UpdatePipeline:
         """Add a gradient; reply with the next version of the bucket, or None once there is no other way to get it.
 
         Args:
-            trainer_index: of the trainer, which takes part in the step.
-            bucket: its number.
             gradient: the same tensor as before, or None, if the message is repeated.
             has_all: no parameter of the bucket lacks its gradient.
         """
@@ -207,9 +200,7 @@ class UpdatePipeline:
     ) -> None:
         """Make the next version.
 
-        Args:
-            gradients: of each trainer those of all buckets, in the order in which they are added.
-            used, groups: as for ``BucketUpdates.compute`` and ``begin``.
+        The gradients of each trainer are in the order in which they are added. See also ``BucketUpdates.compute``.
         """
         groups = self.updates.hyperparameters() if groups is None else groups
         if not self.updates.possible:

@@ -65,12 +65,7 @@ class Updates:
     and takes the lock of the server.
 
     Args:
-        config: of the run.
-        store: the whole model, with the schedule.
         shard: that of server 0.
-        shards: what each server owns, in their order.
-        others: the shards of the other servers, in their order.
-        run: of server 0.
         shares_memory: returns whether the parameters of all servers are in the memory of server 0.
         on_unreachable: returns the loss of a server whose reply is an error of the connection.
     """
@@ -111,8 +106,6 @@ class Updates:
         Clipping takes a second round of calls, for the norm of all gradients.
 
         Args:
-            version: the version that results.
-            update: whose gradients, and how stale each is.
             pushes: in the order of ``update.trainers``; their gradients are overwritten.
             pulled: versions that trainers may still pull.
             validated: versions that they may validate, which they view on every server.
