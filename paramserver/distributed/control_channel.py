@@ -61,8 +61,6 @@ def connect_ranks(
     Rank 0 listens only until all ranks are connected, at the address over which it is reached anyway.
 
     Args:
-        rendezvous, config: this rank's.
-        on_lost: as for :class:`ControlChannel`.
         interrupted: ends rank 0's wait for the others, and so theirs for rank 0.
 
     Raises:
@@ -141,9 +139,7 @@ class ControlChannel:
     sends heartbeats.
 
     Args:
-        own_rank: global rank of this process.
         connections: by the rank of the peer; closed with this object. ``add`` adds more.
-        heartbeat_s: ``server.heartbeat_s``.
         on_lost: called in the reading thread when a peer is lost before this rank left, and repeatedly from then on
             until ``close``, as the owner may begin another wait. Must not block.
 
@@ -310,7 +306,6 @@ class ControlChannel:
         """Inform all ranks, and the owner of this channel, that ``rank`` is lost. May be called from any thread.
 
         Args:
-            rank: global rank.
             why: follows its name in the error of every rank.
             is_stuck: it was asked to end, and its limit has passed. Any other loss is an error, also after a signal:
                 the supervisor that notices it may end the other ranks by one.
@@ -335,12 +330,8 @@ class Connection:
     """One end of a TCP connection to a peer. One thread sends; another thread polls and sends heartbeats.
 
     A peer is lost when its connection ends, or when nothing arrived from it for ``lost_after_s``: no message, no part
-    of one, no heartbeat. A message may take any time as long as bytes arrive.
-
-    Args:
-        connection: owned by this object from now on.
-        peer: global rank of the other end.
-        lost_after_s: ``server.lost_after_s``.
+    of one, no heartbeat. A message may take any time as long as bytes arrive. The connection is owned by this object
+    from now on.
     """
 
     def __init__(self, connection: socket.socket, peer: int, lost_after_s: float) -> None:
@@ -477,7 +468,6 @@ class Handshake:
     Args:
         listener: closed by its owner.
         token: the first bytes that a rank sends; its rank follows.
-        missing: ranks that are expected.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, missing: set[int]) -> None:

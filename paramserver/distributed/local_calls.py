@@ -210,9 +210,6 @@ class LocalConnection:
     """The caller's end of a connection to a ``LocalCallServer``.
 
     One thread calls and receives; any other one may ``break_off``.
-
-    Args:
-        connected: the socket.
     """
 
     def __init__(self, connected: socket.socket) -> None:

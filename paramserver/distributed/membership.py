@@ -24,11 +24,9 @@ class Member:
     """A trainer or shard server as server 0 knows it. ``name`` and ``worker_id`` are never used twice in a generation.
 
     Attributes:
-        index: of the trainer, or of the shard server.
         generation: of the servers that it joins; see ``consistency.Ledger``.
         incarnation: as in ``consistency.Ledger``; distinguishes this process from others with the same index.
         last_heartbeat: on the clock of ``Members``.
-        left: it announced its end.
         lost: it died or was silent for too long.
         disconnected: its liveness call ended, so its process is gone or about to exit.
         place: in the code of the user, where its main thread was at the last heartbeat; "" if nowhere.
@@ -52,11 +50,7 @@ class Member:
 
 
 class Members:
-    """The table of members. Thread-safe; the server decides what follows from it.
-
-    Args:
-        clock: in seconds.
-    """
+    """The table of members. Thread-safe; the server decides what follows from it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -165,7 +159,6 @@ def watch_peer(name: str, on_gone: Callable[[str | None], None]) -> None:
     """Call ``on_gone`` when the process behind the RPC name ``name`` ends.
 
     Args:
-        name: of the peer's agent.
         on_gone: called in a thread of the agent, with None if the peer ended on purpose, or else with the reason. Must
             not block.
     """
@@ -193,7 +186,6 @@ class Heartbeat:
 
     Args:
         send: calls the server; raises if it does not answer in time, or refuses.
-        interval_s: seconds between two heartbeats.
         on_lost: called once, in the thread, with the error of a heartbeat that failed; the thread ends then.
         lost_after_s: heartbeats that fail sooner after the last one that was answered do not count, unless the server
             refused them: a message may be lost, and the end of the connection is noticed by the liveness call.

@@ -434,8 +434,7 @@ def _join_generation(
 def connect_to_job(config: Config, identity: ProcessIdentity, limit_s: float) -> Iterator[tuple[Store, list[int]]]:
     """Connect to the store of a running job; yield it, and the global ranks of the job's trainers.
 
-    Args:
-        identity: with the address of rank 0; its rank is not used.
+    The rank of ``identity`` is not used.
 
     Raises:
         DeadlineExceeded: rank 0 cannot be reached.
@@ -521,7 +520,6 @@ def open_store(
     Args:
         timeout_s: of later calls of the store.
         deadline: ``time.monotonic()`` until which rank 0 must answer.
-        listener: on rank 0, the socket for the store if it is bound already.
         resources: receives what has to be closed after the last use of the store. Required with a token.
 
     Raises:

@@ -65,7 +65,6 @@ def start_star_agent(
     Args:
         name, worker_id: never used before in this run; the name holds no dash, at which torch splits names from ids.
         hubs: address that each hub's agent published, by name.
-        options: transports and timeouts.
     """
     global _private_store
     _private_store = private = HashStore()

@@ -40,8 +40,6 @@ def agent_options(timeout_s: float, same_host: bool, computing: int = 0) -> rpc.
     if both ends share everything that identifies a host (docs/torch-notes.md, "The cma channel bypasses the network").
 
     Args:
-        timeout_s: default timeout of a call.
-        same_host: whether both ends have the same ``host_identity``.
         computing: number of handlers that compute at the same time; each gets a thread in addition to the others.
     """
     channels = ["cma", "mpt_uv", "basic"] if same_host else ["basic"]
@@ -191,8 +189,6 @@ def send(
     Args:
         to: the RPC name of a process that registered an instance of the handler's class.
         timeout_s: 0 means no limit.
-        handler: a method, as ``Class.method``.
-        args, kwargs: its arguments.
 
     Returns:
         A future of the result, or of a ``RemoteError``.

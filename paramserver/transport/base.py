@@ -51,16 +51,14 @@ class ServerTransport(ABC):
     def pin_version(self) -> int:
         """Retain the current version for the next pull of the trainer.
 
-        Returns:
-            The slot where ``TrainerTransport.map_version`` finds it; 0 where versions are sent.
+        Return the slot where ``TrainerTransport.map_version`` finds it; 0 where versions are sent.
         """
 
     @abstractmethod
     def view_version(self) -> tuple[int | None, Sequence[Tensor]]:
         """Return the current version without gradients, for validation; valid until the next ``pin_version``.
 
-        Returns:
-            Its slot and no tensors, or None and its tensors.
+        Return its slot and no tensors, or None and its tensors.
         """
 
     def view_retained(self, parameters: Sequence[Tensor], buffers: PackedBuffers) -> VersionView:

@@ -54,7 +54,6 @@ class WireCodec(ABC):
         """Check that encoding turned no finite element into an infinite one.
 
         Args:
-            what: name of the tensor, for the message.
             exact: the tensor before, and ``wire`` after encoding.
 
         Raises:
@@ -67,7 +66,6 @@ class CastCodec(WireCodec):
 
     Args:
         dtype: of the tensors that are sent, unless their own is as small.
-        device: of the parameters, on a server.
     """
 
     name = "cast"
@@ -109,10 +107,5 @@ class CastCodec(WireCodec):
 
 
 def make_codec(config: ServerConfig, device: torch.device = CPU.device) -> WireCodec:
-    """Return the codec of a run: the only place that turns keys of the server section into one.
-
-    Args:
-        config: of the run.
-        device: of the parameters, on a server.
-    """
+    """Return the codec of a run: the only place that turns keys of the server section into one."""
     return CastCodec(None if config.wire_dtype is None else getattr(torch, config.wire_dtype), device)

@@ -26,7 +26,6 @@ class JoinReply:
     Attributes:
         model: of the model's ``state_dict()`` what no step changes: frozen parameters, and extra state.
         parameter_layout: of the trained parameters in flat tensors.
-        step: the version that the run starts with.
         lockstep: all trainers take every step together.
         segments_address: where processes of the server's host attach its memory; None if it is not shared.
         stored_part: the trainer's part of the checkpoint that the run resumes from.
@@ -78,11 +77,8 @@ class ShardAssignment:
     """The reply to a shard server that joins: what it owns, in the version that the run starts with.
 
     Attributes:
-        shard: what it owns.
-        parameter_layout: of all parameters.
         weights: the shard's ranges.
         states: the optimizer's states of the shard.
-        step: the version that the run starts with.
         segments_address: where the memory of server 0 is attached; None if it is not shared.
         segments_key: of the parameters in that memory.
         buckets: the shard in ranges that are updated as their gradients arrive; None if all are updated together.
@@ -103,7 +99,6 @@ class ApplyRequest:
     """Server 0's request to a shard server to make ``version`` out of the version before.
 
     Attributes:
-        version: to make.
         pushes: in the order of trainers; of each, the key of the segment where its gradient is, or None if it was sent
             over RPC.
         factors: by which each gradient is multiplied.
@@ -126,7 +121,6 @@ class OptimizerCall:
 
     Attributes:
         name: of the optimizer; empty at the end of a batch.
-        loss: of this trainer.
         samples: of the batch, with its first call; 0 with others.
         used: whether each parameter of the optimizer has a gradient.
         sparse: of each gradient the number of sparse dimensions; 0 if it is dense, or there is none.
@@ -177,7 +171,6 @@ class ValidationReply:
     """The reply to shares of a validation.
 
     Attributes:
-        means: over all shares, by name.
         improved: whether they are the best so far.
         missing: shares of lost trainers, which the trainer evaluates before there are means; mostly none.
     """
@@ -223,7 +216,6 @@ class Push:
     """What a trainer reports of a step: all of its push but the gradients.
 
     Attributes:
-        report: of the step.
         buffers: module buffers of the trainer, if its grant wants them.
         announcement: of the next step; the reply is then its grant too.
     """
@@ -239,7 +231,6 @@ class PendingPush:
 
     Attributes:
         report, buffers, announcement: as in ``Push``.
-        future: of the reply.
         arrival_s: when it was complete.
         segment_key: of the segment where the gradients are; None if they are at the shards.
     """
