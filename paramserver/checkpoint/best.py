@@ -34,13 +34,9 @@ class BestMetric:
         self.without_improvement = 0
 
     def update(self, value: float, step: int | None = None, scheduled: bool = True) -> bool:
-        """Count the next validation.
+        """Count the next validation; return whether it is strictly better than all before. NaN never is.
 
-        Args:
-            scheduled: by ``training.validate_every``, so that it counts for patience.
-
-        Returns:
-            Whether it is strictly better than all before. NaN never is.
+        With ``scheduled`` it is one by ``training.validate_every``, so it counts for patience.
         """
         value = float(value)
         # Compared with scheduled values only: a better value at the end of an interrupted run must not make the resumed
@@ -69,8 +65,7 @@ class BestMetric:
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
         """Restore ``state``, unless it is of another metric or mode: values of these cannot be compared.
 
-        Returns:
-            A note for the user that the count starts anew; None where it continues.
+        Return a note for the user that the count starts anew; None where it continues.
         """
         if (state["metric"], state["mode"]) != (self.metric, self.mode):
             return (

@@ -55,8 +55,6 @@ class Manifest:
     """The content of ``manifest.json``.
 
     Args:
-        step: the version that the checkpoint holds.
-        created: when, in ISO 8601.
         files: size and digest of every other file, by name.
         metadata: further entries (mode, trainers, ...).
         format_version: of the files and what is in them.

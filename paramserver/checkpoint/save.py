@@ -191,10 +191,9 @@ def restore_best_pointer(folder: Path, step: int | None) -> None:
 
 
 def apply_retention(folder: Path, keep: int) -> list[Path]:
-    """Remove all complete checkpoints but the ``keep`` newest and those that ``best`` and ``latest`` name.
+    """Remove all complete checkpoints but the ``keep`` newest and those that ``best`` and ``latest`` name; return them.
 
-    Returns:
-        The removed ones. An incomplete one stays: this package never leaves one behind, so it is not ours to remove.
+    An incomplete one stays: this package never leaves one behind, so it is not ours to remove.
 
     Raises:
         UnsupportedConfiguration: ``keep`` is below 1.

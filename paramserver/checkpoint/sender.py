@@ -26,7 +26,6 @@ class BackgroundSender:
 
     Args:
         background: False runs each job in the caller's thread, before ``submit`` returns.
-        what: is sent, for messages.
         last_progress: ``time.monotonic()`` of the last sign of progress; each one extends the deadline of a wait.
     """
 

@@ -175,8 +175,7 @@ def unpack(part: bytes) -> dict[str, Any]:
 def check_storable(state: Mapping[str, Any], task_name: str) -> None:
     """Check, before a part is stored, that it can be loaded again. Looks at types only, so large tensors cost nothing.
 
-    Args:
-        state: private, so that its tensors are plain ones.
+    ``state`` is private, so that its tensors are plain ones.
 
     Raises:
         TaskError: ``on_checkpoint`` stored something that ``torch.load(weights_only=True)`` refuses.

@@ -51,7 +51,6 @@ class CheckpointWriter:
     one is staged. Writing copies nothing.
 
     Args:
-        keep: how many of the newest checkpoints stay, at least 1.
         background: write in the thread; otherwise ``submit`` writes before it returns.
 
     Raises:

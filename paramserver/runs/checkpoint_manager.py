@@ -49,10 +49,7 @@ class StagedCheckpoint:
     """Private copies of what rank 0 stores in a checkpoint; the trainers' parts are not in it.
 
     Args:
-        step: the version of model and optimizer.
         objects: by the name of their file, without ``.pt``.
-        is_best: whether its validation is the best so far.
-        reason: why it is made, for the record.
         since: ``time.perf_counter()`` when the first trainer stopped for it.
     """
 
@@ -68,8 +65,6 @@ class ResumeState:
     """What a run resumes from: see ``load_for_resume``.
 
     Args:
-        checkpoint: verified.
-        run: the content of its ``run.pt``.
         parts: of the trainers, packed, where the checkpoint is of another number of trainers; None otherwise.
     """
 
@@ -129,17 +124,12 @@ class CheckpointManager:
     """Saves and restores the checkpoints of a run. Lives on rank 0.
 
     Args:
-        monitor: its state is part of every checkpoint.
-        resume: what the run resumes from; None for a new one.
         initial_weights: of ``init_from``, where it is given; their origin and late buffers (see ``load_weights``).
         generation: how often servers of this run have started, this one included; see ``consistency/ledger.py``.
 
     Attributes:
-        checkpoint: the one that the run resumed from.
-        is_closed: ``close`` was called.
         consistency_state, ledger_state: of the checkpoint, for the consistency model and the ledger of pushes.
         simulations: of an online run; its state is saved and its figures are in the summary.
-        simulations_state: of the checkpoint.
     """
 
     def __init__(
@@ -211,8 +201,8 @@ class CheckpointManager:
     def trainer_part(self, trainer_index: int, newest: bool = False) -> bytes | None:
         """Return the packed state that a trainer resumes from; None in a new run.
 
-        Args:
-            newest: its part of the newest checkpoint that this process has taken after the resume, written or not.
+        With ``newest`` it is its part of the newest checkpoint that this process has taken after the resume, written or
+        not.
         """
         for objects in self.writer.pending() if newest else ():
             if (file := objects.get(f"trainer-{trainer_index}.pt")) is not None:

@@ -19,8 +19,7 @@ _SECONDS_AND_TIME = struct.Struct("<dd")
 class SessionClock:
     """The training time of the present session and when it was reached, in a file that outlives a killed process.
 
-    Args:
-        file: exists from the first update of a session to its end, or to the next one if rank 0 was killed.
+    The file exists from the first update of a session to its end, or to the next one if rank 0 was killed.
     """
 
     def __init__(self, file: Path) -> None:
@@ -82,8 +81,6 @@ class LossLog:
         generation: how often rank 0 has started in this folder; see ``consistency/ledger.py``.
         trainer_ranks: global ranks of the trainers of that generation, in the order of their indices; empty before the
             first.
-        faults: one entry for each lost process.
-        restarts: how often a process took the place of a lost one.
         updates_redone: updates that were made again, after a return to a checkpoint, as far as records show them.
         first_step, first_samples: with which this start began, before any loss.
         seconds: training time of the earlier sessions of this start: those that a return to a checkpoint ended.

@@ -42,13 +42,11 @@ class RunMonitor:
         step, samples, seconds, epoch, loss: of the newest update.
         train_loss, train_losses: of the newest ``train`` record; by optimizer where there are several.
         first_samples, first_seconds: samples and training time before this start, or since the last loss of it.
-        validation: the values of the newest validation, by name.
         best: the best value of ``checkpoint.best.metric``; None where none is configured.
         sink_failures: sentences about sinks that failed and were dropped.
         transports: of parameters and gradients, by the index of each trainer, where there is a server.
         improved_step: the step of the newest validation that was the best.
         staleness, dropped_pushes: of the gradients that the server applied, and those that came too late for it.
-        resumes: how often the run was resumed.
     """
 
     def __init__(self, config: Config, sink: Sink, summary_file: Path, losses: LossLog | None = None) -> None:
@@ -144,11 +142,7 @@ class RunMonitor:
     # Progress.
 
     def update_applied(self, result: StepResult, staleness: Mapping[int, int] | None = None) -> None:
-        """Count an update.
-
-        Args:
-            staleness: of each trainer's gradient in it, in versions, where there is a server.
-        """
+        """Count an update, with the staleness of each trainer's gradient in versions, where there is a server."""
         with self._lock:
             for trainer_index, versions in (staleness or {}).items():
                 self.staleness.add(trainer_index, versions)
@@ -180,12 +174,7 @@ class RunMonitor:
         self.epoch = epoch
 
     def record_validation(self, step: int, sums: WeightedSums, since: int | None = None) -> bool:
-        """Record a validation over all samples.
-
-        A second validation of the same step, as at the end of a run that had ended already, is ignored.
-
-        Returns:
-            Whether it is the best one so far.
+        """Record a validation over all samples, and return whether it is the best one so far.
 
         Raises:
             TaskError: it lacks the metric of ``checkpoint.best``.
@@ -289,7 +278,6 @@ class RunMonitor:
 
         Args:
             reason: why the run ended, for the user.
-            error: what made it fail.
             checkpoint_pauses_s: how long training stopped for each of this start's checkpoints.
 
         Raises:

@@ -34,11 +34,7 @@ _HOLDER_WRITTEN_S = 0.5
 
 @dataclass(frozen=True)
 class RunDir:
-    """The folder of one run, the files in it, and its locks.
-
-    Args:
-        chosen: the checkpoint that the user chose to resume from; None = the newest.
-    """
+    """The folder of one run, the files in it, and its locks. ``chosen`` is the checkpoint to resume from."""
 
     path: Path
     chosen: Path | None = None

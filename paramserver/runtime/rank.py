@@ -123,14 +123,12 @@ class RankPlan:
 
     Args:
         sinks: receive records in addition to the run folder (a progress line, a supervisor's pipe).
-        run: the run folder, if it exists already.
         resume: continue from the newest checkpoint of ``run``.
         listener: the socket of rank 0's store, if it is bound already.
         create_task: see ``launch_local``.
         writes_log: write logs/rank-<N>.log here; a supervisor does it for its ranks.
         ends_process: this process ends with the rank, so its signal handlers stay installed.
         began: ``time.time()`` of the command that started the run.
-        restarted: rank 0 takes part in ``run`` again; without ``resume``, from its beginning.
         replaces: an earlier process of this rank is dead.
         joins: a trainer that joins the run while it takes place.
         report: reports the error that ends this process, and returns its exit code; called where the main thread
@@ -171,11 +169,7 @@ def _check_descriptors() -> None:
 def run_rank(plan: RankPlan) -> dict[str, Any] | None:
     """Run one rank: find its role, join the others, open the run, then serve or train until the run ends.
 
-    What joins, opens, serves and trains is a session. Where the servers return to a checkpoint, or this process was
-    taken for lost, the session ends and another one begins, with the same task object.
-
-    Returns:
-        The summary on rank 0, None elsewhere.
+    Return the summary on rank 0, None elsewhere.
 
     Raises:
         ParamserverError: what ended the run; rank 0 has written its summary by then.
@@ -230,7 +224,6 @@ class Resize:
 
     Args:
         trainer_ranks: global ranks of the trainers, in the order of their indices.
-        reason: for the records.
         requests: those that are carried out, by their keys in the store.
     """
 
@@ -253,7 +246,6 @@ class RankSession:
         min_generation: the first generation of the servers that this session may join.
         give_up_at: ``time.monotonic()`` at which the servers must have returned; None before a loss.
         store: on rank 0, that of an earlier session.
-        trainer_ranks: on rank 0, the trainers of an earlier session.
         resize: on rank 0, the reason why this session begins, if that is a request.
     """
 
@@ -701,12 +693,9 @@ def _state_dict(path: Path) -> Any:
 def _run_and_summarize(
     checkpoints: CheckpointManager, work: Callable[[], Decision], totals: Sequence[TrainerTotals], limit: StopLimit
 ) -> dict[str, Any]:
-    """Run ``work`` and write the summary, however it ends.
+    """Run ``work``, which returns the decision that ended the run, and write the summary, however it ends.
 
-    Args:
-        work: serves or trains until the run ends, and returns the decision that ended it.
-        totals: of the trainers; ``work`` fills it.
-        limit: paused while files are written.
+    ``work`` fills ``totals``. The limit is paused while files are written.
     """
     try:
         reason = _reason(work())
@@ -935,8 +924,7 @@ def _wait_until_finished(
 def _end_stuck_update(server: ParameterServer, process: ProcessContext, updates: UpdateExecutor, over_s: float) -> bool:
     """End the run, soon after the limit of a request to stop, if an update on a server does not return from a hook.
 
-    Returns:
-        Whether there is such an update. No trainer is lost for it.
+    Return whether there is such an update. No trainer is lost for it.
     """
     places = server.roster.coordinator.stuck_places()
     if own := updates.stuck_place():

@@ -56,9 +56,6 @@ class _RankProcess:
         pipe: the reading end of its event pipe; owned from here on.
 
     Attributes:
-        failure: as ``describe_error`` returns it; None if there is none.
-        exit_code: None until the end was handled.
-        sent: signals that the supervisor sent to it.
         pidfd: readable once the process has ended.
         alive_at: ``time.monotonic()`` of its last sign of life.
         reports: it reports signs of life; until then the CPU time that it takes is one.
@@ -137,7 +134,6 @@ class Supervisor:
     Args:
         config: effective; ranks read it from a file in memory.
         sink: receives the records of rank 0; closed at the end.
-        resume: continue from the newest checkpoint.
         restarted: an earlier attempt of the command lost its processes; without ``resume``, from the beginning.
     """
 
@@ -760,8 +756,7 @@ _LAST_EVENT_S = 10.0
 class EventPipe(Sink):
     """The writing end of a rank's pipe. A supervisor that does not read, because it is stopped, does not stop the rank.
 
-    Args:
-        descriptor: the writing end of a pipe, owned until the process ends.
+    The descriptor is owned until the process ends.
     """
 
     def __init__(self, descriptor: int) -> None:
