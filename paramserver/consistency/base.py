@@ -81,7 +81,6 @@ class Decision:
     """The reply to an announcement.
 
     Attributes:
-        verdict: what to do next.
         active: indices of the trainers that take part in the step.
         step: steps applied before it; with ``VALIDATE`` the version to validate.
         samples: samples applied before it.
@@ -114,7 +113,6 @@ class RunTerms:
     """What is fixed before a run starts.
 
     Attributes:
-        num_trainers: number of trainers that the run starts with; others may join, and any may leave.
         limits: the first that is reached ends the run.
         uneven_inputs: "stop" or "join": what happens when the data of one trainer ends before that of another.
         batch_size: samples of a batch, at most; bounds the samples that are in flight.
@@ -135,7 +133,6 @@ class Update:
     """The gradients whose mean makes the next version, in the order of ``trainers``.
 
     Attributes:
-        trainers: indices of the trainers.
         staleness: of each gradient: the version that it is applied to minus the version that it was computed at.
         buffers_from: the trainer whose module buffers become those of the version. If the trainer that was asked for
             them left, this one may have pushed none; then those of the version before are kept.

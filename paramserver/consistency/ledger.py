@@ -15,7 +15,6 @@ class TrainerId:
     """Names one process that takes part as a trainer, in each of its calls. No other one ever has the same id.
 
     Attributes:
-        trainer_index: of the trainer.
         generation: of the servers that it has joined; see ``Ledger``.
         incarnation: how often a process had joined as this trainer when this one did.
     """
@@ -27,12 +26,7 @@ class TrainerId:
 
 @dataclass(frozen=True)
 class PushId(TrainerId):
-    """Names a push in a run: the ``sequence``-th, counted from 1, of one incarnation of a trainer.
-
-    Attributes:
-        trainer_index, generation, incarnation: as in ``TrainerId``.
-        sequence: counts the pushes of this incarnation.
-    """
+    """Names a push in a run: the ``sequence``-th, counted from 1, of one incarnation of a trainer."""
 
     sequence: int
 

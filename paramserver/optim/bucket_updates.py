@@ -82,7 +82,6 @@ class BucketUpdates:
     vector width within a tensor, so no bit differs from a step over whole tensors.
 
     Args:
-        updater: owns the parameters of the shard and the optimizer.
         buckets: the same shard; each of its ranges is a bucket (``sharding.split_ranges``).
     """
 
@@ -162,10 +161,8 @@ class BucketUpdates:
         """Return the next version of a bucket. Nothing of the current one changes, and no gradient.
 
         Args:
-            bucket: its number.
             gradients: of the trainers, in their order: the sum of float32 depends on it.
             used: for each slot of the layout, whether any trainer has a gradient; None for all.
-            groups: the hyper-parameters.
         """
         mean = gradients[0]
         if len(gradients) > 1:

@@ -24,11 +24,8 @@ class ShardUpdater:
     replaces it in the optimizer. All others stay in the optimizer and get no gradient, so they are never stepped.
 
     Args:
-        layout: of all parameters.
-        shard: the owned part.
         ranges: flat tensors, the memory of the shard.
         parameters: of the model, in the order of the layout; those that the shard owns whole are views of ``ranges``.
-        optimizer: over the parameters of the model.
     """
 
     def __init__(
@@ -186,7 +183,6 @@ def staleness_factor(staleness: int, rule: str) -> float:
     2016, who divide the learning rate by the staleness; here by one more, so that a fresh gradient counts in full.
 
     Args:
-        staleness: versions, at least 0.
         rule: "none" (1) or "inverse" (1 / (1 + ``staleness``)).
 
     Raises:

@@ -80,11 +80,9 @@ class Updater:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
     def apply(self, step: int, optimizer: str = "") -> None:
-        """Apply the gradients in ``.grad`` as update number ``step``.
+        """Apply the gradients in ``.grad`` of the parameters of an optimizer as update number ``step``.
 
-        Args:
-            step: the version that results.
-            optimizer: the name of the one whose parameters have gradients; empty if there is one without a name.
+        Its name is empty if there is one optimizer without a name.
 
         Raises:
             NotFinite: gradients are clipped and their norm is NaN or infinite; nothing was applied.
@@ -153,11 +151,7 @@ class Updater:
     def averages(self, states: Mapping[int, Mapping[str, Any]] | None = None) -> dict[str, Tensor]:
         """Return what is validated in place of a parameter, by its name; empty if the parameters are.
 
-        With ``training.ema_decay`` that is the average of each parameter that was stepped, and with optimizers that
-        have modes each of their parameters in ``eval()``.
-
-        Args:
-            states: of the optimizer, by parameter; None for those of this process.
+        The states of the optimizer are those of this process, unless they are given.
         """
         if self._with_modes:
             with self._evaluation_mode() as evaluated:

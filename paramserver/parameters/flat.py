@@ -41,7 +41,6 @@ class FlatLayout:
     Attributes:
         dtypes: of each flat tensor; several have the same dtype if they are sent as buckets.
         sizes: of each flat tensor, in elements.
-        slots: one for each named tensor.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -50,10 +49,9 @@ class FlatLayout:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Tensor]], flat_bytes: float = math.inf) -> FlatLayout:
-        """Return the layout of ``tensors`` in their order.
+        """Return the layout of ``tensors`` in their order, in flat tensors of ``flat_bytes`` at most.
 
-        Args:
-            flat_bytes: size of a flat tensor, at most; a single tensor that is larger gets one of its own.
+        A single tensor that is larger gets one of its own.
 
         Raises:
             UnsupportedConfiguration: a tensor is sparse.

@@ -112,9 +112,7 @@ _CUT_ELEMENTS = 4096
 def split_ranges(shard: Shard, layout: FlatLayout, range_bytes: float, first_bytes: float | None = None) -> Shard:
     """Return the same shard in ranges of about ``range_bytes``; large tensors are cut, and their slices named anew.
 
-    Args:
-        range_bytes: size of a range, at most, unless 4,096 elements of a tensor are larger.
-        first_bytes: size of the first one, if that differs.
+    A range has ``range_bytes`` (the first one ``first_bytes``) at most, unless 4,096 elements of a tensor are larger.
     """
     ranges: list[tuple[int, int, int]] = []
     slices, slots, dtypes = [], [], []
@@ -339,7 +337,6 @@ def split_state(
     """Return a shard's part of an optimizer's state.
 
     Args:
-        states: of all parameters, by their index in the optimizer.
         indices: of the parameter of each slot, see ``optimizer_indices``.
     """
     parts: States = {}
