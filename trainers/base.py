@@ -61,7 +61,6 @@ class TrainerProgress:
     """How far a trainer is; part of what it stores in a checkpoint.
 
     Attributes:
-        batch_idx: of the next batch.
         samples_served: samples of all batches so far.
         epoch: the current one, and whether ``on_epoch_start`` was called for it (``epoch_open``).
         seconds: of training before this process resumed the run.
@@ -81,10 +80,8 @@ class Step:
     """What a trainer does at present: a decision, and how far it is carried out.
 
     Attributes:
-        decision: of all trainers.
         is_open: a version is being made, to which records belong; otherwise they belong to the last one.
         is_common: hooks are called that all trainers call, or all that have data.
-        in_batches: those that have data.
         batch_samples: of the batch that is computed; 1 between batches.
         gathers: calls of ``all_gather``, by ``in_batches``.
     """
@@ -656,11 +653,7 @@ class Trainer(ABC):
 
 
 class TrainingLoop:
-    """Calls a trainer from its first connection to the end of the run: what is done when, and in which order.
-
-    Args:
-        trainer: makes the steps.
-    """
+    """Calls a trainer from its first connection to the end of the run: what is done when, and in which order."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

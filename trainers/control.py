@@ -31,15 +31,10 @@ class Control(ABC):
     Used by the training thread. All trainers make the same calls in the same order, except for ``record``,
     ``request_stop`` and ``report_failure``.
 
-    Args:
-        process, checkpoints, rendezvous: those of the trainer.
-
     Attributes:
         joined: the other processes wait for this one from now on.
-        records: that rank 0 has not received yet.
         all_totals: of every trainer, on rank 0 after the run.
         saved_step: of the last checkpoint, or of the one that the run resumed from.
-        memory: for the parts of checkpoints.
     """
 
     def __init__(
@@ -113,7 +108,6 @@ class Control(ABC):
         """Report shares of a validation; return the means over all, or first the shares that are missing.
 
         Args:
-            step: the version that was validated; ``since`` as for ``is_due``.
             shares: by the indices of their trainers.
             waits: False with trainers that run freely: the means are those of ``shares``.
         """
@@ -202,7 +196,6 @@ class ReplicaControl(Control):
         Args:
             reason: see ``StagedCheckpoint``.
             since: ``time.perf_counter()`` when training stopped for it.
-            part: the staged state of this trainer.
         """
         assert self.checkpoints is not None
         self.checkpoints.save(step, model, updater, reason, since, lambda staged: self._collect_parts(staged, part))

@@ -56,9 +56,7 @@ class AgreedStep:
     """What every rank knows after an exchange.
 
     Attributes:
-        announcements: by trainer.
         totals: of the step during which the exchange ran; None if there was none.
-        collect_records: whether rank 0 collects the records of the others now.
     """
 
     announcements: dict[int, Announcement]
@@ -80,8 +78,6 @@ class SharedRows:
 
     Args:
         memory: float64, (2, ranks, 1 + ``_ROW``), zeros at first. A row begins with its number, counted from 1.
-        rank: the own one.
-        check: raises if a peer is lost.
         timeout_s: how long ``read`` waits, where a collective does not imply that the others take part.
 
     Example::
@@ -131,10 +127,7 @@ class SharedRows:
 def share_rows(group: Any, channel: ControlChannel, timeout_s: float) -> SharedRows | None:
     """Return rows that all ranks of a process group share; None if they run on several hosts. Called by all of them.
 
-    Args:
-        group: of gloo.
-        channel: of this rank.
-        timeout_s: of each wait.
+    The group is of gloo.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     layout = FlatLayout.of([("rows", torch.zeros(2, ranks, 1 + _ROW, dtype=torch.float64))])
@@ -166,8 +159,6 @@ class StepAgreement:
 
     Args:
         group: of gloo; what is reduced are numbers on the CPU.
-        trainers: number of ranks.
-        trainer_index: of this rank.
         shared: rows of all ranks, in memory; None to reduce them always.
     """
 
@@ -194,7 +185,6 @@ class StepAgreement:
         """Start an exchange and return.
 
         Args:
-            own: announcement of this rank's next step.
             totals: this rank's loss and samples of the current step; None if it does not take part.
             collect_records: on rank 0, whether it collects records.
             before_collective: all ranks take part in another collective between this and ``wait``.
@@ -294,10 +284,6 @@ class PartGather:
     def send(self, part: Mapping[str, Any], pause_s: float) -> None:
         """Send this rank's part to rank 0, and wait for the acknowledgment.
 
-        Args:
-            part: staged state of this rank.
-            pause_s: seconds for which the training of this rank stopped.
-
         Raises:
             PeerLost: rank 0 is gone, or failed to gather the parts.
         """
@@ -366,13 +352,9 @@ class DdpControl(ReplicaControl):
     In collectives the ranks exchange what all of them wait for. Over the channel a lost rank is noticed, and parts of
     checkpoints are sent, while the ranks train.
 
-    Args:
-        process, checkpoints, rendezvous: see ``Control``.
-
     Attributes:
         group: of the collectives of this object.
         agreement: of the next step.
-        part_gather, sender: of the parts of checkpoints.
     """
 
     group: Any

@@ -20,7 +20,6 @@ class GradientBuckets:
     the parameters hold at the end.
 
     Args:
-        transport: whose ``gradient_views`` the gradients are packed into.
         parameters: trained, in the order of the layout.
         send: sends a bucket; a second call for the same bucket replaces it.
     """
@@ -79,11 +78,7 @@ class GradientBuckets:
         return on_accumulated
 
     def finish(self) -> tuple[bool, ...] | None:
-        """Pack and send what remains.
-
-        Returns:
-            Whether each parameter has a gradient; None if all have.
-        """
+        """Pack and send what remains; return whether each parameter has a gradient, or None if all have."""
         self._started = False
         remaining = []
         for number, parameter in enumerate(self._parameters):

@@ -14,10 +14,6 @@ from paramserver.transport.messages import OptimizerCall
 class OptimizerCalls:
     """Compares each call of a batch with those of the other trainers.
 
-    Args:
-        control: of the trainer.
-        parameters_of: the parameters of each optimizer, by its name.
-
     Attributes:
         batch_began: the version that the last batch began with; None before the first one.
         made: updates in the present batch; -1 outside of ``training_step``.
@@ -52,8 +48,7 @@ class OptimizerCalls:
     def exchange(self, own: OptimizerCall | None) -> bool:
         """Compare a call with those of the other trainers; return whether it is not the end of a batch.
 
-        Args:
-            own: None for a trainer that has no data, which follows.
+        A trainer that has no data has no call of its own, and follows.
 
         Raises:
             TaskError: the calls differ.

@@ -23,7 +23,6 @@ class ReplicaTrainer(Trainer):
     """Holds model, optimizer and schedule, and makes the same updates as every other trainer.
 
     Attributes:
-        updater: steps the optimizer and its schedule.
         samples: that all trainers applied so far.
     """
 

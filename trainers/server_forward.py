@@ -28,7 +28,6 @@ class RemoteModel(nn.Module):
     """A proxy of the model on the server: it can be called, and set to ``train()`` or ``eval()``. It has no parameters.
 
     Args:
-        call: sends a call to the server and returns the reply.
         training: the flag of the model as the task built it.
 
     Raises:
