@@ -107,9 +107,7 @@ class Control(ABC):
     ) -> ValidationReply:
         """Report shares of a validation; return the means over all, or first the shares that are missing.
 
-        Args:
-            shares: by the indices of their trainers.
-            waits: False with trainers that run freely: the means are those of ``shares``.
+        With trainers that run freely ``waits`` is False: the means are those of ``shares``.
         """
 
     @abstractmethod
@@ -132,10 +130,8 @@ class Control(ABC):
 class ReplicaControl(Control):
     """The control plane of a run without servers: each trainer has a replica of the model and makes every update.
 
-    Rank 0 writes records and checkpoints. As it is, this class is for a run of one trainer.
-
-    Attributes:
-        parts: of checkpoints, on rank 0; None elsewhere.
+    Rank 0 writes records and checkpoints. As it is, this class is for a run of one trainer. ``parts`` of checkpoints
+    are on rank 0; None elsewhere.
     """
 
     def __init__(
@@ -191,11 +187,7 @@ class ReplicaControl(Control):
     ) -> None:
         """Save a checkpoint of ``step``: copy ``model`` and ``updater``, and write them with the parts of all trainers.
 
-        With ``checkpoint.background`` parts are sent and files written after this returns.
-
-        Args:
-            reason: see ``StagedCheckpoint``.
-            since: ``time.perf_counter()`` when training stopped for it.
+        With ``checkpoint.background`` parts are sent and files written after this returns. See ``StagedCheckpoint``.
         """
         assert self.checkpoints is not None
         self.checkpoints.save(step, model, updater, reason, since, lambda staged: self._collect_parts(staged, part))

@@ -55,8 +55,7 @@ class StepTotals:
 class AgreedStep:
     """What every rank knows after an exchange.
 
-    Attributes:
-        totals: of the step during which the exchange ran; None if there was none.
+    ``totals`` are of the step during which the exchange ran; None if there was none.
     """
 
     announcements: dict[int, Announcement]
@@ -155,11 +154,8 @@ class StepAgreement:
 
     All ranks start theirs at the same points of the loop. Reductions have a process group of their own, because
     collectives of one group must run in the same order on all ranks, and these overlap with the all-reduces of
-    gradients.
-
-    Args:
-        group: of gloo; what is reduced are numbers on the CPU.
-        shared: rows of all ranks, in memory; None to reduce them always.
+    gradients. What is reduced, by a group of gloo, are numbers on the CPU. Without ``shared`` rows they are reduced
+    always.
     """
 
     def __init__(self, group: Any, trainers: int, trainer_index: int, shared: SharedRows | None = None) -> None:
@@ -272,10 +268,8 @@ class PartGather:
     """Brings the parts of a checkpoint to rank 0: once per checkpoint, rank 0 receives and acknowledges, others send.
 
     A part arrives in chunks, followed by an end. Rank 0 acknowledges all parts once the checkpoint is with its writer,
-    so no rank is more than one checkpoint ahead of another.
-
-    Args:
-        channel: of this rank; used by this object only, and by one thread (``checkpoint-sender``).
+    so no rank is more than one checkpoint ahead of another. The channel is used by this object only, and by one thread
+    (``checkpoint-sender``).
     """
 
     def __init__(self, channel: ControlChannel) -> None:
@@ -350,11 +344,7 @@ class DdpControl(ReplicaControl):
     """The control plane of a rank of ddp: collectives, and the control channel next to them.
 
     In collectives the ranks exchange what all of them wait for. Over the channel a lost rank is noticed, and parts of
-    checkpoints are sent, while the ranks train.
-
-    Attributes:
-        group: of the collectives of this object.
-        agreement: of the next step.
+    checkpoints are sent, while the ranks train. The group is that of the collectives of this object.
     """
 
     group: Any

@@ -20,11 +20,7 @@ from paramserver.trainers.control import ReplicaControl
 
 
 class ReplicaTrainer(Trainer):
-    """Holds model, optimizer and schedule, and makes the same updates as every other trainer.
-
-    Attributes:
-        samples: that all trainers applied so far.
-    """
+    """Holds model, optimizer and schedule, and makes the same updates as every other trainer."""
 
     control_class = ReplicaControl
 

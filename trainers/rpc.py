@@ -177,9 +177,8 @@ class RpcTrainer(Trainer):
     def replace_lost(self, part: bytes | None, position: DataPosition, incarnation: int) -> None:
         """Take the place of a trainer that was lost: continue its data after what was applied of it.
 
-        Args:
-            part: its part of the newest checkpoint, for the state of the task; None if there is none.
-            incarnation: of this process, so that its random numbers are not those of the lost one.
+        ``part``, of the newest checkpoint, has the state of the task; None if there is none. With the incarnation the
+        random numbers are not those of the lost one.
         """
         seed_all(self.config.seed, incarnation, 1 + self.trainer_index)
         applied = AppliedPositions()

@@ -138,14 +138,9 @@ def _batches_of(data: Any, task: Task, partition: Partition, config: Config) -> 
 class Validator:
     """Evaluates shares of a validation in one trainer, with the hooks, random numbers and parameters that belong to it.
 
-    Args:
-        loader: of ``validation_batches``, for its own share.
-        hooks: are called around each validation that has batches.
-        averages: returns what takes the place of parameters while the model is evaluated, by name.
-
-    Attributes:
-        validated_step: the last version of which this trainer evaluated its own share.
-        is_alone: evaluates the share of a lost trainer, while the others wait.
+    ``validated_step`` is the last version of which this trainer evaluated its own share. It ``is_alone`` while it
+    evaluates the share of a lost trainer, and the others wait. ``averages`` returns what takes the place of parameters
+    meanwhile, by name.
     """
 
     def __init__(

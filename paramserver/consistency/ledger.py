@@ -14,9 +14,8 @@ from paramserver.buffers.positions import AppliedPositions, Key
 class TrainerId:
     """Names one process that takes part as a trainer, in each of its calls. No other one ever has the same id.
 
-    Attributes:
-        generation: of the servers that it has joined; see ``Ledger``.
-        incarnation: how often a process had joined as this trainer when this one did.
+    ``incarnation`` counts how often a process had joined as this trainer. The generation of the servers: see
+    ``Ledger``.
     """
 
     trainer_index: int
@@ -149,9 +148,8 @@ class Ledger:
     def load_state_dict(self, state: Mapping[str, Any], num_trainers: int | None = None) -> None:
         """Restore ``state_dict()``. Positions are those of the parts that trainers load, which report them anew.
 
-        Args:
-            num_trainers: of the run that continues, if there may be fewer than before: the pushes and samples of
-                trainer i are counted for trainer i modulo ``num_trainers`` then, as ``reshard_parts`` does.
+        If the run that continues may have fewer trainers (``num_trainers``), the pushes and samples of trainer i are
+        counted for trainer i modulo that number, as ``reshard_parts`` does.
         """
         rows = {int(i): LedgerRow(**{**row, "positions": AppliedPositions()}) for i, row in state["rows"].items()}
         self.rows = {}

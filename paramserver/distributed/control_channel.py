@@ -58,10 +58,8 @@ def connect_ranks(
 ) -> Iterator[ControlChannel]:
     """Connect rank 0 with each other rank, and yield this rank's channel. Called once by all ranks.
 
-    Rank 0 listens only until all ranks are connected, at the address over which it is reached anyway.
-
-    Args:
-        interrupted: ends rank 0's wait for the others, and so theirs for rank 0.
+    Rank 0 listens only until all ranks are connected, at the address over which it is reached anyway. ``interrupted``
+    ends rank 0's wait for the others, and so theirs for rank 0.
 
     Raises:
         Interrupted: by that event.
@@ -463,11 +461,8 @@ def wait_ready(connections: Collection[Connection], events: int, timeout_s: floa
 class Handshake:
     """Accepts and authenticates the connections of several ranks at the same time. A context manager.
 
-    A connection that sends nothing, too little or another token keeps no rank from connecting, and is closed.
-
-    Args:
-        listener: closed by its owner.
-        token: the first bytes that a rank sends; its rank follows.
+    A connection that sends nothing, too little or another token keeps no rank from connecting, and is closed. The
+    listener is closed by its owner. A rank sends the token first; its number follows.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, missing: set[int]) -> None:
@@ -481,11 +476,9 @@ class Handshake:
         listener.setblocking(False)
 
     def accept(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> Iterator[tuple[int, socket.socket]]:
-        """Wait for all ranks that are expected, and yield rank and connection of each as it arrives.
+        """Wait ``timeout_s`` for all ranks that are expected, and yield rank and connection of each as it arrives.
 
-        Args:
-            timeout_s: for all of them.
-            check: called at least every 0.2 s; what it raises ends the wait.
+        ``check`` is called at least every 0.2 s; what it raises ends the wait.
 
         Raises:
             DeadlineExceeded: ranks are missing after ``timeout_s``.

@@ -158,9 +158,8 @@ def release_liveness_calls() -> None:
 def watch_peer(name: str, on_gone: Callable[[str | None], None]) -> None:
     """Call ``on_gone`` when the process behind the RPC name ``name`` ends.
 
-    Args:
-        on_gone: called in a thread of the agent, with None if the peer ended on purpose, or else with the reason. Must
-            not block.
+    It is called in a thread of the agent, with None if the peer ended on purpose, or else with the reason. It must not
+    block.
     """
     own_name = rpc.get_worker_info().name
     future = rpc.rpc_async(name, liveness_call, args=(own_name,), timeout=0)  # 0 = no limit; it costs nothing

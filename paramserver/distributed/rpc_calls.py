@@ -38,9 +38,7 @@ def agent_options(timeout_s: float, same_host: bool, computing: int = 0) -> rpc.
 
     torch's default transports keep a core busy (docs/torch-notes.md, "Default transports spin"). ``cma`` is used only
     if both ends share everything that identifies a host (docs/torch-notes.md, "The cma channel bypasses the network").
-
-    Args:
-        computing: number of handlers that compute at the same time; each gets a thread in addition to the others.
+    Each of the ``computing`` handlers that compute at the same time gets a thread in addition to the others.
     """
     channels = ["cma", "mpt_uv", "basic"] if same_host else ["basic"]
     return rpc.TensorPipeRpcBackendOptions(

@@ -139,11 +139,9 @@ class LoadedParameters:
 
     An operation in place and an assignment of ``data`` are noticed in the step in which they happen. A change through
     ``data`` in place (``p.data.clamp_(-1, 1)``) is noticed where values are compared: in the first steps of a process,
-    in each 64th, and around the hooks between steps.
-
-    Args:
-        owned: their memory is that of this process alone. A change that is undone, as by an optimizer of the task that
-            looks at neighbouring points, is then none; in memory of the server other trainers might have read it.
+    in each 64th, and around the hooks between steps. ``owned``: their memory is that of this process alone. A change
+    that is undone, as by an optimizer of the task that looks at neighbouring points, is then none; in memory of the
+    server other trainers might have read it.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], owned: bool) -> None:

@@ -27,9 +27,8 @@ Buffers: TypeAlias = dict[str, Tensor | None]
 class PackedBuffers:
     """Module buffers of a model at one time, on the CPU. Immutable by convention.
 
-    Attributes:
-        description: names, shapes, dtypes, which have no tensor and which are not persistent; pickled, as it is mostly
-            equal to the one before, and then not read again.
+    The description (names, shapes, dtypes, which have no tensor and which are not persistent) is pickled, as it is
+    mostly equal to the one before, and then not read again.
     """
 
     description: bytes

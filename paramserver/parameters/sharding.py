@@ -71,18 +71,10 @@ def full_shard(layout: FlatLayout) -> Shard:
 
 
 def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Shard, ...]:
-    """Assign the parameters to servers, so that each owns about the same number of bytes.
+    """Assign the parameters to servers, so that each owns about the same number of bytes; each element is in one shard.
 
-    If tensors may be split, each server gets a part of each section of the model, so that in backward all servers
-    receive gradients from the beginning on. The parts of a section are in the order of servers.
-
-    Args:
-        splittable: tensors may be split, because the optimizer updates each element independently. Only large ones are,
-            at multiples of 64 bytes.
-
-    Returns:
-        A shard for each server. Every element is in exactly one. A shard is at most as large as the mean and one
-        largest unsplit part.
+    Tensors are ``splittable`` if the optimizer updates each element independently; only large ones are, at multiples of
+    64 bytes. A shard is at most as large as the mean and one largest unsplit part.
 
     Raises:
         UnsupportedConfiguration: there are more servers than parts.
@@ -336,8 +328,7 @@ def split_state(
 ) -> States:
     """Return a shard's part of an optimizer's state.
 
-    Args:
-        indices: of the parameter of each slot, see ``optimizer_indices``.
+    The indices are those of the parameter of each slot, see ``optimizer_indices``.
     """
     parts: States = {}
     for piece in shard.slices:

@@ -48,9 +48,8 @@ _TRAINED = "trained"
 class StagedCheckpoint:
     """Private copies of what rank 0 stores in a checkpoint; the trainers' parts are not in it.
 
-    Args:
-        objects: by the name of their file, without ``.pt``.
-        since: ``time.perf_counter()`` when the first trainer stopped for it.
+    The objects are by the name of their file, without ``.pt``; the first trainer stopped at ``since``
+    (``time.perf_counter()``).
     """
 
     step: int
@@ -64,8 +63,7 @@ class StagedCheckpoint:
 class ResumeState:
     """What a run resumes from: see ``load_for_resume``.
 
-    Args:
-        parts: of the trainers, packed, where the checkpoint is of another number of trainers; None otherwise.
+    The parts are packed, where the checkpoint is of another number of trainers; None otherwise.
     """
 
     checkpoint: Checkpoint
@@ -429,12 +427,10 @@ class PartCollector:
         substitutes: Mapping[int, Mapping[str, Any]],
         pause_s: float = 0.0,
     ) -> None:
-        """Collect the parts of ``staged`` from now on.
+        """Collect the parts of ``staged`` from now on, of the trainers ``taking_part``.
 
-        Args:
-            taking_part: the trainers that will send a part.
-            substitutes: a part for each trainer that sends none, or is lost before it has.
-            pause_s: how long training stopped in this process.
+        The substitute of a trainer is the part of one that sends none, or is lost before it has. Training stopped in
+        this process for ``pause_s``.
         """
         with self._lock:
             assert self._staged is None, "a trainer waits for its last part before it takes part in a checkpoint"

@@ -276,9 +276,7 @@ class RunMonitor:
     ) -> dict[str, Any]:
         """Write the last records and the summary, and close the sink.
 
-        Args:
-            reason: why the run ended, for the user.
-            checkpoint_pauses_s: how long training stopped for each of this start's checkpoints.
+        Training stopped for ``checkpoint_pauses_s``, one value for each of this start's checkpoints.
 
         Raises:
             StorageError: records are lost, or a file cannot be written; the summary then has the status ``failed``. Not

@@ -155,9 +155,8 @@ class ForkedProcess:
 class ForkServer:
     """The supervisor's end: starts the fork server, which lives until :meth:`close`.
 
-    Args:
-        guard: ends it if this process dies.
-        timeout_s: for the import and a fork. Without an answer by then, ranks have to be started in another way.
+    The guard ends it if this process dies. Without an answer to an import or a fork within ``timeout_s``, ranks have to
+    be started in another way.
     """
 
     def __init__(self, environ: Mapping[str, str], log_file: Path, guard: RankGuard, timeout_s: float) -> None:
@@ -174,13 +173,9 @@ class ForkServer:
     ) -> ForkedProcess | None:
         """Start a rank as a fork, in a process group of its own, as a child of this process.
 
-        Args:
-            arguments: of ``paramserver.launch``, without those of ``role_arguments``.
-            descriptors: the log, then those of ``role_arguments``. The fork receives copies.
-            is_stopping: asked several times a second whether to give up.
-
-        Returns:
-            None if the fork server has failed, now or before: start a new process.
+        ``descriptors`` are the log, then those of ``role_arguments``; the fork receives copies. ``is_stopping`` is
+        asked several times a second whether to give up. Return None if the fork server has failed, now or before: start
+        a new process.
         """
         if self._link.fileno() < 0:
             return None
@@ -330,9 +325,7 @@ class _Spare:
 class Spares:
     """The spare processes of a supervisor. Its thread calls every method.
 
-    Args:
-        max_restarts: how many that die while they wait are replaced.
-        log_file: receives their output until they have a role.
+    ``max_restarts`` that die while they wait are replaced. The log receives their output until they have a role.
     """
 
     def __init__(
@@ -378,16 +371,9 @@ class Spares:
             self._note(f"{how}; it is not replaced. See {self._log_file}")
 
     def take(self, arguments: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes] | None:
-        """Give a role to the spare that has waited longest.
+        """Give a role to the spare that has waited longest, with arguments and descriptors as for ``ForkServer.fork``.
 
-        A spare that is still importing also serves: it ends sooner than a process that starts now.
-
-        Args:
-            arguments: of ``paramserver.launch``, without those of ``role_arguments``.
-            descriptors: the log, then those of ``role_arguments``. The spare receives copies.
-
-        Returns:
-            The process, which the guard watches already; None if there is no spare.
+        Return the process, which the guard watches already; None if there is no spare.
         """
         self.remove_dead()
         while self._waiting:

@@ -222,9 +222,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
 class Resize:
     """The trainers with which a run continues from a checkpoint.
 
-    Args:
-        trainer_ranks: global ranks of the trainers, in the order of their indices.
-        requests: those that are carried out, by their keys in the store.
+    Their global ranks are in the order of their indices; the requests that are carried out, by their keys in the store.
     """
 
     trainer_ranks: tuple[int, ...]

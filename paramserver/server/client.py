@@ -363,12 +363,9 @@ class ServerClient(ServerConnection):
     """What a trainer calls on the servers.
 
     With several servers, server 0 takes the decisions, and each call that concerns parameters goes to every server.
-    Server 0 watches the others: if one is lost, it ends the run.
-
-    Args:
-        blocks: returns whether this trainer's full buffer blocks simulations; called by the heartbeat's thread.
-        stop_limit: of this process; requests to stop are passed on to the server, and those of the server to it. None
-            if a signal to this process does not end the run.
+    Server 0 watches the others: if one is lost, it ends the run. ``blocks`` returns whether this trainer's full buffer
+    blocks simulations; the heartbeat's thread calls it, and passes on requests to stop in both directions, unless
+    ``stop_limit`` is None.
     """
 
     def __init__(
@@ -493,9 +490,6 @@ class ServerClient(ServerConnection):
 
         The calls of ``buckets``, in which they are sent, are waited for with the reply. Without ``has_gradients`` this
         may be called before they are complete.
-
-        Args:
-            has_gradients: none is on its way; otherwise this may be called before they are complete.
         """
         named = push_id(push.report), push.report.version
         on_shards = [self.begin(name, ShardServer.report_push, *named) for name in self._shard_servers]

@@ -106,12 +106,8 @@ class ModelReplica:
 class ServedTransport(ServerTransport):
     """The forwards of one trainer: it binds versions to replicas and finds gradients at the leaves of these.
 
-    Args:
-        model: a module on the devices that compute; its own parameters are not used.
-        snapshot: returns the current version, immutable: parameters and module buffers.
-
-    Attributes:
-        context_id: of distributed autograd, in which the step called the model; None before it has.
+    The model is on the devices that compute; its own parameters are not used. ``snapshot`` returns the current version,
+    immutable. ``context_id`` is None before the step has called the model.
     """
 
     sends_buffers = False
@@ -289,13 +285,8 @@ def _reply(output: Any, random_state: Tensor) -> ModelReply:
 class ModelService:
     """The model of a server as trainers call it: built once, with a transport for each trainer.
 
-    Create it right after the store: the random states of ``as_built`` are those after the model was built.
-
-    Args:
-        task: builds the model again if it is to compute on devices other than the CPU.
-
-    Attributes:
-        as_built: random states after the model was built, and its ``training`` flag.
+    Create it right after the store: the random states of ``as_built`` are those after the model was built. ``as_built``
+    are the random states after the model was built, and its ``training`` flag.
     """
 
     def __init__(self, task: Task, config: Config, store: ParameterStore) -> None:

@@ -207,9 +207,6 @@ class ParameterServer(TutorialMethods, ShardHandlers):
         Return why the run is to end; "" if it is not. ``place`` is where in the code of the user its main thread is
         (see ``place_of_user_code``); ``stop`` is why a signal to it requests the end of the run.
 
-        Args:
-            place: where in the code of the user its main thread is; see ``place_of_user_code``.
-
         Raises:
             Evicted: the process takes no part any more.
             PeerLost: the run has failed, or another generation begins; the trainer may wait for something else
@@ -248,10 +245,7 @@ class ParameterServer(TutorialMethods, ShardHandlers):
     ) -> torch.futures.Future[StepGrant]:
         """Reply once the consistency model lets the trainer continue; to the same ``number`` again as before.
 
-        Args:
-            sender, announcement: of the next step.
-            number: of the announcement.
-            buffers: the module buffers that the trainer has changed since its last push, and that are to be kept.
+        ``buffers`` are the module buffers that the trainer has changed since its last push, and that are to be kept.
         """
         with self._lock:
             return self.aggregator.announce(self.roster.admit(sender), announcement, number, buffers)
@@ -274,11 +268,8 @@ class ParameterServer(TutorialMethods, ShardHandlers):
     def push(self, push: Push, has_gradients: bool = False) -> torch.futures.Future[StepGrant]:
         """Accept a push; reply once its gradients, which may still be on their way, are applied or dropped.
 
-        The reply has a ``result``. If the push carried an announcement, it is also the grant of the next step.
-
-        Args:
-            push: without its gradients: they are in shared memory, in messages, or in a context of this process.
-            has_gradients: none of them is still on its way.
+        The reply has a ``result``. If the push carried an announcement, it is also the grant of the next step. They are
+        in shared memory, in messages, or in a context of this process; with ``has_gradients`` none is still on its way.
         """
         with self._lock:
             self.run.check()
@@ -356,11 +347,7 @@ class ParameterServer(TutorialMethods, ShardHandlers):
     ) -> torch.futures.Future[bool]:
         """Take part in a checkpoint of the current version; reply once model and optimizer are copied.
 
-        Args:
-            sender, reason, extra_state, buffers: see ``Staging.call``.
-
-        Returns:
-            Whether the trainer is to send its part; not if it joined after the others had saved this version.
+        See ``Staging.call``. The reply is whether the trainer is to send its part; not if it joined after the others had saved this version.
         """
         with self._lock:
             self.roster.admit(sender)

@@ -64,14 +64,9 @@ class ParameterStore:
     The optimizer is stepped by the shards of all servers (``ParameterShard``). Where that of server 0 is not all, the
     parameters of the others are here if memory is shared, and for a checkpoint. Every snapshot is immutable: an update
     replaces it and never writes to it. So a gradient is exact for the version it was computed at, whatever is applied
-    meanwhile. What reads snapshots and module buffers is thread-safe, and nothing else.
-
-    Args:
-        config: of the run.
-        allocate: allocates the flat tensors of the parameters, if other processes read them in place; on the CPU only.
-
-    Attributes:
-        device: of the model and the optimizer. What a trainer sends is moved there when it arrives.
+    meanwhile. What reads snapshots and module buffers is thread-safe, and nothing else. With ``allocate`` other
+    processes read the parameters in place, on the CPU only. What a trainer sends is moved to ``device`` when it
+    arrives.
     """
 
     def __init__(

@@ -309,8 +309,7 @@ class Roster:
     def check_absences(self) -> set[int]:
         """Give up each lost trainer whose place no process took within ``cluster.timeout_s``.
 
-        Returns:
-            Those whose data the others can serve, once they have it: the run has to continue without them.
+        Return those whose data the others can serve, once they have it: the run has to continue without them.
         """
         now, limit_s = self._clock(), self._config.cluster.timeout_s
         missing = self.missing_trainers()
@@ -380,12 +379,10 @@ class Roster:
     # The end, where trainers keep a run from it.
 
     def end_without(self, limit: str, ranks: Sequence[int], also_waiting: bool) -> None:
-        """Lose the trainers that keep a run from ending, and save what is applied if none is left.
+        """Lose these trainers, which keep a run from ending, and save what is applied if none is left.
 
-        Args:
-            limit: that has passed, for the user: see ``StopLimit.limit_text``.
-            ranks: of the trainers.
-            also_waiting: lose also those that wait for a reply of this server.
+        The limit that has passed is for the user: see ``StopLimit.limit_text``. With ``also_waiting`` those that wait
+        for a reply of this server are lost too.
         """
         self._ends_without = True
         with self._run.lock:

@@ -53,20 +53,13 @@ class WireCodec(ABC):
     def check_fits(self, what: str, exact: Tensor, wire: Tensor) -> None:
         """Check that encoding turned no finite element into an infinite one.
 
-        Args:
-            exact: the tensor before, and ``wire`` after encoding.
-
         Raises:
             NotFinite: an element is too large.
         """
 
 
 class CastCodec(WireCodec):
-    """Rounds to ``dtype`` where that is smaller (``server.wire_dtype``), and nothing if it is None.
-
-    Args:
-        dtype: of the tensors that are sent, unless their own is as small.
-    """
+    """Rounds to ``dtype`` where that is smaller (``server.wire_dtype``), and nothing if it is None."""
 
     name = "cast"
 

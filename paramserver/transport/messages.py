@@ -170,9 +170,7 @@ class VersionView:
 class ValidationReply:
     """The reply to shares of a validation.
 
-    Attributes:
-        improved: whether they are the best so far.
-        missing: shares of lost trainers, which the trainer evaluates before there are means; mostly none.
+    The shares of lost trainers that are ``missing`` are evaluated by this one before there are means; mostly none.
     """
 
     means: Mapping[str, float] = field(default_factory=dict)
@@ -215,9 +213,7 @@ class ModelReply:
 class Push:
     """What a trainer reports of a step: all of its push but the gradients.
 
-    Attributes:
-        buffers: module buffers of the trainer, if its grant wants them.
-        announcement: of the next step; the reply is then its grant too.
+    It has module buffers if the grant wants them; with an announcement of the next step the reply is its grant too.
     """
 
     report: StepReport

@@ -92,11 +92,7 @@ class PushAssembly:
 
 
 class RpcServerTransport(ServerTransport):
-    """Sends versions. What a trainer sends arrives at the shard of each server; see ``ParameterShard``.
-
-    Args:
-        shard: what this server owns of a retained version; None for all of it.
-    """
+    """Sends versions. What a trainer sends arrives at the shard of each server; see ``ParameterShard``."""
 
     def __init__(self, current: Callable[[], list[Tensor]], shard: Shard | None = None) -> None:
         self._current = current
@@ -120,9 +116,7 @@ class RpcServerTransport(ServerTransport):
 class RpcTrainerTransport(TrainerTransport):
     """Copies received versions into the model's own parameters; gradients are sent from memory that is reused.
 
-    Args:
-        shards: what each server owns, in the order of servers.
-        parameters: those of the model, in the order of the layout.
+    The shards are in the order of servers, the parameters in that of the layout.
     """
 
     name = "rpc"

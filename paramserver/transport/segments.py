@@ -60,10 +60,7 @@ class SegmentHost:
     """The owner of segments, which passes them to processes of this host. A context manager; open inside ``with``.
 
     Requests are served in a thread that no client can block: a connection without a request is closed after
-    ``timeout_s``.
-
-    Args:
-        timeout_s: how long a client may be silent, and how long closing may take.
+    ``timeout_s``. A client may be silent, and closing may take, ``timeout_s``.
     """
 
     def __init__(self, name_hint: str, timeout_s: float) -> None:

@@ -87,8 +87,7 @@ class LiveParameters(SnapshotSource):
 class RingSnapshots(SnapshotSource):
     """Snapshots in a ring of two slots more than readers; a version that is never pulled is never copied.
 
-    Args:
-        readers: how many trainers read at the same time, at most.
+    ``readers`` read at the same time, at most.
     """
 
     def __init__(
