@@ -58,40 +58,26 @@ _LAST = ("end", "interrupted", "resize")
 
 @dataclass
 class TrainerProgress:
-    """How far a trainer is; part of what it stores in a checkpoint.
-
-    Attributes:
-        samples_served: samples of all batches so far.
-        epoch: the current one, and whether ``on_epoch_start`` was called for it (``epoch_open``).
-        seconds: of training before this process resumed the run.
-        steps: that this trainer took, or waited for.
-    """
+    """How far a trainer is; part of what it stores in a checkpoint."""
 
     batch_idx: int = 0
-    samples_served: int = 0
-    epoch: int = 0
+    samples_served: int = 0  # samples of all batches so far
+    epoch: int = 0  # the current one, and whether ``on_epoch_start`` was called for it (``epoch_open``)
     epoch_open: bool = False
-    seconds: float = 0.0
-    steps: int = 0
+    seconds: float = 0.0  # of training before this process resumed the run
+    steps: int = 0  # that this trainer took, or waited for
 
 
 @dataclass
 class Step:
-    """What a trainer does at present: a decision, and how far it is carried out.
-
-    Attributes:
-        is_open: a version is being made, to which records belong; otherwise they belong to the last one.
-        is_common: hooks are called that all trainers call, or all that have data.
-        batch_samples: of the batch that is computed; 1 between batches.
-        gathers: calls of ``all_gather``, by ``in_batches``.
-    """
+    """What a trainer does at present: a decision, and how far it is carried out."""
 
     decision: Decision
-    is_open: bool = False
-    is_common: bool = False
+    is_open: bool = False  # a version is being made, to which records belong; otherwise they belong to the last one
+    is_common: bool = False  # hooks are called that all trainers call, or all that have data
     in_batches: bool = False
-    batch_samples: int = 1
-    gathers: Counter[bool] = field(default_factory=Counter[bool])
+    batch_samples: int = 1  # of the batch that is computed; 1 between batches
+    gathers: Counter[bool] = field(default_factory=Counter[bool])  # calls of ``all_gather``, by ``in_batches``
 
     def next_gather(self) -> tuple[int, ...]:
         """Return what names the next call of ``all_gather``, which is the same on all trainers that make it."""

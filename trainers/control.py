@@ -30,11 +30,6 @@ class Control(ABC):
 
     Used by the training thread. All trainers make the same calls in the same order, except for ``record``,
     ``request_stop`` and ``report_failure``.
-
-    Attributes:
-        joined: the other processes wait for this one from now on.
-        all_totals: of every trainer, on rank 0 after the run.
-        saved_step: of the last checkpoint, or of the one that the run resumed from.
     """
 
     def __init__(
@@ -46,10 +41,10 @@ class Control(ABC):
         self.checkpoints = checkpoints
         self.monitor = None if checkpoints is None else checkpoints.monitor
         self.rendezvous = rendezvous
-        self.joined = False
+        self.joined = False  # the other processes wait for this one from now on
         self.records: list[Record] = []
-        self.all_totals: list[TrainerTotals] = []
-        self.saved_step: int | None = None
+        self.all_totals: list[TrainerTotals] = []  # of every trainer, on rank 0 after the run
+        self.saved_step: int | None = None  # of the last checkpoint, or of the one that the run resumed from
         self.memory = StagingPool()
         self._stop_reason = ""
 

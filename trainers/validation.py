@@ -42,9 +42,6 @@ class _SizedCollate:
 class ValidationShare(Subset[Any]):
     """One trainer's share of a data set.
 
-    Attributes:
-        description: what must be the same on every trainer.
-
     Example::
 
         >>> share = ValidationShare("abcd", [1, 3], "a data set of 4 samples")
@@ -54,7 +51,7 @@ class ValidationShare(Subset[Any]):
 
     def __init__(self, dataset: Any, indices: Sequence[int], description: str) -> None:
         super().__init__(dataset, indices)
-        self.description = description
+        self.description = description  # what must be the same on every trainer
 
     def __getitem__(self, idx: int) -> Any:
         with name_user_error(f"validation_source, index {self.indices[idx]} of the data set, position {idx},"):

@@ -47,28 +47,18 @@ class PushState(Enum):
 
 @dataclass
 class LedgerRow:
-    """What is known of one trainer.
+    """What is known of one trainer."""
 
-    Attributes:
-        incarnation: of the process that takes part now, or took part last.
-        decided: sequence of its last push that was applied or dropped.
-        accepted: sequence of its last push that was accepted; larger than ``decided`` by one while that is pending.
-        version: that the last push was computed at.
-        pushes: accepted from all incarnations.
-        further_pushes: those of them without samples: with several optimizers, all but the first of a batch.
-        moved_pushes: accepted from trainers that no longer exist, which this one stands for.
-        samples: of all these pushes.
-        positions: of its own samples, in the trainer's order; of a stream, their keys.
-    """
-
-    incarnation: int = 0
-    decided: int = 0
+    incarnation: int = 0  # of the process that takes part now, or took part last
+    decided: int = 0  # sequence of its last push that was applied or dropped
+    # Sequence of its last push that was accepted; larger than ``decided`` by one while that is pending.
     accepted: int = 0
-    version: int = 0
-    pushes: int = 0
-    further_pushes: int = 0
-    moved_pushes: int = 0
-    samples: int = 0
+    version: int = 0  # that the last push was computed at
+    pushes: int = 0  # accepted from all incarnations
+    further_pushes: int = 0  # those of them without samples: with several optimizers, all but the first of a batch
+    moved_pushes: int = 0  # accepted from trainers that no longer exist, which this one stands for
+    samples: int = 0  # of all these pushes
+    # Of its own samples, in the trainer's order; of a stream, their keys.
     positions: AppliedPositions = field(default_factory=AppliedPositions)
 
 

@@ -140,10 +140,6 @@ class ControlChannel:
         connections: by the rank of the peer; closed with this object. ``add`` adds more.
         on_lost: called in the reading thread when a peer is lost before this rank left, and repeatedly from then on
             until ``close``, as the owner may begin another wait. Must not block.
-
-    Attributes:
-        stuck: the lost rank, and why, if it was asked to end and did not; otherwise "".
-        on_over: called in the reading thread with the reason of another rank's ``send_over``. Must not block.
     """
 
     def __init__(
@@ -158,9 +154,10 @@ class ControlChannel:
         self._inbox: deque[ControlMessage] = deque()
         self._leaving = False
         self._sent_over = False
+        # Called in the reading thread with the reason of another rank's ``send_over``. Must not block.
         self.on_over: Callable[[str], None] = lambda reason: None
         self.lost: PeerLost | None = None
-        self.stuck = ""
+        self.stuck = ""  # the lost rank, and why, if it was asked to end and did not; otherwise ""
         self.last_progress = 0.0
         self._active: list[Connection] = []
         self._lost_after_s = math.inf

@@ -21,29 +21,20 @@ from paramserver.errors import PeerLost
 
 @dataclass
 class Member:
-    """A trainer or shard server as server 0 knows it. ``name`` and ``worker_id`` are never used twice in a generation.
-
-    Attributes:
-        generation: of the servers that it joins; see ``consistency.Ledger``.
-        incarnation: as in ``consistency.Ledger``; distinguishes this process from others with the same index.
-        last_heartbeat: on the clock of ``Members``.
-        lost: it died or was silent for too long.
-        disconnected: its liveness call ended, so its process is gone or about to exit.
-        place: in the code of the user, where its main thread was at the last heartbeat; "" if nowhere.
-    """
+    """A trainer or shard server as server 0 knows it. No ``name`` or ``worker_id`` is used twice in a generation."""
 
     index: int
     name: str
     worker_id: int
     host_and_pid: str
     kind: str = "trainer"
-    generation: int = 1
-    incarnation: int = 1
-    last_heartbeat: float = 0.0
+    generation: int = 1  # of the servers that it joins; see ``consistency.Ledger``
+    incarnation: int = 1  # as in ``consistency.Ledger``; distinguishes this process from others with the same index
+    last_heartbeat: float = 0.0  # on the clock of ``Members``
     left: bool = False
-    lost: bool = False
-    disconnected: bool = False
-    place: str = ""
+    lost: bool = False  # it died or was silent for too long
+    disconnected: bool = False  # its liveness call ended, so its process is gone or about to exit
+    place: str = ""  # in the code of the user, where its main thread was at the last heartbeat; "" if nowhere
 
     def __str__(self) -> str:
         return f"{self.kind} {self.index} ({self.host_and_pid})"

@@ -94,22 +94,17 @@ class LeftRun(Exception):  # noqa: N818 - not a failure
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A key-value store that all ranks of the run share. :func:`join_rendezvous` returns it.
+    """A key-value store that all ranks of the run share. :func:`join_rendezvous` returns it."""
 
-    Args:
-        store: with the prefix of this run.
-        base: the store without the prefix.
-        trainer_ranks: global ranks of the trainers of this generation, in the order of their indices.
-        sockets: of this rank's connection to the store; their end ends a wait for a key.
-    """
-
-    store: Store
+    store: Store  # with the prefix of this run
     identity: ProcessIdentity
     timeout_s: float
     host: str
     generation: int = 1
-    base: Store | None = None
+    base: Store | None = None  # the store without the prefix
+    # Global ranks of the trainers of this generation, in the order of their indices.
     trainer_ranks: tuple[int, ...] = ()
+    # Of this rank's connection to the store; their end ends a wait for a key.
     sockets: OpenedSockets = field(default_factory=OpenedSockets)
 
     @property

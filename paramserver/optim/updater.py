@@ -35,9 +35,6 @@ class Updater:
         training: ``clip_grad_norm``, ``ema_decay``, ``validate_every`` and ``accumulate_batches`` are used.
         seed: of the run, for what the optimizer draws in ``step()``.
 
-    Attributes:
-        parameters_of: the names of the parameters of each optimizer, by its name; empty if there is one without a name.
-
     Raises:
         TaskError: the optimizer needs a closure, or the scheduler cannot be stepped.
         UnsupportedConfiguration: there are several optimizers, and ``accumulate_batches`` is above 1.
@@ -49,6 +46,7 @@ class Updater:
         names = {id(p): name for name, p in model.named_parameters()}
         self._names = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
         self._averages_parameters = training.ema_decay is not None
+        # The names of the parameters of each optimizer, by its name; empty if there is one without a name.
         self.parameters_of: dict[str, tuple[str, ...]] = {}
         if isinstance(self.optimizer, NamedOptimizers):
             if training.accumulate_batches > 1:

@@ -36,15 +36,10 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The places of named tensors in flat tensors.
+    """The places of named tensors in flat tensors."""
 
-    Attributes:
-        dtypes: of each flat tensor; several have the same dtype if they are sent as buckets.
-        sizes: of each flat tensor, in elements.
-    """
-
-    dtypes: tuple[torch.dtype, ...]
-    sizes: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]  # of each flat tensor; several have the same dtype if they are sent as buckets
+    sizes: tuple[int, ...]  # of each flat tensor, in elements
     slots: tuple[TensorSlot, ...]
 
     @classmethod

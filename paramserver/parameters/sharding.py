@@ -34,17 +34,12 @@ class ShardSlice:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one server owns.
+    """What one server owns."""
 
-    Attributes:
-        ranges: ``(group, first element, end)`` of each range of a flat tensor; empty only if the flat tensor is.
-        slices: of tensors, one after the other in the ranges.
-        layout: of the slices in the ranges: a whole tensor has its own shape, a part of one has one dimension.
-    """
-
+    # ``(group, first element, end)`` of each range of a flat tensor; empty only if the flat tensor is.
     ranges: tuple[tuple[int, int, int], ...]
-    slices: tuple[ShardSlice, ...]
-    layout: FlatLayout
+    slices: tuple[ShardSlice, ...]  # of tensors, one after the other in the ranges
+    layout: FlatLayout  # of the slices in the ranges: a whole tensor has its own shape, a part of one has one dimension
 
     def slice_flats(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return this shard's ranges as views of the flat tensors of all parameters."""

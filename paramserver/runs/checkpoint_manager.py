@@ -124,10 +124,6 @@ class CheckpointManager:
     Args:
         initial_weights: of ``init_from``, where it is given; their origin and late buffers (see ``load_weights``).
         generation: how often servers of this run have started, this one included; see ``consistency/ledger.py``.
-
-    Attributes:
-        consistency_state, ledger_state: of the checkpoint, for the consistency model and the ledger of pushes.
-        simulations: of an online run; its state is saved and its figures are in the summary.
     """
 
     def __init__(
@@ -147,8 +143,10 @@ class CheckpointManager:
         self.generation = generation
         self.pauses_s: list[float] = []
         self.is_closed = False
+        # Of the checkpoint, for the consistency model and the ledger of pushes.
         self.consistency_state: Mapping[str, Any] = {}
         self.ledger_state: Mapping[str, Any] = {"rows": {}}
+        # Of an online run; its state is saved and its figures are in the summary.
         self.simulations: SimulationsState | None = None
         self.simulations_state: dict[str, Any] | None = None
         self.writer = CheckpointWriter(run.checkpoints_dir, config.checkpoint.keep, config.checkpoint.background)

@@ -119,39 +119,27 @@ _REJOIN_S = 0.2
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank is started with.
-
-    Args:
-        sinks: receive records in addition to the run folder (a progress line, a supervisor's pipe).
-        resume: continue from the newest checkpoint of ``run``.
-        listener: the socket of rank 0's store, if it is bound already.
-        create_task: see ``launch_local``.
-        writes_log: write logs/rank-<N>.log here; a supervisor does it for its ranks.
-        ends_process: this process ends with the rank, so its signal handlers stay installed.
-        began: ``time.time()`` of the command that started the run.
-        replaces: an earlier process of this rank is dead.
-        joins: a trainer that joins the run while it takes place.
-        report: reports the error that ends this process, and returns its exit code; called where the main thread
-            cannot. None if the process outlives the rank.
-        on_task: called with the role and the task before the process joins the run.
-    """
+    """What a rank is started with."""
 
     config: Config
     identity: ProcessIdentity
     folders: Sequence[Path]
-    sinks: Sequence[Sink] = ()
+    sinks: Sequence[Sink] = ()  # receive records in addition to the run folder (a progress line, a supervisor's pipe)
     run: RunDir | None = None
-    resume: bool = False
-    listener: socket.socket | None = None
-    create_task: Callable[..., Task] | None = None
-    writes_log: bool = True
-    ends_process: bool = False
-    began: float | None = None
+    resume: bool = False  # continue from the newest checkpoint of ``run``
+    listener: socket.socket | None = None  # the socket of rank 0's store, if it is bound already
+    create_task: Callable[..., Task] | None = None  # see ``launch_local``
+    writes_log: bool = True  # write logs/rank-<N>.log here; a supervisor does it for its ranks
+    ends_process: bool = False  # this process ends with the rank, so its signal handlers stay installed
+    began: float | None = None  # ``time.time()`` of the command that started the run
     command: Sequence[str] = ()
     restarted: bool = False
-    replaces: bool = False
-    joins: bool = False
+    replaces: bool = False  # an earlier process of this rank is dead
+    joins: bool = False  # a trainer that joins the run while it takes place
+    # Reports the error that ends this process, and returns its exit code; called where the main thread cannot. None if
+    # the process outlives the rank.
     report: Callable[[BaseException], int] | None = None
+    # Called with the role and the task before the process joins the run.
     on_task: Callable[[Role, Task], None] = lambda role, task: None
 
 
@@ -237,25 +225,17 @@ class Resize:
 
 @dataclass
 class RankSession:
-    """One time of joining the run and taking part in it. A process has several if servers return to a checkpoint.
-
-    Args:
-        resources: of the process, closed after its last session.
-        min_generation: the first generation of the servers that this session may join.
-        give_up_at: ``time.monotonic()`` at which the servers must have returned; None before a loss.
-        store: on rank 0, that of an earlier session.
-        resize: on rank 0, the reason why this session begins, if that is a request.
-    """
+    """One time of joining the run and taking part in it. A process has several if servers return to a checkpoint."""
 
     plan: RankPlan
     process: ProcessContext
     task: Task
-    resources: ExitStack
-    min_generation: int = 1
-    give_up_at: float | None = None
-    store: Store | None = None
+    resources: ExitStack  # of the process, closed after its last session
+    min_generation: int = 1  # the first generation of the servers that this session may join
+    give_up_at: float | None = None  # ``time.monotonic()`` at which the servers must have returned; None before a loss
+    store: Store | None = None  # on rank 0, that of an earlier session
     trainer_ranks: tuple[int, ...] | None = None
-    resize: Resize | None = None
+    resize: Resize | None = None  # on rank 0, the reason why this session begins, if that is a request
     next_resize: Resize | None = field(default=None, init=False)
     generation: int = field(default=0, init=False)
     joined: bool = field(default=False, init=False)

@@ -54,15 +54,6 @@ class _RankProcess:
 
     Args:
         pipe: the reading end of its event pipe; owned from here on.
-
-    Attributes:
-        pidfd: readable once the process has ended.
-        alive_at: ``time.monotonic()`` of its last sign of life.
-        reports: it reports signs of life; until then the CPU time that it takes is one.
-        done: its part of the run is complete.
-        generation: of the servers, in which it takes part or, as rank 0, begins to.
-        trains: it takes part in steps.
-        left: the run continues without it, at its own request.
     """
 
     def __init__(self, role: Role, process: subprocess.Popen[bytes] | ForkedProcess, pipe: int) -> None:
@@ -71,18 +62,18 @@ class _RankProcess:
         self.title = f"rank {role.global_rank} ({role})"
         self.process = process
         self.pipe = pipe
-        self.pidfd = os.pidfd_open(process.pid)
+        self.pidfd = os.pidfd_open(process.pid)  # readable once the process has ended
         self.failure: dict[str, Any] | None = None
         self.exit_code: int | None = None
         self.sent: set[int] = set()
         self.started_at = time.monotonic()
-        self.alive_at = self.started_at
-        self.reports = False
+        self.alive_at = self.started_at  # ``time.monotonic()`` of its last sign of life
+        self.reports = False  # it reports signs of life; until then the CPU time that it takes is one
         self._ticks = 0
-        self.done = False
-        self.generation = 0
-        self.trains = False
-        self.left = False
+        self.done = False  # its part of the run is complete
+        self.generation = 0  # of the servers, in which it takes part or, as rank 0, begins to
+        self.trains = False  # it takes part in steps
+        self.left = False  # the run continues without it, at its own request
         self._unread = b""
         os.set_blocking(pipe, False)
 
@@ -130,20 +121,16 @@ class Supervisor:
     """Runs all ranks of one run on this machine.
 
     Everything happens in the thread that calls :meth:`supervise`, which must live as long as the ranks.
-
-    Args:
-        config: effective; ranks read it from a file in memory.
-        sink: receives the records of rank 0; closed at the end.
-        restarted: an earlier attempt of the command lost its processes; without ``resume``, from the beginning.
     """
 
-    config: Config
+    config: Config  # effective; ranks read it from a file in memory
     run: RunDir
     folders: Sequence[Path]
-    sink: Sink
+    sink: Sink  # receives the records of rank 0; closed at the end
     resume: bool = False
     began: float = field(default_factory=time.time)
     command: Sequence[str] = ()
+    # An earlier attempt of the command lost its processes; without ``resume``, from the beginning.
     restarted: bool = False
 
     def __post_init__(self) -> None:

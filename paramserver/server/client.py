@@ -73,9 +73,6 @@ class InFlightCall(Generic[T]):
         timeout_s: of ``wait``; None for a reply that waits for other trainers.
         repeatable: the server replies to the same call again as before, so it is sent again if it fails.
         local: sends it the first time, in the place of ``call``; its reply arrives over the connection's socket.
-
-    Attributes:
-        others: calls that ``wait`` waits for too: one that is lost may have to be sent again before this one's reply.
     """
 
     def __init__(
@@ -96,6 +93,7 @@ class InFlightCall(Generic[T]):
         self._sent = time.perf_counter()
         self._replied: float | None = None
         self._local = local
+        # Calls that ``wait`` waits for too: one that is lost may have to be sent again before this one's reply.
         self.others: Sequence[InFlightCall[Any]] = ()
         self._send()
 

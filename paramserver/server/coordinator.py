@@ -84,11 +84,6 @@ class ShardCoordinator:
         store: the parameters of the version that the run begins with, which each server gets its shard of.
         buckets: each shard in ranges, if updates are made bucket by bucket.
         segments: returns the address of server 0's shared memory and its key; None if nothing is shared.
-
-    Attributes:
-        shares_memory: the parameters of all servers that are ready are in the memory of server 0.
-        on_lost: called with a shard server that is lost, and the reason.
-        on_ready: called when the last server is ready.
     """
 
     def __init__(
@@ -106,9 +101,10 @@ class ShardCoordinator:
     ) -> None:
         self.config = config
         self.num_servers = num_servers_of(config)
-        self.shares_memory = True
+        self.shares_memory = True  # the parameters of all servers that are ready are in the memory of server 0
+        # Called with a shard server that is lost, and the reason.
         self.on_lost: Callable[[Member, str], None] = lambda member, reason: None
-        self.on_ready: Callable[[], None] = lambda: None
+        self.on_ready: Callable[[], None] = lambda: None  # called when the last server is ready
         self._run = run
         self._network = network
         self._stop = stop

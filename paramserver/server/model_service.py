@@ -42,9 +42,6 @@ class ModelReplica:
     Args:
         trained: names of the trained parameters; the others are shared with ``model``.
 
-    Attributes:
-        tree: of the replica, whose module buffers are its own.
-
     Raises:
         UnsupportedConfiguration: the model cannot be copied, or the copy does not use the new parameters.
 
@@ -78,7 +75,7 @@ class ModelReplica:
                     f"parameter {name} of the model ({type(self.module).__name__}) cannot be replaced in a copy; "
                     "use server.compute: trainer"
                 )
-        self.tree = ModelTree(self.module)
+        self.tree = ModelTree(self.module)  # of the replica, whose module buffers are its own
         self._training_as_built = [(module, module.training) for module in self.module.modules()]
         self._bound: Mapping[str, Tensor] | None = None
 

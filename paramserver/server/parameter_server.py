@@ -347,7 +347,8 @@ class ParameterServer(TutorialMethods, ShardHandlers):
     ) -> torch.futures.Future[bool]:
         """Take part in a checkpoint of the current version; reply once model and optimizer are copied.
 
-        See ``Staging.call``. The reply is whether the trainer is to send its part; not if it joined after the others had saved this version.
+        See ``Staging.call``. The reply is whether the trainer is to send its part; not if it joined after the others
+        had saved this version.
         """
         with self._lock:
             self.roster.admit(sender)

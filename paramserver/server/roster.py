@@ -35,11 +35,6 @@ class Roster:
         welcome: returns the reply to a trainer that joins, without what concerns this trainer.
         new_transport: returns the transport of a trainer that joins.
         on_trainer_lost: called with a trainer whose place another process may take.
-
-    Attributes:
-        started: all trainers and servers have joined.
-        totals: of the trainers that have left.
-        left_behind: the trainers that did not end in time after a request to stop.
     """
 
     def __init__(
@@ -61,9 +56,9 @@ class Roster:
     ) -> None:
         self.generation = checkpoints.generation
         self.members = Members(clock)
-        self.started = False
-        self.totals: dict[int, TrainerTotals] = {}
-        self.left_behind: list[str] = []
+        self.started = False  # all trainers and servers have joined
+        self.totals: dict[int, TrainerTotals] = {}  # of the trainers that have left
+        self.left_behind: list[str] = []  # the trainers that did not end in time after a request to stop
         self.sources = sources
         self._config = config
         self._trainers = trainers

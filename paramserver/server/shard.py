@@ -93,9 +93,6 @@ class ParameterShard:
             together.
         attach: returns the flat tensors of all parameters in a segment of gradients, by its key.
         snapshot: returns a copy of the parameters, if the owner keeps one that is the same; ``updater.clone``.
-
-    Attributes:
-        on_push: called with each push that is complete.
     """
 
     def __init__(
@@ -116,7 +113,7 @@ class ParameterShard:
         self.updater = updater
         self.version = version
         self.server_index = server_index
-        self.on_push: Callable[[PushId], None] = lambda push: None
+        self.on_push: Callable[[PushId], None] = lambda push: None  # called with each push that is complete
         self._lock = lock
         self._submit = submit
         self._generation = generation
