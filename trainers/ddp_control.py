@@ -73,11 +73,9 @@ class SharedRows:
 
     A rank writes its row before it takes part in a collective, and reads all of them after it: by then each of the
     others takes part too, and has written. There are two places for each row, used in turns: a rank that writes for the
-    second time has completed a collective that no rank enters before it has read.
-
-    Args:
-        memory: float64, (2, ranks, 1 + ``_ROW``), zeros at first. A row begins with its number, counted from 1.
-        timeout_s: how long ``read`` waits, where a collective does not imply that the others take part.
+    second time has completed a collective that no rank enters before it has read. ``memory`` is float64 of (2, ranks, 1
+    + ``_ROW``), zeros at first. A row begins with its number, counted from 1. ``read`` waits ``timeout_s``, where a
+    collective does not imply that the others take part.
 
     Example::
 
@@ -180,10 +178,9 @@ class StepAgreement:
     ) -> None:
         """Start an exchange and return.
 
-        Args:
-            totals: this rank's loss and samples of the current step; None if it does not take part.
-            collect_records: on rank 0, whether it collects records.
-            before_collective: all ranks take part in another collective between this and ``wait``.
+        ``totals`` are of the current step; None if this rank does not take part. With ``collect_records`` rank 0
+        collects records; with ``before_collective`` all ranks take part in another collective between this and
+        ``wait``.
         """
         assert self._own is None
         figures = (0.0, 0.0, 0.0) if totals is None else (totals.loss, totals.samples, 1.0)

@@ -242,12 +242,7 @@ def evaluate(
 ) -> WeightedSums:
     """Run ``validation_step`` over ``batches`` with the model in ``eval()`` and without gradients.
 
-    Args:
-        batch_idx: the number of training batches so far, for ``validation_step``.
-        as_input: moves a batch to the model, see ``make_input_mover``.
-
-    Returns:
-        The sums over these batches, weighted by samples.
+    Return the sums over these batches, weighted by samples. ``batch_idx`` is the number of training batches so far.
 
     Raises:
         TaskError: ``validation_step`` does not return a dictionary of numbers and metrics.

@@ -13,10 +13,6 @@ class BestMetric:
     A validation that takes place only because the run ends may be the best, but it does not count for patience: a run
     that is resumed later ends where it would have ended without the interruption.
 
-    Args:
-        metric: the name in the dictionary that ``validation_step`` returns.
-        min_delta: for patience, a value counts as better only if it is by more than this.
-
     Raises:
         UnsupportedConfiguration: there is no such mode.
     """
@@ -25,9 +21,9 @@ class BestMetric:
         if mode not in ("min", "max"):
             raise UnsupportedConfiguration(f"checkpoint.best.mode ({mode}) must be min or max; write one of these")
         # The names of these attributes are the stored keys: see ``state_dict``.
-        self.metric = metric
+        self.metric = metric  # the name in the dictionary that ``validation_step`` returns
         self.mode = mode
-        self.min_delta = min_delta
+        self.min_delta = min_delta  # for patience, a value counts as better only if it is by more than this
         self.value: float | None = None
         self.step: int | None = None
         self.scheduled_value: float | None = None

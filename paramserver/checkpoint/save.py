@@ -61,7 +61,6 @@ def write_checkpoint(folder: Path, step: int, objects: Mapping[str, Any], metada
     """Write ``folder/step-<step>`` and point ``latest`` to it; a crash at any moment leaves the previous one intact.
 
     Args:
-        folder: the run's ``checkpoints`` folder, made where it is missing; the run's folder is not.
         step: the version that was staged. A checkpoint of the same step is replaced.
         objects: by name, what ``torch.save`` puts into ``<name>.pt``; ``bytes`` and ``ChunkedFile`` become a file
             ``<name>`` as they are. Nothing is copied.

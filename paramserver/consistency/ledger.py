@@ -71,10 +71,8 @@ class Ledger:
 
     A *generation* is the time from one start of server 0 to the next. Servers that come back from a checkpoint have
     forgotten the updates after it, and what was sent to them before; each start begins another generation, so such
-    messages are refused. Records and losses.json call its number ``view``.
-
-    Args:
-        times_due: how often each sample is served (``buffer.pseudo_epochs``); None for a reservoir, which repeats them.
+    messages are refused. Records and losses.json call its number ``view``. ``times_due`` is how often each sample is
+    served (``buffer.pseudo_epochs``); None for a reservoir, which repeats them.
     """
 
     def __init__(self, times_due: int | None = 1, generation: int = 1) -> None:

@@ -300,10 +300,9 @@ class ControlChannel:
     def report_loss(self, rank: int, why: str, is_stuck: bool = False) -> None:
         """Inform all ranks, and the owner of this channel, that ``rank`` is lost. May be called from any thread.
 
-        Args:
-            why: follows its name in the error of every rank.
-            is_stuck: it was asked to end, and its limit has passed. Any other loss is an error, also after a signal:
-                the supervisor that notices it may end the other ranks by one.
+        ``why`` follows the name of the rank in every error. A rank that is stuck was asked to end, and its limit has
+        passed. Any other loss is an error, also after a signal: the supervisor that notices it may end the other ranks
+        by one.
         """
         if self._leaving or self.lost is not None:
             return  # the peer ended later than this rank, or because of the first loss

@@ -512,10 +512,8 @@ def open_store(
 ) -> Store:
     """Connect to the store of rank 0, which rank 0 itself opens first.
 
-    Args:
-        timeout_s: of later calls of the store.
-        deadline: ``time.monotonic()`` until which rank 0 must answer.
-        resources: receives what has to be closed after the last use of the store. Required with a token.
+    ``timeout_s`` is that of later calls of the store; rank 0 must answer until ``deadline`` (``time.monotonic()``).
+    ``resources``, which are required with a token, receive what has to be closed after the last use of the store.
 
     Raises:
         DeadlineExceeded: rank 0 cannot be reached.

@@ -31,10 +31,6 @@ class Updater:
 
     Gradients are read from ``parameter.grad``; a parameter without one is not stepped, as in torch.optim.
 
-    Args:
-        training: ``clip_grad_norm``, ``ema_decay``, ``validate_every`` and ``accumulate_batches`` are used.
-        seed: of the run, for what the optimizer draws in ``step()``.
-
     Raises:
         TaskError: the optimizer needs a closure, or the scheduler cannot be stepped.
         UnsupportedConfiguration: there are several optimizers, and ``accumulate_batches`` is above 1.

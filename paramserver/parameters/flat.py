@@ -117,10 +117,8 @@ class FlatTensors:
     """Named tensors moved into flat tensors: afterwards each of them is a view of ``flats``.
 
     Tied parameters stay tied: ``named_parameters()`` names a shared tensor once, and its ``data`` is replaced in place.
-
-    Args:
-        allocate: returns the flat tensors; by default memory of this process.
-        others: further tensors of the model, by name, which stay where they are.
+    ``others`` are further tensors of the model, by name, which stay where they are. ``allocate`` returns the flat
+    tensors; by default they are memory of this process.
 
     Raises:
         UnsupportedConfiguration: two tensors share memory, or one is sparse.

@@ -240,14 +240,11 @@ class CheckpointManager:
     ) -> None:
         """Save a checkpoint: stage it here, collect every trainer's part, and commit it to the disk.
 
-        To be called while model, optimizer and every trainer are at ``step``. Training may continue when this
-        returns; with ``checkpoint.background`` the parts arrive and the files are written meanwhile.
-
-        Args:
-            model, updater: what is copied; the caller makes sure that nothing changes them during this call.
-            reason, since: see ``StagedCheckpoint``.
-            collect: arranges that ``commit`` is called, once, with the parts of all trainers; now or from any thread
-                later. Without that call, as when a trainer dies, nothing is written.
+        To be called while model, optimizer and every trainer are at ``step``. Training may continue when this returns;
+        with ``checkpoint.background`` the parts arrive and the files are written meanwhile. The caller makes sure that
+        nothing changes model and updater during this call. ``collect`` arranges that ``commit`` is called, once, with
+        the parts of all trainers; now or from any thread later. Without that call, as when a trainer dies, nothing is
+        written.
 
         Raises:
             Exception: the failure of an earlier write.
@@ -305,10 +302,9 @@ class CheckpointManager:
     ) -> None:
         """Write a staged checkpoint: in the background, or before this returns, as configured. Copies nothing.
 
-        Args:
-            parts: of each trainer, by its index: private objects, or the file that ``torch.save`` made of them. That of
-                a lost trainer, without ``task``, gets the state of its task in the newest checkpoint.
-            pause_s: how long training stopped for the copies, on the trainer where that took longest.
+        The parts are private objects, or the file that ``torch.save`` made of them; that of a lost trainer, without
+        ``task``, gets the state of its task in the newest checkpoint. Training stopped for ``pause_s`` for the copies,
+        on the trainer where that took longest.
 
         Raises:
             Exception: the failure of an earlier write, or of this one without ``checkpoint.background``.

@@ -75,7 +75,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 class LossLog:
-    """The losses of one start of a run, which the restarts of rank 0 survive. Written at every change; these are rare."""
+    """The losses of one start of a run, which restarts of rank 0 survive. Written at every change, which is rare."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

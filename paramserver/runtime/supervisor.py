@@ -51,9 +51,6 @@ class _RankProcess:
     """One process of a rank, which leads a process group of its own.
 
     Its end is that of the process, by its pidfd: a fork of the rank may hold the pipe open for longer.
-
-    Args:
-        pipe: the reading end of its event pipe; owned from here on.
     """
 
     def __init__(self, role: Role, process: subprocess.Popen[bytes] | ForkedProcess, pipe: int) -> None:
@@ -61,7 +58,7 @@ class _RankProcess:
         self.global_rank = role.global_rank
         self.title = f"rank {role.global_rank} ({role})"
         self.process = process
-        self.pipe = pipe
+        self.pipe = pipe  # the reading end of its event pipe; owned from here on
         self.pidfd = os.pidfd_open(process.pid)  # readable once the process has ended
         self.failure: dict[str, Any] | None = None
         self.exit_code: int | None = None

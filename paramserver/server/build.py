@@ -58,10 +58,8 @@ def build_server(
 ) -> ParameterServer:
     """Return server 0 with the parameters of the checkpoint that the run resumes from, if it does.
 
-    Args:
-        segments: allocates memory that processes of this host share; None if all tensors are sent over RPC.
-        on_trainer_lost: called with a trainer whose place another process may take.
-        local_calls: serves the calls of trainers that share memory; None if these are made over RPC too.
+    Without ``segments`` all tensors are sent over RPC, and without ``local_calls`` all calls. ``on_trainer_lost`` is
+    called with a trainer whose place another process may take.
 
     Raises:
         UnsupportedConfiguration: the model, its optimizers or its memory do not go with the configuration.

@@ -81,7 +81,6 @@ class ShardCoordinator:
 
     Args:
         stop: a signal to another server is passed on to it.
-        store: the parameters of the version that the run begins with, which each server gets its shard of.
         buckets: each shard in ranges, if updates are made bucket by bucket.
         segments: returns the address of server 0's shared memory and its key; None if nothing is shared.
     """

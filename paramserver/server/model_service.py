@@ -39,8 +39,7 @@ _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 class ModelReplica:
     """A copy of a model for one call at a time. It consists of Python objects, without memory for parameters.
 
-    Args:
-        trained: names of the trained parameters; the others are shared with ``model``.
+    The parameters that are not ``trained`` are shared with ``model``.
 
     Raises:
         UnsupportedConfiguration: the model cannot be copied, or the copy does not use the new parameters.

@@ -30,11 +30,6 @@ class Roster:
 
     A trainer that is lost is taken out of what all others wait for (``Aggregator.remove``, ``Quorum.remove``), unless
     the run has to end or to return to its last checkpoint. Methods take the lock themselves, except where it is said.
-
-    Args:
-        welcome: returns the reply to a trainer that joins, without what concerns this trainer.
-        new_transport: returns the transport of a trainer that joins.
-        on_trainer_lost: called with a trainer whose place another process may take.
     """
 
     def __init__(
@@ -69,10 +64,10 @@ class Roster:
         self.coordinator = coordinator
         self._checkpoints = checkpoints
         self._monitor = checkpoints.monitor
-        self._welcome = welcome
-        self._new_transport = new_transport
+        self._welcome = welcome  # returns the reply to a trainer that joins, without what concerns this trainer
+        self._new_transport = new_transport  # returns the transport of a trainer that joins
         self._network = network
-        self._on_trainer_lost = on_trainer_lost
+        self._on_trainer_lost = on_trainer_lost  # called with a trainer whose place another process may take
         self._clock = clock
         # Held while the loss of a trainer is handled and reported, so that another process takes its place after that.
         # Taken before the lock of the server.

@@ -156,10 +156,9 @@ class ParameterShard:
     def pull(self, sender: TrainerId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
         """Return a version whose gradients return here: that of the first tensor by distributed autograd.
 
-        Args:
-            version: the current one, or one that is retained.
-            received: what the trainer has already of the current one: empty tensors take the place of buckets that were
-                sent early, and where there are no such updates tensors without values that of the others.
+        It is the current one, or one that is retained. In the place of what the trainer has ``received`` already of the
+        current one are empty tensors for buckets that were sent early, and where there are no such updates tensors
+        without values.
         """
         self.admit(sender)
         self._reach(version)
@@ -200,11 +199,8 @@ class ParameterShard:
         """Accept the gradient of range ``number``, which may arrive before the report of its push and after it.
 
         Reply with the next version of the bucket, or with None, at once where updates are not made bucket by bucket.
-
-        Args:
-            gradient: of its parameters, zero for those that have none.
-            revision: 0, and one more if the gradient has changed after it was sent.
-            has_all: all parameters of the range have a gradient.
+        The gradient is zero for parameters that have none; ``has_all`` is whether all have one. The revision is 0, and
+        one more if the gradient has changed after it was sent.
         """
         trainer_index, pipeline = self.admit(sender), self.pipeline
         self._reach(version)

@@ -65,9 +65,7 @@ class Updates:
     and takes the lock of the server.
 
     Args:
-        shard: that of server 0.
         shares_memory: returns whether the parameters of all servers are in the memory of server 0.
-        on_unreachable: returns the loss of a server whose reply is an error of the connection.
     """
 
     def __init__(
@@ -103,13 +101,10 @@ class Updates:
     ) -> None:
         """Apply an update on every server: mean of the gradients, clipping, optimizer step, schedule, module buffers.
 
-        Clipping takes a second round of calls, for the norm of all gradients.
-
-        Args:
-            pushes: in the order of ``update.trainers``; their gradients are overwritten.
-            pulled: versions that trainers may still pull.
-            validated: versions that they may validate, which they view on every server.
-            on_applied: called with the lock when all servers have applied it.
+        Clipping takes a second round of calls, for the norm of all gradients. The pushes are in the order of
+        ``update.trainers``; their gradients are overwritten. Trainers may still pull the versions ``pulled``, and
+        validate those in ``validated``, which they view on every server. ``on_applied`` is called with the lock when
+        all servers have applied it.
         """
         named = tuple((push_id(push.report), push.segment_key) for push in pushes)
         factors = tuple(staleness_factor(s, self._config.server.stale_scaling) for s in update.staleness)

@@ -148,10 +148,7 @@ class SharedMemoryServerTransport(ServerTransport):
 class SharedMemoryTrainerTransport(TrainerTransport):
     """Makes the model's parameters views of the server's snapshots, or copies of them on another device.
 
-    Args:
-        parameters: those of the model, in the order of the layout.
-        trainer_index, incarnation: select the segment for gradients.
-        timeout_s: for each segment.
+    The parameters are in the order of the layout. ``timeout_s`` is for each segment.
     """
 
     name = "shared_memory"
