@@ -74,10 +74,9 @@ class FlatLayout:
         """Size of all flat tensors."""
         return sum(n * dtype.itemsize for n, dtype in zip(self.sizes, self.dtypes, strict=True))
 
-    def allocate(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> list[Tensor]:
-        """Return new flat tensors of zeros; ``pinned`` for copies from and to a GPU without a second buffer."""
-        shapes = zip(self.sizes, self.dtypes, strict=True)
-        return [torch.zeros(n, dtype=dtype, device=device, pin_memory=pinned) for n, dtype in shapes]
+    def allocate(self, device: torch.device | str = "cpu") -> list[Tensor]:
+        """Return new flat tensors of zeros."""
+        return [torch.zeros(n, dtype=dtype, device=device) for n, dtype in zip(self.sizes, self.dtypes, strict=True)]
 
     def views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return each named tensor as a view of ``flats``, which may be views themselves."""

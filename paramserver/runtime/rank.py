@@ -473,9 +473,8 @@ class RankSession:
             give_up_at = None
         else:
             # A supervisor ends a server that is frozen and starts another one; elsewhere the scheduler must.
-            record = make_record("lost", None, rank=process.identity.global_rank, peer=self.peer, text=str(loss))
-            for sink in plan.sinks:
-                sink.write(record)
+            rank = process.identity.global_rank
+            self._write(make_record("lost", None, rank=rank, peer=self.peer, text=str(loss)))
 
         # The limit counts from the loss, through all attempts to join that have failed since then.
         now = time.monotonic()

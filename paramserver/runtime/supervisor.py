@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -286,14 +286,15 @@ class Supervisor:
                 self._read_events(rank)
 
     def _read_events(self, rank: _RankProcess) -> None:
-        handlers: dict[str, Callable[[_RankProcess, Any], None]] = {
-            "record": self._on_record,
-            "error": self._on_error,
-            "alive": self._on_alive,
-            "done": self._on_done,
-        }
         for kind, body in rank.read_events():
-            handlers[kind](rank, body)
+            if kind == "record":
+                self._on_record(rank, body)
+            elif kind == "error":
+                self._on_error(rank, body)
+            elif kind == "alive":
+                rank.alive_at, rank.reports = time.monotonic(), True
+            elif kind == "done":
+                rank.done = True
 
     def _on_record(self, rank: _RankProcess, record: dict[str, Any]) -> None:
         if record["kind"] == "view":
@@ -325,12 +326,6 @@ class Supervisor:
     def _on_error(self, rank: _RankProcess, failure: dict[str, Any]) -> None:
         rank.failure = failure
         self._failed.append(rank)
-
-    def _on_alive(self, rank: _RankProcess, _: None) -> None:
-        rank.alive_at, rank.reports = time.monotonic(), True
-
-    def _on_done(self, rank: _RankProcess, _: None) -> None:
-        rank.done = True
 
     def _on_exit(self, rank: _RankProcess, exit_code: int) -> None:
         """Conclude what follows from the end of a rank."""
@@ -705,11 +700,11 @@ def _describe_exit(exit_code: int) -> str:
     return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
-def _end_of(log: Path, lines: int = 5, most_bytes: int = 4096) -> str:
-    """Return the last lines of a log, indented, each after a line break."""
+def _end_of(log: Path) -> str:
+    """Return the last 5 lines of a log, indented, each after a line break."""
     with log.open("rb") as file:
-        file.seek(max(log.stat().st_size - most_bytes, 0))
-        last_lines = file.read().decode(errors="replace").splitlines()[-lines:]
+        file.seek(max(log.stat().st_size - 4096, 0))
+        last_lines = file.read().decode(errors="replace").splitlines()[-5:]
     return "".join(f"\n    {line}" for line in last_lines)
 
 
