@@ -729,8 +729,10 @@ class TrainingLoop:
         else:
             trainer.step = self._follow_calls() if by_calls else trainer.idle(decision)
         trainer.current_step.in_batches = trainer.current_step.is_open = False
-        if has_data:
-            self._record_first_step()
+        timer = trainer.process.startup_timer
+        if has_data and "first step" not in timer.phases:
+            timer.mark("first step")
+            trainer.record("phase", phases=dict(timer.phases))
         return has_data or trainer.step != decision.step
 
     def _train(self, decision: Decision) -> int:
@@ -811,12 +813,6 @@ class TrainingLoop:
         self.trainer.clock.lap("data")
         self.trainer.load_version()
         self.trainer.progress.samples_served += samples
-
-    def _record_first_step(self) -> None:
-        timer = self.trainer.process.startup_timer
-        if "first step" not in timer.phases:
-            timer.mark("first step")
-            self.trainer.record("phase", phases=dict(timer.phases))
 
     def _enter_epoch(self, samples: int) -> None:
         """Enter the epoch of the next sample, after ``samples`` were applied."""

@@ -134,12 +134,9 @@ class ControlChannel:
     ranks are informed which one is lost, also that one: a process that was stopped finds out when it continues.
 
     Threads: the owner's thread sends and receives; one more thread, ``control-channel``, reads all connections and
-    sends heartbeats.
-
-    Args:
-        connections: by the rank of the peer; closed with this object. ``add`` adds more.
-        on_lost: called in the reading thread when a peer is lost before this rank left, and repeatedly from then on
-            until ``close``, as the owner may begin another wait. Must not block.
+    sends heartbeats. ``connections`` are by the rank of the peer, and closed with this object; ``add`` adds more.
+    ``on_lost`` is called in the reading thread when a peer is lost before this rank left, and repeatedly from then on
+    until ``close``, as the owner may begin another wait. It must not block.
     """
 
     def __init__(

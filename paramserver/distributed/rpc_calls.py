@@ -182,14 +182,10 @@ def _send(
 def send(
     to: str, timeout_s: float, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
 ) -> torch.futures.Future[T]:
-    """Call a handler in the process ``to`` that returns immediately.
+    """Call a handler in the process ``to`` that returns immediately; the future is of its result or a ``RemoteError``.
 
-    Args:
-        to: the RPC name of a process that registered an instance of the handler's class.
-        timeout_s: 0 means no limit.
-
-    Returns:
-        A future of the result, or of a ``RemoteError``.
+    ``to`` is the RPC name of a process that registered an instance of the handler's class. A timeout of 0 means no
+    limit.
     """
     target = *handler.__qualname__.split("."), *args
     future: torch.futures.Future[T] = _send(to, _handle, target, kwargs, timeout_s)

@@ -121,9 +121,8 @@ class SimulationsState(Protocol):
 class CheckpointManager:
     """Saves and restores the checkpoints of a run. Lives on rank 0.
 
-    Args:
-        initial_weights: of ``init_from``, where it is given; their origin and late buffers (see ``load_weights``).
-        generation: how often servers of this run have started, this one included; see ``consistency/ledger.py``.
+    ``initial_weights`` are those of ``init_from``, their origin and late buffers (see ``load_weights``). ``generation``
+    is how often servers of this run have started, this one included; see ``consistency/ledger.py``.
     """
 
     def __init__(

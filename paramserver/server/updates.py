@@ -62,10 +62,8 @@ class Updates:
     """Keeps the shards of all servers at one version. With one server all replies are there once its own is.
 
     No method blocks: what depends on replies is a callback, which runs in the update thread or in one of the RPC agent,
-    and takes the lock of the server.
-
-    Args:
-        shares_memory: returns whether the parameters of all servers are in the memory of server 0.
+    and takes the lock of the server. ``shares_memory`` returns whether the parameters of all servers are in the memory
+    of server 0.
     """
 
     def __init__(
