@@ -281,8 +281,8 @@ def _reply(output: Any, random_state: Tensor) -> ModelReply:
 class ModelService:
     """The model of a server as trainers call it: built once, with a transport for each trainer.
 
-    Create it right after the store: the random states of ``as_built`` are those after the model was built. ``as_built``
-    are the random states after the model was built, and its ``training`` flag.
+    Create it right after the store: the random states of ``as_built`` are those after the model was built. It
+    also has the model's ``training`` flag.
     """
 
     def __init__(self, task: Task, config: Config, store: ParameterStore) -> None:

@@ -268,8 +268,9 @@ class ParameterServer(TutorialMethods, ShardHandlers):
     def push(self, push: Push, has_gradients: bool = False) -> torch.futures.Future[StepGrant]:
         """Accept a push; reply once its gradients, which may still be on their way, are applied or dropped.
 
-        The reply has a ``result``. If the push carried an announcement, it is also the grant of the next step. They are
-        in shared memory, in messages, or in a context of this process; with ``has_gradients`` none is still on its way.
+        The reply has a ``result``. If the push carried an announcement, it is also the grant of the next step. The
+        gradients are in shared memory, in messages, or in a context of this process; with ``has_gradients`` none of
+        them is still on its way.
         """
         with self._lock:
             self.run.check()

@@ -125,7 +125,7 @@ class VersionView:
 class ValidationReply:
     """The reply to shares of a validation.
 
-    The shares of lost trainers that are ``missing`` are evaluated by this one before there are means; mostly none.
+    The shares of lost trainers that are ``missing`` are evaluated by the trainer before there are means.
     """
 
     means: Mapping[str, float] = field(default_factory=dict)

@@ -60,7 +60,7 @@ class SegmentHost:
     """The owner of segments, which passes them to processes of this host. A context manager; open inside ``with``.
 
     Requests are served in a thread that no client can block: a connection without a request is closed after
-    ``timeout_s``. A client may be silent, and closing may take, ``timeout_s``.
+    ``timeout_s``. Closing may take as long.
     """
 
     def __init__(self, name_hint: str, timeout_s: float) -> None:
