@@ -58,43 +58,26 @@ _LAST = ("end", "interrupted", "resize")
 
 @dataclass
 class TrainerProgress:
-    """How far a trainer is; part of what it stores in a checkpoint.
-
-    Attributes:
-        batch_idx: of the next batch.
-        samples_served: samples of all batches so far.
-        epoch: the current one, and whether ``on_epoch_start`` was called for it (``epoch_open``).
-        seconds: of training before this process resumed the run.
-        steps: that this trainer took, or waited for.
-    """
+    """How far a trainer is; part of what it stores in a checkpoint."""
 
     batch_idx: int = 0
-    samples_served: int = 0
-    epoch: int = 0
+    samples_served: int = 0  # samples of all batches so far
+    epoch: int = 0  # the current one, and whether ``on_epoch_start`` was called for it (``epoch_open``)
     epoch_open: bool = False
-    seconds: float = 0.0
-    steps: int = 0
+    seconds: float = 0.0  # of training before this process resumed the run
+    steps: int = 0  # that this trainer took, or waited for
 
 
 @dataclass
 class Step:
-    """What a trainer does at present: a decision, and how far it is carried out.
-
-    Attributes:
-        decision: of all trainers.
-        is_open: a version is being made, to which records belong; otherwise they belong to the last one.
-        is_common: hooks are called that all trainers call, or all that have data.
-        in_batches: those that have data.
-        batch_samples: of the batch that is computed; 1 between batches.
-        gathers: calls of ``all_gather``, by ``in_batches``.
-    """
+    """What a trainer does at present: a decision, and how far it is carried out."""
 
     decision: Decision
-    is_open: bool = False
-    is_common: bool = False
+    is_open: bool = False  # a version is being made, to which records belong; otherwise they belong to the last one
+    is_common: bool = False  # hooks are called that all trainers call, or all that have data
     in_batches: bool = False
-    batch_samples: int = 1
-    gathers: Counter[bool] = field(default_factory=Counter[bool])
+    batch_samples: int = 1  # of the batch that is computed; 1 between batches
+    gathers: Counter[bool] = field(default_factory=Counter[bool])  # calls of ``all_gather``, by ``in_batches``
 
     def next_gather(self) -> tuple[int, ...]:
         """Return what names the next call of ``all_gather``, which is the same on all trainers that make it."""
@@ -656,11 +639,7 @@ class Trainer(ABC):
 
 
 class TrainingLoop:
-    """Calls a trainer from its first connection to the end of the run: what is done when, and in which order.
-
-    Args:
-        trainer: makes the steps.
-    """
+    """Calls a trainer from its first connection to the end of the run: what is done when, and in which order."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -750,8 +729,10 @@ class TrainingLoop:
         else:
             trainer.step = self._follow_calls() if by_calls else trainer.idle(decision)
         trainer.current_step.in_batches = trainer.current_step.is_open = False
-        if has_data:
-            self._record_first_step()
+        timer = trainer.process.startup_timer
+        if has_data and "first step" not in timer.phases:
+            timer.mark("first step")
+            trainer.record("phase", phases=dict(timer.phases))
         return has_data or trainer.step != decision.step
 
     def _train(self, decision: Decision) -> int:
@@ -832,12 +813,6 @@ class TrainingLoop:
         self.trainer.clock.lap("data")
         self.trainer.load_version()
         self.trainer.progress.samples_served += samples
-
-    def _record_first_step(self) -> None:
-        timer = self.trainer.process.startup_timer
-        if "first step" not in timer.phases:
-            timer.mark("first step")
-            self.trainer.record("phase", phases=dict(timer.phases))
 
     def _enter_epoch(self, samples: int) -> None:
         """Enter the epoch of the next sample, after ``samples`` were applied."""

@@ -30,16 +30,6 @@ class Control(ABC):
 
     Used by the training thread. All trainers make the same calls in the same order, except for ``record``,
     ``request_stop`` and ``report_failure``.
-
-    Args:
-        process, checkpoints, rendezvous: those of the trainer.
-
-    Attributes:
-        joined: the other processes wait for this one from now on.
-        records: that rank 0 has not received yet.
-        all_totals: of every trainer, on rank 0 after the run.
-        saved_step: of the last checkpoint, or of the one that the run resumed from.
-        memory: for the parts of checkpoints.
     """
 
     def __init__(
@@ -51,10 +41,10 @@ class Control(ABC):
         self.checkpoints = checkpoints
         self.monitor = None if checkpoints is None else checkpoints.monitor
         self.rendezvous = rendezvous
-        self.joined = False
+        self.joined = False  # the other processes wait for this one from now on
         self.records: list[Record] = []
-        self.all_totals: list[TrainerTotals] = []
-        self.saved_step: int | None = None
+        self.all_totals: list[TrainerTotals] = []  # of every trainer, on rank 0 after the run
+        self.saved_step: int | None = None  # of the last checkpoint, or of the one that the run resumed from
         self.memory = StagingPool()
         self._stop_reason = ""
 
@@ -112,10 +102,7 @@ class Control(ABC):
     ) -> ValidationReply:
         """Report shares of a validation; return the means over all, or first the shares that are missing.
 
-        Args:
-            step: the version that was validated; ``since`` as for ``is_due``.
-            shares: by the indices of their trainers.
-            waits: False with trainers that run freely: the means are those of ``shares``.
+        With trainers that run freely ``waits`` is False: the means are those of ``shares``.
         """
 
     @abstractmethod
@@ -138,10 +125,8 @@ class Control(ABC):
 class ReplicaControl(Control):
     """The control plane of a run without servers: each trainer has a replica of the model and makes every update.
 
-    Rank 0 writes records and checkpoints. As it is, this class is for a run of one trainer.
-
-    Attributes:
-        parts: of checkpoints, on rank 0; None elsewhere.
+    Rank 0 writes records and checkpoints. As it is, this class is for a run of one trainer. ``parts`` of checkpoints
+    are on rank 0; None elsewhere.
     """
 
     def __init__(
@@ -197,12 +182,7 @@ class ReplicaControl(Control):
     ) -> None:
         """Save a checkpoint of ``step``: copy ``model`` and ``updater``, and write them with the parts of all trainers.
 
-        With ``checkpoint.background`` parts are sent and files written after this returns.
-
-        Args:
-            reason: see ``StagedCheckpoint``.
-            since: ``time.perf_counter()`` when training stopped for it.
-            part: the staged state of this trainer.
+        With ``checkpoint.background`` parts are sent and files written after this returns. See ``StagedCheckpoint``.
         """
         assert self.checkpoints is not None
         self.checkpoints.save(step, model, updater, reason, since, lambda staged: self._collect_parts(staged, part))

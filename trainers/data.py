@@ -61,9 +61,6 @@ class DataStream:
     then ``stop_feeding``.
 
     Args:
-        task: provides the samples and collates the batches.
-        partition: which trainer's.
-        config: of buffer and batches.
         sampler_kwargs: how a map-style data set is partitioned, if not by default; see ``DatasetSource``.
         receiver_spec: where samples of simulations arrive; for a source that receives them.
         samples: what ``task.train_source`` returned before; None = call it.
@@ -255,9 +252,8 @@ class DataStream:
     def pop_served(self) -> tuple[npt.NDArray[np.int64], list[Key]]:
         """Return which samples were served since the last call; call it once a step, for the push.
 
-        Returns:
-            Their positions if the source is repeatable; their keys if it is a stream, whose order has no meaning in
-            another process.
+        They are positions if the source is repeatable; keys if it is a stream, whose order has no meaning in another
+        process.
         """
         served, self._served = self._served, []
         keys, self._served_keys = self._served_keys, []
@@ -307,15 +303,7 @@ class DataStream:
     # Checkpoints.
 
     def state_dict(self, memory: StagingPool | None = None) -> dict[str, Any]:
-        """Return what a checkpoint needs to continue with the next batch.
-
-        Everything in it is a copy, and no second copy is made. Samples that can be fetched again are stored as keys.
-        ``buffer`` is None as long as the lost trainer, whose place this one took, had applied samples that the feeder
-        has not reached: ``load_after_loss`` continues after ``applied`` then.
-
-        Args:
-            memory: where samples are copied to; None = fresh memory.
-        """
+        """Return what a checkpoint needs to continue with the next batch. Samples are copied to ``memory``."""
         allocate = None if memory is None else memory.acquire
         try:
             buffer = self.buffer.state_dict(samples=not self.source.refetchable, allocate=allocate)
@@ -387,13 +375,8 @@ class DataStream:
     def load_after_loss(self, state: Mapping[str, Any] | None, applied: AppliedPositions) -> None:
         """Continue in place of a lost trainer. Call it instead of ``load_state_dict``, before ``start``.
 
-        The buffer starts empty, and the samples that were not applied are served: with a fifo or firo each sample is
-        applied exactly ``pseudo_epochs`` times, with a reservoir at least once. A stream of simulations cannot repeat a
-        sample; it continues with what arrives from now on, without the samples that were applied.
-
-        Args:
-            state: has the state of the source under ``source``, as ``state_dict()`` does; None if it was at its start.
-            applied: which of its samples were applied until its loss.
+        The state has that of the source under ``source``, as ``state_dict()`` does; None if it was at its start.
+        ``applied`` are its samples that were applied until its loss.
         """
         if state is not None:
             applied.add(self._load_source(state), self.buffer.times_due)

@@ -176,10 +176,7 @@ class DdpTrainer(ReplicaTrainer):
             device_ids: one GPU; None on the CPU, or if the model spans several devices.
         """
         options = self.config.ddp
-        arguments: dict[str, Any] = {
-            "module": model,
-            "device_ids": device_ids,
-        }
+        arguments: dict[str, Any] = {"module": model, "device_ids": device_ids}
         further = inspect.signature(DistributedDataParallel).parameters.keys() - arguments
         if unknown := sorted(options.extra.keys() - further):
             raise UnsupportedConfiguration(

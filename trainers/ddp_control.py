@@ -55,10 +55,7 @@ class StepTotals:
 class AgreedStep:
     """What every rank knows after an exchange.
 
-    Attributes:
-        announcements: by trainer.
-        totals: of the step during which the exchange ran; None if there was none.
-        collect_records: whether rank 0 collects the records of the others now.
+    ``totals`` are of the step during which the exchange ran; None if there was none.
     """
 
     announcements: dict[int, Announcement]
@@ -76,13 +73,9 @@ class SharedRows:
 
     A rank writes its row before it takes part in a collective, and reads all of them after it: by then each of the
     others takes part too, and has written. There are two places for each row, used in turns: a rank that writes for the
-    second time has completed a collective that no rank enters before it has read.
-
-    Args:
-        memory: float64, (2, ranks, 1 + ``_ROW``), zeros at first. A row begins with its number, counted from 1.
-        rank: the own one.
-        check: raises if a peer is lost.
-        timeout_s: how long ``read`` waits, where a collective does not imply that the others take part.
+    second time has completed a collective that no rank enters before it has read. ``memory`` is float64 of (2, ranks, 1
+    + ``_ROW``), zeros at first. A row begins with its number, counted from 1. ``read`` waits ``timeout_s``, where a
+    collective does not imply that the others take part.
 
     Example::
 
@@ -131,10 +124,7 @@ class SharedRows:
 def share_rows(group: Any, channel: ControlChannel, timeout_s: float) -> SharedRows | None:
     """Return rows that all ranks of a process group share; None if they run on several hosts. Called by all of them.
 
-    Args:
-        group: of gloo.
-        channel: of this rank.
-        timeout_s: of each wait.
+    The group is of gloo.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     layout = FlatLayout.of([("rows", torch.zeros(2, ranks, 1 + _ROW, dtype=torch.float64))])
@@ -162,13 +152,8 @@ class StepAgreement:
 
     All ranks start theirs at the same points of the loop. Reductions have a process group of their own, because
     collectives of one group must run in the same order on all ranks, and these overlap with the all-reduces of
-    gradients.
-
-    Args:
-        group: of gloo; what is reduced are numbers on the CPU.
-        trainers: number of ranks.
-        trainer_index: of this rank.
-        shared: rows of all ranks, in memory; None to reduce them always.
+    gradients. What is reduced, by a group of gloo, are numbers on the CPU. Without ``shared`` rows they are reduced
+    always.
     """
 
     def __init__(self, group: Any, trainers: int, trainer_index: int, shared: SharedRows | None = None) -> None:
@@ -193,11 +178,9 @@ class StepAgreement:
     ) -> None:
         """Start an exchange and return.
 
-        Args:
-            own: announcement of this rank's next step.
-            totals: this rank's loss and samples of the current step; None if it does not take part.
-            collect_records: on rank 0, whether it collects records.
-            before_collective: all ranks take part in another collective between this and ``wait``.
+        ``totals`` are of the current step; None if this rank does not take part. With ``collect_records`` rank 0
+        collects records; with ``before_collective`` all ranks take part in another collective between this and
+        ``wait``.
         """
         assert self._own is None
         figures = (0.0, 0.0, 0.0) if totals is None else (totals.loss, totals.samples, 1.0)
@@ -282,10 +265,8 @@ class PartGather:
     """Brings the parts of a checkpoint to rank 0: once per checkpoint, rank 0 receives and acknowledges, others send.
 
     A part arrives in chunks, followed by an end. Rank 0 acknowledges all parts once the checkpoint is with its writer,
-    so no rank is more than one checkpoint ahead of another.
-
-    Args:
-        channel: of this rank; used by this object only, and by one thread (``checkpoint-sender``).
+    so no rank is more than one checkpoint ahead of another. The channel is used by this object only, and by one thread
+    (``checkpoint-sender``).
     """
 
     def __init__(self, channel: ControlChannel) -> None:
@@ -293,10 +274,6 @@ class PartGather:
 
     def send(self, part: Mapping[str, Any], pause_s: float) -> None:
         """Send this rank's part to rank 0, and wait for the acknowledgment.
-
-        Args:
-            part: staged state of this rank.
-            pause_s: seconds for which the training of this rank stopped.
 
         Raises:
             PeerLost: rank 0 is gone, or failed to gather the parts.
@@ -364,15 +341,7 @@ class DdpControl(ReplicaControl):
     """The control plane of a rank of ddp: collectives, and the control channel next to them.
 
     In collectives the ranks exchange what all of them wait for. Over the channel a lost rank is noticed, and parts of
-    checkpoints are sent, while the ranks train.
-
-    Args:
-        process, checkpoints, rendezvous: see ``Control``.
-
-    Attributes:
-        group: of the collectives of this object.
-        agreement: of the next step.
-        part_gather, sender: of the parts of checkpoints.
+    checkpoints are sent, while the ranks train. The group is that of the collectives of this object.
     """
 
     group: Any

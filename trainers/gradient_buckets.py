@@ -17,12 +17,8 @@ class GradientBuckets:
     Between ``start`` and ``finish`` a gradient is packed when it has been accumulated, and a bucket is sent with the
     last of its gradients, which distributed autograd would delay (docs/torch-notes.md, "Backward does not overlap with
     sending"). ``finish`` packs and sends the rest, and again what has changed since, so that the server receives what
-    the parameters hold at the end.
-
-    Args:
-        transport: whose ``gradient_views`` the gradients are packed into.
-        parameters: trained, in the order of the layout.
-        send: sends a bucket; a second call for the same bucket replaces it.
+    the parameters hold at the end. The parameters are in the order of the layout. A second ``send`` of the same bucket
+    replaces the first.
     """
 
     def __init__(
@@ -79,11 +75,7 @@ class GradientBuckets:
         return on_accumulated
 
     def finish(self) -> tuple[bool, ...] | None:
-        """Pack and send what remains.
-
-        Returns:
-            Whether each parameter has a gradient; None if all have.
-        """
+        """Pack and send what remains; return whether each parameter has a gradient, or None if all have."""
         self._started = False
         remaining = []
         for number, parameter in enumerate(self._parameters):

@@ -12,24 +12,14 @@ from paramserver.transport.messages import OptimizerCall
 
 
 class OptimizerCalls:
-    """Compares each call of a batch with those of the other trainers.
-
-    Args:
-        control: of the trainer.
-        parameters_of: the parameters of each optimizer, by its name.
-
-    Attributes:
-        batch_began: the version that the last batch began with; None before the first one.
-        made: updates in the present batch; -1 outside of ``training_step``.
-        present: the last call, on each trainer that has data.
-    """
+    """Compares each call of a batch with those of the other trainers."""
 
     def __init__(self, control: Control, parameters_of: Mapping[str, Sequence[nn.Parameter]]) -> None:
         self._control = control
         self._parameters_of = parameters_of
-        self.batch_began: int | None = None
-        self.made = -1
-        self.present: list[OptimizerCall] = []
+        self.batch_began: int | None = None  # the version that the last batch began with; None before the first one
+        self.made = -1  # updates in the present batch; -1 outside of ``training_step``
+        self.present: list[OptimizerCall] = []  # the last call, on each trainer that has data
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """Return the trained parameters of the optimizer that a call names.
@@ -52,8 +42,7 @@ class OptimizerCalls:
     def exchange(self, own: OptimizerCall | None) -> bool:
         """Compare a call with those of the other trainers; return whether it is not the end of a batch.
 
-        Args:
-            own: None for a trainer that has no data, which follows.
+        A trainer that has no data has no call of its own, and follows.
 
         Raises:
             TaskError: the calls differ.

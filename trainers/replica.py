@@ -20,12 +20,7 @@ from paramserver.trainers.control import ReplicaControl
 
 
 class ReplicaTrainer(Trainer):
-    """Holds model, optimizer and schedule, and makes the same updates as every other trainer.
-
-    Attributes:
-        updater: steps the optimizer and its schedule.
-        samples: that all trainers applied so far.
-    """
+    """Holds model, optimizer and schedule, and makes the same updates as every other trainer."""
 
     control_class = ReplicaControl
 

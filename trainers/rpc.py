@@ -177,10 +177,8 @@ class RpcTrainer(Trainer):
     def replace_lost(self, part: bytes | None, position: DataPosition, incarnation: int) -> None:
         """Take the place of a trainer that was lost: continue its data after what was applied of it.
 
-        Args:
-            part: its part of the newest checkpoint, for the state of the task; None if there is none.
-            position: where its data continues.
-            incarnation: of this process, so that its random numbers are not those of the lost one.
+        ``part``, of the newest checkpoint, has the state of the task; None if there is none. With the incarnation the
+        random numbers are not those of the lost one.
         """
         seed_all(self.config.seed, incarnation, 1 + self.trainer_index)
         applied = AppliedPositions()
@@ -332,8 +330,7 @@ class RpcTrainer(Trainer):
     def _check_unchanged(self, between_steps: bool = False) -> None:
         """Refuse changes that the task made to trained parameters since they were loaded.
 
-        Args:
-            between_steps: a server may have written to the memory that it shares with this process.
+        Between steps a server may have written to the memory that it shares with this process.
         """
         if self._loaded_parameters is None:
             return

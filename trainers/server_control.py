@@ -27,12 +27,7 @@ _SEND_RECORDS_EVERY_S = 1.0
 
 
 class ServerControl(Control):
-    """Server 0 decides, merges and saves; see ``Control``. Use ``connected`` before anything that is sent.
-
-    Attributes:
-        server: what the servers are called by.
-        sender: sends the parts of checkpoints.
-    """
+    """Server 0 decides, merges and saves; see ``Control``. Use ``connected`` before anything that is sent."""
 
     rendezvous: Rendezvous
     server: ServerClient
@@ -90,10 +85,7 @@ class ServerControl(Control):
     def send_part(self, step: int, part: Mapping[str, Any], since: float) -> None:
         """Send this trainer's part of a checkpoint to server 0, which has staged it.
 
-        Args:
-            step: of the checkpoint.
-            part: the staged state of this trainer.
-            since: ``time.perf_counter()`` when training stopped for it.
+        ``since`` is ``time.perf_counter()`` when training stopped for it.
         """
         pause_s = time.perf_counter() - since
 

@@ -27,10 +27,6 @@ _PUBLIC |= {"call_super_init"}  # read by the constructor of nn.Module
 class RemoteModel(nn.Module):
     """A proxy of the model on the server: it can be called, and set to ``train()`` or ``eval()``. It has no parameters.
 
-    Args:
-        call: sends a call to the server and returns the reply.
-        training: the flag of the model as the task built it.
-
     Raises:
         ModelIsElsewhere: an attribute or a part of the model is used, which only the server has.
 
@@ -54,7 +50,7 @@ class RemoteModel(nn.Module):
     def __init__(self, call: Callable[[ModelCall], ModelReply], training: bool) -> None:
         super().__init__()
         self._call = call
-        self._training_as_built = training
+        self._training_as_built = training  # the flag of the model as the task built it
         self._batch: int | None = None
         self._anchors: list[Tensor] = []
 

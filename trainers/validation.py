@@ -42,9 +42,6 @@ class _SizedCollate:
 class ValidationShare(Subset[Any]):
     """One trainer's share of a data set.
 
-    Attributes:
-        description: what must be the same on every trainer.
-
     Example::
 
         >>> share = ValidationShare("abcd", [1, 3], "a data set of 4 samples")
@@ -54,7 +51,7 @@ class ValidationShare(Subset[Any]):
 
     def __init__(self, dataset: Any, indices: Sequence[int], description: str) -> None:
         super().__init__(dataset, indices)
-        self.description = description
+        self.description = description  # what must be the same on every trainer
 
     def __getitem__(self, idx: int) -> Any:
         with name_user_error(f"validation_source, index {self.indices[idx]} of the data set, position {idx},"):
@@ -81,19 +78,10 @@ class _ReiterableDataset(IterableDataset[Any]):
 
 
 def validation_batches(task: Task, partition: Partition, config: Config) -> DataLoader[Any] | None:
-    """Return the validation batches of one trainer, each as (batch, number of samples).
+    """Return the validation batches of one trainer, each as (batch, number of samples), for any number of passes.
 
-    A map-style data set is partitioned: trainer i gets every ``count``-th sample from the i-th on, none is repeated or
-    left out. With a sampler it is the order of that; it is drawn once. An iterable is this trainer's share as it is;
-    ``validation_source`` is called at each validation. A DataLoader is read in this process, and not shuffled.
-
-    Args:
-        task: provides the samples and collates the batches.
-        partition: the trainer's.
-        config: ``training.validation_batch_size``, or else ``training.batch_size``.
-
-    Returns:
-        A loader for any number of passes; None if the task has no ``validation_source``.
+    They have ``training.validation_batch_size`` samples, or else ``training.batch_size``. Return None if the task has
+    no ``validation_source``.
 
     Raises:
         TaskError: the source is neither a data set nor an iterable, or there is no ``validation_step``.
@@ -147,18 +135,9 @@ def _batches_of(data: Any, task: Task, partition: Partition, config: Config) -> 
 class Validator:
     """Evaluates shares of a validation in one trainer, with the hooks, random numbers and parameters that belong to it.
 
-    Args:
-        task, config, placement: of the trainer.
-        partition: the trainer's.
-        loader: of ``validation_batches``, for its own share.
-        hooks: are called around each validation that has batches.
-        as_input: moves a batch to the model.
-        model: returns the model.
-        averages: returns what takes the place of parameters while the model is evaluated, by name.
-
-    Attributes:
-        validated_step: the last version of which this trainer evaluated its own share.
-        is_alone: evaluates the share of a lost trainer, while the others wait.
+    ``validated_step`` is the last version of which this trainer evaluated its own share. It ``is_alone`` while it
+    evaluates the share of a lost trainer, and the others wait. ``averages`` returns what takes the place of parameters
+    meanwhile, by name.
     """
 
     def __init__(
@@ -187,12 +166,7 @@ class Validator:
         return validation_generators(self._config.seed, step, share, self._placement.devices)
 
     def evaluate(self, share: int, batch_idx: int) -> WeightedSums:
-        """Evaluate the share of a trainer, inside of ``generators``; its own comes first, then those of lost ones.
-
-        Args:
-            share: the index of the trainer.
-            batch_idx: the number of training batches so far.
-        """
+        """Evaluate the share of a trainer, inside of ``generators``; its own comes first, then those of lost ones."""
         if share not in self._loaders:
             others = Partition(share, self._partition.count)
             self._loaders[share] = validation_batches(self._task, others, self._config)
@@ -268,16 +242,7 @@ def evaluate(
 ) -> WeightedSums:
     """Run ``validation_step`` over ``batches`` with the model in ``eval()`` and without gradients.
 
-    Args:
-        task, model: what is evaluated.
-        batches: of ``validation_batches``.
-        batch_idx: the number of training batches so far, for ``validation_step``.
-        as_input: moves a batch to the model, see ``make_input_mover``.
-        precision: ``training.precision``.
-        device: of the model.
-
-    Returns:
-        The sums over these batches, weighted by samples.
+    Return the sums over these batches, weighted by samples. ``batch_idx`` is the number of training batches so far.
 
     Raises:
         TaskError: ``validation_step`` does not return a dictionary of numbers and metrics.

@@ -13,10 +13,6 @@ class BestMetric:
     A validation that takes place only because the run ends may be the best, but it does not count for patience: a run
     that is resumed later ends where it would have ended without the interruption.
 
-    Args:
-        metric: the name in the dictionary that ``validation_step`` returns.
-        min_delta: for patience, a value counts as better only if it is by more than this.
-
     Raises:
         UnsupportedConfiguration: there is no such mode.
     """
@@ -25,22 +21,18 @@ class BestMetric:
         if mode not in ("min", "max"):
             raise UnsupportedConfiguration(f"checkpoint.best.mode ({mode}) must be min or max; write one of these")
         # The names of these attributes are the stored keys: see ``state_dict``.
-        self.metric = metric
+        self.metric = metric  # the name in the dictionary that ``validation_step`` returns
         self.mode = mode
-        self.min_delta = min_delta
+        self.min_delta = min_delta  # for patience, a value counts as better only if it is by more than this
         self.value: float | None = None
         self.step: int | None = None
         self.scheduled_value: float | None = None
         self.without_improvement = 0
 
     def update(self, value: float, step: int | None = None, scheduled: bool = True) -> bool:
-        """Count the next validation.
+        """Count the next validation; return whether it is strictly better than all before. NaN never is.
 
-        Args:
-            scheduled: by ``training.validate_every``, so that it counts for patience.
-
-        Returns:
-            Whether it is strictly better than all before. NaN never is.
+        With ``scheduled`` it is one by ``training.validate_every``, so it counts for patience.
         """
         value = float(value)
         # Compared with scheduled values only: a better value at the end of an interrupted run must not make the resumed
@@ -69,8 +61,7 @@ class BestMetric:
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
         """Restore ``state``, unless it is of another metric or mode: values of these cannot be compared.
 
-        Returns:
-            A note for the user that the count starts anew; None where it continues.
+        Return a note for the user that the count starts anew; None where it continues.
         """
         if (state["metric"], state["mode"]) != (self.metric, self.mode):
             return (

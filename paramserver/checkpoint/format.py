@@ -52,21 +52,13 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of ``manifest.json``.
-
-    Args:
-        step: the version that the checkpoint holds.
-        created: when, in ISO 8601.
-        files: size and digest of every other file, by name.
-        metadata: further entries (mode, trainers, ...).
-        format_version: of the files and what is in them.
-    """
+    """The content of ``manifest.json``."""
 
     step: int
     created: str
-    files: Mapping[str, FileEntry]
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    format_version: int = FORMAT_VERSION
+    files: Mapping[str, FileEntry]  # size and digest of every other file, by name
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # further entries (mode, trainers, ...)
+    format_version: int = FORMAT_VERSION  # of the files and what is in them
 
     def __post_init__(self) -> None:
         taken = sorted(set(_OWN_KEYS) & set(self.metadata))

@@ -110,11 +110,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def load_chosen(run: Path, which: str, *names: str) -> tuple[Checkpoint, list[Any]]:
     """Choose, verify and load from a checkpoint of ``run``, also while another process trains it and removes old ones.
 
-    When the chosen one disappears meanwhile, it is chosen again: ``latest`` and ``best`` name another one by then.
-
-    Args:
-        which: ``latest``, ``best``, or a step by its number.
-        names: of the objects to load. All are in memory on return, whatever happens to the files.
+    ``which`` is ``latest``, ``best``, or a step by its number. All objects that are named are in memory on return,
+    whatever happens to the files.
 
     Raises:
         CheckpointError: there is no such checkpoint; or it is damaged, or it disappeared at every attempt.

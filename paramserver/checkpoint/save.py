@@ -61,7 +61,6 @@ def write_checkpoint(folder: Path, step: int, objects: Mapping[str, Any], metada
     """Write ``folder/step-<step>`` and point ``latest`` to it; a crash at any moment leaves the previous one intact.
 
     Args:
-        folder: the run's ``checkpoints`` folder, made where it is missing; the run's folder is not.
         step: the version that was staged. A checkpoint of the same step is replaced.
         objects: by name, what ``torch.save`` puts into ``<name>.pt``; ``bytes`` and ``ChunkedFile`` become a file
             ``<name>`` as they are. Nothing is copied.
@@ -191,10 +190,9 @@ def restore_best_pointer(folder: Path, step: int | None) -> None:
 
 
 def apply_retention(folder: Path, keep: int) -> list[Path]:
-    """Remove all complete checkpoints but the ``keep`` newest and those that ``best`` and ``latest`` name.
+    """Remove all complete checkpoints but the ``keep`` newest and those that ``best`` and ``latest`` name; return them.
 
-    Returns:
-        The removed ones. An incomplete one stays: this package never leaves one behind, so it is not ours to remove.
+    An incomplete one stays: this package never leaves one behind, so it is not ours to remove.
 
     Raises:
         UnsupportedConfiguration: ``keep`` is below 1.

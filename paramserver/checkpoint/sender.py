@@ -22,12 +22,8 @@ class BackgroundSender:
 
     One job is in progress and none waits: ``submit`` waits for the end of the last one. So at most one copy of what is
     sent exists, and the senders of processes that submit the same jobs stay in step. Owns the thread
-    ``checkpoint-sender``.
-
-    Args:
-        background: False runs each job in the caller's thread, before ``submit`` returns.
-        what: is sent, for messages.
-        last_progress: ``time.monotonic()`` of the last sign of progress; each one extends the deadline of a wait.
+    ``checkpoint-sender``. Without ``background`` each job runs in the caller's thread, before ``submit`` returns.
+    ``last_progress`` is ``time.monotonic()`` of the last sign of progress; each one extends the deadline of a wait.
     """
 
     def __init__(self, background: bool, what: str, last_progress: Callable[[], float] = lambda: 0.0) -> None:

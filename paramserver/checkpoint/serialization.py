@@ -47,9 +47,8 @@ def write_archive(obj: Any, file: Writable) -> None:
 def write_chunks(obj: Any, send: Callable[[npt.NDArray[np.uint8]], None]) -> None:
     """Produce the file that ``torch.save`` makes of ``obj`` in chunks, and send each at once: no copy of it exists.
 
-    Args:
-        obj: private, as training continues meanwhile.
-        send: receives one chunk after the other, of at most ``CHUNK_BYTES``; its memory is reused after the call.
+    ``obj`` is private, as training continues meanwhile. ``send`` receives one chunk after the other, of at most
+    ``CHUNK_BYTES``; its memory is reused after the call.
 
     Raises:
         Exception: of ``send`` or ``torch.save``.
@@ -175,8 +174,7 @@ def unpack(part: bytes) -> dict[str, Any]:
 def check_storable(state: Mapping[str, Any], task_name: str) -> None:
     """Check, before a part is stored, that it can be loaded again. Looks at types only, so large tensors cost nothing.
 
-    Args:
-        state: private, so that its tensors are plain ones.
+    ``state`` is private, so that its tensors are plain ones.
 
     Raises:
         TaskError: ``on_checkpoint`` stored something that ``torch.load(weights_only=True)`` refuses.

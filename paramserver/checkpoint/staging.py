@@ -73,17 +73,8 @@ _Memo = dict[Hashable, torch.Tensor]
 def stage_copy(obj: Any, pool: StagingPool | None = None, what: str = "a state") -> Any:
     """Copy nested dict, list and tuple of tensors so that the copy shares nothing that can change with the original.
 
-    Every tensor (a parameter too) becomes a plain CPU tensor with a storage of its own size: saving a view of a flat
-    tensor would otherwise write the whole flat tensor. It has no gaps in memory, and its dimensions follow each other
-    there as they did: a matrix product of transposed values may round otherwise. Tensors that show the same memory in
-    the same way (tied weights) share one copy. numpy arrays, sets and bytearrays are copied. Other leaves are kept as
-    they are.
-
-    Args:
-        pool: where large copies are made; None = in fresh memory.
-
-    Returns:
-        The same structure; classes of dictionaries and named tuples, and a ``state_dict``'s ``_metadata``, are kept.
+    Large copies are made in the pool, or in fresh memory. Return the same structure; classes of dictionaries and named
+    tuples, and a ``state_dict``'s ``_metadata``, are kept.
 
     Raises:
         TaskError: it contains itself, or is nested too deeply.

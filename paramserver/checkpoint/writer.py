@@ -46,13 +46,9 @@ class CheckpointWriter:
 
     With ``background`` it owns the thread ``checkpoint-writer``. One write is in progress and one waits. A newer
     submission replaces the waiting one, whose future is then cancelled; a best checkpoint is replaced by a newer best
-    one only. So ``submit`` never blocks, and a slow disk costs checkpoints, not memory. The writer holds at most
-    three copies of the state: the one being written, the newest and the best that wait. A fourth exists while a new
-    one is staged. Writing copies nothing.
-
-    Args:
-        keep: how many of the newest checkpoints stay, at least 1.
-        background: write in the thread; otherwise ``submit`` writes before it returns.
+    one only. So ``submit`` never blocks, and a slow disk costs checkpoints, not memory. The writer holds at most three
+    copies of the state: the one being written, the newest and the best that wait. A fourth exists while a new one is
+    staged. Writing copies nothing. Without ``background``, ``submit`` writes before it returns.
 
     Raises:
         UnsupportedConfiguration: ``keep`` is below 1.

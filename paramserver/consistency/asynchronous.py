@@ -79,9 +79,6 @@ class Bounded(Async):
     A trainer whose full buffer blocks simulations does not wait for those that wait for samples. Their clocks are
     raised to its own less ``bound``, as if they had made those steps with gradients of zero. So the condition still
     holds, and what follows from it.
-
-    Args:
-        bound: clocks that a trainer may start ahead of the slowest, at least 0.
     """
 
     def __init__(self, terms: RunTerms, bound: int, step: int = 0, samples: int = 0) -> None:

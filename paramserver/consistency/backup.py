@@ -14,10 +14,7 @@ class BackupSync(FreeRunning):
     whose gradient was dropped continues with the newest version. T counts the trainers that have pushed for this
     version and the live ones whose data has not ended; of these not those that wait for samples, once the run is to
     end, so that a partial update delays no stop, and while a trainer that has pushed blocks simulations with its full
-    buffer. An update has at least one gradient, however many trainers leave.
-
-    Args:
-        backups: B, at most T - 1.
+    buffer. An update has at least one gradient, however many trainers leave. B is at most T - 1.
     """
 
     def __init__(self, terms: RunTerms, backups: int, step: int = 0, samples: int = 0) -> None:

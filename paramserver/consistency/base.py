@@ -63,44 +63,28 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a trainer sends before each step; it has ``batches`` batches ready for it.
-
-    Attributes:
-        samples: of these batches, at most; None = ``RunTerms.batch_size`` each.
-    """
+    """What a trainer sends before each step; it has ``batches`` batches ready for it."""
 
     readiness: Readiness
     batches: int = 1
     stop: Stop = Stop.NO
     reason: str = ""
-    samples: int | None = None
+    samples: int | None = None  # of these batches, at most; None = ``RunTerms.batch_size`` each
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The reply to an announcement.
-
-    Attributes:
-        verdict: what to do next.
-        active: indices of the trainers that take part in the step.
-        step: steps applied before it; with ``VALIDATE`` the version to validate.
-        samples: samples applied before it.
-        reason: why the run ends.
-        interrupted: a signal ends the run, which is therefore not complete.
-        resizes: only this generation ends; the run continues with other trainers.
-        batches: of each active trainer; fewer than ``training.accumulate_batches`` only at the end of the data.
-        share: with ``VALIDATE`` the trainer whose share of the validation samples is meant.
-    """
+    """The reply to an announcement."""
 
     verdict: Verdict
-    active: tuple[int, ...]
-    step: int
-    samples: int
-    reason: str = ""
-    interrupted: bool = False
-    batches: int = 0
-    resizes: bool = False
-    share: int = -1
+    active: tuple[int, ...]  # indices of the trainers that take part in the step
+    step: int  # steps applied before it; with ``VALIDATE`` the version to validate
+    samples: int  # samples applied before it
+    reason: str = ""  # why the run ends
+    interrupted: bool = False  # a signal ends the run, which is therefore not complete
+    batches: int = 0  # of each active trainer; fewer than ``training.accumulate_batches`` only at the end of the data
+    resizes: bool = False  # only this generation ends; the run continues with other trainers
+    share: int = -1  # with ``VALIDATE`` the trainer whose share of the validation samples is meant
 
 
 def end(stop: Stop, reason: str, step: int, samples: int) -> Decision:
@@ -111,38 +95,27 @@ def end(stop: Stop, reason: str, step: int, samples: int) -> Decision:
 
 @dataclass(frozen=True)
 class RunTerms:
-    """What is fixed before a run starts.
-
-    Attributes:
-        num_trainers: number of trainers that the run starts with; others may join, and any may leave.
-        limits: the first that is reached ends the run.
-        uneven_inputs: "stop" or "join": what happens when the data of one trainer ends before that of another.
-        batch_size: samples of a batch, at most; bounds the samples that are in flight.
-        barrier_every: steps; at multiples of any of them all trainers wait for each other (checkpoints). 0 is never.
-        validate_every: steps; multiples of it are retained and validated without a barrier. 0 is never.
-    """
+    """What is fixed before a run starts."""
 
     num_trainers: int
-    limits: Limits
+    limits: Limits  # the first that is reached ends the run
+    # "stop" or "join": what happens when the data of one trainer ends before that of another.
     uneven_inputs: str = "stop"
-    batch_size: int = 1
+    batch_size: int = 1  # samples of a batch, at most; bounds the samples that are in flight
+    # Steps; at multiples of any of them all trainers wait for each other (checkpoints). 0 is never.
     barrier_every: tuple[int, ...] = ()
-    validate_every: int = 0
+    validate_every: int = 0  # steps; multiples of it are retained and validated without a barrier. 0 is never.
 
 
 @dataclass(frozen=True)
 class Update:
-    """The gradients whose mean makes the next version, in the order of ``trainers``.
-
-    Attributes:
-        trainers: indices of the trainers.
-        staleness: of each gradient: the version that it is applied to minus the version that it was computed at.
-        buffers_from: the trainer whose module buffers become those of the version. If the trainer that was asked for
-            them left, this one may have pushed none; then those of the version before are kept.
-    """
+    """The gradients whose mean makes the next version, in the order of ``trainers``."""
 
     trainers: tuple[int, ...]
+    # Of each gradient: the version that it is applied to minus the version that it was computed at.
     staleness: tuple[int, ...]
+    # The trainer whose module buffers become those of the version. If the trainer that was asked for them left, this
+    # one may have pushed none; then those of the version before are kept.
     buffers_from: int
 
 

@@ -14,10 +14,8 @@ from paramserver.buffers.positions import AppliedPositions, Key
 class TrainerId:
     """Names one process that takes part as a trainer, in each of its calls. No other one ever has the same id.
 
-    Attributes:
-        trainer_index: of the trainer.
-        generation: of the servers that it has joined; see ``Ledger``.
-        incarnation: how often a process had joined as this trainer when this one did.
+    ``incarnation`` counts how often a process had joined as this trainer. The generation of the servers: see
+    ``Ledger``.
     """
 
     trainer_index: int
@@ -27,12 +25,7 @@ class TrainerId:
 
 @dataclass(frozen=True)
 class PushId(TrainerId):
-    """Names a push in a run: the ``sequence``-th, counted from 1, of one incarnation of a trainer.
-
-    Attributes:
-        trainer_index, generation, incarnation: as in ``TrainerId``.
-        sequence: counts the pushes of this incarnation.
-    """
+    """Names a push in a run: the ``sequence``-th, counted from 1, of one incarnation of a trainer."""
 
     sequence: int
 
@@ -54,28 +47,18 @@ class PushState(Enum):
 
 @dataclass
 class LedgerRow:
-    """What is known of one trainer.
+    """What is known of one trainer."""
 
-    Attributes:
-        incarnation: of the process that takes part now, or took part last.
-        decided: sequence of its last push that was applied or dropped.
-        accepted: sequence of its last push that was accepted; larger than ``decided`` by one while that is pending.
-        version: that the last push was computed at.
-        pushes: accepted from all incarnations.
-        further_pushes: those of them without samples: with several optimizers, all but the first of a batch.
-        moved_pushes: accepted from trainers that no longer exist, which this one stands for.
-        samples: of all these pushes.
-        positions: of its own samples, in the trainer's order; of a stream, their keys.
-    """
-
-    incarnation: int = 0
-    decided: int = 0
+    incarnation: int = 0  # of the process that takes part now, or took part last
+    decided: int = 0  # sequence of its last push that was applied or dropped
+    # Sequence of its last push that was accepted; larger than ``decided`` by one while that is pending.
     accepted: int = 0
-    version: int = 0
-    pushes: int = 0
-    further_pushes: int = 0
-    moved_pushes: int = 0
-    samples: int = 0
+    version: int = 0  # that the last push was computed at
+    pushes: int = 0  # accepted from all incarnations
+    further_pushes: int = 0  # those of them without samples: with several optimizers, all but the first of a batch
+    moved_pushes: int = 0  # accepted from trainers that no longer exist, which this one stands for
+    samples: int = 0  # of all these pushes
+    # Of its own samples, in the trainer's order; of a stream, their keys.
     positions: AppliedPositions = field(default_factory=AppliedPositions)
 
 
@@ -88,10 +71,8 @@ class Ledger:
 
     A *generation* is the time from one start of server 0 to the next. Servers that come back from a checkpoint have
     forgotten the updates after it, and what was sent to them before; each start begins another generation, so such
-    messages are refused. Records and losses.json call its number ``view``.
-
-    Args:
-        times_due: how often each sample is served (``buffer.pseudo_epochs``); None for a reservoir, which repeats them.
+    messages are refused. Records and losses.json call its number ``view``. ``times_due`` is how often each sample is
+    served (``buffer.pseudo_epochs``); None for a reservoir, which repeats them.
     """
 
     def __init__(self, times_due: int | None = 1, generation: int = 1) -> None:
@@ -155,9 +136,8 @@ class Ledger:
     def load_state_dict(self, state: Mapping[str, Any], num_trainers: int | None = None) -> None:
         """Restore ``state_dict()``. Positions are those of the parts that trainers load, which report them anew.
 
-        Args:
-            num_trainers: of the run that continues, if there may be fewer than before: the pushes and samples of
-                trainer i are counted for trainer i modulo ``num_trainers`` then, as ``reshard_parts`` does.
+        If the run that continues may have fewer trainers (``num_trainers``), the pushes and samples of trainer i are
+        counted for trainer i modulo that number, as ``reshard_parts`` does.
         """
         rows = {int(i): LedgerRow(**{**row, "positions": AppliedPositions()}) for i, row in state["rows"].items()}
         self.rows = {}

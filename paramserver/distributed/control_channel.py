@@ -58,12 +58,8 @@ def connect_ranks(
 ) -> Iterator[ControlChannel]:
     """Connect rank 0 with each other rank, and yield this rank's channel. Called once by all ranks.
 
-    Rank 0 listens only until all ranks are connected, at the address over which it is reached anyway.
-
-    Args:
-        rendezvous, config: this rank's.
-        on_lost: as for :class:`ControlChannel`.
-        interrupted: ends rank 0's wait for the others, and so theirs for rank 0.
+    Rank 0 listens only until all ranks are connected, at the address over which it is reached anyway. ``interrupted``
+    ends rank 0's wait for the others, and so theirs for rank 0.
 
     Raises:
         Interrupted: by that event.
@@ -138,18 +134,9 @@ class ControlChannel:
     ranks are informed which one is lost, also that one: a process that was stopped finds out when it continues.
 
     Threads: the owner's thread sends and receives; one more thread, ``control-channel``, reads all connections and
-    sends heartbeats.
-
-    Args:
-        own_rank: global rank of this process.
-        connections: by the rank of the peer; closed with this object. ``add`` adds more.
-        heartbeat_s: ``server.heartbeat_s``.
-        on_lost: called in the reading thread when a peer is lost before this rank left, and repeatedly from then on
-            until ``close``, as the owner may begin another wait. Must not block.
-
-    Attributes:
-        stuck: the lost rank, and why, if it was asked to end and did not; otherwise "".
-        on_over: called in the reading thread with the reason of another rank's ``send_over``. Must not block.
+    sends heartbeats. ``connections`` are by the rank of the peer, and closed with this object; ``add`` adds more.
+    ``on_lost`` is called in the reading thread when a peer is lost before this rank left, and repeatedly from then on
+    until ``close``, as the owner may begin another wait. It must not block.
     """
 
     def __init__(
@@ -164,9 +151,10 @@ class ControlChannel:
         self._inbox: deque[ControlMessage] = deque()
         self._leaving = False
         self._sent_over = False
+        # Called in the reading thread with the reason of another rank's ``send_over``. Must not block.
         self.on_over: Callable[[str], None] = lambda reason: None
         self.lost: PeerLost | None = None
-        self.stuck = ""
+        self.stuck = ""  # the lost rank, and why, if it was asked to end and did not; otherwise ""
         self.last_progress = 0.0
         self._active: list[Connection] = []
         self._lost_after_s = math.inf
@@ -309,11 +297,9 @@ class ControlChannel:
     def report_loss(self, rank: int, why: str, is_stuck: bool = False) -> None:
         """Inform all ranks, and the owner of this channel, that ``rank`` is lost. May be called from any thread.
 
-        Args:
-            rank: global rank.
-            why: follows its name in the error of every rank.
-            is_stuck: it was asked to end, and its limit has passed. Any other loss is an error, also after a signal:
-                the supervisor that notices it may end the other ranks by one.
+        ``why`` follows the name of the rank in every error. A rank that is stuck was asked to end, and its limit has
+        passed. Any other loss is an error, also after a signal: the supervisor that notices it may end the other ranks
+        by one.
         """
         if self._leaving or self.lost is not None:
             return  # the peer ended later than this rank, or because of the first loss
@@ -335,12 +321,8 @@ class Connection:
     """One end of a TCP connection to a peer. One thread sends; another thread polls and sends heartbeats.
 
     A peer is lost when its connection ends, or when nothing arrived from it for ``lost_after_s``: no message, no part
-    of one, no heartbeat. A message may take any time as long as bytes arrive.
-
-    Args:
-        connection: owned by this object from now on.
-        peer: global rank of the other end.
-        lost_after_s: ``server.lost_after_s``.
+    of one, no heartbeat. A message may take any time as long as bytes arrive. The connection is owned by this object
+    from now on.
     """
 
     def __init__(self, connection: socket.socket, peer: int, lost_after_s: float) -> None:
@@ -472,12 +454,8 @@ def wait_ready(connections: Collection[Connection], events: int, timeout_s: floa
 class Handshake:
     """Accepts and authenticates the connections of several ranks at the same time. A context manager.
 
-    A connection that sends nothing, too little or another token keeps no rank from connecting, and is closed.
-
-    Args:
-        listener: closed by its owner.
-        token: the first bytes that a rank sends; its rank follows.
-        missing: ranks that are expected.
+    A connection that sends nothing, too little or another token keeps no rank from connecting, and is closed. The
+    listener is closed by its owner. A rank sends the token first; its number follows.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, missing: set[int]) -> None:
@@ -491,11 +469,9 @@ class Handshake:
         listener.setblocking(False)
 
     def accept(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> Iterator[tuple[int, socket.socket]]:
-        """Wait for all ranks that are expected, and yield rank and connection of each as it arrives.
+        """Wait ``timeout_s`` for all ranks that are expected, and yield rank and connection of each as it arrives.
 
-        Args:
-            timeout_s: for all of them.
-            check: called at least every 0.2 s; what it raises ends the wait.
+        ``check`` is called at least every 0.2 s; what it raises ends the wait.
 
         Raises:
             DeadlineExceeded: ranks are missing after ``timeout_s``.

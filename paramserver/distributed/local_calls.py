@@ -101,10 +101,8 @@ class LocalCallServer:
     """Runs handlers for callers of this host. A context manager; open inside ``with``.
 
     One thread serves all callers, as handlers do not block. Replies are sent by the thread that completes them.
-
-    Args:
-        handle: runs a handler: class, name and arguments as in ``rpc_calls``; returns a future that gets no exception.
-        timeout_s: how long closing may take.
+    ``handle`` runs a handler: class, name and arguments as in ``rpc_calls``; it returns a future that gets no
+    exception. Closing may take ``timeout_s``.
     """
 
     def __init__(self, handle: Callable[..., torch.futures.Future[Any]], timeout_s: float) -> None:
@@ -210,9 +208,6 @@ class LocalConnection:
     """The caller's end of a connection to a ``LocalCallServer``.
 
     One thread calls and receives; any other one may ``break_off``.
-
-    Args:
-        connected: the socket.
     """
 
     def __init__(self, connected: socket.socket) -> None:

@@ -21,42 +21,27 @@ from paramserver.errors import PeerLost
 
 @dataclass
 class Member:
-    """A trainer or shard server as server 0 knows it. ``name`` and ``worker_id`` are never used twice in a generation.
-
-    Attributes:
-        index: of the trainer, or of the shard server.
-        generation: of the servers that it joins; see ``consistency.Ledger``.
-        incarnation: as in ``consistency.Ledger``; distinguishes this process from others with the same index.
-        last_heartbeat: on the clock of ``Members``.
-        left: it announced its end.
-        lost: it died or was silent for too long.
-        disconnected: its liveness call ended, so its process is gone or about to exit.
-        place: in the code of the user, where its main thread was at the last heartbeat; "" if nowhere.
-    """
+    """A trainer or shard server as server 0 knows it. No ``name`` or ``worker_id`` is used twice in a generation."""
 
     index: int
     name: str
     worker_id: int
     host_and_pid: str
     kind: str = "trainer"
-    generation: int = 1
-    incarnation: int = 1
-    last_heartbeat: float = 0.0
+    generation: int = 1  # of the servers that it joins; see ``consistency.Ledger``
+    incarnation: int = 1  # as in ``consistency.Ledger``; distinguishes this process from others with the same index
+    last_heartbeat: float = 0.0  # on the clock of ``Members``
     left: bool = False
-    lost: bool = False
-    disconnected: bool = False
-    place: str = ""
+    lost: bool = False  # it died or was silent for too long
+    disconnected: bool = False  # its liveness call ended, so its process is gone or about to exit
+    place: str = ""  # in the code of the user, where its main thread was at the last heartbeat; "" if nowhere
 
     def __str__(self) -> str:
         return f"{self.kind} {self.index} ({self.host_and_pid})"
 
 
 class Members:
-    """The table of members. Thread-safe; the server decides what follows from it.
-
-    Args:
-        clock: in seconds.
-    """
+    """The table of members. Thread-safe; the server decides what follows from it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -164,10 +149,8 @@ def release_liveness_calls() -> None:
 def watch_peer(name: str, on_gone: Callable[[str | None], None]) -> None:
     """Call ``on_gone`` when the process behind the RPC name ``name`` ends.
 
-    Args:
-        name: of the peer's agent.
-        on_gone: called in a thread of the agent, with None if the peer ended on purpose, or else with the reason. Must
-            not block.
+    It is called in a thread of the agent, with None if the peer ended on purpose, or else with the reason. It must not
+    block.
     """
     own_name = rpc.get_worker_info().name
     future = rpc.rpc_async(name, liveness_call, args=(own_name,), timeout=0)  # 0 = no limit; it costs nothing
@@ -193,7 +176,6 @@ class Heartbeat:
 
     Args:
         send: calls the server; raises if it does not answer in time, or refuses.
-        interval_s: seconds between two heartbeats.
         on_lost: called once, in the thread, with the error of a heartbeat that failed; the thread ends then.
         lost_after_s: heartbeats that fail sooner after the last one that was answered do not count, unless the server
             refused them: a message may be lost, and the end of the connection is noticed by the liveness call.

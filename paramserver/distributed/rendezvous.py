@@ -94,22 +94,17 @@ class LeftRun(Exception):  # noqa: N818 - not a failure
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A key-value store that all ranks of the run share. :func:`join_rendezvous` returns it.
+    """A key-value store that all ranks of the run share. :func:`join_rendezvous` returns it."""
 
-    Args:
-        store: with the prefix of this run.
-        base: the store without the prefix.
-        trainer_ranks: global ranks of the trainers of this generation, in the order of their indices.
-        sockets: of this rank's connection to the store; their end ends a wait for a key.
-    """
-
-    store: Store
+    store: Store  # with the prefix of this run
     identity: ProcessIdentity
     timeout_s: float
     host: str
     generation: int = 1
-    base: Store | None = None
+    base: Store | None = None  # the store without the prefix
+    # Global ranks of the trainers of this generation, in the order of their indices.
     trainer_ranks: tuple[int, ...] = ()
+    # Of this rank's connection to the store; their end ends a wait for a key.
     sockets: OpenedSockets = field(default_factory=OpenedSockets)
 
     @property
@@ -434,8 +429,7 @@ def _join_generation(
 def connect_to_job(config: Config, identity: ProcessIdentity, limit_s: float) -> Iterator[tuple[Store, list[int]]]:
     """Connect to the store of a running job; yield it, and the global ranks of the job's trainers.
 
-    Args:
-        identity: with the address of rank 0; its rank is not used.
+    The rank of ``identity`` is not used.
 
     Raises:
         DeadlineExceeded: rank 0 cannot be reached.
@@ -518,11 +512,8 @@ def open_store(
 ) -> Store:
     """Connect to the store of rank 0, which rank 0 itself opens first.
 
-    Args:
-        timeout_s: of later calls of the store.
-        deadline: ``time.monotonic()`` until which rank 0 must answer.
-        listener: on rank 0, the socket for the store if it is bound already.
-        resources: receives what has to be closed after the last use of the store. Required with a token.
+    ``timeout_s`` is that of later calls of the store; rank 0 must answer until ``deadline`` (``time.monotonic()``).
+    ``resources``, which are required with a token, receive what has to be closed after the last use of the store.
 
     Raises:
         DeadlineExceeded: rank 0 cannot be reached.

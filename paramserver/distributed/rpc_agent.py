@@ -60,12 +60,8 @@ def start_star_agent(
     """Start an agent that knows only the ``hubs``, whose worker ids count from 0 in their order.
 
     It uses a private store with the names and addresses of the hubs only, so it waits for no other process
-    (docs/torch-notes.md, "Groups of fixed and of variable size").
-
-    Args:
-        name, worker_id: never used before in this run; the name holds no dash, at which torch splits names from ids.
-        hubs: address that each hub's agent published, by name.
-        options: transports and timeouts.
+    (docs/torch-notes.md, "Groups of fixed and of variable size"). ``hubs`` are the addresses by name. Name and worker
+    id were never used before in this run; the name holds no dash, at which torch splits names from ids.
     """
     global _private_store
     _private_store = private = HashStore()

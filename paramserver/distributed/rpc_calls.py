@@ -38,11 +38,7 @@ def agent_options(timeout_s: float, same_host: bool, computing: int = 0) -> rpc.
 
     torch's default transports keep a core busy (docs/torch-notes.md, "Default transports spin"). ``cma`` is used only
     if both ends share everything that identifies a host (docs/torch-notes.md, "The cma channel bypasses the network").
-
-    Args:
-        timeout_s: default timeout of a call.
-        same_host: whether both ends have the same ``host_identity``.
-        computing: number of handlers that compute at the same time; each gets a thread in addition to the others.
+    Each of the ``computing`` handlers that compute at the same time gets a thread in addition to the others.
     """
     channels = ["cma", "mpt_uv", "basic"] if same_host else ["basic"]
     return rpc.TensorPipeRpcBackendOptions(
@@ -186,16 +182,10 @@ def _send(
 def send(
     to: str, timeout_s: float, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
 ) -> torch.futures.Future[T]:
-    """Call a handler in the process ``to`` that returns immediately.
+    """Call a handler in the process ``to`` that returns immediately; the future is of its result or a ``RemoteError``.
 
-    Args:
-        to: the RPC name of a process that registered an instance of the handler's class.
-        timeout_s: 0 means no limit.
-        handler: a method, as ``Class.method``.
-        args, kwargs: its arguments.
-
-    Returns:
-        A future of the result, or of a ``RemoteError``.
+    ``to`` is the RPC name of a process that registered an instance of the handler's class. A timeout of 0 means no
+    limit.
     """
     target = *handler.__qualname__.split("."), *args
     future: torch.futures.Future[T] = _send(to, _handle, target, kwargs, timeout_s)

@@ -40,12 +40,7 @@ def server_name(server_index: int) -> str:
 
 @contextmanager
 def rpc_server(rendezvous: Rendezvous, computing: int = 0) -> Iterator[None]:
-    """Run the RPC agent of server 0, to which all others connect.
-
-    Args:
-        rendezvous: where the address of the agent is published.
-        computing: number of handlers that compute at the same time.
-    """
+    """Run the RPC agent of server 0, to which all others connect. ``computing`` handlers compute at the same time."""
     start_first_agent(rendezvous.store, SERVER_NAME, agent_options(rendezvous.timeout_s, True, computing))
     rendezvous.set("server/host", rendezvous.host)
     try:
@@ -82,13 +77,7 @@ class TrainerAgent:
 
 @contextmanager
 def rpc_trainer(rendezvous: Rendezvous, trainer_index: int, servers: int = 1) -> Iterator[TrainerAgent]:
-    """Run the RPC agent of a trainer, which knows the servers only.
-
-    Args:
-        rendezvous: where the addresses of the servers are published.
-        trainer_index: of this process.
-        servers: number of servers.
-    """
+    """Run the RPC agent of a trainer, which knows the servers only."""
     names = [server_name(i) for i in range(servers)]
     hosts = {rendezvous.get("server/host"), *(rendezvous.get(f"{name}/host") for name in names[1:])}
     addresses = {name: rendezvous.get(f"addrs/{name}") for name in names}

@@ -225,9 +225,7 @@ class _Relay(ABC):
 class StoreGuard(_Relay):
     """On rank 0: relays connections that prove the token to the store.
 
-    Args:
-        listener: where ranks connect; owned from here on.
-        store_port: of the store, on loopback.
+    The listener is owned by this object from here on.
     """
 
     def __init__(self, listener: socket.socket, store_port: int, token: JobToken) -> None:
@@ -265,9 +263,6 @@ class StoreTunnel(_Relay):
 
     def prove(self, limit_s: float | None = None) -> bool | None:
         """Prove the token to rank 0, and verify that it knows it; None if it cannot be reached yet.
-
-        Args:
-            limit_s: for its answers; None = the usual time.
 
         Raises:
             UnsupportedConfiguration: rank 0 has another token, or none.

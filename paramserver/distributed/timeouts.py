@@ -22,11 +22,7 @@ def call_with_timeout(
 ) -> T:
     """Return the result of ``function``, which runs in a thread that is abandoned after ``timeout_s``.
 
-    For calls into torch that a frozen peer can hold for longer than their own timeout. An exception of the function is
-    raised here.
-
-    Args:
-        what: what the call waits for, as in "the shutdown of the RPC agent"; part of the error message.
+    The error message names ``what`` the call waits for, as in "the shutdown of the RPC agent".
 
     Raises:
         DeadlineExceeded: the function did not return in time.
@@ -64,15 +60,9 @@ def call_with_timeout(
 def poll_until(
     deadline: float, ready: Callable[[], T | None], interrupted: threading.Event, every_s: float = 0.02
 ) -> T | None:
-    """Call ``ready`` until it returns something else than None, and return that.
+    """Call ``ready``, at least once, until it returns something else than None, and return that.
 
-    Only for conditions that offer no way to wait, such as a port on which no process listens yet.
-
-    Args:
-        deadline: ``time.monotonic()`` at which to give up; ``ready`` is called at least once.
-
-    Returns:
-        None if the deadline passed or ``interrupted`` was set first.
+    Return None if the deadline (of ``time.monotonic()``) passed or ``interrupted`` was set first.
     """
     while (answer := ready()) is None:
         if time.monotonic() >= deadline or interrupted.wait(every_s):

@@ -47,11 +47,7 @@ def has_foreign_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def averages(states: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the average of each parameter that has one, by name.
-
-    Args:
-        names: of the parameters, in the order of the optimizer.
-    """
+    """Return the average of each parameter that has one, by name. The names are in the order of the optimizer."""
     return {
         names[number]: state[_AVERAGE]
         for number, state in states.items()

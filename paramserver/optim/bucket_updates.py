@@ -79,11 +79,8 @@ class BucketUpdates:
     """Computes and writes the next version of a shard, bucket by bucket. Not thread-safe.
 
     The optimizer must be one for which ``why_not_by_bucket`` returns None. Buckets begin at multiples of every kernel's
-    vector width within a tensor, so no bit differs from a step over whole tensors.
-
-    Args:
-        updater: owns the parameters of the shard and the optimizer.
-        buckets: the same shard; each of its ranges is a bucket (``sharding.split_ranges``).
+    vector width within a tensor, so no bit differs from a step over whole tensors. Each range of ``buckets``, the same
+    shard, is a bucket (``sharding.split_ranges``).
     """
 
     def __init__(self, updater: ShardUpdater, buckets: Shard) -> None:
@@ -161,11 +158,8 @@ class BucketUpdates:
     ) -> UpdatedBucket:
         """Return the next version of a bucket. Nothing of the current one changes, and no gradient.
 
-        Args:
-            bucket: its number.
-            gradients: of the trainers, in their order: the sum of float32 depends on it.
-            used: for each slot of the layout, whether any trainer has a gradient; None for all.
-            groups: the hyper-parameters.
+        The gradients are in the order of trainers: the sum of float32 depends on it. ``used`` is, for each slot of the
+        layout, whether any trainer has a gradient; None for all.
         """
         mean = gradients[0]
         if len(gradients) > 1:

@@ -13,10 +13,8 @@ from paramserver.errors import CheckpointError
 class NamedOptimizers(torch.optim.Optimizer):
     """Optimizers by name, for code that handles one: their groups follow each other.
 
-    A step is that of the optimizers whose parameters have gradients, which is the one whose turn it is.
-
-    Args:
-        by_name: the optimizers; no parameter is in two of them.
+    A step is that of the optimizers whose parameters have gradients, which is the one whose turn it is. No parameter is
+    in two of them.
     """
 
     def __init__(self, by_name: Mapping[str, torch.optim.Optimizer]) -> None:

@@ -145,10 +145,7 @@ class ParallelStep:
     """Replaces ``optimizer.step()``: each thread of a team steps some of the parameters.
 
     The threads step shallow copies of the optimizer that hold some of its parameters and share its state, so groups and
-    state end up as after ``optimizer.step()``.
-
-    Args:
-        optimizer: one that ``supports`` accepts.
+    state end up as after ``optimizer.step()``. ``supports`` accepts the optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, team: ThreadTeam) -> None:

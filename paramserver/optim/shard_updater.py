@@ -22,13 +22,8 @@ class ShardUpdater:
 
     A tensor that is owned whole stays the model's parameter. For one that is owned in part, a one-dimensional parameter
     replaces it in the optimizer. All others stay in the optimizer and get no gradient, so they are never stepped.
-
-    Args:
-        layout: of all parameters.
-        shard: the owned part.
-        ranges: flat tensors, the memory of the shard.
-        parameters: of the model, in the order of the layout; those that the shard owns whole are views of ``ranges``.
-        optimizer: over the parameters of the model.
+    ``ranges`` are flat tensors, the memory of the shard. The parameters of the model are in the order of the layout;
+    those that the shard owns whole are views of ``ranges``.
     """
 
     def __init__(
@@ -183,11 +178,8 @@ def staleness_factor(staleness: int, rule: str) -> float:
     """Return the factor of a gradient that is ``staleness`` versions old (``server.stale_scaling``).
 
     ``inverse`` is after Zhang, Gupta, Lian and Liu, "Staleness-aware Async-SGD for distributed deep learning", IJCAI
-    2016, who divide the learning rate by the staleness; here by one more, so that a fresh gradient counts in full.
-
-    Args:
-        staleness: versions, at least 0.
-        rule: "none" (1) or "inverse" (1 / (1 + ``staleness``)).
+    2016, who divide the learning rate by the staleness; here by one more, so that a fresh gradient counts in full. The
+    rule is "none" (1) or "inverse" (1 / (1 + ``staleness``)).
 
     Raises:
         UnsupportedConfiguration: there is no such rule.

@@ -31,13 +31,6 @@ class Updater:
 
     Gradients are read from ``parameter.grad``; a parameter without one is not stepped, as in torch.optim.
 
-    Args:
-        training: ``clip_grad_norm``, ``ema_decay``, ``validate_every`` and ``accumulate_batches`` are used.
-        seed: of the run, for what the optimizer draws in ``step()``.
-
-    Attributes:
-        parameters_of: the names of the parameters of each optimizer, by its name; empty if there is one without a name.
-
     Raises:
         TaskError: the optimizer needs a closure, or the scheduler cannot be stepped.
         UnsupportedConfiguration: there are several optimizers, and ``accumulate_batches`` is above 1.
@@ -49,6 +42,7 @@ class Updater:
         names = {id(p): name for name, p in model.named_parameters()}
         self._names = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
         self._averages_parameters = training.ema_decay is not None
+        # The names of the parameters of each optimizer, by its name; empty if there is one without a name.
         self.parameters_of: dict[str, tuple[str, ...]] = {}
         if isinstance(self.optimizer, NamedOptimizers):
             if training.accumulate_batches > 1:
@@ -80,11 +74,9 @@ class Updater:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
     def apply(self, step: int, optimizer: str = "") -> None:
-        """Apply the gradients in ``.grad`` as update number ``step``.
+        """Apply the gradients in ``.grad`` of the parameters of an optimizer as update number ``step``.
 
-        Args:
-            step: the version that results.
-            optimizer: the name of the one whose parameters have gradients; empty if there is one without a name.
+        Its name is empty if there is one optimizer without a name.
 
         Raises:
             NotFinite: gradients are clipped and their norm is NaN or infinite; nothing was applied.
@@ -153,11 +145,7 @@ class Updater:
     def averages(self, states: Mapping[int, Mapping[str, Any]] | None = None) -> dict[str, Tensor]:
         """Return what is validated in place of a parameter, by its name; empty if the parameters are.
 
-        With ``training.ema_decay`` that is the average of each parameter that was stepped, and with optimizers that
-        have modes each of their parameters in ``eval()``.
-
-        Args:
-            states: of the optimizer, by parameter; None for those of this process.
+        The states of the optimizer are those of this process, unless they are given.
         """
         if self._with_modes:
             with self._evaluation_mode() as evaluated:

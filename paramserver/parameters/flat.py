@@ -36,24 +36,17 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The places of named tensors in flat tensors.
+    """The places of named tensors in flat tensors."""
 
-    Attributes:
-        dtypes: of each flat tensor; several have the same dtype if they are sent as buckets.
-        sizes: of each flat tensor, in elements.
-        slots: one for each named tensor.
-    """
-
-    dtypes: tuple[torch.dtype, ...]
-    sizes: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]  # of each flat tensor; several have the same dtype if they are sent as buckets
+    sizes: tuple[int, ...]  # of each flat tensor, in elements
     slots: tuple[TensorSlot, ...]
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Tensor]], flat_bytes: float = math.inf) -> FlatLayout:
-        """Return the layout of ``tensors`` in their order.
+        """Return the layout of ``tensors`` in their order, in flat tensors of ``flat_bytes`` at most.
 
-        Args:
-            flat_bytes: size of a flat tensor, at most; a single tensor that is larger gets one of its own.
+        A single tensor that is larger gets one of its own.
 
         Raises:
             UnsupportedConfiguration: a tensor is sparse.
@@ -81,10 +74,9 @@ class FlatLayout:
         """Size of all flat tensors."""
         return sum(n * dtype.itemsize for n, dtype in zip(self.sizes, self.dtypes, strict=True))
 
-    def allocate(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> list[Tensor]:
-        """Return new flat tensors of zeros; ``pinned`` for copies from and to a GPU without a second buffer."""
-        shapes = zip(self.sizes, self.dtypes, strict=True)
-        return [torch.zeros(n, dtype=dtype, device=device, pin_memory=pinned) for n, dtype in shapes]
+    def allocate(self, device: torch.device | str = "cpu") -> list[Tensor]:
+        """Return new flat tensors of zeros."""
+        return [torch.zeros(n, dtype=dtype, device=device) for n, dtype in zip(self.sizes, self.dtypes, strict=True)]
 
     def views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return each named tensor as a view of ``flats``, which may be views themselves."""
@@ -124,10 +116,8 @@ class FlatTensors:
     """Named tensors moved into flat tensors: afterwards each of them is a view of ``flats``.
 
     Tied parameters stay tied: ``named_parameters()`` names a shared tensor once, and its ``data`` is replaced in place.
-
-    Args:
-        allocate: returns the flat tensors; by default memory of this process.
-        others: further tensors of the model, by name, which stay where they are.
+    ``others`` are further tensors of the model, by name, which stay where they are. ``allocate`` returns the flat
+    tensors; by default they are memory of this process.
 
     Raises:
         UnsupportedConfiguration: two tensors share memory, or one is sparse.

@@ -24,9 +24,6 @@ def build_model(task: Task, seed: int, placement: Placement) -> nn.Module:
 
     A process with one device moves the model there; a task with several (``self.devices``) places it itself.
 
-    Args:
-        seed: of all random generators while it does.
-
     Raises:
         TaskError: ``build_model`` returns no module, or one without trainable parameters.
     """
@@ -75,9 +72,8 @@ def load_weights(
 ) -> None:
     """Copy stored weights into the model: all of them, or none if any does not fit.
 
-    Args:
-        late_buffers: the module buffers that had another shape or dtype than as built, or were not there; the model
-            gets them as they are stored.
+    The late buffers had another shape or dtype than as built, or were not there; the model gets them as they are
+    stored.
 
     Raises:
         CheckpointError: they are of another model; the message names the first differences.
@@ -143,11 +139,9 @@ class LoadedParameters:
 
     An operation in place and an assignment of ``data`` are noticed in the step in which they happen. A change through
     ``data`` in place (``p.data.clamp_(-1, 1)``) is noticed where values are compared: in the first steps of a process,
-    in each 64th, and around the hooks between steps.
-
-    Args:
-        owned: their memory is that of this process alone. A change that is undone, as by an optimizer of the task that
-            looks at neighbouring points, is then none; in memory of the server other trainers might have read it.
+    in each 64th, and around the hooks between steps. ``owned``: their memory is that of this process alone. A change
+    that is undone, as by an optimizer of the task that looks at neighbouring points, is then none; in memory of the
+    server other trainers might have read it.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], owned: bool) -> None:
@@ -160,11 +154,7 @@ class LoadedParameters:
         self._are_restored = False  # the task changes them and restores their values
 
     def note(self, values: bool = False) -> None:
-        """Remember the parameters as they are, after a version was loaded.
-
-        Args:
-            values: their values in any case.
-        """
+        """Remember the parameters as they are, after a version was loaded; with ``values`` their values in any case."""
         self._noted += 1
         # The writes of a server come from another process and do not count as changes here.
         self._tensor_versions, self._places = self._read()
@@ -179,8 +169,7 @@ class LoadedParameters:
     def check(self, values: bool = True) -> None:
         """Check that the parameters are as they were noted.
 
-        Args:
-            values: False where a server may have written to the memory since then.
+        Values are not compared where a server may have written to the memory since then.
 
         Raises:
             TaskError: the task changed one; the message names it.

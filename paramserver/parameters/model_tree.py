@@ -27,10 +27,8 @@ Buffers: TypeAlias = dict[str, Tensor | None]
 class PackedBuffers:
     """Module buffers of a model at one time, on the CPU. Immutable by convention.
 
-    Attributes:
-        description: names, shapes, dtypes, which have no tensor and which are not persistent; pickled, as it is mostly
-            equal to the one before, and then not read again.
-        flats: the values.
+    The description (names, shapes, dtypes, which have no tensor and which are not persistent) is pickled, as it is
+    mostly equal to the one before, and then not read again.
     """
 
     description: bytes
@@ -61,8 +59,7 @@ def _read(description: bytes) -> tuple[FlatLayout, tuple[str, ...], frozenset[st
 class ModelTree:
     """The modules, parameters and module buffers of a model, as they are now and as they were at the start.
 
-    Args:
-        model: built completely, and not changed since the optimizer was made.
+    The model is built completely, and not changed since the optimizer was made.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -181,9 +178,7 @@ class ModelTree:
     def load_buffers(self, packed: PackedBuffers, partial: bool = False) -> None:
         """Give the model these buffers, whatever it has: those of other shapes or dtypes, or none, are replaced.
 
-        Args:
-            packed: all buffers of a model.
-            partial: they are some, and all others stay.
+        They are all buffers of a model, or with ``partial`` some, and all others stay.
 
         Raises:
             TaskError: the model has no such layer, or something else of that name.

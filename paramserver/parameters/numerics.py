@@ -68,8 +68,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def check_parameters_finite(parameters: Mapping[str, Tensor], step: int, resume_command: str | None) -> None:
     """Check parameters before they are saved: no training can continue from NaN or infinity.
 
-    Args:
-        resume_command: resumes from the last checkpoint; None if there is none.
+    Training resumes from the last checkpoint with ``resume_command``; None if there is none.
 
     Raises:
         NotFinite: one is NaN or infinite.
@@ -87,9 +86,6 @@ def check_parameters_finite(parameters: Mapping[str, Tensor], step: int, resume_
 
 def check_loss(loss: object, trainer_index: int, batch_idx: int, optimizer: str = "") -> float:
     """Return the loss of a batch as a number, before its backward.
-
-    Args:
-        optimizer: the name that ``trainer.optimize`` was called with; empty if it was not.
 
     Raises:
         TaskError: it is not a scalar tensor with a gradient.

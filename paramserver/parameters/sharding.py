@@ -34,17 +34,12 @@ class ShardSlice:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one server owns.
+    """What one server owns."""
 
-    Attributes:
-        ranges: ``(group, first element, end)`` of each range of a flat tensor; empty only if the flat tensor is.
-        slices: of tensors, one after the other in the ranges.
-        layout: of the slices in the ranges: a whole tensor has its own shape, a part of one has one dimension.
-    """
-
+    # ``(group, first element, end)`` of each range of a flat tensor; empty only if the flat tensor is.
     ranges: tuple[tuple[int, int, int], ...]
-    slices: tuple[ShardSlice, ...]
-    layout: FlatLayout
+    slices: tuple[ShardSlice, ...]  # of tensors, one after the other in the ranges
+    layout: FlatLayout  # of the slices in the ranges: a whole tensor has its own shape, a part of one has one dimension
 
     def slice_flats(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return this shard's ranges as views of the flat tensors of all parameters."""
@@ -71,18 +66,10 @@ def full_shard(layout: FlatLayout) -> Shard:
 
 
 def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Shard, ...]:
-    """Assign the parameters to servers, so that each owns about the same number of bytes.
+    """Assign the parameters to servers, so that each owns about the same number of bytes; each element is in one shard.
 
-    If tensors may be split, each server gets a part of each section of the model, so that in backward all servers
-    receive gradients from the beginning on. The parts of a section are in the order of servers.
-
-    Args:
-        splittable: tensors may be split, because the optimizer updates each element independently. Only large ones are,
-            at multiples of 64 bytes.
-
-    Returns:
-        A shard for each server. Every element is in exactly one. A shard is at most as large as the mean and one
-        largest unsplit part.
+    Tensors are ``splittable`` if the optimizer updates each element independently; only large ones are, at multiples of
+    64 bytes. A shard is at most as large as the mean and one largest unsplit part.
 
     Raises:
         UnsupportedConfiguration: there are more servers than parts.
@@ -112,9 +99,7 @@ _CUT_ELEMENTS = 4096
 def split_ranges(shard: Shard, layout: FlatLayout, range_bytes: float, first_bytes: float | None = None) -> Shard:
     """Return the same shard in ranges of about ``range_bytes``; large tensors are cut, and their slices named anew.
 
-    Args:
-        range_bytes: size of a range, at most, unless 4,096 elements of a tensor are larger.
-        first_bytes: size of the first one, if that differs.
+    A range has ``range_bytes`` (the first one ``first_bytes``) at most, unless 4,096 elements of a tensor are larger.
     """
     ranges: list[tuple[int, int, int]] = []
     slices, slots, dtypes = [], [], []
@@ -338,9 +323,7 @@ def split_state(
 ) -> States:
     """Return a shard's part of an optimizer's state.
 
-    Args:
-        states: of all parameters, by their index in the optimizer.
-        indices: of the parameter of each slot, see ``optimizer_indices``.
+    The indices are those of the parameter of each slot, see ``optimizer_indices``.
     """
     parts: States = {}
     for piece in shard.slices:

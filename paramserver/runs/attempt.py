@@ -46,10 +46,7 @@ def reserve_run(config: Config) -> Iterator[RunDir]:
 def reserve_folder(base: Path, name: str | None, default_name: str) -> Iterator[RunDir]:
     """Make the folder of a new run, and reserve it. Of several processes that want one name, one gets it.
 
-    A folder in which a run was to start and never began (it has no config.yaml and no checkpoint) is used again.
-
-    Args:
-        name: ``logging.name``. None takes ``default_name``, or ``default_name-2``, ``-3``, ... where that exists.
+    Without a name (``logging.name``) it is ``default_name``, or ``default_name-2``, ``-3``, ... where that exists.
 
     Raises:
         UnsupportedConfiguration: ``name`` exists already, or is not the name of a folder, or ``base`` cannot be

@@ -48,12 +48,8 @@ _TRAINED = "trained"
 class StagedCheckpoint:
     """Private copies of what rank 0 stores in a checkpoint; the trainers' parts are not in it.
 
-    Args:
-        step: the version of model and optimizer.
-        objects: by the name of their file, without ``.pt``.
-        is_best: whether its validation is the best so far.
-        reason: why it is made, for the record.
-        since: ``time.perf_counter()`` when the first trainer stopped for it.
+    The objects are by the name of their file, without ``.pt``; the first trainer stopped at ``since``
+    (``time.perf_counter()``).
     """
 
     step: int
@@ -67,10 +63,7 @@ class StagedCheckpoint:
 class ResumeState:
     """What a run resumes from: see ``load_for_resume``.
 
-    Args:
-        checkpoint: verified.
-        run: the content of its ``run.pt``.
-        parts: of the trainers, packed, where the checkpoint is of another number of trainers; None otherwise.
+    The parts are packed, where the checkpoint is of another number of trainers; None otherwise.
     """
 
     checkpoint: Checkpoint
@@ -128,18 +121,8 @@ class SimulationsState(Protocol):
 class CheckpointManager:
     """Saves and restores the checkpoints of a run. Lives on rank 0.
 
-    Args:
-        monitor: its state is part of every checkpoint.
-        resume: what the run resumes from; None for a new one.
-        initial_weights: of ``init_from``, where it is given; their origin and late buffers (see ``load_weights``).
-        generation: how often servers of this run have started, this one included; see ``consistency/ledger.py``.
-
-    Attributes:
-        checkpoint: the one that the run resumed from.
-        is_closed: ``close`` was called.
-        consistency_state, ledger_state: of the checkpoint, for the consistency model and the ledger of pushes.
-        simulations: of an online run; its state is saved and its figures are in the summary.
-        simulations_state: of the checkpoint.
+    ``initial_weights`` are those of ``init_from``, their origin and late buffers (see ``load_weights``). ``generation``
+    is how often servers of this run have started, this one included; see ``consistency/ledger.py``.
     """
 
     def __init__(
@@ -159,8 +142,10 @@ class CheckpointManager:
         self.generation = generation
         self.pauses_s: list[float] = []
         self.is_closed = False
+        # Of the checkpoint, for the consistency model and the ledger of pushes.
         self.consistency_state: Mapping[str, Any] = {}
         self.ledger_state: Mapping[str, Any] = {"rows": {}}
+        # Of an online run; its state is saved and its figures are in the summary.
         self.simulations: SimulationsState | None = None
         self.simulations_state: dict[str, Any] | None = None
         self.writer = CheckpointWriter(run.checkpoints_dir, config.checkpoint.keep, config.checkpoint.background)
@@ -211,8 +196,8 @@ class CheckpointManager:
     def trainer_part(self, trainer_index: int, newest: bool = False) -> bytes | None:
         """Return the packed state that a trainer resumes from; None in a new run.
 
-        Args:
-            newest: its part of the newest checkpoint that this process has taken after the resume, written or not.
+        With ``newest`` it is its part of the newest checkpoint that this process has taken after the resume, written or
+        not.
         """
         for objects in self.writer.pending() if newest else ():
             if (file := objects.get(f"trainer-{trainer_index}.pt")) is not None:
@@ -254,14 +239,11 @@ class CheckpointManager:
     ) -> None:
         """Save a checkpoint: stage it here, collect every trainer's part, and commit it to the disk.
 
-        To be called while model, optimizer and every trainer are at ``step``. Training may continue when this
-        returns; with ``checkpoint.background`` the parts arrive and the files are written meanwhile.
-
-        Args:
-            model, updater: what is copied; the caller makes sure that nothing changes them during this call.
-            reason, since: see ``StagedCheckpoint``.
-            collect: arranges that ``commit`` is called, once, with the parts of all trainers; now or from any thread
-                later. Without that call, as when a trainer dies, nothing is written.
+        To be called while model, optimizer and every trainer are at ``step``. Training may continue when this returns;
+        with ``checkpoint.background`` the parts arrive and the files are written meanwhile. The caller makes sure that
+        nothing changes model and updater during this call. ``collect`` arranges that ``commit`` is called, once, with
+        the parts of all trainers; now or from any thread later. Without that call, as when a trainer dies, nothing is
+        written.
 
         Raises:
             Exception: the failure of an earlier write.
@@ -319,10 +301,9 @@ class CheckpointManager:
     ) -> None:
         """Write a staged checkpoint: in the background, or before this returns, as configured. Copies nothing.
 
-        Args:
-            parts: of each trainer, by its index: private objects, or the file that ``torch.save`` made of them. That of
-                a lost trainer, without ``task``, gets the state of its task in the newest checkpoint.
-            pause_s: how long training stopped for the copies, on the trainer where that took longest.
+        The parts are private objects, or the file that ``torch.save`` made of them; that of a lost trainer, without
+        ``task``, gets the state of its task in the newest checkpoint. Training stopped for ``pause_s`` for the copies,
+        on the trainer where that took longest.
 
         Raises:
             Exception: the failure of an earlier write, or of this one without ``checkpoint.background``.
@@ -439,12 +420,10 @@ class PartCollector:
         substitutes: Mapping[int, Mapping[str, Any]],
         pause_s: float = 0.0,
     ) -> None:
-        """Collect the parts of ``staged`` from now on.
+        """Collect the parts of ``staged`` from now on, of the trainers ``taking_part``.
 
-        Args:
-            taking_part: the trainers that will send a part.
-            substitutes: a part for each trainer that sends none, or is lost before it has.
-            pause_s: how long training stopped in this process.
+        The substitute of a trainer is the part of one that sends none, or is lost before it has. Training stopped in
+        this process for ``pause_s``.
         """
         with self._lock:
             assert self._staged is None, "a trainer waits for its last part before it takes part in a checkpoint"

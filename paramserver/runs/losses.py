@@ -19,8 +19,7 @@ _SECONDS_AND_TIME = struct.Struct("<dd")
 class SessionClock:
     """The training time of the present session and when it was reached, in a file that outlives a killed process.
 
-    Args:
-        file: exists from the first update of a session to its end, or to the next one if rank 0 was killed.
+    The file exists from the first update of a session to its end, or to the next one if rank 0 was killed.
     """
 
     def __init__(self, file: Path) -> None:
@@ -76,31 +75,25 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 class LossLog:
-    """The losses of one start of a run, which the restarts of rank 0 survive. Written at every change; these are rare.
-
-    Attributes:
-        generation: how often rank 0 has started in this folder; see ``consistency/ledger.py``.
-        trainer_ranks: global ranks of the trainers of that generation, in the order of their indices; empty before the
-            first.
-        faults: one entry for each lost process.
-        restarts: how often a process took the place of a lost one.
-        updates_redone: updates that were made again, after a return to a checkpoint, as far as records show them.
-        first_step, first_samples: with which this start began, before any loss.
-        seconds: training time of the earlier sessions of this start: those that a return to a checkpoint ended.
-        recovery_s: time from the last update of a session to the first step of the next one, summed.
-    """
+    """The losses of one start of a run, which restarts of rank 0 survive. Written at every change, which is rare."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         stored = _read(file) if file.exists() else {}
+        # How often rank 0 has started in this folder; see ``consistency/ledger.py``.
         self.generation: int = stored.get("view", 0)
+        # Global ranks of the trainers of that generation, in the order of their indices; empty before the first.
         self.trainer_ranks: list[int] = stored.get("trainer_ranks", [])
         self.faults: list[dict[str, Any]] = stored.get("faults", [])
         self.restarts: int = stored.get("restarts", 0)
+        # Updates that were made again, after a return to a checkpoint, as far as records show them.
         self.updates_redone: int = stored.get("updates_redone", 0)
+        # With which this start began, before any loss.
         self.first_step: int | None = stored.get("first_step")
         self.first_samples: int | None = stored.get("first_samples")
+        # Training time of the earlier sessions of this start: those that a return to a checkpoint ended.
         self.seconds: float = stored.get("seconds", 0.0)
+        # Time from the last update of a session to the first step of the next one, summed.
         self.recovery_s: float = stored.get("recovery_s", 0.0)
         self._ended: float | None = stored.get("ended")  # time of the last update of the session before this one
         self._session = SessionClock(file.with_name(".session"))

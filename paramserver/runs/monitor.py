@@ -37,36 +37,32 @@ class RunMonitor:
 
     There is one, on rank 0. The server (``rpc``) or the trainer of rank 0 (``ddp``, ``local``) reports every update to
     it; a checkpoint stores its ``state_dict``.
-
-    Attributes:
-        step, samples, seconds, epoch, loss: of the newest update.
-        train_loss, train_losses: of the newest ``train`` record; by optimizer where there are several.
-        first_samples, first_seconds: samples and training time before this start, or since the last loss of it.
-        validation: the values of the newest validation, by name.
-        best: the best value of ``checkpoint.best.metric``; None where none is configured.
-        sink_failures: sentences about sinks that failed and were dropped.
-        transports: of parameters and gradients, by the index of each trainer, where there is a server.
-        improved_step: the step of the newest validation that was the best.
-        staleness, dropped_pushes: of the gradients that the server applied, and those that came too late for it.
-        resumes: how often the run was resumed.
     """
 
     def __init__(self, config: Config, sink: Sink, summary_file: Path, losses: LossLog | None = None) -> None:
         self.config = config
         self.losses = losses
-        self.step = self.samples = self.first_samples = self.epoch = self.resumes = self.dropped_pushes = 0
-        self.seconds = self.first_seconds = 0.0
+        # Of the newest update.
+        self.step = self.samples = self.epoch = 0
+        self.seconds = 0.0
         self.loss: float | None = None
+        # Samples and training time before this start, or since the last loss of it.
+        self.first_samples, self.first_seconds = 0, 0.0
+        self.resumes = 0
+        # Of the newest ``train`` record; by optimizer where there are several.
         self.train_loss: float | None = None
         self.train_losses: dict[str, float] = {}
         self.validation: dict[str, float] = {}
+        # Of parameters and gradients, by the index of each trainer, where there is a server.
         self.transports: dict[int, str] = {}
-        self.improved_step: int | None = None
-        self.staleness = StalenessHistogram()
+        self.improved_step: int | None = None  # the step of the newest validation that was the best
+        self.staleness = StalenessHistogram()  # of the gradients that the server applied
+        self.dropped_pushes = 0  # those that came too late for it
         best = config.checkpoint.best
+        # The best value of ``checkpoint.best.metric``; None where none is configured.
         self.best = None if best is None else BestMetric(best.metric, best.mode, config.training.min_delta)
         self.resume_note: str | None = None
-        self.sink_failures: list[str] = []
+        self.sink_failures: list[str] = []  # sentences about sinks that failed and were dropped
         self._sink = sink
         self._summary_file = summary_file
         # Re-entrant: a method that holds it writes records, and ``record`` takes it.
@@ -144,11 +140,7 @@ class RunMonitor:
     # Progress.
 
     def update_applied(self, result: StepResult, staleness: Mapping[int, int] | None = None) -> None:
-        """Count an update.
-
-        Args:
-            staleness: of each trainer's gradient in it, in versions, where there is a server.
-        """
+        """Count an update, with the staleness of each trainer's gradient in versions, where there is a server."""
         with self._lock:
             for trainer_index, versions in (staleness or {}).items():
                 self.staleness.add(trainer_index, versions)
@@ -180,12 +172,7 @@ class RunMonitor:
         self.epoch = epoch
 
     def record_validation(self, step: int, sums: WeightedSums, since: int | None = None) -> bool:
-        """Record a validation over all samples.
-
-        A second validation of the same step, as at the end of a run that had ended already, is ignored.
-
-        Returns:
-            Whether it is the best one so far.
+        """Record a validation over all samples, and return whether it is the best one so far.
 
         Raises:
             TaskError: it lacks the metric of ``checkpoint.best``.
@@ -287,10 +274,7 @@ class RunMonitor:
     ) -> dict[str, Any]:
         """Write the last records and the summary, and close the sink.
 
-        Args:
-            reason: why the run ended, for the user.
-            error: what made it fail.
-            checkpoint_pauses_s: how long training stopped for each of this start's checkpoints.
+        Training stopped for ``checkpoint_pauses_s``, one value for each of this start's checkpoints.
 
         Raises:
             StorageError: records are lost, or a file cannot be written; the summary then has the status ``failed``. Not

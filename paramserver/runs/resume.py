@@ -27,8 +27,7 @@ _ENDED_WELL = ("completed", "interrupted")
 def open_run(path: Path) -> RunDir:
     """Open the folder of an earlier run. Nothing in it is changed.
 
-    Args:
-        path: of the folder, or of one of its checkpoints, which is then the chosen one.
+    The path may also be that of one of its checkpoints, which is then the chosen one.
 
     Raises:
         CheckpointError: it is not such a folder, or a file of the run is not a file, or a folder not a folder.
@@ -149,10 +148,7 @@ def _samples_of_a_step(config: Config) -> str:
 def earlier_attempt(config: Config, run: RunDir | None, identity: ProcessIdentity | None) -> RunDir | None:
     """Return the run that an earlier attempt of this command left; None in the first attempt. For rank 0.
 
-    Its newest checkpoint follows from the one that the user chose, so this attempt continues from there.
-
-    Args:
-        identity: of this process; None if it starts all ranks.
+    The identity of this process is None if it starts all ranks.
 
     Raises:
         CheckpointError: the config of a run of the job is broken, so it is not known whether it is the one.

@@ -34,11 +34,7 @@ _HOLDER_WRITTEN_S = 0.5
 
 @dataclass(frozen=True)
 class RunDir:
-    """The folder of one run, the files in it, and its locks.
-
-    Args:
-        chosen: the checkpoint that the user chose to resume from; None = the newest.
-    """
+    """The folder of one run, the files in it, and its locks. ``chosen`` is the checkpoint to resume from."""
 
     path: Path
     chosen: Path | None = None
@@ -283,12 +279,9 @@ def write_text(path: Path, text: str) -> None:
 def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()) -> int:
     """Move the records after ``step`` to ``metrics.superseded.jsonl``, and any line that a crash tore.
 
-    Args:
-        kinds: records of these kinds are moved at ``step`` itself too: they were written after the checkpoint. So were
-            those of any kind with ``end: true``, which a run writes only because it ends.
-
-    Returns:
-        The number of lines moved. Repeating it after a crash in its middle moves nothing twice.
+    Records of ``kinds`` are moved at ``step`` itself too: they were written after the checkpoint. So were those of any
+    kind with ``end: true``, which a run writes only because it ends. Return the number of lines moved; repeating it
+    after a crash in its middle moves nothing twice.
     """
     if not metrics_file.exists():
         return 0

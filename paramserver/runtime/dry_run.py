@@ -24,8 +24,7 @@ from paramserver.task import Task, make_callbacks, make_task, sampler_of
 def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = None) -> str:
     """Describe a run of ``config`` with all ranks on this machine. Starts nothing; reads the task's data.
 
-    Args:
-        launcher: what starts the ranks, as in ``ProcessIdentity.source``; None for the local supervisor.
+    The launcher starts the ranks, as in ``ProcessIdentity.source``; None is the local supervisor.
     """
     task = make_task(config, folders)
     trainer_class(config, folders)

@@ -30,9 +30,8 @@ def start_coordinator(
 ) -> Iterator[SimulationCoordinator]:
     """Run the coordinator on rank 0. After a resume it continues from the state in the checkpoint.
 
-    Args:
-        checkpoints: of the run; they include the state of the coordinator from now on.
-        continues: takes the place of a coordinator that ended without the run.
+    The checkpoints include the state of the coordinator from now on. With ``continues`` it takes the place of a
+    coordinator that ended without the run.
     """
     from paramserver.online.coordinator import SimulationCoordinator
 
@@ -74,8 +73,7 @@ def publish_endpoint(
 ) -> ReceiverSpec | None:
     """Publish the address and token of the coordinator, on rank 0, or receive them, elsewhere.
 
-    Returns:
-        What a trainer needs to receive samples; None on a server.
+    Return what a trainer needs to receive samples; None on a server.
     """
     simulations = process.config.simulations
     assert simulations is not None

@@ -71,10 +71,8 @@ def start_importing(
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start ``paramserver.launch FLAG DESCRIPTOR``; return the process, and the socket to it.
 
-    Args:
-        flag: with which the process calls ``import_modules`` and waits for roles.
-        environ: of the process.
-        log_file: receives its output until it has a role.
+    With the flag the process calls ``import_modules`` and waits for roles. The log receives its output until it has
+    one.
     """
     link, child_link = socket.socketpair()
     with child_link, log_file.open("ab") as output:
@@ -103,10 +101,7 @@ def send_role(link: socket.socket, arguments: Sequence[str], descriptors: Sequen
 def role_arguments(config: int, pipe: int, listener: int | None = None) -> list[str]:
     """Return the arguments of ``paramserver.launch`` that name descriptors of the rank's process.
 
-    Args:
-        config: a file with the config.
-        pipe: the writing end of the event pipe.
-        listener: the socket of rank 0's store.
+    They are a file with the config, the writing end of the event pipe, and the socket of rank 0's store.
     """
     arguments = ["--config", f"/dev/fd/{config}", "--supervised", str(pipe)]
     return arguments if listener is None else [*arguments, "--listener", str(listener)]
@@ -160,13 +155,8 @@ class ForkedProcess:
 class ForkServer:
     """The supervisor's end: starts the fork server, which lives until :meth:`close`.
 
-    Args:
-        log_file: receives the output of the fork server.
-        guard: ends it if this process dies.
-        timeout_s: for the import and a fork. Without an answer by then, ranks have to be started in another way.
-
-    Attributes:
-        failed: why a fork was not made; empty if all were.
+    The guard ends it if this process dies. Without an answer to an import or a fork within ``timeout_s``, ranks have to
+    be started in another way.
     """
 
     def __init__(self, environ: Mapping[str, str], log_file: Path, guard: RankGuard, timeout_s: float) -> None:
@@ -183,13 +173,9 @@ class ForkServer:
     ) -> ForkedProcess | None:
         """Start a rank as a fork, in a process group of its own, as a child of this process.
 
-        Args:
-            arguments: of ``paramserver.launch``, without those of ``role_arguments``.
-            descriptors: the log, then those of ``role_arguments``. The fork receives copies.
-            is_stopping: asked several times a second whether to give up.
-
-        Returns:
-            None if the fork server has failed, now or before: start a new process.
+        ``descriptors`` are the log, then those of ``role_arguments``; the fork receives copies. ``is_stopping`` is
+        asked several times a second whether to give up. Return None if the fork server has failed, now or before: start
+        a new process.
         """
         if self._link.fileno() < 0:
             return None
@@ -258,10 +244,9 @@ def _adopt_orphans() -> Iterator[None]:
 
 
 def serve_forks(descriptor: int) -> list[str] | None:
-    """Be the fork server until the supervisor closes the socket.
+    """Be the fork server until the supervisor closes the socket; return in each fork the arguments of the rank to be.
 
-    Returns:
-        In each fork the arguments of the rank to be; None in the fork server at its end.
+    Return None in the fork server at its end.
     """
     with socket.socket(fileno=descriptor) as link:
         import_modules()
@@ -340,10 +325,7 @@ class _Spare:
 class Spares:
     """The spare processes of a supervisor. Its thread calls every method.
 
-    Args:
-        max_restarts: how many that die while they wait are replaced.
-        log_file: receives their output until they have a role.
-        guard: ends them if this process dies.
+    ``max_restarts`` that die while they wait are replaced. The log receives their output until they have a role.
     """
 
     def __init__(
@@ -389,16 +371,9 @@ class Spares:
             self._note(f"{how}; it is not replaced. See {self._log_file}")
 
     def take(self, arguments: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes] | None:
-        """Give a role to the spare that has waited longest.
+        """Give a role to the spare that has waited longest, with arguments and descriptors as for ``ForkServer.fork``.
 
-        A spare that is still importing also serves: it ends sooner than a process that starts now.
-
-        Args:
-            arguments: of ``paramserver.launch``, without those of ``role_arguments``.
-            descriptors: the log, then those of ``role_arguments``. The spare receives copies.
-
-        Returns:
-            The process, which the guard watches already; None if there is no spare.
+        Return the process, which the guard watches already; None if there is no spare.
         """
         self.remove_dead()
         while self._waiting:
@@ -427,8 +402,7 @@ class Spares:
 def wait_for_role(descriptor: int) -> list[str] | None:
     """Be a spare process: import what a rank needs, wait, and return the arguments of the rank to be.
 
-    Returns:
-        None if the supervisor is gone.
+    Return None if the supervisor is gone.
     """
     with socket.socket(fileno=descriptor) as link:
         import_modules()

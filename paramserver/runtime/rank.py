@@ -119,41 +119,27 @@ _REJOIN_S = 0.2
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank is started with.
-
-    Args:
-        sinks: receive records in addition to the run folder (a progress line, a supervisor's pipe).
-        run: the run folder, if it exists already.
-        resume: continue from the newest checkpoint of ``run``.
-        listener: the socket of rank 0's store, if it is bound already.
-        create_task: see ``launch_local``.
-        writes_log: write logs/rank-<N>.log here; a supervisor does it for its ranks.
-        ends_process: this process ends with the rank, so its signal handlers stay installed.
-        began: ``time.time()`` of the command that started the run.
-        restarted: rank 0 takes part in ``run`` again; without ``resume``, from its beginning.
-        replaces: an earlier process of this rank is dead.
-        joins: a trainer that joins the run while it takes place.
-        report: reports the error that ends this process, and returns its exit code; called where the main thread
-            cannot. None if the process outlives the rank.
-        on_task: called with the role and the task before the process joins the run.
-    """
+    """What a rank is started with."""
 
     config: Config
     identity: ProcessIdentity
     folders: Sequence[Path]
-    sinks: Sequence[Sink] = ()
+    sinks: Sequence[Sink] = ()  # receive records in addition to the run folder (a progress line, a supervisor's pipe)
     run: RunDir | None = None
-    resume: bool = False
-    listener: socket.socket | None = None
-    create_task: Callable[..., Task] | None = None
-    writes_log: bool = True
-    ends_process: bool = False
-    began: float | None = None
+    resume: bool = False  # continue from the newest checkpoint of ``run``
+    listener: socket.socket | None = None  # the socket of rank 0's store, if it is bound already
+    create_task: Callable[..., Task] | None = None  # see ``launch_local``
+    writes_log: bool = True  # write logs/rank-<N>.log here; a supervisor does it for its ranks
+    ends_process: bool = False  # this process ends with the rank, so its signal handlers stay installed
+    began: float | None = None  # ``time.time()`` of the command that started the run
     command: Sequence[str] = ()
     restarted: bool = False
-    replaces: bool = False
-    joins: bool = False
+    replaces: bool = False  # an earlier process of this rank is dead
+    joins: bool = False  # a trainer that joins the run while it takes place
+    # Reports the error that ends this process, and returns its exit code; called where the main thread cannot. None if
+    # the process outlives the rank.
     report: Callable[[BaseException], int] | None = None
+    # Called with the role and the task before the process joins the run.
     on_task: Callable[[Role, Task], None] = lambda role, task: None
 
 
@@ -171,11 +157,7 @@ def _check_descriptors() -> None:
 def run_rank(plan: RankPlan) -> dict[str, Any] | None:
     """Run one rank: find its role, join the others, open the run, then serve or train until the run ends.
 
-    What joins, opens, serves and trains is a session. Where the servers return to a checkpoint, or this process was
-    taken for lost, the session ends and another one begins, with the same task object.
-
-    Returns:
-        The summary on rank 0, None elsewhere.
+    Return the summary on rank 0, None elsewhere.
 
     Raises:
         ParamserverError: what ended the run; rank 0 has written its summary by then.
@@ -228,10 +210,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
 class Resize:
     """The trainers with which a run continues from a checkpoint.
 
-    Args:
-        trainer_ranks: global ranks of the trainers, in the order of their indices.
-        reason: for the records.
-        requests: those that are carried out, by their keys in the store.
+    Their global ranks are in the order of their indices; the requests that are carried out, by their keys in the store.
     """
 
     trainer_ranks: tuple[int, ...]
@@ -246,26 +225,17 @@ class Resize:
 
 @dataclass
 class RankSession:
-    """One time of joining the run and taking part in it. A process has several if servers return to a checkpoint.
-
-    Args:
-        resources: of the process, closed after its last session.
-        min_generation: the first generation of the servers that this session may join.
-        give_up_at: ``time.monotonic()`` at which the servers must have returned; None before a loss.
-        store: on rank 0, that of an earlier session.
-        trainer_ranks: on rank 0, the trainers of an earlier session.
-        resize: on rank 0, the reason why this session begins, if that is a request.
-    """
+    """One time of joining the run and taking part in it. A process has several if servers return to a checkpoint."""
 
     plan: RankPlan
     process: ProcessContext
     task: Task
-    resources: ExitStack
-    min_generation: int = 1
-    give_up_at: float | None = None
-    store: Store | None = None
+    resources: ExitStack  # of the process, closed after its last session
+    min_generation: int = 1  # the first generation of the servers that this session may join
+    give_up_at: float | None = None  # ``time.monotonic()`` at which the servers must have returned; None before a loss
+    store: Store | None = None  # on rank 0, that of an earlier session
     trainer_ranks: tuple[int, ...] | None = None
-    resize: Resize | None = None
+    resize: Resize | None = None  # on rank 0, the reason why this session begins, if that is a request
     next_resize: Resize | None = field(default=None, init=False)
     generation: int = field(default=0, init=False)
     joined: bool = field(default=False, init=False)
@@ -503,9 +473,8 @@ class RankSession:
             give_up_at = None
         else:
             # A supervisor ends a server that is frozen and starts another one; elsewhere the scheduler must.
-            record = make_record("lost", None, rank=process.identity.global_rank, peer=self.peer, text=str(loss))
-            for sink in plan.sinks:
-                sink.write(record)
+            rank = process.identity.global_rank
+            self._write(make_record("lost", None, rank=rank, peer=self.peer, text=str(loss)))
 
         # The limit counts from the loss, through all attempts to join that have failed since then.
         now = time.monotonic()
@@ -701,12 +670,9 @@ def _state_dict(path: Path) -> Any:
 def _run_and_summarize(
     checkpoints: CheckpointManager, work: Callable[[], Decision], totals: Sequence[TrainerTotals], limit: StopLimit
 ) -> dict[str, Any]:
-    """Run ``work`` and write the summary, however it ends.
+    """Run ``work``, which returns the decision that ended the run, and write the summary, however it ends.
 
-    Args:
-        work: serves or trains until the run ends, and returns the decision that ended it.
-        totals: of the trainers; ``work`` fills it.
-        limit: paused while files are written.
+    ``work`` fills ``totals``. The limit is paused while files are written.
     """
     try:
         reason = _reason(work())
@@ -935,8 +901,7 @@ def _wait_until_finished(
 def _end_stuck_update(server: ParameterServer, process: ProcessContext, updates: UpdateExecutor, over_s: float) -> bool:
     """End the run, soon after the limit of a request to stop, if an update on a server does not return from a hook.
 
-    Returns:
-        Whether there is such an update. No trainer is lost for it.
+    Return whether there is such an update. No trainer is lost for it.
     """
     places = server.roster.coordinator.stuck_places()
     if own := updates.stuck_place():

@@ -21,8 +21,7 @@ from contextlib import suppress
 class RankGuard:
     """The supervisor's end: starts the guard process, which lives until :meth:`close`.
 
-    Args:
-        limit_s: seconds that ranks have to end in good order after this process died.
+    After this process died, ranks have ``limit_s`` to end in good order.
     """
 
     def __init__(self, limit_s: float) -> None:

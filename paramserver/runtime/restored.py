@@ -50,11 +50,7 @@ class EvaluationTrainer:
 
 @dataclass(frozen=True)
 class Restored:
-    """The model of a checkpoint, with the task as it was then.
-
-    Args:
-        batch_idx: of the next training batch.
-    """
+    """The model of a checkpoint, with the task as it was then."""
 
     config: Config
     folders: Sequence[Path]
@@ -68,9 +64,8 @@ class Restored:
 def restore(run_dir: Path, which: str, overrides: Sequence[str]) -> Restored:
     """Load the model of a checkpoint on the first device of the config.
 
-    Args:
-        run_dir: the folder of the run, or of one of its checkpoints.
-        which: ``latest``, ``best``, or the number of a step.
+    ``which`` is ``latest``, ``best``, or the number of a step; ``run_dir`` the folder of the run, or of one of its
+    checkpoints.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it was removed meanwhile, or it is damaged.

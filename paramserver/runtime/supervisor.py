@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,21 +51,6 @@ class _RankProcess:
     """One process of a rank, which leads a process group of its own.
 
     Its end is that of the process, by its pidfd: a fork of the rank may hold the pipe open for longer.
-
-    Args:
-        pipe: the reading end of its event pipe; owned from here on.
-
-    Attributes:
-        failure: as ``describe_error`` returns it; None if there is none.
-        exit_code: None until the end was handled.
-        sent: signals that the supervisor sent to it.
-        pidfd: readable once the process has ended.
-        alive_at: ``time.monotonic()`` of its last sign of life.
-        reports: it reports signs of life; until then the CPU time that it takes is one.
-        done: its part of the run is complete.
-        generation: of the servers, in which it takes part or, as rank 0, begins to.
-        trains: it takes part in steps.
-        left: the run continues without it, at its own request.
     """
 
     def __init__(self, role: Role, process: subprocess.Popen[bytes] | ForkedProcess, pipe: int) -> None:
@@ -73,19 +58,19 @@ class _RankProcess:
         self.global_rank = role.global_rank
         self.title = f"rank {role.global_rank} ({role})"
         self.process = process
-        self.pipe = pipe
-        self.pidfd = os.pidfd_open(process.pid)
+        self.pipe = pipe  # the reading end of its event pipe; owned from here on
+        self.pidfd = os.pidfd_open(process.pid)  # readable once the process has ended
         self.failure: dict[str, Any] | None = None
         self.exit_code: int | None = None
         self.sent: set[int] = set()
         self.started_at = time.monotonic()
-        self.alive_at = self.started_at
-        self.reports = False
+        self.alive_at = self.started_at  # ``time.monotonic()`` of its last sign of life
+        self.reports = False  # it reports signs of life; until then the CPU time that it takes is one
         self._ticks = 0
-        self.done = False
-        self.generation = 0
-        self.trains = False
-        self.left = False
+        self.done = False  # its part of the run is complete
+        self.generation = 0  # of the servers, in which it takes part or, as rank 0, begins to
+        self.trains = False  # it takes part in steps
+        self.left = False  # the run continues without it, at its own request
         self._unread = b""
         os.set_blocking(pipe, False)
 
@@ -133,21 +118,16 @@ class Supervisor:
     """Runs all ranks of one run on this machine.
 
     Everything happens in the thread that calls :meth:`supervise`, which must live as long as the ranks.
-
-    Args:
-        config: effective; ranks read it from a file in memory.
-        sink: receives the records of rank 0; closed at the end.
-        resume: continue from the newest checkpoint.
-        restarted: an earlier attempt of the command lost its processes; without ``resume``, from the beginning.
     """
 
-    config: Config
+    config: Config  # effective; ranks read it from a file in memory
     run: RunDir
     folders: Sequence[Path]
-    sink: Sink
+    sink: Sink  # receives the records of rank 0; closed at the end
     resume: bool = False
     began: float = field(default_factory=time.time)
     command: Sequence[str] = ()
+    # An earlier attempt of the command lost its processes; without ``resume``, from the beginning.
     restarted: bool = False
 
     def __post_init__(self) -> None:
@@ -306,14 +286,15 @@ class Supervisor:
                 self._read_events(rank)
 
     def _read_events(self, rank: _RankProcess) -> None:
-        handlers: dict[str, Callable[[_RankProcess, Any], None]] = {
-            "record": self._on_record,
-            "error": self._on_error,
-            "alive": self._on_alive,
-            "done": self._on_done,
-        }
         for kind, body in rank.read_events():
-            handlers[kind](rank, body)
+            if kind == "record":
+                self._on_record(rank, body)
+            elif kind == "error":
+                self._on_error(rank, body)
+            elif kind == "alive":
+                rank.alive_at, rank.reports = time.monotonic(), True
+            elif kind == "done":
+                rank.done = True
 
     def _on_record(self, rank: _RankProcess, record: dict[str, Any]) -> None:
         if record["kind"] == "view":
@@ -345,12 +326,6 @@ class Supervisor:
     def _on_error(self, rank: _RankProcess, failure: dict[str, Any]) -> None:
         rank.failure = failure
         self._failed.append(rank)
-
-    def _on_alive(self, rank: _RankProcess, _: None) -> None:
-        rank.alive_at, rank.reports = time.monotonic(), True
-
-    def _on_done(self, rank: _RankProcess, _: None) -> None:
-        rank.done = True
 
     def _on_exit(self, rank: _RankProcess, exit_code: int) -> None:
         """Conclude what follows from the end of a rank."""
@@ -725,11 +700,11 @@ def _describe_exit(exit_code: int) -> str:
     return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
-def _end_of(log: Path, lines: int = 5, most_bytes: int = 4096) -> str:
-    """Return the last lines of a log, indented, each after a line break."""
+def _end_of(log: Path) -> str:
+    """Return the last 5 lines of a log, indented, each after a line break."""
     with log.open("rb") as file:
-        file.seek(max(log.stat().st_size - most_bytes, 0))
-        last_lines = file.read().decode(errors="replace").splitlines()[-lines:]
+        file.seek(max(log.stat().st_size - 4096, 0))
+        last_lines = file.read().decode(errors="replace").splitlines()[-5:]
     return "".join(f"\n    {line}" for line in last_lines)
 
 
@@ -760,8 +735,7 @@ _LAST_EVENT_S = 10.0
 class EventPipe(Sink):
     """The writing end of a rank's pipe. A supervisor that does not read, because it is stopped, does not stop the rank.
 
-    Args:
-        descriptor: the writing end of a pipe, owned until the process ends.
+    The descriptor is owned until the process ends.
     """
 
     def __init__(self, descriptor: int) -> None:

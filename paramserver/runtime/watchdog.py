@@ -40,8 +40,7 @@ def write_stacks_on_signal() -> None:
 class Watchdog:
     """Writes the stacks of a process that makes no progress, once each time.
 
-    Args:
-        progress: returns a value that changes with the work of this process.
+    ``progress`` returns a value that changes with the work of this process.
     """
 
     def __init__(self, log: Path, progress: Callable[[], object], stalled_after_s: float) -> None:

@@ -55,17 +55,6 @@ class Aggregator:
 
     All of that happens in ``_process``, the only loop: whatever adds an announcement or a push, or removes a trainer,
     calls it afterwards. A trainer that joins takes part from its first announcement on.
-
-    Args:
-        rules: the consistency model; its ``trainers`` are those that take part.
-        ledger: of the pushes, restored from the checkpoint.
-        store: the whole model, and its schedule.
-        shard: the parameters of this server, where gradients arrive.
-        updates: makes the updates that are decided.
-        monitor: counts updates.
-        stop: set by a signal to this process.
-        fail: ends the run with an error.
-        clock: in seconds, for measurements only.
     """
 
     def __init__(
@@ -78,7 +67,6 @@ class Aggregator:
         monitor: RunMonitor,
         stop: StopRequest,
         fail: Callable[[Exception], Any],
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.rules = rules
         self.ledger = ledger
@@ -92,7 +80,6 @@ class Aggregator:
         shard.on_push = self.gradients_arrived
         self._updates = updates
         self._fail = fail
-        self._clock = clock
         self._epoch = monitor.epoch
         self._seconds = monitor.seconds
         self._announcements = PendingReplies()
@@ -123,11 +110,8 @@ class Aggregator:
     ) -> torch.futures.Future[StepGrant]:
         """Reply with a ``StepGrant`` once the consistency model lets the trainer continue.
 
-        Args:
-            trainer_index: of the trainer.
-            announcement: of its next step.
-            number: of the announcement, from 1; one that is repeated gets the same reply. 0: it is never repeated.
-            buffers: see ``keep_buffers``.
+        Announcements are numbered from 1, and one that is repeated gets the same reply; one with the number 0 is never
+        repeated. The module buffers are kept: see ``keep_buffers``.
 
         Raises:
             RunEnded: the other trainers have ended the run.
@@ -315,7 +299,7 @@ class Aggregator:
 
     def _grant(self, trainer_index: int, decision: Decision) -> None:
         future, announced = self._announcements.pop(trainer_index)
-        held_s = self._clock() - announced
+        held_s = time.perf_counter() - announced
         result = self._results.pop(trainer_index, None)
         if decision.verdict is Verdict.GO:
             self._enter_epoch(decision.samples)
@@ -369,9 +353,7 @@ class Aggregator:
     def push(self, push: Push, has_gradients: bool = False) -> torch.futures.Future[StepGrant]:
         """Keep the report of a push until its gradients have arrived: see ``gradients_arrived``.
 
-        Args:
-            push: without its gradients.
-            has_gradients: they were sent before it, so that none is still on its way.
+        With ``has_gradients`` they were sent before it, so that none is still on its way.
 
         Raises:
             TrainingError: it has no gradients although ``has_gradients``, or the push before it is missing.
@@ -384,7 +366,7 @@ class Aggregator:
         gradients = transport.collect_gradients()
         future: torch.futures.Future[StepGrant] = torch.futures.Future()
         pending = PendingPush(
-            report, push.buffers, push.announcement, future, self._clock(), segment_key=transport.segment_key
+            report, push.buffers, push.announcement, future, time.perf_counter(), segment_key=transport.segment_key
         )
         self._incomplete[trainer_index] = pending
         if transport.segment_key is not None:
@@ -406,7 +388,7 @@ class Aggregator:
             return
         del self._incomplete[push.trainer_index]
         try:
-            self._accept(replace(pending, arrival_s=self._clock()))
+            self._accept(replace(pending, arrival_s=time.perf_counter()))
         except TrainingError as error:
             pending.future.set_result(RemoteError.of(error))  # raised by the caller
 
@@ -456,23 +438,19 @@ class Aggregator:
         # With trainers that run freely, these gradients may have been in flight when the last epoch ended.
         if self.batch_began is None:
             self._enter_epoch(self.rules.samples - sum(push.report.samples for push in pushes))
-        started = self._clock()
+        started = time.perf_counter()
         self._busy = self._applying = True
-        applied = partial(self._update_applied, update, pushes, started)
+        applied = partial(self._after_update, update, pushes, started)
         # Trainers may still pull what they were granted, and validate what is retained, where memory is not shared.
         remote = [i for i, transport in self.transports.items() if not transport.zero_copy]
         pulled = {self._granted[i] for i in remote if i in self._granted}
         validated = self.store.retained_versions if remote else frozenset()
         self._updates.apply(self.rules.step, update, pushes, pulled, validated, applied)
 
-    def _update_applied(self, update: Update, pushes: Sequence[PendingPush], started: float) -> None:
-        self._applying = False
-        self._after_update(update, pushes, started)
-        self._release()
-
     def _after_update(self, update: Update, pushes: Sequence[PendingPush], started: float) -> None:
-        """Record the update, and reply to the trainers whose gradients it holds."""
-        apply_s = self._clock() - started
+        """Record the update, reply to the trainers whose gradients it holds, and continue."""
+        self._applying = False
+        apply_s = time.perf_counter() - started
         validate_every = self.rules.terms.validate_every
         if validate_every and self.rules.step % validate_every == 0:
             self.store.retain(self.rules.step)
@@ -483,6 +461,7 @@ class Aggregator:
             self._continue_batch(push.report.trainer_index)
             self._reply(push, replace(result, held_s=max(started - push.arrival_s, 0.0)))
         self._release_version_waits()
+        self._release()
 
     def _continue_batch(self, trainer_index: int) -> None:
         """Grant the new version to a trainer that may push again in its batch, as there are several optimizers."""

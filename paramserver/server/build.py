@@ -58,19 +58,8 @@ def build_server(
 ) -> ParameterServer:
     """Return server 0 with the parameters of the checkpoint that the run resumes from, if it does.
 
-    Args:
-        task: builds the model and the optimizer.
-        config: of the run.
-        trainers: number of trainers.
-        checkpoints: saves and restores; its monitor writes records.
-        stop: set by a signal to this process.
-        segments: allocates memory that processes of this host share; None if all tensors are sent over RPC.
-        on_trainer_lost: called with a trainer whose place another process may take.
-        local_calls: serves the calls of trainers that share memory; None if these are made over RPC too.
-        submit: runs a job after those that were submitted before: ``UpdateExecutor.submit``. Without it updates are
-            computed under the lock, by the handlers.
-        network: of this process; RPC by default.
-        clock: in seconds.
+    Without ``segments`` all tensors are sent over RPC, and without ``local_calls`` all calls. ``on_trainer_lost`` is
+    called with a trainer whose place another process may take.
 
     Raises:
         UnsupportedConfiguration: the model, its optimizers or its memory do not go with the configuration.

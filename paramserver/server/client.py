@@ -70,15 +70,9 @@ class InFlightCall(Generic[T]):
     """A call whose reply is awaited later, while this process computes.
 
     Args:
-        connection: detects that the server is lost.
-        call: sends it.
-        name: of the handler, for messages.
         timeout_s: of ``wait``; None for a reply that waits for other trainers.
         repeatable: the server replies to the same call again as before, so it is sent again if it fails.
         local: sends it the first time, in the place of ``call``; its reply arrives over the connection's socket.
-
-    Attributes:
-        others: calls that ``wait`` waits for too: one that is lost may have to be sent again before this one's reply.
     """
 
     def __init__(
@@ -99,6 +93,7 @@ class InFlightCall(Generic[T]):
         self._sent = time.perf_counter()
         self._replied: float | None = None
         self._local = local
+        # Calls that ``wait`` waits for too: one that is lost may have to be sent again before this one's reply.
         self.others: Sequence[InFlightCall[Any]] = ()
         self._send()
 
@@ -169,11 +164,6 @@ class ServerConnection(ABC):
 
     A call that waits for other trainers has no timeout, because a slow trainer is not a failure. It ends with the
     reply, with the server's death (its liveness call fails) or with its silence (the heartbeat fails).
-
-    Args:
-        config: of the run.
-        index: of this trainer, or of this shard server.
-        addresses: of the servers' agents.
     """
 
     def __init__(self, config: Config, index: int, addresses: Sequence[str] = ()) -> None:
@@ -371,16 +361,9 @@ class ServerClient(ServerConnection):
     """What a trainer calls on the servers.
 
     With several servers, server 0 takes the decisions, and each call that concerns parameters goes to every server.
-    Server 0 watches the others: if one is lost, it ends the run.
-
-    Args:
-        config: of the run.
-        index: of this trainer.
-        worker_id: of this process's agent.
-        addresses: of the servers' agents.
-        blocks: returns whether this trainer's full buffer blocks simulations; called by the heartbeat's thread.
-        stop_limit: of this process; requests to stop are passed on to the server, and those of the server to it. None
-            if a signal to this process does not end the run.
+    Server 0 watches the others: if one is lost, it ends the run. ``blocks`` returns whether this trainer's full buffer
+    blocks simulations; the heartbeat's thread calls it, and passes on requests to stop in both directions, unless
+    ``stop_limit`` is None.
     """
 
     def __init__(
@@ -503,10 +486,8 @@ class ServerClient(ServerConnection):
     ) -> InFlightCall[StepGrant]:
         """Report a push whose gradients are in shared memory, at the servers, or on their way.
 
-        Args:
-            push: without its gradients.
-            buckets: in which they are sent: these calls are waited for with the reply.
-            has_gradients: none is on its way; otherwise this may be called before they are complete.
+        The calls of ``buckets``, in which they are sent, are waited for with the reply. Without ``has_gradients`` this
+        may be called before they are complete.
         """
         named = push_id(push.report), push.report.version
         on_shards = [self.begin(name, ShardServer.report_push, *named) for name in self._shard_servers]

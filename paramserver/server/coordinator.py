@@ -49,10 +49,7 @@ def split_over_servers(store: ParameterStore, servers: int) -> tuple[tuple[Shard
 class RemoteShard:
     """The shard of another server: each method calls that of its ``ShardServer``.
 
-    Args:
-        network: of this process.
-        name: returns the RPC name of the server, which has joined.
-        timeout_s: of calls that are answered at once.
+    ``timeout_s`` is that of calls that are answered at once.
     """
 
     def __init__(self, network: Network, name: Callable[[], str], timeout_s: float) -> None:
@@ -83,20 +80,9 @@ class ShardCoordinator:
     No method blocks. Handlers that a shard server calls take the lock of server 0.
 
     Args:
-        config: of the run.
-        run: of server 0.
-        network: of this process.
         stop: a signal to another server is passed on to it.
-        store: the parameters of the version that the run begins with, which each server gets its shard of.
-        shards: what each server owns, in their order.
-        states: the optimizer's states of the other servers, in their order.
         buckets: each shard in ranges, if updates are made bucket by bucket.
         segments: returns the address of server 0's shared memory and its key; None if nothing is shared.
-
-    Attributes:
-        shares_memory: the parameters of all servers that are ready are in the memory of server 0.
-        on_lost: called with a shard server that is lost, and the reason.
-        on_ready: called when the last server is ready.
     """
 
     def __init__(
@@ -114,9 +100,10 @@ class ShardCoordinator:
     ) -> None:
         self.config = config
         self.num_servers = num_servers_of(config)
-        self.shares_memory = True
+        self.shares_memory = True  # the parameters of all servers that are ready are in the memory of server 0
+        # Called with a shard server that is lost, and the reason.
         self.on_lost: Callable[[Member, str], None] = lambda member, reason: None
-        self.on_ready: Callable[[], None] = lambda: None
+        self.on_ready: Callable[[], None] = lambda: None  # called when the last server is ready
         self._run = run
         self._network = network
         self._stop = stop

@@ -13,12 +13,9 @@ from paramserver.transport.messages import Future, PendingReplies
 
 
 class Gathers(JointCall):
-    """The values of each call until all trainers that make it have sent theirs.
+    """The values of each call until all trainers that make it have sent theirs, for ``limit_s`` at most.
 
-    Args:
-        run: of the server.
-        participants: returns the trainers of the last decision that are not lost.
-        limit_s: how long a trainer waits for the calls of others.
+    ``participants`` returns the trainers of the last decision that are not lost.
     """
 
     def __init__(self, run: ServerRun, participants: Callable[[], Collection[int]], limit_s: float) -> None:
@@ -34,11 +31,7 @@ class Gathers(JointCall):
     def add(self, trainer_index: int, value: Any, call: tuple[int, ...], active: Collection[int] | None) -> Future:
         """Add a trainer's value and return the future of its reply: all values, in the order of trainers.
 
-        Args:
-            trainer_index: the trainer.
-            value: its own.
-            call: names the call, alike for all trainers.
-            active: the trainers that make it; None for all participants.
+        All participants make the call if ``active`` is None.
         """
         return self._calls.setdefault(call, (active, PendingReplies()))[1].add(trainer_index, value)
 

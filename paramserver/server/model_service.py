@@ -39,12 +39,7 @@ _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 class ModelReplica:
     """A copy of a model for one call at a time. It consists of Python objects, without memory for parameters.
 
-    Args:
-        model: as the task built it.
-        trained: names of the trained parameters; the others are shared with ``model``.
-
-    Attributes:
-        tree: of the replica, whose module buffers are its own.
+    The parameters that are not ``trained`` are shared with ``model``.
 
     Raises:
         UnsupportedConfiguration: the model cannot be copied, or the copy does not use the new parameters.
@@ -79,7 +74,7 @@ class ModelReplica:
                     f"parameter {name} of the model ({type(self.module).__name__}) cannot be replaced in a copy; "
                     "use server.compute: trainer"
                 )
-        self.tree = ModelTree(self.module)
+        self.tree = ModelTree(self.module)  # of the replica, whose module buffers are its own
         self._training_as_built = [(module, module.training) for module in self.module.modules()]
         self._bound: Mapping[str, Tensor] | None = None
 
@@ -107,14 +102,8 @@ class ModelReplica:
 class ServedTransport(ServerTransport):
     """The forwards of one trainer: it binds versions to replicas and finds gradients at the leaves of these.
 
-    Args:
-        model: a module on the devices that compute; its own parameters are not used.
-        parameters: layout of the trained parameters.
-        snapshot: returns the current version, immutable: parameters and module buffers.
-        device: that the inputs are moved to.
-
-    Attributes:
-        context_id: of distributed autograd, in which the step called the model; None before it has.
+    The model is on the devices that compute; its own parameters are not used. ``snapshot`` returns the current version,
+    immutable. ``context_id`` is None before the step has called the model.
     """
 
     sends_buffers = False
@@ -213,11 +202,7 @@ class ServedTransport(ServerTransport):
 
     @torch.no_grad()
     def add_gradients(self, by_leaf: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
-        """Return the sum over all calls of the step, in flat tensors; None if no parameter has a gradient.
-
-        Args:
-            by_leaf: gradients by leaf of the replicas, as the distributed-autograd context of the step has them.
-        """
+        """Return the sum over all calls of the step, in flat tensors; None if no parameter has a gradient."""
         # When a module is copied, a function keeps its references: a gradient that it made is of no version, and lost.
         for name, parameter in self._model.named_parameters():
             if parameter in by_leaf:
@@ -296,15 +281,8 @@ def _reply(output: Any, random_state: Tensor) -> ModelReply:
 class ModelService:
     """The model of a server as trainers call it: built once, with a transport for each trainer.
 
-    Create it right after the store: the random states of ``as_built`` are those after the model was built.
-
-    Args:
-        task: builds the model again if it is to compute on devices other than the CPU.
-        config: of the run.
-        store: of the parameters, which are on the CPU.
-
-    Attributes:
-        as_built: random states after the model was built, and its ``training`` flag.
+    Create it right after the store: the random states of ``as_built`` are those after the model was built. It
+    also has the model's ``training`` flag.
     """
 
     def __init__(self, task: Task, config: Config, store: ParameterStore) -> None:

@@ -186,8 +186,7 @@ class ParameterServer(TutorialMethods, ShardHandlers):
     def share_segments(self, sender: TrainerId) -> int:
         """Exchange parameters and gradients with a trainer of this host in shared memory from now on.
 
-        Returns:
-            The number of snapshots there are for it; 0 if there was too little memory for its gradients.
+        Return the number of snapshots there are for it; 0 if there was too little memory for its gradients.
         """
         with self._lock:
             trainer_index, layout = self.roster.index_of(sender), self.aggregator.store.parameters.layout
@@ -205,13 +204,8 @@ class ParameterServer(TutorialMethods, ShardHandlers):
     ) -> str:
         """Record a sign of life, and whether the trainer's full buffer blocks simulations.
 
-        Args:
-            trainer_index, worker_id, blocks: of the trainer.
-            place: where in the code of the user its main thread is; see ``place_of_user_code``.
-            stop: why a signal to it requests the end of the run.
-
-        Returns:
-            Why the run is to end; "" if it is not.
+        Return why the run is to end; "" if it is not. ``place`` is where in the code of the user its main thread is
+        (see ``place_of_user_code``); ``stop`` is why a signal to it requests the end of the run.
 
         Raises:
             Evicted: the process takes no part any more.
@@ -251,10 +245,7 @@ class ParameterServer(TutorialMethods, ShardHandlers):
     ) -> torch.futures.Future[StepGrant]:
         """Reply once the consistency model lets the trainer continue; to the same ``number`` again as before.
 
-        Args:
-            sender, announcement: of the next step.
-            number: of the announcement.
-            buffers: the module buffers that the trainer has changed since its last push, and that are to be kept.
+        ``buffers`` are the module buffers that the trainer has changed since its last push, and that are to be kept.
         """
         with self._lock:
             return self.aggregator.announce(self.roster.admit(sender), announcement, number, buffers)
@@ -277,11 +268,9 @@ class ParameterServer(TutorialMethods, ShardHandlers):
     def push(self, push: Push, has_gradients: bool = False) -> torch.futures.Future[StepGrant]:
         """Accept a push; reply once its gradients, which may still be on their way, are applied or dropped.
 
-        The reply has a ``result``. If the push carried an announcement, it is also the grant of the next step.
-
-        Args:
-            push: without its gradients: they are in shared memory, in messages, or in a context of this process.
-            has_gradients: none of them is still on its way.
+        The reply has a ``result``. If the push carried an announcement, it is also the grant of the next step. The
+        gradients are in shared memory, in messages, or in a context of this process; with ``has_gradients`` none of
+        them is still on its way.
         """
         with self._lock:
             self.run.check()
@@ -359,11 +348,8 @@ class ParameterServer(TutorialMethods, ShardHandlers):
     ) -> torch.futures.Future[bool]:
         """Take part in a checkpoint of the current version; reply once model and optimizer are copied.
 
-        Args:
-            sender, reason, extra_state, buffers: see ``Staging.call``.
-
-        Returns:
-            Whether the trainer is to send its part; not if it joined after the others had saved this version.
+        See ``Staging.call``. The reply is whether the trainer is to send its part; not if it joined after the others
+        had saved this version.
         """
         with self._lock:
             self.roster.admit(sender)

@@ -64,15 +64,9 @@ class ParameterStore:
     The optimizer is stepped by the shards of all servers (``ParameterShard``). Where that of server 0 is not all, the
     parameters of the others are here if memory is shared, and for a checkpoint. Every snapshot is immutable: an update
     replaces it and never writes to it. So a gradient is exact for the version it was computed at, whatever is applied
-    meanwhile. What reads snapshots and module buffers is thread-safe, and nothing else.
-
-    Args:
-        task: builds the model and the optimizer.
-        config: of the run.
-        allocate: allocates the flat tensors of the parameters, if other processes read them in place; on the CPU only.
-
-    Attributes:
-        device: of the model and the optimizer. What a trainer sends is moved there when it arrives.
+    meanwhile. What reads snapshots and module buffers is thread-safe, and nothing else. With ``allocate`` other
+    processes read the parameters in place, on the CPU only. What a trainer sends is moved to ``device`` when it
+    arrives.
     """
 
     def __init__(
@@ -156,9 +150,7 @@ class ParameterStore:
     def finish_update(self, buffers: PackedBuffers | None, optimizer: str) -> None:
         """Take over module buffers and step the schedule, after the parameters have changed on all servers.
 
-        Args:
-            buffers: of the trainer whose buffers the version has; None if it has none.
-            optimizer: the name of the one that was stepped.
+        The buffers are those of the trainer whose buffers the version has, or None if it has none.
         """
         self.parameters.check_views()
         with self._snapshot_lock:

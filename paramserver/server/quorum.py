@@ -28,9 +28,7 @@ class JointCall(ABC):
 class Quorum:
     """All joint calls of a run. Every method is called with the lock of the server.
 
-    Args:
-        run: of the server; if it fails, all that wait get the error.
-        calls: of each kind, in the order in which they are evaluated when a trainer is lost.
+    If the run fails, all that wait get the error. ``calls`` are evaluated in their order when a trainer is lost.
     """
 
     def __init__(self, run: ServerRun, *calls: JointCall) -> None:

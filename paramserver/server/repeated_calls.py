@@ -48,11 +48,8 @@ def is_numbered(handler: Callable[..., Any]) -> bool:
 class LastReplies:
     """The reply to the last call of each handler by each trainer; every use holds the server's lock.
 
-    A trainer has one call of a handler in flight, so the last one is enough.
-
-    Attributes:
-        running: held while a handler runs for a trainer, so that the same call, sent again, waits for its reply. Taken
-            before the server's lock.
+    A trainer has one call of a handler in flight, so the last one is enough. ``running`` is held while a handler runs
+    for a trainer, so that the same call, sent again, waits for its reply. It is taken before the server's lock.
     """
 
     def __init__(self) -> None:

@@ -30,24 +30,6 @@ class Roster:
 
     A trainer that is lost is taken out of what all others wait for (``Aggregator.remove``, ``Quorum.remove``), unless
     the run has to end or to return to its last checkpoint. Methods take the lock themselves, except where it is said.
-
-    Args:
-        config: of the run.
-        trainers: their number.
-        run: of the server.
-        aggregator, sources, quorum, staging: of the server.
-        coordinator: of the other servers.
-        checkpoints: that the run resumes from.
-        welcome: returns the reply to a trainer that joins, without what concerns this trainer.
-        new_transport: returns the transport of a trainer that joins.
-        network: of this process.
-        on_trainer_lost: called with a trainer whose place another process may take.
-        clock: in seconds.
-
-    Attributes:
-        started: all trainers and servers have joined.
-        totals: of the trainers that have left.
-        left_behind: the trainers that did not end in time after a request to stop.
     """
 
     def __init__(
@@ -69,9 +51,9 @@ class Roster:
     ) -> None:
         self.generation = checkpoints.generation
         self.members = Members(clock)
-        self.started = False
-        self.totals: dict[int, TrainerTotals] = {}
-        self.left_behind: list[str] = []
+        self.started = False  # all trainers and servers have joined
+        self.totals: dict[int, TrainerTotals] = {}  # of the trainers that have left
+        self.left_behind: list[str] = []  # the trainers that did not end in time after a request to stop
         self.sources = sources
         self._config = config
         self._trainers = trainers
@@ -82,10 +64,10 @@ class Roster:
         self.coordinator = coordinator
         self._checkpoints = checkpoints
         self._monitor = checkpoints.monitor
-        self._welcome = welcome
-        self._new_transport = new_transport
+        self._welcome = welcome  # returns the reply to a trainer that joins, without what concerns this trainer
+        self._new_transport = new_transport  # returns the transport of a trainer that joins
         self._network = network
-        self._on_trainer_lost = on_trainer_lost
+        self._on_trainer_lost = on_trainer_lost  # called with a trainer whose place another process may take
         self._clock = clock
         # Held while the loss of a trainer is handled and reported, so that another process takes its place after that.
         # Taken before the lock of the server.
@@ -317,8 +299,7 @@ class Roster:
     def check_absences(self) -> set[int]:
         """Give up each lost trainer whose place no process took within ``cluster.timeout_s``.
 
-        Returns:
-            Those whose data the others can serve, once they have it: the run has to continue without them.
+        Return those whose data the others can serve, once they have it: the run has to continue without them.
         """
         now, limit_s = self._clock(), self._config.cluster.timeout_s
         missing = self.missing_trainers()
@@ -388,12 +369,10 @@ class Roster:
     # The end, where trainers keep a run from it.
 
     def end_without(self, limit: str, ranks: Sequence[int], also_waiting: bool) -> None:
-        """Lose the trainers that keep a run from ending, and save what is applied if none is left.
+        """Lose these trainers, which keep a run from ending, and save what is applied if none is left.
 
-        Args:
-            limit: that has passed, for the user: see ``StopLimit.limit_text``.
-            ranks: of the trainers.
-            also_waiting: lose also those that wait for a reply of this server.
+        The limit that has passed is for the user: see ``StopLimit.limit_text``. With ``also_waiting`` those that wait
+        for a reply of this server are lost too.
         """
         self._ends_without = True
         with self._run.lock:

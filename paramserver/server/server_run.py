@@ -27,17 +27,8 @@ class ServerRun:
     The lock is held by every handler that touches tables, and never while an update is computed or a checkpoint staged:
     those are jobs of the update thread. They have parameters, optimizer and schedule to themselves, because
     ``Aggregator`` begins nothing else before they are done. It is re-entrant: an error inside a handler calls ``fail``,
-    which takes it again. Futures are completed outside of it where their callbacks could take long.
-
-    Args:
-        submit: runs a job after those that were submitted before: ``UpdateExecutor.submit``. Without it updates are
-            computed under the lock, by the handlers.
-
-    Attributes:
-        error: why the run has failed.
-        last_decision: with which the trainers that have left ended.
-        finished: the run has ended, in whatever way.
-        readers: callers that wait for the current parameters.
+    which takes it again. Futures are completed outside of it where their callbacks could take long. The trainers that
+    have left ended with ``last_decision``; ``readers`` wait for the current parameters.
     """
 
     def __init__(self, submit: SubmitFn = run_now) -> None:

@@ -59,10 +59,7 @@ class ShardHandlers(ABC):
     def pull(self, sender: TrainerId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
         """Return the server's shard of a version, recorded in the trainer's distributed-autograd context.
 
-        Args:
-            sender: the trainer.
-            version: that it was granted.
-            received: see ``ParameterShard.pull``.
+        See ``ParameterShard.pull``.
         """
 
     @abstractmethod
@@ -92,21 +89,10 @@ class ParameterShard:
 
     Args:
         updater: steps the optimizer over the parameters, and holds their memory.
-        codec: of the run.
-        lock: of the server, re-entrant.
-        version: that the parameters are.
         buckets: the same parameters in ranges that are updated as their gradients arrive; None if all are updated
             together.
-        submit: runs a job after those that were submitted before: ``UpdateExecutor.submit``. Without it updates are
-            computed under the lock, by the handlers.
-        server_index, generation: of the server.
-        seed: of the run, for what the optimizer draws.
-        max_norm: ``training.clip_grad_norm``.
         attach: returns the flat tensors of all parameters in a segment of gradients, by its key.
         snapshot: returns a copy of the parameters, if the owner keeps one that is the same; ``updater.clone``.
-
-    Attributes:
-        on_push: called with each push that is complete.
     """
 
     def __init__(
@@ -127,7 +113,7 @@ class ParameterShard:
         self.updater = updater
         self.version = version
         self.server_index = server_index
-        self.on_push: Callable[[PushId], None] = lambda push: None
+        self.on_push: Callable[[PushId], None] = lambda push: None  # called with each push that is complete
         self._lock = lock
         self._submit = submit
         self._generation = generation
@@ -170,11 +156,9 @@ class ParameterShard:
     def pull(self, sender: TrainerId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
         """Return a version whose gradients return here: that of the first tensor by distributed autograd.
 
-        Args:
-            sender: the trainer.
-            version: the current one, or one that is retained.
-            received: what the trainer has already of the current one: empty tensors take the place of buckets that were
-                sent early, and where there are no such updates tensors without values that of the others.
+        It is the current one, or one that is retained. In the place of what the trainer has ``received`` already of the
+        current one are empty tensors for buckets that were sent early, and where there are no such updates tensors
+        without values.
         """
         self.admit(sender)
         self._reach(version)
@@ -215,13 +199,8 @@ class ParameterShard:
         """Accept the gradient of range ``number``, which may arrive before the report of its push and after it.
 
         Reply with the next version of the bucket, or with None, at once where updates are not made bucket by bucket.
-
-        Args:
-            sender, version: as in the push.
-            number: of the range.
-            gradient: of its parameters, zero for those that have none.
-            revision: 0, and one more if the gradient has changed after it was sent.
-            has_all: all parameters of the range have a gradient.
+        The gradient is zero for parameters that have none; ``has_all`` is whether all have one. The revision is 0, and
+        one more if the gradient has changed after it was sent.
         """
         trainer_index, pipeline = self.admit(sender), self.pipeline
         self._reach(version)

@@ -26,9 +26,7 @@ def serve_shard(
 ) -> Decision:
     """Serve a shard until server 0 ends the run, and return the decision that ended it.
 
-    Args:
-        process, task, rendezvous: of this rank.
-        on_joined: called when server 0 has accepted this process.
+    ``on_joined`` is called when server 0 has accepted this process.
 
     Raises:
         ParamserverError: the run failed, here or in another process.

@@ -34,15 +34,6 @@ class ShardServer(ShardHandlers):
 
     Its handlers never block; errors are returned as values. Consistency, schedule and module buffers are on server 0.
 
-    Args:
-        task: builds the same model and optimizer as on server 0.
-        config: of the run.
-        server_index: at least 1.
-        assignment: the reply of server 0 to ``join``.
-        generation: of server 0.
-        submit: runs a job after those that were submitted before: ``UpdateExecutor.submit``. Without it updates are
-            computed under the lock, by the handlers.
-
     Raises:
         UnsupportedConfiguration: the memory of server 0 must be shared and cannot be reached.
     """

@@ -45,9 +45,6 @@ class SharedOptimizer(DistributedOptimizer):
     torch's ``DistributedOptimizer`` builds an optimizer on the server for each trainer (docs/torch-notes.md, "One
     optimizer per caller"). This class keeps its contract, ``step(context_id)`` after
     ``dist_autograd.backward(context_id, ...)``, and attaches to the optimizer that exists.
-
-    Args:
-        client: reaches the server.
     """
 
     def __init__(self, client: ServerClient) -> None:
@@ -57,13 +54,7 @@ class SharedOptimizer(DistributedOptimizer):
         self._begun: tuple[int, InFlightCall[StepGrant] | Exception] | None = None
 
     def begin_step(self, context_id: int, push: Push, buckets: Sequence[InFlightCall[Any]] = ()) -> None:
-        """Report the push of a context whose backward has begun, or is about to.
-
-        Args:
-            context_id: of the context.
-            push: without its gradients, which may be on their way.
-            buckets: the calls that send them.
-        """
+        """Report the push of a context whose backward has begun, or is about to. ``buckets`` send its gradients."""
         try:
             self._begun = context_id, self.client.push(push, buckets)
         except Exception as error:  # noqa: BLE001 - kept for ``step``
@@ -73,12 +64,7 @@ class SharedOptimizer(DistributedOptimizer):
     def step(self, context_id: int, push: Push | None = None) -> StepGrant:
         """Apply the gradients of a context, with those of other trainers if the consistency model requires it.
 
-        Args:
-            context_id: of the context, whose backward has ended.
-            push: without its gradients; None if ``begin_step`` has reported it.
-
-        Returns:
-            The reply of the server, with a ``StepResult``.
+        The backward has ended. ``push`` is None if ``begin_step`` has reported it. The reply has a ``StepResult``.
         """
         begun, self._begun = self._begun, None
         if begun is None or begun[0] != context_id:

@@ -26,17 +26,8 @@ class Staging(JointCall):
     """Stages a checkpoint when all trainers have called for it, and collects their parts.
 
     Every call holds the lock of the server, except where it is said. No trainer steps again before model and optimizer
-    are copied, so these and all parts are of one version. The trainers send their parts while training continues.
-
-    Args:
-        checkpoints: saves.
-        aggregator: of the server; no update is applied while something is copied.
-        sources: what is known of the data of lost trainers.
-        run: of the server.
-        clock: in seconds.
-
-    Attributes:
-        saves_alone: no trainer is left, and what is applied is being saved.
+    are copied, so these and all parts are of one version. The trainers send their parts while training continues. With
+    ``saves_alone`` no trainer is left, and what is applied is being saved.
     """
 
     def __init__(
@@ -72,14 +63,8 @@ class Staging(JointCall):
     ) -> Future | None:
         """Let a trainer take part; ``evaluate`` follows.
 
-        Args:
-            sender: the trainer.
-            reason: see ``StagedCheckpoint``.
-            extra_state: see ``extra_state_dict``. That of the first trainer is saved, as in ddp.
-            buffers: module buffers that the trainer changed since its last push.
-
-        Returns:
-            The future of its reply; None if it joined after the others had saved this version.
+        Return None if it joined after the others had saved this version. The ``extra_state`` of the first trainer is
+        saved, as in ddp. ``buffers`` are the module buffers that the trainer changed since its last push.
         """
         if self._staged == self._due():
             return None

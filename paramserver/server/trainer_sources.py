@@ -13,14 +13,7 @@ from paramserver.transport.messages import DataPosition
 
 
 class TrainerSources:
-    """The sources of the trainers of a generation, as they have reported them. Every call holds the lock of the server.
-
-    Args:
-        config: of the run.
-        trainers: their number.
-        rules, ledger: what was applied.
-        monitor: of the run.
-    """
+    """The sources of a generation's trainers, as they have reported them. Every call holds the lock of the server."""
 
     def __init__(self, config: Config, trainers: int, rules: Consistency, ledger: Ledger, monitor: RunMonitor) -> None:
         self._config = config

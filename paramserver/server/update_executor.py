@@ -28,10 +28,7 @@ class UpdateExecutor:
 
     It alone writes the parameters and the optimizer's state of a server that runs. A job takes the lock of the server
     only for what follows from its result, never while it computes, so handlers, and with them liveness, do not depend
-    on how long an update takes.
-
-    Args:
-        timeout_s: how long ``close`` waits for the job that runs.
+    on how long an update takes. ``close`` waits ``timeout_s`` for the job that runs.
 
     Example::
 

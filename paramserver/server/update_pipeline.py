@@ -76,11 +76,6 @@ class UpdatePipeline:
     Thread-safe. Handlers of a server call ``begin``, ``add`` and ``abandon_update``, which only submit what is to be
     computed; jobs that were submitted call ``prepare`` and ``commit``. As jobs run one after the other, none computes
     from parameters that another one writes.
-
-    Args:
-        updates: computes and writes buckets.
-        codec: of the run.
-        submit: runs a job after those that were submitted before, like ``UpdateExecutor.submit``.
     """
 
     def __init__(self, updates: BucketUpdates, codec: WireCodec, submit: SubmitFn = run_now) -> None:
@@ -107,9 +102,7 @@ class UpdatePipeline:
     def begin(self, trainers: Iterable[int], groups: list[dict[str, Any]] | None = None) -> None:
         """Compute buckets in advance from now on, as the mean over ``trainers``.
 
-        Args:
-            trainers: of the step, in the order in which their gradients are added.
-            groups: the optimizer's hyper-parameters in this step; None for those of this process.
+        Their gradients are added in this order. The hyper-parameters ``groups`` are None for those of this process.
         """
         with self._lock:
             self._trainers = tuple(trainers) if self.updates.possible else ()
@@ -121,11 +114,8 @@ class UpdatePipeline:
     def add(self, trainer_index: int, bucket: int, gradient: Tensor | None, has_all: bool = True) -> Future:
         """Add a gradient; reply with the next version of the bucket, or None once there is no other way to get it.
 
-        Args:
-            trainer_index: of the trainer, which takes part in the step.
-            bucket: its number.
-            gradient: the same tensor as before, or None, if the message is repeated.
-            has_all: no parameter of the bucket lacks its gradient.
+        It is the same tensor as before, or None, if the message is repeated. ``has_all``: each parameter has a
+        gradient.
         """
         with self._lock:
             # A repeated message gets the reply to the first.
@@ -186,8 +176,7 @@ class UpdatePipeline:
     def prepare(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         """Compute what is left of the version, so that ``commit`` with the same gradients only writes it.
 
-        Args:
-            gradients: as for ``commit``; every parameter has a gradient of some trainer.
+        Every parameter has a gradient of some trainer.
         """
         with self._lock:
             step, groups, computed = self._step, self._groups, set(self._computed)
@@ -207,9 +196,7 @@ class UpdatePipeline:
     ) -> None:
         """Make the next version.
 
-        Args:
-            gradients: of each trainer those of all buckets, in the order in which they are added.
-            used, groups: as for ``BucketUpdates.compute`` and ``begin``.
+        The gradients of each trainer are in the order in which they are added. See also ``BucketUpdates.compute``.
         """
         groups = self.updates.hyperparameters() if groups is None else groups
         if not self.updates.possible:

@@ -62,17 +62,8 @@ class Updates:
     """Keeps the shards of all servers at one version. With one server all replies are there once its own is.
 
     No method blocks: what depends on replies is a callback, which runs in the update thread or in one of the RPC agent,
-    and takes the lock of the server.
-
-    Args:
-        config: of the run.
-        store: the whole model, with the schedule.
-        shard: that of server 0.
-        shards: what each server owns, in their order.
-        others: the shards of the other servers, in their order.
-        run: of server 0.
-        shares_memory: returns whether the parameters of all servers are in the memory of server 0.
-        on_unreachable: returns the loss of a server whose reply is an error of the connection.
+    and takes the lock of the server. ``shares_memory`` returns whether the parameters of all servers are in the memory
+    of server 0.
     """
 
     def __init__(
@@ -108,15 +99,10 @@ class Updates:
     ) -> None:
         """Apply an update on every server: mean of the gradients, clipping, optimizer step, schedule, module buffers.
 
-        Clipping takes a second round of calls, for the norm of all gradients.
-
-        Args:
-            version: the version that results.
-            update: whose gradients, and how stale each is.
-            pushes: in the order of ``update.trainers``; their gradients are overwritten.
-            pulled: versions that trainers may still pull.
-            validated: versions that they may validate, which they view on every server.
-            on_applied: called with the lock when all servers have applied it.
+        Clipping takes a second round of calls, for the norm of all gradients. The pushes are in the order of
+        ``update.trainers``; their gradients are overwritten. Trainers may still pull the versions ``pulled``, and
+        validate those in ``validated``, which they view on every server. ``on_applied`` is called with the lock when
+        all servers have applied it.
         """
         named = tuple((push_id(push.report), push.segment_key) for push in pushes)
         factors = tuple(staleness_factor(s, self._config.server.stale_scaling) for s in update.staleness)

@@ -16,15 +16,8 @@ class Validations(JointCall):
     """The shares of each version, and the trainers that wait for its result; every use holds the server's lock.
 
     A share is named by the index of its trainer. That of a lost trainer is evaluated by one of the others, which wait
-    for each other in lockstep and at barriers: it gets the indices of such shares in reply to its own.
-
-    Args:
-        aggregator: of the server; its monitor records the results.
-        run: of the server.
-        trainers: number of shares.
-
-    Attributes:
-        last: the version that was validated last, and its means. A trainer that joined afterwards does not do it again.
+    for each other in lockstep and at barriers: it gets the indices of such shares in reply to its own. ``last`` is the
+    version that was validated last, and its means: a trainer that joined afterwards does not do it again.
     """
 
     def __init__(self, aggregator: Aggregator, run: ServerRun, trainers: int) -> None:

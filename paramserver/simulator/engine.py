@@ -650,11 +650,9 @@ class Process:
 
 
 class World(ABC):
-    """Clock, events, supervisor and disk of one run.
+    """Clock, events, supervisor and disk of one run; ``rng`` draws everything that is random.
 
-    Args:
-        rng: draws everything that is random.
-        tracing: keep the events as text in ``trace``.
+    With ``tracing`` the events are kept as text in ``trace``.
     """
 
     waits = 0.0

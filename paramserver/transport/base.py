@@ -35,32 +35,24 @@ class GradientBucket:
 
 
 class ServerTransport(ABC):
-    """The server side for one trainer. Every method is called under the server's lock and does not block.
+    """The server side for one trainer. Every method is called under the server's lock and does not block."""
 
-    Attributes:
-        zero_copy: gradients are in memory that several servers may share.
-        sends_buffers: the trainer needs the module buffers of its version.
-        segment_key: of the segment that gradients are in; None where they are sent.
-    """
-
-    zero_copy = False
-    segment_key: str | None = None
-    sends_buffers = True
+    zero_copy = False  # gradients are in memory that several servers may share
+    segment_key: str | None = None  # of the segment that gradients are in; None where they are sent
+    sends_buffers = True  # the trainer needs the module buffers of its version
 
     @abstractmethod
     def pin_version(self) -> int:
         """Retain the current version for the next pull of the trainer.
 
-        Returns:
-            The slot where ``TrainerTransport.map_version`` finds it; 0 where versions are sent.
+        Return the slot where ``TrainerTransport.map_version`` finds it; 0 where versions are sent.
         """
 
     @abstractmethod
     def view_version(self) -> tuple[int | None, Sequence[Tensor]]:
         """Return the current version without gradients, for validation; valid until the next ``pin_version``.
 
-        Returns:
-            Its slot and no tensors, or None and its tensors.
+        Return its slot and no tensors, or None and its tensors.
         """
 
     def view_retained(self, parameters: Sequence[Tensor], buffers: PackedBuffers) -> VersionView:
@@ -93,26 +85,19 @@ class ServerTransport(ABC):
 
 
 class TrainerTransport(ABC):
-    """The trainer side.
+    """The trainer side."""
 
-    Attributes:
-        name: the value of server.transport.
-        zero_copy: a version is found by its slot, so there is no call to pull it.
-        shares_parameters: those of the model are the server's memory.
-        gradient_views: where the gradients of a step are put, one for each trained parameter in the order of the
-            layout. They keep the gradients of the last step until they are overwritten.
-        ranges: all that a pull returns, one for each flat tensor of each server, with the parameters as in ``buckets``.
-        sends_unused: also the gradients of a range none of whose parameters has one are sent.
-        buckets: what is sent before ``backward_root``, each with the indices of the parameters whose gradients it
-            carries. It may be sent as soon as these are in place, while backward continues.
-    """
-
-    name: str
-    zero_copy: bool
-    shares_parameters = False
+    name: str  # the value of server.transport
+    zero_copy: bool  # a version is found by its slot, so there is no call to pull it
+    shares_parameters = False  # those of the model are the server's memory
+    # Where the gradients of a step are put, one for each trained parameter in the order of the layout. They keep the
+    # gradients of the last step until they are overwritten.
     gradient_views: Sequence[Tensor]
+    # All that a pull returns, one for each flat tensor of each server, with the parameters as in ``buckets``.
     ranges: Mapping[GradientBucket, Sequence[int]] = {}
-    sends_unused = True
+    sends_unused = True  # also the gradients of a range none of whose parameters has one are sent
+    # What is sent before ``backward_root``, each with the indices of the parameters whose gradients it carries. It may
+    # be sent as soon as these are in place, while backward continues.
     buckets: Mapping[GradientBucket, Sequence[int]] = {}
 
     def bucket_tensor(self, bucket: GradientBucket) -> Tensor:

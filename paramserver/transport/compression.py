@@ -53,22 +53,13 @@ class WireCodec(ABC):
     def check_fits(self, what: str, exact: Tensor, wire: Tensor) -> None:
         """Check that encoding turned no finite element into an infinite one.
 
-        Args:
-            what: name of the tensor, for the message.
-            exact: the tensor before, and ``wire`` after encoding.
-
         Raises:
             NotFinite: an element is too large.
         """
 
 
 class CastCodec(WireCodec):
-    """Rounds to ``dtype`` where that is smaller (``server.wire_dtype``), and nothing if it is None.
-
-    Args:
-        dtype: of the tensors that are sent, unless their own is as small.
-        device: of the parameters, on a server.
-    """
+    """Rounds to ``dtype`` where that is smaller (``server.wire_dtype``), and nothing if it is None."""
 
     name = "cast"
 
@@ -109,10 +100,5 @@ class CastCodec(WireCodec):
 
 
 def make_codec(config: ServerConfig, device: torch.device = CPU.device) -> WireCodec:
-    """Return the codec of a run: the only place that turns keys of the server section into one.
-
-    Args:
-        config: of the run.
-        device: of the parameters, on a server.
-    """
+    """Return the codec of a run: the only place that turns keys of the server section into one."""
     return CastCodec(None if config.wire_dtype is None else getattr(torch, config.wire_dtype), device)

@@ -15,9 +15,7 @@ def available_bytes(root: Path = Path("/")) -> int:
     """Return how much this process may still allocate: the host's MemAvailable, or less if a control group limits it.
 
     As in MemAvailable, the page cache does not count as usage of a control group, because the kernel reclaims it.
-
-    Args:
-        root: where ``proc`` and the control groups are mounted.
+    ``proc`` and the control groups are mounted in ``root``.
     """
     fields = dict(line.split(":", 1) for line in read_text(root / "proc/meminfo").splitlines())
     mem_available = int(fields["MemAvailable"].split()[0]) * 1024

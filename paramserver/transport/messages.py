@@ -21,122 +21,79 @@ Future: TypeAlias = "torch.futures.Future[Any]"
 
 @dataclass(frozen=True)
 class JoinReply:
-    """The reply to a trainer that joins: everything that no step changes, and where the run starts.
+    """The reply to a trainer that joins: everything that no step changes, and where the run starts."""
 
-    Attributes:
-        model: of the model's ``state_dict()`` what no step changes: frozen parameters, and extra state.
-        parameter_layout: of the trained parameters in flat tensors.
-        step: the version that the run starts with.
-        lockstep: all trainers take every step together.
-        segments_address: where processes of the server's host attach its memory; None if it is not shared.
-        stored_part: the trainer's part of the checkpoint that the run resumes from.
-        shards: what each server owns, in the ranges that are sent; empty with one server that sends its flat tensors.
-        generation, incarnation: name the pushes of this process; see ``consistency/ledger.py``.
-        data_position: where the data of a lost trainer continues that this process replaces; None for others.
-        why_not_by_bucket: why an update waits for the gradients of all buckets; empty if each is updated as these
-            arrive.
-        parameters_of: the names of the parameters of each optimizer; empty if there is one without a name.
-        validates_averages: a validation is of the server's ``averages`` in place of the parameters.
-    """
-
-    model: dict[str, Any]
+    model: dict[str, Any]  # of the model's ``state_dict()`` what no step changes: frozen parameters, and extra state
     # The server's layout, not the trainer's own: both sides must divide the flat tensors at the same places.
-    parameter_layout: FlatLayout
+    parameter_layout: FlatLayout  # of the trained parameters in flat tensors
     step: int
-    lockstep: bool
-    segments_address: str | None
-    stored_part: bytes | None
+    lockstep: bool  # all trainers take every step together
+    segments_address: str | None  # where processes of the server's host attach its memory; None if it is not shared
+    stored_part: bytes | None  # the trainer's part of the checkpoint that the run resumes from
+    # What each server owns, in the ranges that are sent; empty with one server that sends its flat tensors.
     shards: tuple[Shard, ...] = ()
+    # Generation and incarnation name the pushes of this process; see ``consistency/ledger.py``.
     generation: int = 1
     incarnation: int = 1
+    # Where the data of a lost trainer continues that this process replaces; None for others.
     data_position: DataPosition | None = None
+    # Why an update waits for the gradients of all buckets; empty if each is updated as these arrive.
     why_not_by_bucket: str = ""
+    # The names of the parameters of each optimizer; empty if there is one without a name.
     parameters_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    validates_averages: bool = False
+    validates_averages: bool = False  # a validation is of the server's ``averages`` in place of the parameters
 
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Which samples of a trainer's source have been applied; a process that takes its place continues there.
+    """Which samples of a trainer's source have been applied; a process that takes its place continues there."""
 
-    Attributes:
-        source: ``state_dict()`` of the source, from which its order follows.
-        applied: ``AppliedPositions.state_dict()``: positions in that order.
-        counters: of the trainer's progress, as far as the server knows them; empty if it has not been lost.
-        can_reshard, refetchable: of the source; see ``Source``.
-    """
-
-    source: dict[str, Any]
-    applied: dict[str, Any]
+    source: dict[str, Any]  # ``state_dict()`` of the source, from which its order follows
+    applied: dict[str, Any]  # ``AppliedPositions.state_dict()``: positions in that order
+    # Of the trainer's progress, as far as the server knows them; empty if it has not been lost.
     counters: dict[str, Any] = field(default_factory=dict)
-    can_reshard: bool = False
+    can_reshard: bool = False  # this and the next one are of the source; see ``Source``
     refetchable: bool = False
 
 
 @dataclass(frozen=True)
 class ShardAssignment:
-    """The reply to a shard server that joins: what it owns, in the version that the run starts with.
-
-    Attributes:
-        shard: what it owns.
-        parameter_layout: of all parameters.
-        weights: the shard's ranges.
-        states: the optimizer's states of the shard.
-        step: the version that the run starts with.
-        segments_address: where the memory of server 0 is attached; None if it is not shared.
-        segments_key: of the parameters in that memory.
-        buckets: the shard in ranges that are updated as their gradients arrive; None if all are updated together.
-    """
+    """The reply to a shard server that joins: what it owns, in the version that the run starts with."""
 
     shard: Shard
     parameter_layout: FlatLayout
-    weights: list[Tensor]
-    states: States
+    weights: list[Tensor]  # the shard's ranges
+    states: States  # the optimizer's states of the shard
     step: int
-    segments_address: str | None
-    segments_key: str
+    segments_address: str | None  # where the memory of server 0 is attached; None if it is not shared
+    segments_key: str  # of the parameters in that memory
+    # The shard in ranges that are updated as their gradients arrive; None if all are updated together.
     buckets: Shard | None = None
 
 
 @dataclass(frozen=True)
 class ApplyRequest:
-    """Server 0's request to a shard server to make ``version`` out of the version before.
-
-    Attributes:
-        version: to make.
-        pushes: in the order of trainers; of each, the key of the segment where its gradient is, or None if it was sent
-            over RPC.
-        factors: by which each gradient is multiplied.
-        used: as in ``StepReport``.
-        groups: the optimizer's hyper-parameters; None for those of the process that it is sent to.
-        retained_versions: earlier versions that may still be pulled.
-    """
+    """Server 0's request to a shard server to make ``version`` out of the version before."""
 
     version: int
+    # In the order of trainers; of each, the key of the segment where its gradient is, or None if it was sent over RPC.
     pushes: tuple[tuple[PushId, str | None], ...]
-    factors: tuple[float, ...]
-    used: tuple[bool, ...] | None
+    factors: tuple[float, ...]  # by which each gradient is multiplied
+    used: tuple[bool, ...] | None  # as in ``StepReport``
+    # The optimizer's hyper-parameters; None for those of the process that it is sent to.
     groups: list[dict[str, Any]] | None
-    retained_versions: frozenset[int]
+    retained_versions: frozenset[int]  # earlier versions that may still be pulled
 
 
 @dataclass(frozen=True)
 class OptimizerCall:
-    """A trainer's call of ``optimize`` with one of several optimizers.
+    """A trainer's call of ``optimize`` with one of several optimizers."""
 
-    Attributes:
-        name: of the optimizer; empty at the end of a batch.
-        loss: of this trainer.
-        samples: of the batch, with its first call; 0 with others.
-        used: whether each parameter of the optimizer has a gradient.
-        sparse: of each gradient the number of sparse dimensions; 0 if it is dense, or there is none.
-    """
-
-    name: str = ""
+    name: str = ""  # of the optimizer; empty at the end of a batch
     loss: float = 0.0
-    samples: int = 0
-    used: tuple[bool, ...] = ()
-    sparse: tuple[int, ...] = ()
+    samples: int = 0  # of the batch, with its first call; 0 with others
+    used: tuple[bool, ...] = ()  # whether each parameter of the optimizer has a gradient
+    sparse: tuple[int, ...] = ()  # of each gradient the number of sparse dimensions; 0 if it is dense, or there is none
 
     def __str__(self) -> str:
         return f"optimize({self.name!r})" if self.name else "none"
@@ -144,23 +101,15 @@ class OptimizerCall:
 
 @dataclass(frozen=True)
 class StepGrant:
-    """The reply to an announcement (what to do next, and with which version), or to a push (what it resulted in).
+    """The reply to an announcement (what to do next, and with which version), or to a push (what it resulted in)."""
 
-    Attributes:
-        decision: what to do next; None in the reply to a push without an announcement.
-        slot: where the transport of the trainer finds the version.
-        buffers: module buffers of the version; None for a trainer that takes no part in the step.
-        wants_buffers: the push of this step brings the trainer's own module buffers.
-        result: of the push that the announcement was sent with.
-        held_s: how long the reply waited for other trainers.
-    """
-
-    decision: Decision | None = None
-    slot: int = 0
+    decision: Decision | None = None  # what to do next; None in the reply to a push without an announcement
+    slot: int = 0  # where the transport of the trainer finds the version
+    # Module buffers of the version; None for a trainer that takes no part in the step.
     buffers: PackedBuffers | None = None
-    wants_buffers: bool = False
-    result: StepResult | None = None
-    held_s: float = 0.0
+    wants_buffers: bool = False  # the push of this step brings the trainer's own module buffers
+    result: StepResult | None = None  # of the push that the announcement was sent with
+    held_s: float = 0.0  # how long the reply waited for other trainers
 
 
 @dataclass(frozen=True)
@@ -176,10 +125,7 @@ class VersionView:
 class ValidationReply:
     """The reply to shares of a validation.
 
-    Attributes:
-        means: over all shares, by name.
-        improved: whether they are the best so far.
-        missing: shares of lost trainers, which the trainer evaluates before there are means; mostly none.
+    The shares of lost trainers that are ``missing`` are evaluated by the trainer before there are means.
     """
 
     means: Mapping[str, float] = field(default_factory=dict)
@@ -189,24 +135,15 @@ class ValidationReply:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """A call of the model on the server (``server.compute: server``). The server keeps no state of a call.
+    """A call of the model on the server (``server.compute: server``). The server keeps no state of a call."""
 
-    Attributes:
-        args: with ``kwargs``, the inputs; tensors on the CPU without gradients.
-        batch: index of the batch in the step.
-        training: argument of the last ``train()`` or ``eval()``; None if neither was called.
-        wants_grad: gradients are recorded.
-        autocast_dtype: None without autocast.
-        random_state: of torch on the trainer.
-    """
-
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # with ``kwargs``, the inputs; tensors on the CPU without gradients
     kwargs: dict[str, Any]
-    batch: int
-    training: bool | None
-    wants_grad: bool
-    autocast_dtype: torch.dtype | None
-    random_state: Tensor
+    batch: int  # index of the batch in the step
+    training: bool | None  # argument of the last ``train()`` or ``eval()``; None if neither was called
+    wants_grad: bool  # gradients are recorded
+    autocast_dtype: torch.dtype | None  # None without autocast
+    random_state: Tensor  # of torch on the trainer
 
 
 @dataclass(frozen=True)
@@ -222,10 +159,7 @@ class ModelReply:
 class Push:
     """What a trainer reports of a step: all of its push but the gradients.
 
-    Attributes:
-        report: of the step.
-        buffers: module buffers of the trainer, if its grant wants them.
-        announcement: of the next step; the reply is then its grant too.
+    It has module buffers if the grant wants them; with an announcement of the next step the reply is its grant too.
     """
 
     report: StepReport
@@ -235,21 +169,14 @@ class Push:
 
 @dataclass(frozen=True)
 class PendingPush:
-    """A push on the server until it is applied or dropped.
-
-    Attributes:
-        report, buffers, announcement: as in ``Push``.
-        future: of the reply.
-        arrival_s: when it was complete.
-        segment_key: of the segment where the gradients are; None if they are at the shards.
-    """
+    """A push on the server until it is applied or dropped; see ``Push``."""
 
     report: StepReport
     buffers: PackedBuffers | None
     announcement: Announcement | None
     future: Future
-    arrival_s: float
-    segment_key: str | None = None
+    arrival_s: float  # when it was complete
+    segment_key: str | None = None  # of the segment where the gradients are; None if they are at the shards
 
 
 def push_id(report: StepReport) -> PushId:

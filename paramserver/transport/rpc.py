@@ -26,10 +26,7 @@ from paramserver.transport.messages import VersionView
 class WireVersion:
     """The current version in the form in which it is sent; encoded once for all trainers.
 
-    Args:
-        layout: of the parameters that the server owns.
-        codec: of the run.
-        snapshot: returns the current version, immutable, and the same list for as long as it is current.
+    ``snapshot`` returns the current version, immutable, and the same list for as long as it is current.
     """
 
     def __init__(self, layout: FlatLayout, codec: WireCodec, snapshot: Callable[[], list[Tensor]]) -> None:
@@ -53,10 +50,6 @@ class WireVersion:
 
 class PushAssembly:
     """Collects the gradients of one push: the first from distributed autograd, the others from buckets.
-
-    Args:
-        leaves: the flat leaves that gradients are for.
-        codec: of the run.
 
     Example::
 
@@ -99,12 +92,7 @@ class PushAssembly:
 
 
 class RpcServerTransport(ServerTransport):
-    """Sends versions. What a trainer sends arrives at the shard of each server; see ``ParameterShard``.
-
-    Args:
-        current: returns the current version of this server's shard as it is sent.
-        shard: what this server owns of a retained version; None for all of it.
-    """
+    """Sends versions. What a trainer sends arrives at the shard of each server; see ``ParameterShard``."""
 
     def __init__(self, current: Callable[[], list[Tensor]], shard: Shard | None = None) -> None:
         self._current = current
@@ -128,11 +116,7 @@ class RpcServerTransport(ServerTransport):
 class RpcTrainerTransport(TrainerTransport):
     """Copies received versions into the model's own parameters; gradients are sent from memory that is reused.
 
-    Args:
-        layout: of the parameters.
-        shards: what each server owns, in the order of servers.
-        codec: of the run.
-        parameters: those of the model, in the order of the layout.
+    The shards are in the order of servers, the parameters in that of the layout.
     """
 
     name = "rpc"

@@ -60,11 +60,7 @@ class SegmentHost:
     """The owner of segments, which passes them to processes of this host. A context manager; open inside ``with``.
 
     Requests are served in a thread that no client can block: a connection without a request is closed after
-    ``timeout_s``.
-
-    Args:
-        name_hint: prefix of the socket's name in /proc/net/unix.
-        timeout_s: how long a client may be silent, and how long closing may take.
+    ``timeout_s``. Closing may take as long.
     """
 
     def __init__(self, name_hint: str, timeout_s: float) -> None:
@@ -277,15 +273,9 @@ class SegmentHost:
 
 
 def attach(address: str, key: str, layout: FlatLayout, timeout_s: float) -> list[Tensor]:
-    """Return the tensors that the host of ``address`` allocated as ``key``, in the same memory.
+    """Return the tensors that the host of ``address`` allocated as ``key``, with the same layout, in the same memory.
 
-    Memory and mapping last as long as the tensors, even if the host releases them or ends.
-
-    Args:
-        address: ``SegmentHost.address``.
-        key: of the segment.
-        layout: with which it was allocated.
-        timeout_s: of the connection, of the request and of the reply.
+    ``timeout_s`` is that of the connection, of the request and of the reply.
 
     Raises:
         ParamserverError: the host has no such segment, or with another layout.

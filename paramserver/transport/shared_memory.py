@@ -87,11 +87,7 @@ class LiveParameters(SnapshotSource):
 class RingSnapshots(SnapshotSource):
     """Snapshots in a ring of two slots more than readers; a version that is never pulled is never copied.
 
-    Args:
-        host: allocates the snapshots.
-        layout: of the parameters.
-        readers: how many trainers read at the same time, at most.
-        current: returns the current version's number and its flat tensors.
+    ``readers`` read at the same time, at most.
     """
 
     def __init__(
@@ -124,9 +120,7 @@ class RingSnapshots(SnapshotSource):
 class SharedMemoryServerTransport(ServerTransport):
     """Retains the version that the trainer reads, and names the segment of its gradients.
 
-    Args:
-        snapshots: shared by the transports of all trainers of this host.
-        segment_key: of the segment that the trainer writes gradients to.
+    The snapshots are shared by the transports of all trainers of this host.
     """
 
     zero_copy = True
@@ -154,13 +148,7 @@ class SharedMemoryServerTransport(ServerTransport):
 class SharedMemoryTrainerTransport(TrainerTransport):
     """Makes the model's parameters views of the server's snapshots, or copies of them on another device.
 
-    Args:
-        layout: of the parameters.
-        parameters: those of the model, in the order of the layout.
-        address: of the server's segments.
-        num_slots: how many snapshots there are.
-        trainer_index, incarnation: select the segment for gradients.
-        timeout_s: for each segment.
+    The parameters are in the order of the layout. ``timeout_s`` is for each segment.
     """
 
     name = "shared_memory"
@@ -244,10 +232,7 @@ class ServerSharedMemory:
 
     Args:
         host: of the segments; None if nothing is to be shared.
-        config: of the server.
         lockstep: trainers read the parameters themselves instead of snapshots, if these are on the CPU.
-        on_note: receives what the user should know, in one sentence.
-        device: of the parameters.
         connect: returns a socket for the calls of a trainer, by its name; None if these are made over RPC too.
     """
 

@@ -20,10 +20,7 @@ class SnapshotRing:
     one for each reader, one for the newest version, and one for the version that replaces it.
 
     Not thread-safe: the caller's lock covers ``publish`` and the writing of the slot that it returns, so that no reader
-    pins a version that is written only in part.
-
-    Args:
-        slots: at least 2.
+    pins a version that is written only in part. There are at least 2 slots.
     """
 
     def __init__(self, slots: int) -> None:
@@ -61,13 +58,7 @@ class SnapshotRing:
         return chosen
 
     def pin(self, version: int | None = None) -> tuple[int, int]:
-        """Retain a version until ``unpin`` has been called as often as this.
-
-        Args:
-            version: None for the newest.
-
-        Returns:
-            Its slot, and the version.
+        """Retain a version, or the newest, until ``unpin`` has been called as often. Return its slot and the version.
 
         Raises:
             ParamserverError: no slot holds it (any more).
