@@ -398,8 +398,7 @@ def _is_of_user(file: str) -> bool:
 class StartupTimer:
     """Divides the time from the command to the first step into named phases.
 
-    Args:
-        began: ``time.time()`` of the command; None = of this process.
+    ``began`` is ``time.time()`` of the command; None = of this process.
     """
 
     def __init__(self, began: float | None = None) -> None:

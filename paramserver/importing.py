@@ -104,8 +104,7 @@ def source_file(user_class: type) -> str | None:
 def load_object(reference: str, key: str, folders: Sequence[Path] = ()) -> Any:
     """Import and return the object that ``reference`` names.
 
-    Args:
-        folders: folders that are searched for a relative file, in this order. They are put first on ``sys.path``.
+    A relative file is searched in ``folders``, in this order. They are put first on ``sys.path``.
 
     Raises:
         UnsupportedConfiguration: the reference is malformed.
@@ -177,8 +176,7 @@ def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
 def name_user_error(what: str) -> Iterator[None]:
     """Turn an error that code of the user raises in the block into a ``SourceError`` that names what raised it.
 
-    Args:
-        what: what the block calls, such as a method of the task. The message has the line of the user's code too.
+    ``what`` is what the block calls, such as a method of the task. The message has the line of the user's code too.
     """
     try:
         yield

@@ -435,8 +435,7 @@ class Buffer(ABC):
     def _draw(self, n: int) -> tuple[Slots, Slots, int]:
         """Serve up to n samples with ``self._store.serve``.
 
-        Returns:
-            The slots that are served, those of them whose samples are to be removed, and how many were new.
+        Return the slots served, those of them whose samples are to be removed, and how many were new.
         """
 
     def _is_ready(self, n: int) -> bool:
@@ -635,10 +634,6 @@ class CountedBuffer(Buffer):
 
     While input continues a batch holds no sample twice. At the end of a drain it may: when fewer than ``n`` samples are
     left but more servings. So the number of batches is ``ceil(samples * pseudo_epochs / n)``.
-
-    Args:
-        pseudo_epochs: servings of each sample.
-        capacity, seed, watermark, max_bytes, batch_size: as of ``Buffer``.
     """
 
     options = ("pseudo_epochs",)

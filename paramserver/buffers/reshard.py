@@ -94,13 +94,8 @@ def reshard_buffers(
     Samples that can be fetched again (a state without their values) and were never served are left out: their keys are
     returned, and their source distributes them again; so it does with those that do not fit. A reservoir may lose
     samples that were served before, as at every put; nothing else is ever lost. Puts and gets are counted from the
-    resharding on, starting with what is held.
-
-    Args:
-        states: from ``state_dict``, of buffers of one kind.
-        count: number of new buffers.
-        capacity: of each of them.
-        entropy: seeds the evictions here and the draws of buffers beyond the old ones.
+    resharding on, starting with what is held. ``capacity`` is that of each new buffer. ``entropy`` seeds the evictions
+    here and the draws of buffers beyond the old ones.
 
     Returns:
         The new states, and for each old one what is not distributed: the keys of its samples that were never served,

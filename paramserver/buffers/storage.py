@@ -125,7 +125,6 @@ class SampleStore:
 
     Attributes:
         count, unseen: number of samples held, and how many of them were never served.
-        bytes: size of the samples held.
         seen_bytes: size of those that were served at least once; counted only with ``max_bytes``.
         served: how often the sample in each slot was served.
         positions: of the sample in each slot, see ``Batch``.
@@ -247,8 +246,7 @@ class SampleStore:
     def serve(self, slots: Slots) -> tuple[int, Slots]:
         """Count one more serving of each of these distinct slots.
 
-        Returns:
-            How many were served for the first time, and how often each of them was served by now.
+        Return how many were served for the first time, and how often each of them was served by now.
         """
         assert self.storage is not None
         times = self.served[slots] + 1
@@ -325,8 +323,7 @@ class SampleStore:
     def load_state_dict(self, state: dict[str, Any], samples: list[Any] | None) -> None:
         """Fill an empty store, with the saved samples in slots 0, 1, ... in the saved order.
 
-        Args:
-            samples: the samples themselves if the state has keys only.
+        ``samples`` are given if the state has keys only.
         """
         keys = state["keys"]
         if samples is not None:
@@ -538,8 +535,7 @@ class ObjectStorage(Storage):
 class StackedSamples(Sequence[Any]):
     """Samples of one layout, in one array per leaf. Tensors and arrays of a sample are rows of these, not copies.
 
-    Args:
-        columns: the values of each leaf, as ``Column.array`` has them.
+    ``columns`` has the values of each leaf, as ``Column.array`` has them.
     """
 
     def __init__(self, layout: SampleSpec, columns: list[npt.NDArray[Any]], size: int) -> None:
@@ -582,9 +578,7 @@ def stack_samples(samples: Sequence[Any]) -> Sequence[Any]:
 def join_states(states: Sequence[dict[str, Any] | None], places: Sequence[tuple[int, int]]) -> dict[str, Any] | None:
     """Return the state of a storage that holds the samples at ``places``, in that order.
 
-    Args:
-        states: of other storages, or None where one was empty.
-        places: (index of the state, index of the sample in it).
+    A place is (index of the state, index of the sample in it). A state is None where a storage was empty.
     """
     held = [state for state in states if state is not None]
     if not places or not held:

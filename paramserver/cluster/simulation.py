@@ -30,7 +30,6 @@ class SimulationEnvironment:
 
     Attributes:
         address: of the run, for clients: ``tcp://host:port``.
-        simulation: its number.
         parameters: sampled by the run for this simulation.
         attempt: number of earlier starts.
         member: index of the process in the simulation's group.

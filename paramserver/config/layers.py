@@ -204,9 +204,7 @@ def constant_origin(origin: str) -> OriginOf:
 class Settings:
     """Checked values by dotted key; a key that was not given keeps its default.
 
-    Attributes:
-        values: checked values by dotted key.
-        origins: where each key was given last, in the order of assignment.
+    ``origins`` has where each key was given last, in the order of assignment.
     """
 
     def __init__(self) -> None:
@@ -216,8 +214,7 @@ class Settings:
     def assign(self, path: KeyPath, value: Any, origin_of: OriginOf) -> None:
         """Set a key, every key of a section (a mapping), or a name inside a free dictionary.
 
-        Args:
-            path: names from the top; () is the whole config.
+        ``path`` has the names from the top; () is the whole config.
 
         Raises:
             UnsupportedConfiguration: there is no such key, or the value violates the rule of its key.

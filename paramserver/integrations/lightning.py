@@ -433,8 +433,7 @@ MEMBERS: dict[str, Callable[[LightningTask], Any]] = {
 class _Schedules:
     """Several schedules, or one with a frequency, as one.
 
-    Args:
-        schedules: each with the number of calls of ``step`` of which it takes the last.
+    Each is given with the number of calls of ``step`` of which it takes the last.
     """
 
     def __init__(self, schedules: list[tuple[Any, int]]) -> None:

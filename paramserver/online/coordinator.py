@@ -57,9 +57,7 @@ class SimulationCoordinator:
     polls, starts processes or calls ``on_event``.
 
     Args:
-        spec: checked.
         num_trainers: trainers of the run. No client is welcome, and no simulation is started, before all have joined.
-        seed: of the run; the samplers of parameters use it.
         logs: folder for the output of simulations.
         timeout_s: minimum time to wait for the first external simulation.
         folders: where a user's sampler or function is searched.
@@ -304,11 +302,8 @@ _LINGER_MS = 1000
 class RouterSocket:
     """One bound ROUTER socket with its context and keys. Created by one thread, then used and closed by another.
 
-    Args:
-        port: where to listen if the config leaves the port open and this one is free.
-
-    Attributes:
-        address: where clients and trainers connect: ``tcp://host:port``.
+    It listens on ``port`` if the config leaves the port open and this one is free. Clients and trainers connect to
+    ``address``, ``tcp://host:port``.
 
     Raises:
         UnsupportedConfiguration: the address cannot be bound, the keys cannot be read, or pyzmq is missing.

@@ -44,11 +44,7 @@ class RequestRefused(Exception):  # noqa: N818 - a reply to a client, not an err
 class ConnectedTrainer:
     """A trainer that has joined.
 
-    Attributes:
-        peer: routing id of its socket.
-        joined: the body of its JOIN.
-        last_seen_s: when it joined or sent its last report.
-        counters: of its last report.
+    ``peer`` is the routing id of its socket; ``last_seen_s`` and ``counters`` are of its last report.
     """
 
     def __init__(self, peer: bytes, joined: TrainerJoined, now: float) -> None:
@@ -62,10 +58,8 @@ class RequestHandler:
     The reply to HELLO waits until all trainers have joined. A message that is refused is answered with a text and
     counted; the first of each kind is logged.
 
-    Not thread-safe: the coordinator calls it under its lock.
-
-    Args:
-        status: what PONG holds in addition to the state of simulations and trainers.
+    Not thread-safe: the coordinator calls it under its lock. PONG holds what ``status`` returns in addition to the
+    state of simulations and trainers.
 
     Attributes:
         refused: kind -> messages that were refused.

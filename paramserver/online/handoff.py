@@ -46,10 +46,8 @@ class HandoffQueue:
 
     Threads: the receiver thread calls ``put``, ``pop_stored``, ``finish`` and ``fail``; the feeder calls ``get`` and
     ``mark_stored``; any thread may call ``close``. One condition guards all fields. No caller holds it while it blocks
-    on a socket or on the buffer.
-
-    Args:
-        wakeup: set when samples were stored or the queue is closed; wakes the receiver thread.
+    on a socket or on the buffer. ``wakeup`` is set when samples were stored or the queue is closed; it wakes the
+    receiver thread.
 
     Example::
 

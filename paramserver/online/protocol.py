@@ -101,7 +101,6 @@ class Header(NamedTuple):
     """The first frame of a message. A tuple, because one is created for each sample that is sent or received.
 
     Attributes:
-        kind: the kind of the message.
         simulation: number of the simulation; the trainer's index in JOIN, REPORT and a trainer's OVER; else 0.
         step: number of a sample, from 0; a count of samples in ACK and BYE.
         member: index of the process in the simulation's group.

@@ -130,7 +130,6 @@ class ReceivedLog:
         """Continue from the checkpoint of a run with another number of trainers.
 
         Args:
-            states: ``state_dict`` of each of its trainers.
             positions: samples that each of them had put into its buffer.
             held: the keys of the samples that this trainer's buffer starts with.
         """

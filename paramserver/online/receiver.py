@@ -71,11 +71,9 @@ class SampleReceiver:
 
     Call ``start``, then ``get`` and ``mark_stored`` from one thread, the feeder's, which may block in between: clients
     may have ``simulations.window`` samples in flight each, and are sent an ACK for what was marked as stored. Call
-    ``stop`` when no more samples are needed, and ``close`` in any case. Without ``stop`` the clients get no
-    OVER: they wait for a receiver that takes this one's place, or for the coordinator's OVER.
-
-    Args:
-        received_log: what was received before. The thread adds what it accepts to its set; the caller extends its log.
+    ``stop`` when no more samples are needed, and ``close`` in any case. Without ``stop`` the clients get no OVER: they
+    wait for a receiver that takes this one's place, or for the coordinator's OVER. The thread adds what it accepts to
+    the set of ``received_log``; the caller extends its log.
     """
 
     def __init__(self, spec: ReceiverSpec, received_log: ReceivedLog) -> None:
@@ -101,9 +99,8 @@ class SampleReceiver:
     def get(self, timeout_s: float | None = None) -> list[SampleAccepted] | None:
         """Return the next accepted samples, up to ``GROUP``, in order of arrival.
 
-        Returns:
-            An empty list if none arrive within ``timeout_s`` seconds. None at the end: the coordinator reports that the
-            last simulation has ended and all samples are returned, or this receiver is closed.
+        An empty list if none arrive within ``timeout_s`` seconds. None at the end: the coordinator reports that the
+        last simulation has ended and all samples are returned, or this receiver is closed.
 
         Raises:
             SourceError: the coordinator refused this trainer or its keys, or is silent.
@@ -149,9 +146,6 @@ class SampleReceiver:
 @dataclass(eq=False)
 class _ReceiverLoop:
     """The loop of the receiver thread, which alone uses it, from ``with`` to its end.
-
-    Args:
-        wakeup: wakes the loop when something else than a socket needs attention.
 
     Attributes:
         num_clients: clients that sent a message within ``timeout_s``, as of the last report. Read by other threads.
@@ -473,8 +467,7 @@ _MAX_LOGGED = 1000
 class ReceiveStats:
     """Counters of the receiver thread. ``counters`` is safe to call from any thread and may lag by one message.
 
-    Args:
-        stored: simulation -> samples in the buffer so far.
+    ``stored`` has the samples of each simulation in the buffer so far.
     """
 
     def __init__(self, stored: Mapping[int, int], sample_bytes: int, trainer_index: int) -> None:

@@ -43,11 +43,8 @@ _logger = logging.getLogger("paramserver.keys")
 def make_keys(folder: str | Path, client: str | None = None) -> list[Path]:
     """Create the keys of a run and of one client, or of a further client.
 
-    Args:
-        client: the name of the client; None = ``client``, and the keys of the run must not exist yet.
-
-    Returns:
-        The files that were written. Files with secrets are readable by their owner alone.
+    Without the name of a ``client`` (None) the keys of the run must not exist yet, and the client is named ``client``.
+    Return the files written. Files with secrets are readable by their owner alone.
 
     Raises:
         UnsupportedConfiguration: the keys exist already, and keys are never overwritten; the name is not valid in a
@@ -146,8 +143,7 @@ def find_client_key(keys: str | Path) -> Path:
 def secure_client_socket(socket: zmq.Socket[Any], keys: str | Path | None) -> None:
     """Encrypt a client's socket and authenticate both sides. Call it before the socket connects.
 
-    Args:
-        keys: folder of the keys, or a client's secret key file, with server.key in the same folder; None = no effect.
+    ``keys`` is their folder, or a client's secret key file with server.key in the same folder; None = no effect.
 
     Raises:
         UnsupportedConfiguration: the keys do not exist or cannot be read.
@@ -173,11 +169,8 @@ class ServerSecurity:
     """Authorizes clients by their keys. Owns the thread ``zap-authenticator``; close it before the context.
 
     The folder of public keys is read at each handshake. A client that is added may connect at once; one whose file is
-    removed keeps the connections that it has and gets no new one.
-
-    Args:
-        context: of the sockets to protect; it must have no other ``ServerSecurity``.
-        keys: folder of the keys; None = every client may connect, without encryption.
+    removed keeps the connections that it has and gets no new one. The context has no other one. Without ``keys`` (None)
+    every client may connect, without encryption.
 
     Raises:
         UnsupportedConfiguration: the keys do not exist or cannot be read.

@@ -55,13 +55,8 @@ class SampleSender:
     Call ``finish`` after the last sample, and ``close`` in any case, also after an error.
 
     Args:
-        address: of the coordinator.
-        keys: see ``secure_client_socket``.
-        header: the sender: simulation, member, members and attempt.
-        opening: the body of HELLO and OPEN.
         timeout_s: silence of the coordinator or of a trainer that is waited for, after which this fails; None = 60 s
             for the coordinator's first answer, then the timeout that the run announces.
-        run_started: see ``CoordinatorConnection``.
 
     Raises:
         ClientError: the coordinator refused, is silent, or is gone.
@@ -308,9 +303,7 @@ def _poll_ms(until: float) -> int:
 class ClientConnection:
     """One DEALER socket to one process of the run. For one thread; closed before the context is terminated.
 
-    Args:
-        name: of the peer, for messages.
-        address: of the peer: ``tcp://host:port``.
+    ``name`` is that of the peer, for messages.
 
     Raises:
         ClientError: no valid address, or one beyond loopback without keys.
@@ -415,9 +408,7 @@ class TrainerConnection(ClientConnection):
     released, so that a trainer's replacement knows what it lacks.
 
     Args:
-        context, name, address, keys: as for ``ClientConnection``.
         header: of the member, as in HELLO.
-        opening: the body of OPEN.
         timeout_s: silence of the trainer, while it is waited for, after which this fails.
         window: maximum of samples in flight.
         lost: the connection whose place this one takes; it is closed.
@@ -548,11 +539,8 @@ class CoordinatorConnection(ClientConnection):
     """The connection to the coordinator. It may be created before the run starts.
 
     No process listens before a run, and none after it. So a client that was never connected waits, and one that was
-    connected, or that was started by the run, fails after 5 s without a listener.
-
-    Args:
-        context, name, address, keys: as for ``ClientConnection``.
-        run_started: whether this run is known to have started.
+    connected, or that was started by the run, fails after 5 s without a listener. ``run_started`` is whether this run
+    is known to have started.
     """
 
     def __init__(
@@ -634,11 +622,7 @@ _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_
 class ConnectionMonitor:
     """Watches the connection of one socket, which ZeroMQ reestablishes again and again without notice.
 
-    Args:
-        socket: not connected yet.
-
-    Attributes:
-        num_connections: successful handshakes so far.
+    The socket is not connected yet. ``num_connections`` counts its successful handshakes.
     """
 
     def __init__(self, socket: zmq.Socket[Any]) -> None:

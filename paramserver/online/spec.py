@@ -28,11 +28,8 @@ _KEYS = ("shape", "dtype", "finite")
 class FieldSpec:
     """One array of every sample.
 
-    Attributes:
-        name: its key in a sample.
-        dtype: as numpy writes it, little-endian: ``<f4``.
-        shape: of a whole sample.
-        finite: refuse arrays that hold a NaN or an infinity.
+    ``name`` is its key in a sample, ``dtype`` as numpy writes it (``<f4``), and ``shape`` that of a whole sample. If it
+    must be ``finite``, arrays that hold a NaN or an infinity are refused.
     """
 
     name: str
@@ -105,10 +102,7 @@ def _parse_shape(key: str, options: Mapping[str, Any]) -> tuple[int, ...]:
 class IngestSpec:
     """The parsed and checked config section ``simulations``. Create it with ``from_config``.
 
-    Attributes:
-        config: the section.
-        fields: of every sample.
-        parameters: (name, low, high) of every simulation parameter, in order.
+    ``parameters`` has (name, low, high) of each, in order.
     """
 
     config: SimulationsConfig
@@ -207,9 +201,6 @@ class ReceiverSpec:
     Attributes:
         coordinator_address: ``tcp://host:port``.
         token: secret of the run, created by the coordinator; a trainer shows it in JOIN.
-        ingest: what a sample must be.
-        trainer_index: index of this trainer.
-        num_trainers: trainers of the run.
         host: the address of this machine on which clients reach the trainer.
         timeout_s: silence of the coordinator after which the trainer fails.
     """

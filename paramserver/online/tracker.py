@@ -33,10 +33,6 @@ class Simulation:
     """One simulation.
 
     Attributes:
-        id: its number.
-        attempt: how many times it was started before its current or next start.
-        failures: how many times it has failed.
-        state: see ``SimulationState``.
         parameters: sampled by the run or sent by its clients; None before.
         client_parameters: those that its clients sent; None before the first HELLO.
         total: its number of samples, once known.
@@ -190,9 +186,6 @@ class SimulationTracker(ABC):
     Not thread-safe: the coordinator calls it under its lock.
 
     Attributes:
-        simulations: by number.
-        num_complete: how many are complete.
-        done: whether all simulations of the run are complete.
         failure: why the run cannot continue, as one message; None = it can.
         restarts: simulations that were started again after a failure.
     """
@@ -396,9 +389,6 @@ class ExternalSimulations(SimulationTracker):
     is silent for ``timeout_s`` is reported once and waited for, because the user may start it again. The run fails if
     no simulation at all shows a sign of life for ``timeout_s``; before the first HELLO it waits for ``first_s``, if
     that is longer.
-
-    Args:
-        first_s: how long the run waits for the first simulation, in seconds: ``cluster.timeout_s``.
     """
 
     def __init__(self, config: SimulationsConfig, num_trainers: int, first_s: float) -> None:

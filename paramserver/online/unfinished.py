@@ -31,15 +31,8 @@ class UnfinishedMessages:
     connection since its last message, by the counters of the kernel, is what it holds.
 
     Call ``received`` for each message, ``check`` after messages were received, and ``close`` before the socket is
-    closed.
-
-    Args:
-        router: not bound yet.
-        max_bytes: of one connection.
-        max_total_bytes: of all connections together; None = no limit.
-
-    Attributes:
-        check_at: ``time.monotonic()`` from which on the next ``check`` is due.
+    closed. The router is not bound yet. ``max_bytes`` is for one connection, ``max_total_bytes`` for all together (None
+    = no limit). The next ``check`` is due from ``check_at`` on, in ``time.monotonic()``.
     """
 
     def __init__(self, router: zmq.Socket[Any], max_bytes: int, max_total_bytes: int | None = None) -> None:
@@ -74,8 +67,7 @@ class UnfinishedMessages:
     def check(self, no_message_left: bool) -> None:
         """End the connections whose unfinished messages are too large, if it is time to.
 
-        Args:
-            no_message_left: whether all messages that had arrived were received.
+        ``no_message_left``: all messages that had arrived were received.
         """
         self._read_events()
         now = time.monotonic()

@@ -84,7 +84,6 @@ class Opening:
     """With which parameters a simulation was opened.
 
     Attributes:
-        parameters: of the simulation.
         has_sample: whether a valid sample, or part of one, has arrived. Before, an OPEN with others replaces it.
         replaced: whether another opening has replaced it.
     """
@@ -99,7 +98,6 @@ class ClientSession:
     """One member of one simulation, as one ZeroMQ peer sends it.
 
     Attributes:
-        peer: routing id of the client's socket.
         header: of its OPEN; of its first sample if it has sent no OPEN.
         opening: of the simulation; None = not opened.
         received: samples, or parts of samples, that have arrived.
@@ -219,9 +217,7 @@ class MessageValidator:
     def validate(self, peer: bytes, frames: Frames) -> Outcome:
         """Validate one message. Never raises, whatever the message holds.
 
-        Args:
-            peer: routing id of the sender's socket.
-            frames: the message, as bytes or as buffers; the arrays of an accepted sample are views of them.
+        ``peer`` is the routing id of the sender's socket. The arrays of an accepted sample are views of ``frames``.
         """
         session: ClientSession | None = None
         header: Header | None = None
@@ -531,11 +527,7 @@ class SampleAssembly:
     """Collects the parts of samples that the members of a group send one by one. Not thread-safe.
 
     Its memory is bounded: ``limit`` unfinished samples of a simulation, and the attempts of the simulations that were
-    started last.
-
-    Args:
-        members: parts of a whole sample.
-        limit: maximum of unfinished samples of one simulation.
+    started last. ``members`` send the parts of a whole sample.
     """
 
     def __init__(self, members: int, limit: int) -> None:

@@ -49,11 +49,7 @@ def receive_parts(router: Any, max_parts: int, max_bytes: int) -> list[Any] | No
 
     A message beyond a limit is read to its end and not kept, its sender is disconnected, and only its first part, the
     routing id, is returned. ZeroMQ delivers a message when its last part has arrived; its own limit, ``maxmsgsize``, is
-    for one part.
-
-    Args:
-        max_parts: without the routing id.
-        max_bytes: of all parts.
+    for one part. ``max_parts`` is without the routing id, ``max_bytes`` of all parts.
     """
     try:
         frame = router.recv(zmq.NOBLOCK, copy=False)

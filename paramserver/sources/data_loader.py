@@ -60,11 +60,7 @@ def is_map_style(data: Any) -> bool:
 def resolve_reading(
     data: Any, partition: Partition, config: Config, hook: str = "train_source", sampler: Any = None
 ) -> Reading:
-    """Return how the data is read that ``hook`` returned.
-
-    Args:
-        hook: ``train_source`` or ``validation_source``.
-        sampler: what ``Task.sampler`` returned.
+    """Return how the data is read that ``hook`` returned. ``sampler`` is what ``Task.sampler`` returned.
 
     Raises:
         TaskError: it is a sampler, or a DataLoader of which something is not supported.

@@ -61,10 +61,8 @@ def add_case_flags(parser: argparse.ArgumentParser, trainers: str) -> None:
 class RequestedCases:
     """The cases that a command line asks for, as unparsed text.
 
-    Args:
-        modes, trainers: None without the flag.
-        overrides: ``key=value``, for all cases.
-        sweeps: ``key=v1,v2``; every combination of their values is a case.
+    ``sweeps`` are ``key=v1,v2``: every combination of their values is a case. ``overrides``, ``key=value``, are for
+    all.
     """
 
     file: Path

@@ -54,9 +54,7 @@ START_S = 6.0
 class BenchmarkProgress:
     """Prints a line for each finished run, with an estimate of the remaining time.
 
-    Args:
-        runs: the case of each run, in order.
-        training_s: the duration of the training of each run.
+    ``runs`` has the case of each run, in order; the training of each takes ``training_s``.
     """
 
     def __init__(self, stream: TextIO, runs: Sequence[Case], training_s: float) -> None:
@@ -180,8 +178,7 @@ def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
 def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[Case], int, MeasuringMethod]:
     """The cases, the number of repeats, and the settings of the measurement.
 
-    Args:
-        words: the unparsed arguments, for the records.
+    ``words`` are the unparsed arguments, for the records.
 
     Raises:
         UnsupportedConfiguration: an argument is invalid.

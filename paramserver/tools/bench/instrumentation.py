@@ -24,9 +24,7 @@ BARRIER_TIMEOUT_S = 120.0
 def file_barrier(file: Path, number: int, count: int) -> None:
     """Block until ``count`` processes have called this, for at most ``BARRIER_TIMEOUT_S``.
 
-    Args:
-        file: of the barrier's store; used for nothing else.
-        number: of this process, from 0 to ``count - 1``.
+    The store in ``file`` is used for nothing else. ``number`` is from 0 to ``count - 1``.
     """
     store = FileStore(str(file), count)
     store.set(f"here-{number}", "")
@@ -36,12 +34,9 @@ def file_barrier(file: Path, number: int, count: int) -> None:
 class StepObserver:
     """Records the steps of the trainer in this process.
 
-    Args:
-        folder: of the run, to which the steps are written.
-        slow: the fields of a ``SlowdownSpec``; None without a straggler.
-        number: the number of this run among ``of`` runs of one trainer each, which start together; None for one run
-            with all trainers.
-        of: see ``number``.
+    The steps are written to the ``folder`` of the run. ``slow`` has the fields of a ``SlowdownSpec``; None without a
+    straggler. This run is number ``number`` among ``of`` runs of one trainer each, which start together; None for one
+    run with all trainers.
     """
 
     def __init__(
@@ -109,8 +104,7 @@ class ObservedTask(Task):
 class InstrumentedTask(ObservedTask):
     """Constructs an instance of a class derived from ``ObservedTask`` and the user's class.
 
-    Args:
-        task: the user's, as in the key ``task``; a file by its absolute path.
+    ``task`` is as in the key ``task``; a file by its absolute path.
     """
 
     def __new__(cls, task: str, task_args: Mapping[str, Any], observer: Mapping[str, Any]) -> Any:

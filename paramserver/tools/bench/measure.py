@@ -105,9 +105,8 @@ def step_figures(
 ) -> dict[str, Any]:
     """The fields of a record that are computed from steps.
 
-    Args:
-        applied: the share of the trainers' samples that became part of an update.
-        updates: updates per step of a trainer: 1 / T where T trainers make one together.
+    ``applied`` is the share of the trainers' samples that became part of an update; ``updates`` are per step of a
+    trainer: 1 / T where T trainers make one together.
     """
     # Rates count a step at the edge with its share inside of the window; durations and phases are of whole steps only.
     shares = [[(step, _share(step, window)) for step in one.steps] for one in trainers]
@@ -208,11 +207,7 @@ class MeasuringMethod:
     Args:
         out: the benchmark's folder; the files of a run are kept there only if it fails.
         seconds: the measured training, after ``warm_s`` seconds of warm-up.
-        target: the validation value that a run is to reach; None without one.
         hosts: one for each rank that communicates; None for this machine.
-        speeds: of the links between two processes, by ``Mode.name``.
-        environment: versions, machine and command for every record.
-        stop: an event that interrupts the benchmark.
     """
 
     out: Path

@@ -52,9 +52,7 @@ def parse_bandwidth(text: str) -> float:
 class NetworkHosts:
     """A context manager that makes namespaces as hosts.
 
-    Args:
-        count: the number of hosts.
-        bandwidth: of each host, in bytes per second, in each direction; math.inf = no limit.
+    ``bandwidth`` is that of each, in bytes per second, in each direction; math.inf = no limit.
 
     Raises:
         UnsupportedConfiguration: this user may not make namespaces, or a tool is missing.
@@ -122,8 +120,7 @@ class NetworkHosts:
 class Namespace:
     """A network namespace and the process that holds it.
 
-    Args:
-        kinds: of the namespaces that the process has of its own, as unshare(1) names them.
+    It has namespaces of its own of these ``kinds``, as unshare(1) names them.
 
     Raises:
         UnsupportedConfiguration: the namespace cannot be made.

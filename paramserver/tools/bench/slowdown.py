@@ -95,9 +95,7 @@ class Slowdown:
     def after_forward(self, model: Any, loss: Any, forward_s: float, batch_idx: int) -> None:
         """Call after the forward of each batch; blocks as long as a slow trainer computes.
 
-        Args:
-            model: the model, whose gradients show when a backward ends.
-            loss: of the batch; its gradient shows when the backward begins.
+        The gradient of ``loss`` shows when the backward begins, and those of the model when it ends.
         """
         if loss is None:
             raise TaskError("--slow must have a task with one optimizer, whose backward it measures; leave it out")

@@ -86,7 +86,6 @@ class ChaosRun:
     """A run with faults that has ended.
 
     Attributes:
-        config: of the run.
         shots: the faults and when they fired.
         records: that the supervisor received.
         run_dir: None if the run did not start.
@@ -165,8 +164,7 @@ class ChaosRun:
 def run_with_faults(config: Config, faults: Sequence[Fault], folders: Sequence[Path]) -> ChaosRun:
     """Run a config with all ranks on this machine, and inject faults.
 
-    Args:
-        config: effective; ``logging.log_every`` is 1.
+    ``config`` is effective; ``logging.log_every`` is 1.
 
     Raises:
         UnsupportedConfiguration: the run was refused.
@@ -225,9 +223,8 @@ class Check:
 def check_run(outcome: ChaosRun, optional: set[int], reference: Path | None) -> list[Check]:
     """Return what must hold after a run with faults.
 
-    Args:
-        optional: ``id`` of the faults that need not have fired.
-        reference: the folder of a run of the same config without faults, to compare parameters with.
+    ``optional`` has the ``id`` of the faults that need not have fired. ``reference`` is the folder of a run of the same
+    config without faults, to compare parameters with.
     """
     config, summary = outcome.config, outcome.summary
     missing = [shot for shot in outcome.shots if shot.fired_at is None and id(shot.fault) not in optional]

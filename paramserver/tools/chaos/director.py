@@ -29,10 +29,7 @@ _FOR_EVER_S = 1e9
 class Shot:
     """A fault of the plan, and what became of it.
 
-    Attributes:
-        fault: as planned.
-        fired_at: ``time.time()`` when it fired; None if it did not.
-        step: of the last update before it.
+    ``fired_at`` is ``time.time()`` then, None if it did not fire, and ``step`` that of the last update before it.
     """
 
     fault: Fault

@@ -30,8 +30,7 @@ _STEP_CALL = "push"
 class FaultReceiver:
     """Applies the faults that ``paramserver chaos`` sends to this rank.
 
-    Args:
-        address: of the socket, in the abstract namespace.
+    ``address`` is that of the socket, in the abstract namespace.
     """
 
     def __init__(self, address: str, global_rank: int) -> None:

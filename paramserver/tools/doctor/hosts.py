@@ -60,13 +60,9 @@ class Participant:
     Attributes:
         rank: the global rank by which it takes part: that of the server, where one command starts both.
         ranks: global ranks that its command would start.
-        name: of its host.
-        host: ``host_identity()``.
         address, port: where it listens.
         interface, mtu: over which it listens.
         cores, gpus: how many it can use.
-        versions: of torch, paramserver and Python.
-        findings: on its host.
     """
 
     rank: int
@@ -96,11 +92,8 @@ class Host:
 def check_hosts(found: Diagnosis, config: Config, identity: ProcessIdentity) -> bool:
     """Meet the other processes, measure the links between hosts, and bring all results to rank 0.
 
-    Args:
-        found: of this host; on rank 0, what all have found is added to it.
-
-    Returns:
-        Whether the result is complete in this process: on rank 0.
+    On rank 0, what all have found is added to ``found``. Return whether the result is complete in this process: on rank
+    0.
 
     Raises:
         DeadlineExceeded: rank 0 cannot be reached, or does not answer in time.

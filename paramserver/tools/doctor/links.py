@@ -44,7 +44,6 @@ class Link:
         round_trip_s: median of a message without content.
         bytes_per_s: of a long message.
         clock_offset_s: how far the clock of the target is ahead.
-        error: what failed.
         connected: the connection was accepted, and small messages arrived.
     """
 
@@ -74,10 +73,8 @@ def rounds(items: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
 def measure_link(source: int, target: int, address: tuple[str, int], token: bytes) -> Link:
     """Connect to a host that calls ``serve_link``, and measure what is sent to it.
 
-    Args:
-        source, target: numbers of the hosts, for the result.
-        address: at which the target listens.
-        token: with which the target knows a connection of this check.
+    The host knows a connection of this check by ``token``. ``source`` and ``target`` are numbers of hosts, for the
+    result.
     """
     give_up_at = time.monotonic() + PROBE_S
     try:

@@ -39,12 +39,8 @@ def deployment_of(
 ) -> Deployment:
     """Return what a measured run is for the simulator.
 
-    Args:
-        result: a completed one, of a mode with servers.
-        link: of an interface of the hosts.
-        cores: of each host, or of all together.
-        one_machine: the hosts share these cores.
-        costs: those that were fitted; None for the defaults.
+    ``result`` is a completed one, of a mode with servers; ``link`` is of an interface of the hosts. With
+    ``one_machine`` the hosts share the ``cores``. ``costs`` are those that were fitted; None for the defaults.
 
     Raises:
         UnsupportedConfiguration: the result lacks what the simulator needs, or is of a run that it has no model of.

@@ -92,7 +92,6 @@ class Deployment:
         costs: of messages and updates.
         cores: of each host; of all together with ``one_machine``, where hosts are network namespaces.
         by_bucket: whether the optimizer allows that ``sync`` updates bucket by bucket.
-        slow: a straggler.
         jitter: standard deviation of a trainer's compute, as a share of it; independent draws of a log-normal.
         transfer_jitter: the same of the time that the tensors of a message take at interfaces.
         seed: of ``slow``, of both jitters and of failures.
@@ -136,11 +135,8 @@ class Deployment:
 class Throughput:
     """What a simulated run did after its warm-up.
 
-    Attributes:
-        step_s: mean time between two steps of a trainer.
-        samples_per_second: applied, of all trainers.
-        updates_per_second: of the parameters.
-        failures: of trainers, in the whole run.
+    ``step_s`` is the mean time between two steps of a trainer, ``samples_per_second`` are those applied, of all
+    trainers, and ``failures`` those of trainers in the whole run.
     """
 
     step_s: float
@@ -721,10 +717,8 @@ def _simulated_config(deployment: Deployment) -> Config:
 def simulate(deployment: Deployment, updates: int = 30, warm: int = 10, seconds: float | None = None) -> Throughput:
     """Run a deployment on the virtual clock.
 
-    Args:
-        updates: steps of each trainer, on average, that are measured.
-        warm: steps before them, which are not.
-        seconds: measure for so long instead, as with failures.
+    Each trainer makes ``warm`` steps, which are not measured, and then ``updates`` on average, which are; or it is
+    measured for ``seconds``, as with failures.
 
     Raises:
         Violation: the run cannot continue.

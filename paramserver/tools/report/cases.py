@@ -23,10 +23,8 @@ _NUMBER_OF_TRAINERS = re.compile(r"[ ,]*\b\d+ trainers?\b")
 class Figure:
     """A number that a record may have.
 
-    Args:
-        unit: empty for a number without one.
-        get: returns it from a record; None where it is unknown.
-        better: 1 where more is better, -1 where less is better, 0 otherwise.
+    ``unit`` is empty for a number without one. ``get`` returns None where it is unknown. ``better`` is 1 where more is
+    better, -1 where less is better, 0 otherwise.
     """
 
     name: str

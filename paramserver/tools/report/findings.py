@@ -41,8 +41,7 @@ _WIDE = 0.15
 class Group:
     """Cases with the same number of trainers and the same scenario, the fastest first.
 
-    Args:
-        conditions: the beginning of a sentence about them; empty where there is no other group.
+    ``conditions`` begins a sentence about them; empty where there is no other group.
     """
 
     cases: tuple[ReportCase, ...]

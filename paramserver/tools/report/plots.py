@@ -76,8 +76,7 @@ def metric_names(results: Iterable[CaseResult]) -> list[str]:
 def band(curves: Iterable[Curve], points: int = _POINTS) -> Band | None:
     """The band over the range that all curves cover; None without any point.
 
-    Args:
-        points: a curve with more points is smoothed to this number.
+    A curve with more than ``points`` points is smoothed to this number.
     """
     thinned = [_thinned(sorted(curve), points) for curve in curves if curve]
     if not thinned:
@@ -113,8 +112,7 @@ _BEYOND = 1.5  # times the fastest repeat: wider intervals, as of two very diffe
 def draw(cases: Sequence[ReportCase]) -> dict[str, list[Picture]]:
     """Draw every plot for which there are numbers.
 
-    Returns:
-        The pictures by the section of the report to which they belong.
+    Return the pictures by the section of the report to which they belong.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -35,8 +35,6 @@ class CaseResult:
         per_trainer: samples/s of each trainer; ``per_process``: of all, divided by the number of trainers and servers.
         transports: of parameters and gradients, by the index of each trainer, where there is a server.
         model_bytes: of the parameters that are trained.
-        wire_bytes_source: the source of ``wire_bytes_per_step``, where the trainers did not count it.
-        step_bins: counts by bin, as ``DurationHistogram`` has them.
         loss: points (samples, seconds, loss); ``validation``: points (samples, seconds, {name: value}).
         target: the metric and the value that ``time_to_target_s`` and ``samples_to_target`` refer to.
         environment: versions, host, cores, commit, config (its text) and command.
@@ -194,8 +192,7 @@ _CURE = "take the line out, or benchmark again"
 def parse_result(record: Any, where: str) -> CaseResult:
     """Check a record of ``results.jsonl``. A field that this version does not know is left out.
 
-    Args:
-        where: file and line, for the message.
+    ``where`` is the file and line, for the message.
 
     Raises:
         UnsupportedConfiguration: it is of another format version, or a field is missing or not what it must be.

@@ -58,11 +58,8 @@ def t_quantile(probability: float, degrees: float) -> float:
     """Quantile of Student's t distribution.
 
     With t = sqrt(n) tan(a) the density becomes cos(a)**(n - 1), up to its constant (Abramowitz and Stegun, Handbook of
-    Mathematical Functions, 26.7.1); that is integrated by Simpson's rule and a found by bisection.
-
-    Args:
-        probability: 0.5 or more, less than 1.
-        degrees: of freedom, at least 1, not necessarily whole.
+    Mathematical Functions, 26.7.1); that is integrated by Simpson's rule and a found by bisection. ``probability`` is
+    0.5 or more, less than 1, and ``degrees`` are of freedom, at least 1, not necessarily whole.
     """
     constant = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(math.pi)
     low, high = 0.0, math.pi / 2

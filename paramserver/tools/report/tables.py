@@ -175,11 +175,7 @@ def staleness_table(cases: Sequence[ReportCase]) -> Table:
 
 
 def staleness_figures(counts: Mapping[int, int]) -> tuple[str, str, str, str]:
-    """Mean, 95th percentile, maximum and number of gradients.
-
-    Args:
-        counts: gradients by staleness, in ascending order.
-    """
+    """Mean, 95th percentile, maximum and number of gradients. The counts are by staleness, in ascending order."""
     total = sum(counts.values())
     if not total:
         return DASH, DASH, DASH, "0"
