@@ -21,11 +21,8 @@ def reshard_parts(
 
     Trainer i continues with the random states, the batch number and the task state of the old trainer i. A trainer
     beyond the old ones gets new random states, and its task is not resumed. Counts of samples of the old trainer i move
-    to trainer i modulo ``trainers``, so that their sums are preserved.
-
-    Args:
-        capacity: samples that the buffer of each of them holds.
-        entropy: seed and number of resumes, from which new random states are derived.
+    to trainer i modulo ``trainers``, so that their sums are preserved. ``capacity`` is that of each new buffer. New
+    random states are derived from ``entropy``, the seed and the number of resumes.
 
     Returns:
         One part for each new trainer. Under ``leftovers`` it holds the positions of the old trainers' sources and

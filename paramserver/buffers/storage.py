@@ -124,7 +124,6 @@ class SampleStore:
     """Samples in slots 0 to capacity - 1.
 
     Attributes:
-        count, unseen: number of samples held, and how many of them were never served.
         seen_bytes: size of those that were served at least once; counted only with ``max_bytes``.
         served: how often the sample in each slot was served.
         positions: of the sample in each slot, see ``Batch``.
@@ -299,7 +298,6 @@ class SampleStore:
             histogram[times] = histogram.get(times, 0) + int(counts[times])
 
     def histogram(self) -> dict[int, int]:
-        """Return {times served: samples} over the samples that are held and those that were removed."""
         total = dict(self._removed)
         self._count_servings(np.flatnonzero(self._held), total)
         return dict(sorted(total.items()))
