@@ -34,8 +34,6 @@ class Reading:
         data: a Source, a map-style data set or an iterable.
         config: of the run, with the batch size and the workers that apply to this data.
         options: of ``deal``: the order that a sampler or a DataLoader gives.
-        collate: of the DataLoader; None = that of the task.
-        init_fn: ``worker_init_fn`` of the DataLoader.
         largest_batch: samples of a whole batch, at most; None = a batch is made of ``training.batch_size`` samples.
             Otherwise each sample of ``data``, or index of the order, is a whole batch.
     """

@@ -65,7 +65,6 @@ class SampleReader:
             before.restore()
 
     def in_dataset(self, indices: Sequence[int]) -> Sequence[int]:
-        """Return the indices in the data set."""
         return [index % len(self.dataset) for index in indices] if self.wraps else indices
 
     def _read(self, epoch: int | None, indices: Sequence[int], skip: int) -> tuple[list[Any], BaseException | None]:
