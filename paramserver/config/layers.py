@@ -255,7 +255,9 @@ class Settings:
         name = ".".join(path)
         nullable = name in SECTIONS and SECTIONS[name].nullable
         if nullable:  # A nullable section is one value: assigning it replaces everything that was given before.
-            self._clear_section(name)
+            for given in [given for given in self.values if given.startswith(f"{name}.")]:
+                del self.values[given]
+                del self.origins[given]
             self._record_origin(name, origin_of(path))
         # YAML reads a section whose keys are all commented out as null.
         if value is None:
@@ -292,11 +294,6 @@ class Settings:
         # Removed first: a dict keeps the position of an existing key, and the latest key must come last.
         self.origins.pop(name, None)
         self.origins[name] = origin
-
-    def _clear_section(self, section: str) -> None:
-        for name in [name for name in self.values if name.startswith(f"{section}.")]:
-            del self.values[name]
-            del self.origins[name]
 
     def build(self) -> Config:
         """Build the config. Relations between keys are checked by `checks.check_config`."""
