@@ -111,7 +111,6 @@ def _check_interface(key: str, name: str) -> None:
 
 
 def num_usable_cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
