@@ -119,7 +119,6 @@ class RecordWindow:
         return RecordWindow(self.samples, self.seconds)
 
     def to_record(self, epoch: int) -> Record:
-        """Return the ``train`` record of this window."""
         elapsed_s = max(self.seconds - self.seconds_before, 1e-9)
         is_timed = self.samples_before > 0  # the first window includes the start of the run
         several: dict[str, Any] = {}
