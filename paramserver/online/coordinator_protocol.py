@@ -102,7 +102,6 @@ class RequestHandler:
 
     @property
     def trainers(self) -> list[ConnectedTrainer]:
-        """The trainers that have joined."""
         return [trainer for trainer in self._trainers if trainer is not None]
 
     @property
@@ -307,7 +306,6 @@ class RequestHandler:
 
 
 def _describe(header: Header) -> str:
-    """Kind and sender of a message, for the log."""
     if header.kind in (MessageKind.JOIN, MessageKind.REPORT):
         return f"{header.kind.name} of trainer {header.simulation}"
     return f"{header.kind.name} of simulation {header.simulation}"

@@ -70,7 +70,7 @@ class HandoffQueue:
         self._stored: list[SampleAccepted] = []
         self._error: BaseException | None = None
         self._finished = False
-        self._closed = False
+        self.closed = False
 
     # Called by the receiver thread.
 
@@ -117,10 +117,10 @@ class HandoffQueue:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._waiting or self._finished or self._closed or self._error is not None, timeout_s
+                lambda: self._waiting or self._finished or self.closed or self._error is not None, timeout_s
             )
             # In this order: after close() nothing is wanted, and an error after the end is of no concern.
-            if self._closed:
+            if self.closed:
                 return None
             if self._error is not None and not self._finished:
                 raise self._error
@@ -136,14 +136,10 @@ class HandoffQueue:
 
     # Called by any thread.
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def close(self) -> None:
         """Drop the waiting samples and wake both threads: ``get`` returns None, the receiver thread ends."""
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._waiting.clear()
             self._changed.notify()
         self._wakeup.set()

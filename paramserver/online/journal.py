@@ -46,11 +46,9 @@ class CoordinatorJournal:
             self.received.append(Header(**{**entry, "kind": MessageKind[entry["kind"]]}))
 
     def record_port(self, port: int) -> None:
-        """Record where clients reach this coordinator."""
         self._append({"port": port})
 
     def record(self, header: Header) -> None:
-        """Record a HELLO, BYE or FINISH."""
         self._append({**header._asdict(), "kind": header.kind.name})
 
     def _append(self, entry: dict[str, Any]) -> None:

@@ -177,7 +177,6 @@ class ArrayDescriptor:
 
     @property
     def num_bytes(self) -> int:
-        """Length of the array's frame."""
         # dtype=object: a shape from the network must not overflow an int64.
         return int(np.prod(self.shape, dtype=object)) * int(self.dtype[2:])
 
@@ -411,7 +410,6 @@ class SimulationReport:
 
 
 def pack_json(body: Mapping[str, Any]) -> bytes:
-    """Encode a JSON object."""
     return json.dumps(body).encode()
 
 

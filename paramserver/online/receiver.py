@@ -293,7 +293,7 @@ class _ReceiverLoop:
         )
 
     def _receive_from_coordinator(self) -> None:
-        while (frames := _receive(self._coordinator)) is not None:
+        while (frames := receive_parts(self._coordinator)) is not None:
             try:
                 kind = Header.unpack(frames[0]).kind
             except MalformedMessage as error:
@@ -438,19 +438,6 @@ class _ReceiverLoop:
         self._clients.send_multipart([peer, header.pack(), *(line.encode(errors="replace") for line in text)])
 
 
-def _receive(socket: zmq.Socket[bytes]) -> list[Any] | None:
-    """The frames of one message of the coordinator without a copy; None if there is none."""
-    try:
-        frame = socket.recv(zmq.NOBLOCK, copy=False)
-    except zmq.Again:
-        return None
-    frames = [frame]
-    while frame.more:
-        frame = socket.recv(copy=False)
-        frames.append(frame)
-    return frames
-
-
 def _source_error(text: str) -> SourceError:
     """An error that is reported without a traceback: where it was noticed is of no interest."""
     error = SourceError(text)
@@ -556,7 +543,6 @@ class RunningMoments:
         self._squares = 0.0
 
     def add(self, array: npt.NDArray[Any]) -> None:
-        """Add all numbers of an array."""
         values = array.astype(np.float64).ravel()
         with np.errstate(all="ignore"):
             mean = _mean(values)
@@ -604,7 +590,6 @@ class FieldStatistics:
         self._moments = {name: RunningMoments() for name in self._names}
 
     def add(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Add samples that arrived together."""
         with self._lock:
             self._skipped += len(samples)
             if self._skipped >= _SAMPLE_EVERY:

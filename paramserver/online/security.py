@@ -74,7 +74,6 @@ def make_keys(folder: str | Path, client: str | None = None) -> list[Path]:
 
 
 def _key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """The files of a public and a secret key."""
     public_folder = folder if name == SERVER else folder / _CLIENTS
     return public_folder / f"{name}{_PUBLIC}", folder / f"{name}{_SECRET}"
 

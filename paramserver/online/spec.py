@@ -131,12 +131,10 @@ class IngestSpec:
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of all fields of one sample."""
         return sum(descriptor.num_bytes for descriptor in self.descriptors)
 
     @property
     def is_managed(self) -> bool:
-        """Whether the run starts its simulations itself."""
         return self.config.command is not None or self.config.function is not None
 
     @property
@@ -199,7 +197,6 @@ class ReceiverSpec:
     """What one trainer needs to receive samples.
 
     Attributes:
-        coordinator_address: ``tcp://host:port``.
         token: secret of the run, created by the coordinator; a trainer shows it in JOIN.
         host: the address of this machine on which clients reach the trainer.
         timeout_s: silence of the coordinator after which the trainer fails.

@@ -45,16 +45,12 @@ class UnfinishedMessages:
         self._num_received = 0
         address = f"inproc://accepted-{router.underlying}"
         router.monitor(address, _EVENTS)
-        self._monitor: zmq.Socket[Any] = router.context.socket(zmq.PAIR)
+        # Readable when a connection has begun or ended. Poll it too, then call ``check``.
+        self.events: zmq.Socket[Any] = router.context.socket(zmq.PAIR)
         # No limit on events: ZeroMQ's I/O thread writes them, and would wait for this thread.
-        self._monitor.rcvhwm = 0
-        self._monitor.linger = 0
-        self._monitor.connect(address)
-
-    @property
-    def events(self) -> zmq.Socket[Any]:
-        """Readable when a connection has begun or ended. Poll it too, then call ``check``."""
-        return self._monitor
+        self.events.rcvhwm = 0
+        self.events.linger = 0
+        self.events.connect(address)
 
     def received(self, frame: zmq.Frame) -> None:
         """A message has arrived, which begins with this frame."""
@@ -94,8 +90,8 @@ class UnfinishedMessages:
         self.check_at = now + (_SUSPECT_INTERVAL_S if self._suspects else interval_s if self._finished else _IDLE_S)
 
     def _read_events(self) -> None:
-        while self._monitor.poll(0):
-            event, fd = struct.unpack_from("=Hi", self._monitor.recv_multipart()[0])
+        while self.events.poll(0):
+            event, fd = struct.unpack_from("=Hi", self.events.recv_multipart()[0])
             if event == zmq.EVENT_ACCEPTED:
                 self._finished[fd] = 0
                 self.check_at = min(self.check_at, time.monotonic() + _INTERVAL_S)
@@ -123,9 +119,8 @@ class UnfinishedMessages:
             )
 
     def close(self) -> None:
-        """Stop watching."""
         self._router.disable_monitor()
-        self._monitor.close()
+        self.events.close()
 
 
 def _bytes_read(connection: socket.socket) -> int:

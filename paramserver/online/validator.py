@@ -74,7 +74,6 @@ class Refusal(Exception):  # noqa: N818 - control flow inside the validator, nev
 
 
 def describe_sender(header: Header) -> str:
-    """The sender of a message, for log messages."""
     part = f", member {header.member}" if header.members > 1 else ""
     return f"simulation {header.simulation} (attempt {header.attempt}{part})"
 
@@ -83,9 +82,7 @@ def describe_sender(header: Header) -> str:
 class Opening:
     """With which parameters a simulation was opened.
 
-    Attributes:
-        has_sample: whether a valid sample, or part of one, has arrived. Before, an OPEN with others replaces it.
-        replaced: whether another opening has replaced it.
+    Before ``has_sample``, a valid sample or part of one, an OPEN with others replaces it.
     """
 
     parameters: npt.NDArray[np.float64]
@@ -138,9 +135,8 @@ class ClientSession:
 class Outcome:
     """The result of validating one message.
 
-    Attributes:
-        session: of the sender; None = unknown.
-        to_ack: sessions whose ``processed`` has changed, or that wait for a sign of life: each is sent an ACK.
+    The session is None where it is unknown. Those ``to_ack`` have a new ``processed``, or wait for a sign of life: each
+    is sent an ACK.
     """
 
     session: ClientSession | None
@@ -171,11 +167,8 @@ class DuplicateSample(Outcome):
 class SampleAccepted(Outcome):
     """A whole sample.
 
-    Attributes:
-        key: its simulation and step.
-        sample: for the task. Its arrays share the message's memory; those of a group are copies.
-        contributors: the session of each member, and the number of its message, which is processed once the buffer has
-            the sample.
+    The arrays of ``sample`` share the message's memory; those of a group are copies. ``contributors`` are the session
+    of each member and the number of its message, which is processed once the buffer has the sample.
     """
 
     key: Key = (0, 0)
@@ -226,7 +219,11 @@ class MessageValidator:
             header = Header.unpack(first_frame(frames))
             session = self._find(peer, header.simulation)
             if header.kind is MessageKind.SAMPLE:
-                session = session or self._unopened_session(peer, header)
+                if session is None:
+                    # A sample without an OPEN needs a session too: its refusal must be counted as processed, because
+                    # the client waits until everything it sent is acknowledged.
+                    session = ClientSession(peer, header)
+                    _remember(self._sessions, (peer, header.simulation), session)
                 session.received += 1
                 counted = True
                 return self._validate_sample(session, header, frames)
@@ -251,13 +248,6 @@ class MessageValidator:
         session = self._sessions.get((peer, simulation))
         if session is not None:
             self._sessions.move_to_end((peer, simulation))
-        return session
-
-    def _unopened_session(self, peer: bytes, header: Header) -> ClientSession:
-        # A sample without an OPEN needs a session too: its refusal must be counted as processed, because the client
-        # waits until everything it sent is acknowledged.
-        session = ClientSession(peer, header)
-        _remember(self._sessions, (peer, header.simulation), session)
         return session
 
     # OPEN and HEARTBEAT.
@@ -431,7 +421,6 @@ class _FieldFrame:
     num_bytes: int
 
     def array(self, frame: bytes) -> npt.NDArray[Any]:
-        """A view of the frame."""
         if len(frame) != self.num_bytes:
             raise Refusal("size", f"{self.field.name} ({len(frame)} bytes) must have {self.num_bytes} for its shape")
         array: npt.NDArray[Any] = np.ndarray(self.shape, self.dtype, frame)
