@@ -77,10 +77,8 @@ class RequestedCases:
 class Case:
     """A configuration that is measured in every repeat.
 
-    Args:
-        config: effective, before the benchmark sets its own limits and folders.
-        overrides: the values of this case's sweeps, by key.
-        baseline: ``LOCAL``, ``NO_COMMUNICATION`` (a run of one trainer for each trainer, at the same time) or None.
+    ``config`` is effective, before the benchmark sets its own limits and folders. ``overrides`` are those of this
+    case's sweeps. ``NO_COMMUNICATION`` is a run of one trainer for each trainer, at the same time.
     """
 
     name: str
@@ -100,7 +98,6 @@ class Case:
 
     @property
     def runs(self) -> int:
-        """The number of runs that are started at the same time."""
         return self.trainers if self.mode.single_process else 1
 
 

@@ -69,7 +69,6 @@ class BenchmarkProgress:
         self.print_line(f"{len(self._runs)} runs of {cases} cases, about {duration_text(self.remaining_s())}")
 
     def run_finished(self, result: CaseResult) -> None:
-        """Print the result of the next run."""
         self._done += 1
         self._took_s.setdefault(result.case, []).append(result.wall_s or 0.0)
         rate = result.samples_per_second
@@ -103,7 +102,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The arguments of ``paramserver benchmark``."""
     parser = argparse.ArgumentParser(
         prog="paramserver benchmark",
         description="Train the task of a config in several ways, in turns, and report how fast each was. A single "
@@ -133,7 +131,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
     words = normalize_flags(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["compare"]:
         return run_command(lambda: _compare(words[1:]))
@@ -297,7 +294,6 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _report(results: Results, out: Path) -> None:
-    """Write the pages; print the findings and the paths."""
     pages = write_report(results, out, _TITLE)
     if not has_matplotlib():
         print(NO_PLOTS, file=sys.stderr)
@@ -308,7 +304,6 @@ def _report(results: Results, out: Path) -> None:
 
 
 def make_compare_parser() -> argparse.ArgumentParser:
-    """The arguments of ``paramserver benchmark compare``."""
     parser = argparse.ArgumentParser(
         prog="paramserver benchmark compare",
         description="Print how each figure of each case changed from A to B, with its spread.",

@@ -101,9 +101,8 @@ def predict_communication(
 ) -> dict[str, Any] | None:
     """The predicted communication of a case; None without communication or without a formula for it.
 
-    Args:
-        wire_bytes: sent and received by a trainer per step, as measured.
-        overlap: servers update and send back each bucket while they receive others.
+    ``wire_bytes`` are sent and received by a trainer per step, as measured. ``overlap``: servers update and send back
+    each bucket while they receive others.
     """
     if mode.has_servers:
         in_memory = wire_bytes < model_bytes / 2

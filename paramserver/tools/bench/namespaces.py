@@ -156,13 +156,11 @@ class Namespace:
         return int(counters[0]) + int(counters[8])
 
     def close(self) -> None:
-        """Release the namespace."""
         self._holder.kill()
         self._holder.communicate(timeout=_TIMEOUT_S)
 
 
 def host_address(number: int) -> str:
-    """The address of host ``number``."""
     return f"10.99.{number // 250}.{number % 250 + 1}"
 
 

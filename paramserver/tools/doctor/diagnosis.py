@@ -83,8 +83,6 @@ class Diagnosis:
         return int(bool(self.problems))
 
     def to_json(self) -> dict[str, Any]:
-        """Return a mapping for ``--json``."""
-
         def listed(findings: Iterable[Finding]) -> list[dict[str, str]]:
             return [{"text": one.text, "cure": one.cure, "host": one.host} for one in findings]
 

@@ -57,12 +57,8 @@ _CLOCKS_AGREE_S = 1.0
 class Participant:
     """One process of the check.
 
-    Attributes:
-        rank: the global rank by which it takes part: that of the server, where one command starts both.
-        ranks: global ranks that its command would start.
-        address, port: where it listens.
-        interface, mtu: over which it listens.
-        cores, gpus: how many it can use.
+    ``rank`` is the global rank by which it takes part: that of the server, where one command starts both. ``ranks`` are
+    all that its command would start. It listens at ``address`` and ``port``, over ``interface``.
     """
 
     rank: int

@@ -31,7 +31,6 @@ _MOST_SERVERS = 4  # times as many as trainers, when the number to break even is
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The arguments of ``paramserver benchmark predict``."""
     parser = argparse.ArgumentParser(
         prog="paramserver benchmark predict",
         description="Simulate how fast the benchmarked task would train with other numbers of trainers and servers, "
@@ -65,7 +64,6 @@ class Prediction:
 
 
 def predict(words: Sequence[str]) -> int:
-    """Run the command and return the exit code."""
     arguments = make_parser().parse_args(words)
     measured = read_results(arguments.results)
     used = usable(measured)
@@ -256,7 +254,6 @@ def _table(predictions: Sequence[Prediction], measured: float) -> Table:
 
 
 def _written(predictions: Sequence[Prediction], out: Path, notes: Sequence[str]) -> list[str]:
-    """Write the results and a report of them."""
     results = []
     for one in predictions:
         case, found = one.case, one.found

@@ -84,12 +84,9 @@ class Deployment:
     """What is simulated.
 
     Attributes:
-        config: of the run: numbers of trainers and servers, consistency, ``cluster.colocate``, buckets.
         message_bytes: of all parameters, or of all gradients, as they are sent.
         forward_s, backward_s: a trainer's compute in a step, and its wait for data.
         samples: of a trainer in a step.
-        link: bandwidth of an interface, and latency of a message.
-        costs: of messages and updates.
         cores: of each host; of all together with ``one_machine``, where hosts are network namespaces.
         by_bucket: whether the optimizer allows that ``sync`` updates bucket by bucket.
         jitter: standard deviation of a trainer's compute, as a share of it; independent draws of a log-normal.
@@ -182,7 +179,6 @@ class Interface:
 
     @property
     def connections(self) -> int:
-        """The number of connections that transfer."""
         return len(self._waiting) + self._serves_last
 
     def offer(self, connection: Connection, seconds: float, serve: Callable[[float], None]) -> None:

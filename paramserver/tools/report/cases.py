@@ -122,7 +122,6 @@ class ReportCase:
         return self.estimate(SPEED)
 
     def values(self, figure: Figure) -> dict[int, float | None]:
-        """The figure of each completed repeat."""
         return {one.repeat: figure.get(one) for one in self.completed}
 
     def estimate(self, figure: Figure) -> Estimate | None:
@@ -169,7 +168,6 @@ class ReportCase:
         return {index: merged_counts(histograms) for index, histograms in sorted(parts.items())}
 
     def trainer_speeds(self) -> list[Estimate | None]:
-        """Samples/s of each trainer."""
         rows = [one.per_trainer for one in self.completed]
         count = max((len(row) for row in rows), default=0)
         return [estimate(row[i] for row in rows if i < len(row)) for i in range(count)]
@@ -243,5 +241,4 @@ def by_speed(cases: Iterable[ReportCase]) -> list[ReportCase]:
 
 
 def quoted_name(case: ReportCase) -> str:
-    """The name of a case in a sentence or a table."""
     return quoted(case.name)

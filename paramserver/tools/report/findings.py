@@ -52,7 +52,6 @@ class Group:
         return self.cases[0]
 
     def best_of_modes(self) -> list[ReportCase]:
-        """The fastest case of each mode."""
         best: dict[str, ReportCase] = {}
         for case in self.cases:
             best.setdefault(case.mode, case)

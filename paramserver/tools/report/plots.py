@@ -69,7 +69,6 @@ def validation_against(axis: int, name: str) -> Callable[[CaseResult], Curve]:
 
 
 def metric_names(results: Iterable[CaseResult]) -> list[str]:
-    """The validation metrics of all records."""
     return sorted({name for one in results for point in one.validation for name in point[2]})
 
 

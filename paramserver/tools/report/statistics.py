@@ -94,13 +94,14 @@ def estimate(values: Iterable[float | None]) -> Estimate | None:
     if not known:
         return None
     if min(known) <= 0:
-        return _around(statistics.fmean(known), known)
+        return _around(known)
     unit = known[0]  # whose logarithm is 0, so that equal values come out as they are
-    logs = _around_mean([math.log(value) - math.log(unit) for value in known])
+    logs = _around([math.log(value) - math.log(unit) for value in known])
     return replace(_of_logarithms(logs, unit), median=statistics.median(known))
 
 
-def _around(mean: float, values: Sequence[float]) -> Estimate:
+def _around(values: Sequence[float]) -> Estimate:
+    mean = statistics.fmean(values)
     if len(values) < FEWEST_REPEATS:
         return Estimate(mean, None, None, len(values), mean)
     half = t_quantile((1 + CONFIDENCE) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
@@ -126,7 +127,7 @@ def ratio(
     if not a or not b:
         return None
     if are_interleaved and a.keys() == b.keys():
-        logs = _around_mean([a[repeat] - b[repeat] for repeat in a])
+        logs = _around([a[repeat] - b[repeat] for repeat in a])
     else:
         logs = _welch(list(a.values()), list(b.values()))
     return _of_logarithms(logs)
@@ -142,10 +143,6 @@ def _of_logarithms(logs: Estimate, unit: float = 1.0) -> Estimate:
 
 def _logarithms(values: Mapping[int, float | None]) -> dict[int, float]:
     return {repeat: math.log(value) for repeat, value in values.items() if value is not None and value > 0}
-
-
-def _around_mean(values: Sequence[float]) -> Estimate:
-    return _around(statistics.fmean(values), values)
 
 
 def _welch(a: Sequence[float], b: Sequence[float]) -> Estimate:

@@ -185,8 +185,6 @@ def staleness_figures(counts: Mapping[int, int]) -> tuple[str, str, str, str]:
 
 
 def resources_table(cases: Sequence[ReportCase]) -> Table:
-    """Bytes on the wire, CPU time and memory."""
-
     def wire(case: ReportCase) -> str:
         """Bytes on the wire, and their source where the trainers did not count them."""
         sources = {one.wire_bytes_source for one in case.completed if one.wire_bytes_source}
@@ -233,7 +231,6 @@ def predictions_table(cases: Sequence[ReportCase]) -> Table:
 
 
 def failures_table(cases: Sequence[ReportCase]) -> Table:
-    """The error of each repeat that failed."""
     rows = [
         (quoted_name(case), str(one.repeat), first_line(one.error) or "no reason is known")
         for case in cases
