@@ -76,11 +76,8 @@ def code_folders(
 ) -> list[Path]:
     """Return where references to user code are searched, in this order.
 
-    A reference in a file is relative to the folder of that file, one on the command line to the current folder.
-
-    Args:
-        config_file: the config; None = none is given, or it is that of a run.
-        recorded: the folders of the run that is resumed (``RunDir.task_folders``).
+    A reference in a file is relative to the folder of that file, one on the command line to the current folder. Without
+    ``config_file`` (None) none is given, or it is that of a run that is resumed, whose folders are ``recorded``.
     """
     files = [] if config_file is None else [config_file.resolve().parent]
     current = [Path.cwd()]

@@ -76,10 +76,8 @@ def random_states(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
 def restore_random_states(states: dict[str, Any], devices: Sequence[torch.device] = ()) -> None:
     """Set all generators to the states that :func:`random_states` returned.
 
-    Args:
-        states: of this process, or of one before it that may have had other devices.
-        devices: of this process. Its first GPU continues the first of the states, whatever their numbers; a generator
-            without a state keeps its own.
+    The states are of this process, or of one before it that may have had other devices: the first GPU of ``devices``
+    continues the first of them, whatever their numbers, and a generator without a state keeps its own.
     """
     torch.set_rng_state(states["torch"])
     version, numbers, gauss = states["random"]
@@ -186,7 +184,6 @@ class GeneratorStates:
         return cls(torch.default_generator.get_state().numpy().tobytes(), random.getstate(), _numpy_words(), kept)
 
     def restore(self) -> None:
-        """Set all generators to these states."""
         torch.default_generator.set_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
         random.setstate(self.random)
         if self.numpy and _numpy_is_legacy():
