@@ -275,9 +275,6 @@ def unpack_parameters(frame: bytes) -> npt.NDArray[np.float64]:
     return np.frombuffer(frame, dtype="<f8")
 
 
-# Numbers about samples.
-
-
 def pack_integers(numbers: Any) -> bytes:
     """Encode whole numbers as int64: the steps of HAD, and the ``released`` of ACK."""
     return np.asarray(numbers, dtype="<i8").reshape(-1).tobytes()

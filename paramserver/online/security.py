@@ -37,9 +37,6 @@ _MAX_REFUSALS_LOGGED = 100
 _logger = logging.getLogger("paramserver.keys")
 
 
-# Create keys.
-
-
 def make_keys(folder: str | Path, client: str | None = None) -> list[Path]:
     """Create the keys of a run and of one client, or of a further client.
 
@@ -93,9 +90,6 @@ def _write(file: Path, mode: int, text: str) -> None:
         opened.write(text)
 
 
-# Read keys.
-
-
 def _read(file: Path, *, secret: bool) -> tuple[bytes, bytes]:
     """Public and secret key; the second is empty unless ``secret``."""
     from zmq.auth.certs import load_certificate
@@ -134,9 +128,6 @@ def find_client_key(keys: str | Path) -> Path:
         f"keys ({keys}) must be a folder with one client's secret key, there is {names}; name the file itself, or make "
         "one with: paramserver keys FOLDER --client NAME"
     )
-
-
-# Use keys.
 
 
 def secure_client_socket(socket: zmq.Socket[Any], keys: str | Path | None) -> None:

@@ -126,7 +126,6 @@ class IngestSpec:
 
     @property
     def descriptors(self) -> tuple[ArrayDescriptor, ...]:
-        """Of the fields of a whole sample."""
         return tuple(field.descriptor for field in self.fields)
 
     @property

@@ -295,7 +295,6 @@ class SimulationTracker(ABC):
         return None if simulation is None else simulation.client_parameters
 
     def counts(self) -> dict[str, int]:
-        """How many simulations are waiting, running, complete and given up."""
         found = Counter(one.state for one in self.simulations.values())
         running = found[SimulationState.RUNNING] + found[SimulationState.SETTLING]
         return {

@@ -101,9 +101,6 @@ class Case:
         return self.trainers if self.mode.single_process else 1
 
 
-# Parsing.
-
-
 def _mode(word: str, text: str) -> Mode:
     if word not in MODES:
         near = closest_match(word, list(MODES))
@@ -171,9 +168,6 @@ def _check_may_be_set(key: str, flag: str) -> None:
         raise UnsupportedConfiguration(f"{flag}: {key} is what {_FLAGS[key]} is for; use that")
     if any(key == own or key.startswith(f"{own}.") for own in _SET_BY_BENCHMARK):
         raise UnsupportedConfiguration(f"{flag}: {key} is decided by the benchmark; leave it out")
-
-
-# The cases.
 
 
 def make_cases(requested: RequestedCases) -> list[Case]:

@@ -300,9 +300,6 @@ def _report(results: Results, out: Path) -> None:
     print_output("\n".join([*findings(cases_of(results.results)), *(f"written: {page}" for page in pages)]))
 
 
-# Two results.
-
-
 def make_compare_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="paramserver benchmark compare",

@@ -113,7 +113,6 @@ class NetworkHosts:
         return self._hosts[number].command_in(*command)
 
     def moved_bytes(self, number: int) -> int:
-        """Bytes that the interface of a host sent and received."""
         return self._hosts[number].moved_bytes(INTERFACE)
 
 

@@ -200,9 +200,6 @@ def _processes_with(variable: str) -> list[str]:
     return found
 
 
-# Checking.
-
-
 @dataclass(frozen=True)
 class Check:
     """Whether one thing that must hold does."""

@@ -106,9 +106,6 @@ def predict(words: Sequence[str]) -> int:
     return 0
 
 
-# What was measured.
-
-
 @dataclass(frozen=True)
 class MeasuredRun:
     """A run of the benchmark, for the simulator, and its throughput."""
@@ -168,9 +165,6 @@ def _deployed(result: CaseResult) -> Deployment:
     # The bandwidth is that of a tensor: headers and gaps are part of it.
     costs = replace(Costs(), link_share=1.0)
     return deployment_of(result, LinkSpeed(bandwidth, latency), cores or 1, one_machine=True, costs=costs)
-
-
-# Predictions.
 
 
 def _predicted(case: Case, target: Deployment, failures: tuple[float, float] | None) -> Prediction:
@@ -239,9 +233,6 @@ def break_even_servers(deployment: Deployment, limit_s: float) -> int | None:
     return high
 
 
-# Output.
-
-
 def _table(predictions: Sequence[Prediction], measured: float) -> Table:
     fails = any(one.kept is not None for one in predictions)
     titles = ("case", "servers", "step (ms)", "samples/s", "of measured", *(["kept with failures"] if fails else []))
@@ -277,9 +268,6 @@ def _written(predictions: Sequence[Prediction], out: Path, notes: Sequence[str])
         append_result(out / RESULTS_FILE, result)
     pages = write_report(Results(str(out / RESULTS_FILE), tuple(results), (f"{SIMULATED}.", *notes)), out, SIMULATED)
     return [f"written: {page}" for page in pages]
-
-
-# Flags.
 
 
 def _number(flag: str, word: str, least: float, most: float = sys.float_info.max) -> float:

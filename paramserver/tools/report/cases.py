@@ -191,7 +191,6 @@ def communication_limit(case: ReportCase, cases: Sequence[ReportCase]) -> Report
 
 
 def local_baseline(case: ReportCase, cases: Sequence[ReportCase]) -> ReportCase | None:
-    """The baseline with a single process for ``case``."""
     return next(iter(_baselines(case, cases, LOCAL)), None)
 
 

@@ -146,7 +146,6 @@ def _logarithms(values: Mapping[int, float | None]) -> dict[int, float]:
 
 
 def _welch(a: Sequence[float], b: Sequence[float]) -> Estimate:
-    """The difference of two means."""
     difference = statistics.fmean(a) - statistics.fmean(b)
     median = statistics.median(a) - statistics.median(b)
     repeats = min(len(a), len(b))

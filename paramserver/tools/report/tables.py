@@ -109,8 +109,6 @@ def scaling_table(cases: Sequence[ReportCase]) -> Table:
 
 
 def steps_table(cases: Sequence[ReportCase]) -> Table:
-    """Mean, quantiles and maximum of the durations of steps."""
-
     def step(name: str) -> Cell:
         return lambda case: format_number(case.step_ms.get(name))
 
