@@ -171,10 +171,7 @@ def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
 
 @contextmanager
 def name_user_error(what: str) -> Iterator[None]:
-    """Turn an error that code of the user raises in the block into a ``SourceError`` that names what raised it.
-
-    ``what`` is what the block calls, such as a method of the task. The message has the line of the user's code too.
-    """
+    """Turn an error of user code in the block into a ``SourceError`` with its line; ``what`` is what is called."""
     try:
         yield
     except ParamserverError:

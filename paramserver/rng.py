@@ -57,10 +57,7 @@ def seed_all(*entropy: int) -> None:
 
 
 def random_states(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
-    """Return the states of all generators of this process, in types that ``torch.load(weights_only=True)`` accepts.
-
-    The generators of the GPUs among ``devices`` are included.
-    """
+    """Return the states of all generators, also of GPUs in ``devices``, for ``torch.load(weights_only=True)``."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),

@@ -433,10 +433,7 @@ class Buffer(ABC):
 
     @abstractmethod
     def _draw(self, n: int) -> tuple[Slots, Slots, int]:
-        """Serve up to n samples with ``self._store.serve``.
-
-        Return the slots served, those of them whose samples are to be removed, and how many were new.
-        """
+        """Serve up to n samples; return their slots, those of them that are to be removed, and how many were new."""
 
     def _is_ready(self, n: int) -> bool:
         """Return whether ``get_batch(n)`` returns at once while the buffer is not finished."""

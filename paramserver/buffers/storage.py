@@ -243,10 +243,7 @@ class SampleStore:
             self.storage.flush()
 
     def serve(self, slots: Slots) -> tuple[int, Slots]:
-        """Count one more serving of each of these distinct slots.
-
-        Return how many were served for the first time, and how often each of them was served by now.
-        """
+        """Count one more serving of these distinct slots; return how many are new, and the servings of each by now."""
         assert self.storage is not None
         times = self.served[slots] + 1
         # The slots are distinct, so this indexed write counts each of them.
@@ -319,10 +316,7 @@ class SampleStore:
         }
 
     def load_state_dict(self, state: dict[str, Any], samples: list[Any] | None) -> None:
-        """Fill an empty store, with the saved samples in slots 0, 1, ... in the saved order.
-
-        ``samples`` are given if the state has keys only.
-        """
+        """Fill an empty store in the saved order; ``samples`` are given if the state has keys only."""
         keys = state["keys"]
         if samples is not None:
             for sample, key in zip(samples, keys, strict=True):

@@ -184,9 +184,7 @@ def interface_to(host: str) -> str | None:
 
 
 def own_address(host: str, interface: str | None = None) -> str:
-    """Return the address at which other machines that reach ``host`` reach this one.
-
-    If ``interface`` has an address, that is returned, and ``host`` is not resolved.
+    """Return the address at which machines that reach ``host`` reach this one: that of ``interface``, if it has one.
 
     Raises:
         UnsupportedConfiguration: this machine does not reach ``host``.

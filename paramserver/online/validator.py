@@ -208,10 +208,7 @@ class MessageValidator:
         self._field_frames = lru_cache(_MAX_DESCRIPTORS)(self._read_field_frames)
 
     def validate(self, peer: bytes, frames: Frames) -> Outcome:
-        """Validate one message. Never raises, whatever the message holds.
-
-        ``peer`` is the routing id of the sender's socket. The arrays of an accepted sample are views of ``frames``.
-        """
+        """Validate one message; never raises. The arrays of an accepted sample are views of ``frames``."""
         session: ClientSession | None = None
         header: Header | None = None
         counted = False
@@ -531,10 +528,7 @@ class SampleAssembly:
         return self._count
 
     def start_attempt(self, simulation: int, attempt: int, newest: bool = False) -> list[SamplePart]:
-        """Register an attempt that a member has opened; returns the parts of others, which are dropped.
-
-        The highest attempt counts; if ``newest``, this one does.
-        """
+        """Register an attempt: the highest counts, or a ``newest`` one; returns the dropped parts of others."""
         known = self._attempts.pop(simulation, attempt)
         self._attempts[simulation] = current = attempt if newest else max(known, attempt)
         if len(self._attempts) > _MAX_SIMULATIONS:

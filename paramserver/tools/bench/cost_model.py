@@ -80,10 +80,7 @@ _COMPRESSION = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}
 
 
 def ring_bytes(model_bytes: int, trainers: int, comm_hook: str) -> float | None:
-    """Bytes that each trainer sends and receives per step in a ring all-reduce: 2(n-1)/n of M in each direction.
-
-    None where the ratio of the compression is unknown.
-    """
+    """Bytes that a trainer sends and receives per step in a ring, 2(n-1)/n of M each way; None if they are unknown."""
     share = _COMPRESSION.get(comm_hook)
     return None if share is None else 2 * 2 * (trainers - 1) / trainers * model_bytes * share
 

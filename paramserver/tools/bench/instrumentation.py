@@ -22,10 +22,7 @@ BARRIER_TIMEOUT_S = 120.0
 
 
 def file_barrier(file: Path, number: int, count: int) -> None:
-    """Block until ``count`` processes have called this, for at most ``BARRIER_TIMEOUT_S``.
-
-    The store in ``file`` is used for nothing else. ``number`` is from 0 to ``count - 1``.
-    """
+    """Block until ``count`` processes have called this, for at most ``BARRIER_TIMEOUT_S``; they count from 0."""
     store = FileStore(str(file), count)
     store.set(f"here-{number}", "")
     store.wait([f"here-{i}" for i in range(count)], timedelta(seconds=BARRIER_TIMEOUT_S))

@@ -93,10 +93,7 @@ class Slowdown:
         self._waiting = threading.Event()  # never set: a wait on it simulates computation
 
     def after_forward(self, model: Any, loss: Any, forward_s: float, batch_idx: int) -> None:
-        """Call after the forward of each batch; blocks as long as a slow trainer computes.
-
-        The gradient of ``loss`` shows when the backward begins, and those of the model when it ends.
-        """
+        """Call after the forward of each batch; blocks as long as a slow trainer computes, and times the backward."""
         if loss is None:
             raise TaskError("--slow must have a task with one optimizer, whose backward it measures; leave it out")
         if self._slow.slows(self._seed, self._trainer_index, batch_idx):

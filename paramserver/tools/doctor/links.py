@@ -57,10 +57,7 @@ class Link:
 
 
 def rounds(items: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
-    """Yield pairs in rounds, so that each item is in each pair with another once, and at most once in a round.
-
-    The circle method for round-robin tournaments.
-    """
+    """Yield each pair once, in rounds in which no item is in two: the circle method for round-robin tournaments."""
     count = len(items) + len(items) % 2
     order = list(range(count))
     for _ in range(count - 1):
@@ -71,11 +68,7 @@ def rounds(items: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
 
 
 def measure_link(source: int, target: int, address: tuple[str, int], token: bytes) -> Link:
-    """Connect to a host that calls ``serve_link``, and measure what is sent to it.
-
-    The host knows a connection of this check by ``token``. ``source`` and ``target`` are numbers of hosts, for the
-    result.
-    """
+    """Measure the link to a host that calls ``serve_link`` with this token; both hosts are given by number."""
     give_up_at = time.monotonic() + PROBE_S
     try:
         connection = socket.create_connection(address, timeout=CONNECT_S)

@@ -130,10 +130,7 @@ def usable(results: Results) -> list[MeasuredRun]:
 
 
 def calibrated(measured: Sequence[MeasuredRun], source: str) -> tuple[Deployment, tuple[str, ...]]:
-    """Return what was measured with the costs that are fitted on it, and sentences about the fit.
-
-    Its compute is the mean of all runs.
-    """
+    """Return what was measured, with the mean compute of all runs and fitted costs, and sentences about the fit."""
     costs = fit([(one.deployment, one.samples_per_second) for one in measured])
     errors = [abs(error_of(replace(one.deployment, costs=costs), one.samples_per_second)) for one in measured]
     names = ("forward_s", "backward_s")

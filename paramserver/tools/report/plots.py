@@ -73,10 +73,7 @@ def metric_names(results: Iterable[CaseResult]) -> list[str]:
 
 
 def band(curves: Iterable[Curve], points: int = _POINTS) -> Band | None:
-    """The band over the range that all curves cover; None without any point.
-
-    A curve with more than ``points`` points is smoothed to this number.
-    """
+    """The band over the range that all curves cover, each smoothed to ``points`` points; None without any point."""
     thinned = [_thinned(sorted(curve), points) for curve in curves if curve]
     if not thinned:
         return None
