@@ -389,10 +389,7 @@ def _is_of_user(file: str) -> bool:
 
 
 class StartupTimer:
-    """Divides the time from the command to the first step into named phases.
-
-    ``began`` is ``time.time()`` of the command; None = of this process.
-    """
+    """Divides the time since the command (``began``, of ``time.time()``; None = this process) into named phases."""
 
     def __init__(self, began: float | None = None) -> None:
         self._last = process_start_time() if began is None else began

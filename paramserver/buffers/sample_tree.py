@@ -250,10 +250,7 @@ class NumberLeaf(LeafSpec):
 
 
 class TreeSpec(SampleSpec):
-    """A tuple, named tuple, list or dict of layouts.
-
-    ``names`` are the keys of a dict in order; None for the other types.
-    """
+    """A tuple, named tuple or list of layouts, or a dict with the ``names`` of its keys in order."""
 
     def __init__(self, kind: type[Any], names: tuple[Any, ...] | None, children: Sequence[SampleSpec]) -> None:
         self.kind = kind

@@ -525,10 +525,7 @@ class ObjectStorage(Storage):
 
 
 class StackedSamples(Sequence[Any]):
-    """Samples of one layout, in one array per leaf. Tensors and arrays of a sample are rows of these, not copies.
-
-    ``columns`` has the values of each leaf, as ``Column.array`` has them.
-    """
+    """Samples of one layout, in an array per leaf like ``Column.array``. Their tensors and arrays are rows of these."""
 
     def __init__(self, layout: SampleSpec, columns: list[npt.NDArray[Any]], size: int) -> None:
         self.layout = layout

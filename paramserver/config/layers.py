@@ -202,10 +202,7 @@ def constant_origin(origin: str) -> OriginOf:
 
 
 class Settings:
-    """Checked values by dotted key; a key that was not given keeps its default.
-
-    ``origins`` has where each key was given last, in the order of assignment.
-    """
+    """Checked values by dotted key, and where each was given last, in the order of assignment; others keep defaults."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}

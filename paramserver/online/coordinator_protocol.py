@@ -42,10 +42,7 @@ class RequestRefused(Exception):  # noqa: N818 - a reply to a client, not an err
 
 
 class ConnectedTrainer:
-    """A trainer that has joined.
-
-    ``peer`` is the routing id of its socket; ``last_seen_s`` and ``counters`` are of its last report.
-    """
+    """A trainer that has joined, by the routing id of its socket, with the time and counters of its last report."""
 
     def __init__(self, peer: bytes, joined: TrainerJoined, now: float) -> None:
         self.peer, self.joined, self.last_seen_s = peer, joined, now

@@ -606,10 +606,7 @@ _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_
 
 
 class ConnectionMonitor:
-    """Watches the connection of one socket, which ZeroMQ reestablishes again and again without notice.
-
-    The socket is not connected yet. ``num_connections`` counts its successful handshakes.
-    """
+    """Watches the connection of a socket that is not connected yet. ZeroMQ makes it again and again without notice."""
 
     def __init__(self, socket: zmq.Socket[Any]) -> None:
         self.num_connections = 0

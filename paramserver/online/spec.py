@@ -100,10 +100,7 @@ def _parse_shape(key: str, options: Mapping[str, Any]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class IngestSpec:
-    """The parsed and checked config section ``simulations``. Create it with ``from_config``.
-
-    ``parameters`` has (name, low, high) of each, in order.
-    """
+    """The parsed section ``simulations``, with (name, low, high) of each parameter. Create it with ``from_config``."""
 
     config: SimulationsConfig
     fields: tuple[FieldSpec, ...]

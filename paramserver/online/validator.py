@@ -80,10 +80,7 @@ def describe_sender(header: Header) -> str:
 
 @dataclass(eq=False, slots=True)
 class Opening:
-    """With which parameters a simulation was opened.
-
-    Before ``has_sample``, a valid sample or part of one, an OPEN with others replaces it.
-    """
+    """The parameters of a simulation. An OPEN with others replaces them until a valid sample or part has arrived."""
 
     parameters: npt.NDArray[np.float64]
     has_sample: bool = False

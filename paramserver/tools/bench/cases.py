@@ -59,11 +59,7 @@ def add_case_flags(parser: argparse.ArgumentParser, trainers: str) -> None:
 
 @dataclass(frozen=True)
 class RequestedCases:
-    """The cases that a command line asks for, as unparsed text.
-
-    ``sweeps`` are ``key=v1,v2``: every combination of their values is a case. ``overrides``, ``key=value``, are for
-    all.
-    """
+    """The cases of a command line, unparsed: every combination of the ``sweeps``, each with all ``overrides``."""
 
     file: Path
     modes: str | None = None

@@ -52,10 +52,7 @@ START_S = 6.0
 
 
 class BenchmarkProgress:
-    """Prints a line for each finished run, with an estimate of the remaining time.
-
-    ``runs`` has the case of each run, in order; the training of each takes ``training_s``.
-    """
+    """Prints a line for each finished run, in the order of ``runs``, with an estimate of the remaining time."""
 
     def __init__(self, stream: TextIO, runs: Sequence[Case], training_s: float) -> None:
         self._stream = stream

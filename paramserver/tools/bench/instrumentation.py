@@ -99,10 +99,7 @@ class ObservedTask(Task):
 
 
 class InstrumentedTask(ObservedTask):
-    """Constructs an instance of a class derived from ``ObservedTask`` and the user's class.
-
-    ``task`` is as in the key ``task``; a file by its absolute path.
-    """
+    """Constructs the user's ``task`` (a file by its absolute path), with ``ObservedTask`` as the first base."""
 
     def __new__(cls, task: str, task_args: Mapping[str, Any], observer: Mapping[str, Any]) -> Any:
         user_class = check_task_class(load_object(task, "task"), task)

@@ -27,10 +27,7 @@ _FOR_EVER_S = 1e9
 
 @dataclass
 class Shot:
-    """A fault of the plan, and what became of it.
-
-    ``fired_at`` is ``time.time()`` then, None if it did not fire, and ``step`` that of the last update before it.
-    """
+    """A fault of the plan, and when it fired (``time.time()``; None if it did not), after which step of the run."""
 
     fault: Fault
     fired_at: float | None = None

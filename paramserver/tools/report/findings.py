@@ -39,10 +39,7 @@ _WIDE = 0.15
 
 @dataclass(frozen=True)
 class Group:
-    """Cases with the same number of trainers and the same scenario, the fastest first.
-
-    ``conditions`` begins a sentence about them; empty where there is no other group.
-    """
+    """Cases of one number of trainers and scenario, the fastest first; ``conditions`` begins a sentence or is empty."""
 
     cases: tuple[ReportCase, ...]
     conditions: str
