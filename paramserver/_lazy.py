@@ -13,11 +13,8 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
     """Return ``__getattr__`` (PEP 562), ``__dir__`` and ``__all__`` for a package.
 
     The public names are those that the ``__init__`` of the package imports under ``if TYPE_CHECKING``. Type checkers
-    read these imports, and this function parses them from the source, so each name is listed once.
-
-    Args:
-        package: the ``__name__`` of the package.
-        file: the ``__file__`` of the package.
+    read these imports, and this function parses them from the source, so each name is listed once. ``package`` and
+    ``file`` are the package's ``__name__`` and ``__file__``.
 
     Example::
 

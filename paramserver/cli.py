@@ -21,7 +21,6 @@ from paramserver.version import __version__
 
 
 def make_keys_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``paramserver keys``."""
     parser = argparse.ArgumentParser(
         prog="paramserver keys",
         description="Make the keys by which an online run and its clients authenticate each other (simulations.keys). "
@@ -34,7 +33,6 @@ def make_keys_parser() -> argparse.ArgumentParser:
 
 
 def make_ping_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``paramserver ping``."""
     parser = argparse.ArgumentParser(
         prog="paramserver ping",
         description="Ask an online run whether it is alive and print its state as one JSON object. The run also "
@@ -48,12 +46,10 @@ def make_ping_parser() -> argparse.ArgumentParser:
 
 
 def keys_main(argv: Sequence[str]) -> int:
-    """Run ``paramserver keys`` and return the exit code."""
     return _run(make_keys_parser(), argv, _keys)
 
 
 def ping_main(argv: Sequence[str]) -> int:
-    """Run ``paramserver ping`` and return the exit code."""
     return _run(make_ping_parser(), argv, _ping)
 
 

@@ -101,9 +101,6 @@ class StopRequest:
     Args:
         restore: install the previous handlers again on exit. A process that ends with its rank keeps these handlers: a
             signal to all ranks may arrive when one has just finished, and must not turn its success into a failure.
-
-    Attributes:
-        on_request: called after each request, also inside of a signal handler.
     """
 
     def __init__(self, restore: bool = True) -> None:
@@ -124,7 +121,6 @@ class StopRequest:
         self.on_request()
 
     def state(self) -> tuple[Stop, str]:
-        """Return whether a stop was requested, and the reason."""
         return (Stop.SIGNAL, self._reason) if self.event.is_set() else (Stop.NO, "")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -183,9 +179,7 @@ class StopLimit:
     of the user, it waits for another process, which has its own limit, and gets twice that time.
 
     Args:
-        stop: the request. Entered before this object.
         limit_s: ``cluster.stop_within_s``; infinite if a signal does not end the run.
-        acknowledge: called with a line for the user at the first request.
 
     Attributes:
         end: called with where the process stands. Ends it; if it returns, this object does nothing more.
@@ -310,7 +304,6 @@ class StopLimit:
         return time.monotonic() - self._paused_at > GRACE_S and bool(self.place())
 
     def _receive(self, timeout_s: float | None) -> None:
-        """Wait for a request or a signal."""
         if not select.select([self._reading], [], [], timeout_s)[0]:
             return
         with suppress(BlockingIOError):
@@ -396,11 +389,7 @@ def _is_of_user(file: str) -> bool:
 
 
 class StartupTimer:
-    """Divides the time from the command to the first step into named phases.
-
-    Args:
-        began: ``time.time()`` of the command; None = of this process.
-    """
+    """Divides the time since the command (``began``, of ``time.time()``; None = this process) into named phases."""
 
     def __init__(self, began: float | None = None) -> None:
         self._last = process_start_time() if began is None else began
@@ -430,8 +419,6 @@ class Kept:
     """What a trainer keeps from one session to the next.
 
     Attributes:
-        callbacks: of the task, by name.
-        has_started: ``on_train_start`` was called.
         partition: the trainer's share, for which the rest was made.
         train: what ``Task.train_source`` returned; None if it cannot be read again.
         validation: batches; None if there are none.
@@ -452,7 +439,6 @@ class ProcessContext:
         receiver_spec: how this trainer receives samples of simulations; None where there are none.
         session: how often this process has joined the run before.
         is_newcomer: this trainer joins a running job, and has not taken part yet: the others continue if it fails.
-        kept: from one session to the next.
         end_now: reports an error and ends this process, from any thread; for a loss that the main thread does not
             notice, as it waits in C++ or computes. None where the process outlives the run.
     """

@@ -21,12 +21,7 @@ from paramserver.errors import UnsupportedConfiguration
 
 @dataclass(frozen=True)
 class Placement:
-    """The devices of one process and the process-group backend for them.
-
-    Attributes:
-        devices: inputs go to the first one.
-        backend: gloo or nccl.
-    """
+    """The devices of one process and the process-group backend for them. Inputs go to the first device."""
 
     devices: tuple[torch.device, ...]
     backend: str
@@ -50,8 +45,7 @@ def num_gpus() -> int:
 def require_visible_gpus(config: Config, allocated: int, visible: int | None = None) -> None:
     """Check that torch sees a GPU where the allocation has some, unless the config asks for the CPU.
 
-    Args:
-        visible: GPUs that torch sees; None = ask torch.
+    ``visible`` is the number of GPUs that torch sees; None = ask torch.
 
     Raises:
         UnsupportedConfiguration: torch sees none of them.
@@ -108,10 +102,7 @@ def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_her
     """Return the devices of one trainer: GPUs of its own if the host has enough for all its trainers, else the CPU.
 
     With ``device.share_gpus`` trainers share GPUs where there are not enough. With ``server.compute: server`` a trainer
-    computes only the loss, on the CPU.
-
-    Args:
-        gpus_here: number of GPUs of the host; None = ask torch.
+    computes only the loss, on the CPU. ``gpus_here`` is the number of GPUs of the host; None = ask torch.
 
     Raises:
         UnsupportedConfiguration: ``device.kind: cuda`` without enough GPUs, or a backend that the device does not

@@ -29,7 +29,6 @@ _ANSWER_S = 5.0
 
 
 def make_join_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``paramserver join``."""
     parser = argparse.ArgumentParser(
         prog="paramserver join",
         description="Be one more trainer of a running job (mode rpc, cluster.elastic: true). The others save a "
@@ -43,7 +42,6 @@ def make_join_parser() -> argparse.ArgumentParser:
 
 
 def make_leave_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``paramserver leave``."""
     parser = argparse.ArgumentParser(
         prog="paramserver leave",
         description="Let one trainer of a running job leave it (mode rpc, cluster.elastic: true). The others save a "
@@ -63,12 +61,10 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def join_main(argv: Sequence[str]) -> int:
-    """Run ``paramserver join`` and return the exit code."""
     return _main(make_join_parser(), argv, _join)
 
 
 def leave_main(argv: Sequence[str]) -> int:
-    """Run ``paramserver leave`` and return the exit code."""
     return _main(make_leave_parser(), argv, _leave)
 
 

@@ -17,7 +17,7 @@
     │   │   ├── PeerFailed            it failed and reported its error
     │   │   ├── Unreachable           a server that lives accepts no new connection
     │   │   ├── Evicted               this process was taken for lost, and another may have its place
-    │   │   ├── GenerationChanged           the servers return to a checkpoint, and all processes join again
+    │   │   ├── GenerationChanged     the servers return to a checkpoint, and all processes join again
     │   │   └── RunEnded              the run had ended before this process joined
     │   └── DeadlineExceeded          a wait reached its limit
     │       └── MissingRanks          rank 0, or other ranks, did not join in time

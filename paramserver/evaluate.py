@@ -35,7 +35,6 @@ class Evaluation:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``paramserver evaluate``."""
     parser = argparse.ArgumentParser(
         prog="paramserver evaluate",
         description="Validate the model of a run's checkpoint with the run's own task and data. Trains and changes "
@@ -49,7 +48,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     arguments = make_parser().parse_args(argv)
 
     def evaluate() -> None:

@@ -76,11 +76,8 @@ def code_folders(
 ) -> list[Path]:
     """Return where references to user code are searched, in this order.
 
-    A reference in a file is relative to the folder of that file, one on the command line to the current folder.
-
-    Args:
-        config_file: the config; None = none is given, or it is that of a run.
-        recorded: the folders of the run that is resumed (``RunDir.task_folders``).
+    A reference in a file is relative to the folder of that file, one on the command line to the current folder. Without
+    ``config_file`` (None) none is given, or it is that of a run that is resumed, whose folders are ``recorded``.
     """
     files = [] if config_file is None else [config_file.resolve().parent]
     current = [Path.cwd()]
@@ -104,8 +101,7 @@ def source_file(user_class: type) -> str | None:
 def load_object(reference: str, key: str, folders: Sequence[Path] = ()) -> Any:
     """Import and return the object that ``reference`` names.
 
-    Args:
-        folders: folders that are searched for a relative file, in this order. They are put first on ``sys.path``.
+    A relative file is searched in ``folders``, in this order. They are put first on ``sys.path``.
 
     Raises:
         UnsupportedConfiguration: the reference is malformed.
@@ -175,11 +171,7 @@ def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
 
 @contextmanager
 def name_user_error(what: str) -> Iterator[None]:
-    """Turn an error that code of the user raises in the block into a ``SourceError`` that names what raised it.
-
-    Args:
-        what: what the block calls, such as a method of the task. The message has the line of the user's code too.
-    """
+    """Turn an error of user code in the block into a ``SourceError`` with its line; ``what`` is what is called."""
     try:
         yield
     except ParamserverError:

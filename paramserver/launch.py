@@ -190,7 +190,6 @@ def normalize_flags(argv: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
     began = time.time()
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = parse(words)
@@ -391,7 +390,6 @@ def resolve_world(arguments: argparse.Namespace, config: Config) -> tuple[Config
 
 
 def rank_flags(arguments: argparse.Namespace) -> RankFlags:
-    """Return what the command line states about this process."""
     return RankFlags(
         arguments.rank,
         arguments.world_size,

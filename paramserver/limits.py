@@ -37,8 +37,7 @@ class Limits:
 def epoch_of(samples: int, epoch_samples: int | None) -> int:
     """Return the epoch of the next sample.
 
-    Args:
-        epoch_samples: samples of one pass over the source, for all trainers; None if unknown (then there is one epoch).
+    A pass over the source has ``epoch_samples``, for all trainers; if that is unknown (None), there is one epoch.
     """
     return samples // epoch_samples if epoch_samples else 0
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``paramserver predict``."""
     parser = argparse.ArgumentParser(
         prog="paramserver predict",
         description="Write what the model of a run's checkpoint returns for given samples: Task.predict_step for each "
@@ -48,7 +47,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``paramserver predict`` and return the exit code."""
     given = make_parser().parse_args(argv)
     return run_command(
         lambda: print_output(predict_run(given.run, given.source, given.out, given.checkpoint, given.overrides))

@@ -135,10 +135,7 @@ def die_with_parent(parent: int | None = None, number: signal.Signals = signal.S
     """Ask the kernel to send a signal when the parent dies (prctl(2)); at SIGTERM a rank saves and ends.
 
     The kernel's parent is the thread that started this process, so that thread must live as long as its process.
-
-    Args:
-        parent: process id, if it is known; None = the current parent, unless that is the first process.
-        number: the signal.
+    ``parent`` is its process id, if that is known; None = the current parent, unless that is the first process.
 
     Raises:
         TrainingError: the parent is dead already.

@@ -57,11 +57,7 @@ def seed_all(*entropy: int) -> None:
 
 
 def random_states(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
-    """Return the states of all generators of this process, in types that ``torch.load(weights_only=True)`` accepts.
-
-    Args:
-        devices: of this process; the generators of its GPUs are included.
-    """
+    """Return the states of all generators, also of GPUs in ``devices``, for ``torch.load(weights_only=True)``."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -77,10 +73,8 @@ def random_states(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
 def restore_random_states(states: dict[str, Any], devices: Sequence[torch.device] = ()) -> None:
     """Set all generators to the states that :func:`random_states` returned.
 
-    Args:
-        states: of this process, or of one before it that may have had other devices.
-        devices: of this process. Its first GPU continues the first of the states, whatever their numbers; a generator
-            without a state keeps its own.
+    The states are of this process, or of one before it that may have had other devices: the first GPU of ``devices``
+    continues the first of them, whatever their numbers, and a generator without a state keeps its own.
     """
     torch.set_rng_state(states["torch"])
     version, numbers, gauss = states["random"]
@@ -96,10 +90,8 @@ def restore_random_states(states: dict[str, Any], devices: Sequence[torch.device
 def validation_generators(seed: int, version: int, index: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
     """Return a context in which all generators of this process are those of one validation; restored at its exit.
 
-    So what a validation draws neither depends on the training before it nor changes the training after it.
-
-    Args:
-        index: of the trainer whose share is evaluated, whichever trainer evaluates it.
+    So what a validation draws neither depends on the training before it nor changes the training after it. ``index`` is
+    that of the trainer whose share is evaluated, whichever trainer evaluates it.
     """
     with _generators(devices, seed, version, index, _VALIDATION):
         yield
@@ -110,10 +102,7 @@ def update_generators(seed: int, version: int, index: int = 0, devices: Sequence
     """Return a context in which all generators of this process are those of one update; restored at its exit.
 
     So what an optimizer draws in ``step()`` is the same in every mode, on every rank of ddp, and after a resume.
-
-    Args:
-        version: that the update makes.
-        index: of the server; 0 where there is none.
+    ``version`` is that which the update makes, and ``index`` that of the server; 0 where there is none.
     """
     # Trainers may call the model of a server meanwhile, with random numbers of their own: see ``PrivateRng``.
     with _generator_lock, _generators(devices, seed, version, index, _UPDATE):
@@ -192,7 +181,6 @@ class GeneratorStates:
         return cls(torch.default_generator.get_state().numpy().tobytes(), random.getstate(), _numpy_words(), kept)
 
     def restore(self) -> None:
-        """Set all generators to these states."""
         torch.default_generator.set_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
         random.setstate(self.random)
         if self.numpy and _numpy_is_legacy():
@@ -221,10 +209,8 @@ class PrivateRng(TorchDispatchMode):
 
     Dropout and similar operations take no generator argument. Inside the context, each operation that torch tags as
     random swaps the state of the process's generator for as long as it runs; all other operations of all threads run
-    concurrently. The generators of ``random``, numpy and of devices other than the CPU are not touched.
-
-    Args:
-        state: of torch's CPU generator, as ``torch.get_rng_state()`` returns it. Updated in place of that generator.
+    concurrently. The generators of ``random``, numpy and of devices other than the CPU are not touched. ``state`` is
+    one of torch's CPU generator (``torch.get_rng_state()``), and is updated in place of that generator.
     """
 
     def __init__(self, state: Tensor) -> None:

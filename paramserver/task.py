@@ -430,8 +430,7 @@ def sampler_of(task: Task, partition: Partition) -> Any:
 def make_task(config: Config, folders: Sequence[Path], create_task: Callable[..., Task] | None = None) -> Task:
     """Create the task of a process, with all random generators seeded, so that it is the same in every process.
 
-    Args:
-        create_task: creates the task from ``task_args``; None = its class, loaded by its name.
+    ``create_task`` creates it from ``task_args``; None = its class, loaded by its name.
 
     Raises:
         TaskError: the class cannot be loaded or is not complete, or its constructor raises.

@@ -433,11 +433,7 @@ class Buffer(ABC):
 
     @abstractmethod
     def _draw(self, n: int) -> tuple[Slots, Slots, int]:
-        """Serve up to n samples with ``self._store.serve``.
-
-        Returns:
-            The slots that are served, those of them whose samples are to be removed, and how many were new.
-        """
+        """Serve up to n samples; return their slots, those of them that are to be removed, and how many were new."""
 
     def _is_ready(self, n: int) -> bool:
         """Return whether ``get_batch(n)`` returns at once while the buffer is not finished."""
@@ -635,10 +631,6 @@ class CountedBuffer(Buffer):
 
     While input continues a batch holds no sample twice. At the end of a drain it may: when fewer than ``n`` samples are
     left but more servings. So the number of batches is ``ceil(samples * pseudo_epochs / n)``.
-
-    Args:
-        pseudo_epochs: servings of each sample.
-        capacity, seed, watermark, max_bytes, batch_size: as of ``Buffer``.
     """
 
     options = ("pseudo_epochs",)

@@ -22,10 +22,6 @@ class AppliedPositions:
         low: all positions below it are complete.
         above: {position: times applied} of positions from ``low`` on.
         count: servings that were applied, of all positions.
-
-    Attributes:
-        low, above, count: as above, now.
-        keys: of a stream.
     """
 
     def __init__(self, low: int = 0, above: Mapping[int, int] | None = None, count: int = 0) -> None:
@@ -45,10 +41,8 @@ class AppliedPositions:
     def add(self, positions: Sequence[int] | npt.NDArray[np.int64], times_due: int | None) -> None:
         """Count one more serving of each of these positions; a position may occur more than once.
 
-        Args:
-            positions: of samples that were applied.
-            times_due: how often each sample is served (``Buffer.times_due``). None, as in a reservoir, which repeats
-                samples as it likes: a position is complete with the first time, and more are counted only.
+        ``times_due`` is how often each sample is served (``Buffer.times_due``). Where it is None, as in a reservoir,
+        which repeats samples as it likes, a position is complete with the first time, and more are counted only.
 
         Raises:
             ValueError: a position was applied more than ``times_due`` times.
@@ -91,7 +85,6 @@ class AppliedPositions:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict()``."""
         self.low, self.count = state["low"], state["count"]
         self.above = dict(zip(state["positions"], state["times"], strict=True))
         self.keys = KeySet(state["keys"])

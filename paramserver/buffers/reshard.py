@@ -21,11 +21,8 @@ def reshard_parts(
 
     Trainer i continues with the random states, the batch number and the task state of the old trainer i. A trainer
     beyond the old ones gets new random states, and its task is not resumed. Counts of samples of the old trainer i move
-    to trainer i modulo ``trainers``, so that their sums are preserved.
-
-    Args:
-        capacity: samples that the buffer of each of them holds.
-        entropy: seed and number of resumes, from which new random states are derived.
+    to trainer i modulo ``trainers``, so that their sums are preserved. ``capacity`` is that of each new buffer. New
+    random states are derived from ``entropy``, the seed and the number of resumes.
 
     Returns:
         One part for each new trainer. Under ``leftovers`` it holds the positions of the old trainers' sources and
@@ -94,13 +91,8 @@ def reshard_buffers(
     Samples that can be fetched again (a state without their values) and were never served are left out: their keys are
     returned, and their source distributes them again; so it does with those that do not fit. A reservoir may lose
     samples that were served before, as at every put; nothing else is ever lost. Puts and gets are counted from the
-    resharding on, starting with what is held.
-
-    Args:
-        states: from ``state_dict``, of buffers of one kind.
-        count: number of new buffers.
-        capacity: of each of them.
-        entropy: seeds the evictions here and the draws of buffers beyond the old ones.
+    resharding on, starting with what is held. ``capacity`` is that of each new buffer. ``entropy`` seeds the evictions
+    here and the draws of buffers beyond the old ones.
 
     Returns:
         The new states, and for each old one what is not distributed: the keys of its samples that were never served,

@@ -250,13 +250,7 @@ class NumberLeaf(LeafSpec):
 
 
 class TreeSpec(SampleSpec):
-    """A tuple, named tuple, list or dict of layouts.
-
-    Args:
-        kind: the type of the container.
-        names: the keys of a dict in order; None for the other types.
-        children: a layout per element.
-    """
+    """A tuple, named tuple or list of layouts, or a dict with the ``names`` of its keys in order."""
 
     def __init__(self, kind: type[Any], names: tuple[Any, ...] | None, children: Sequence[SampleSpec]) -> None:
         self.kind = kind

@@ -64,7 +64,6 @@ class SlotQueue(SlotIndex):
         self._count += len(slots)
 
     def pop(self, n: int) -> Slots:
-        """Remove and return the n oldest slots."""
         oldest: Slots = self._slots[self._places(0, n)].copy()
         self._head = (self._head + n) % len(self._slots)
         self._count -= n
@@ -94,7 +93,6 @@ class SlotBag(SlotIndex):
         self._count += len(slots)
 
     def at(self, positions: Slots) -> Slots:
-        """Return the slots at these positions."""
         return self._slots[positions]
 
     def remove(self, positions: Slots) -> None:

@@ -124,8 +124,6 @@ class SampleStore:
     """Samples in slots 0 to capacity - 1.
 
     Attributes:
-        count, unseen: number of samples held, and how many of them were never served.
-        bytes: size of the samples held.
         seen_bytes: size of those that were served at least once; counted only with ``max_bytes``.
         served: how often the sample in each slot was served.
         positions: of the sample in each slot, see ``Batch``.
@@ -245,11 +243,7 @@ class SampleStore:
             self.storage.flush()
 
     def serve(self, slots: Slots) -> tuple[int, Slots]:
-        """Count one more serving of each of these distinct slots.
-
-        Returns:
-            How many were served for the first time, and how often each of them was served by now.
-        """
+        """Count one more serving of these distinct slots; return how many are new, and the servings of each by now."""
         assert self.storage is not None
         times = self.served[slots] + 1
         # The slots are distinct, so this indexed write counts each of them.
@@ -301,7 +295,6 @@ class SampleStore:
             histogram[times] = histogram.get(times, 0) + int(counts[times])
 
     def histogram(self) -> dict[int, int]:
-        """Return {times served: samples} over the samples that are held and those that were removed."""
         total = dict(self._removed)
         self._count_servings(np.flatnonzero(self._held), total)
         return dict(sorted(total.items()))
@@ -323,11 +316,7 @@ class SampleStore:
         }
 
     def load_state_dict(self, state: dict[str, Any], samples: list[Any] | None) -> None:
-        """Fill an empty store, with the saved samples in slots 0, 1, ... in the saved order.
-
-        Args:
-            samples: the samples themselves if the state has keys only.
-        """
+        """Fill an empty store in the saved order; ``samples`` are given if the state has keys only."""
         keys = state["keys"]
         if samples is not None:
             for sample, key in zip(samples, keys, strict=True):
@@ -536,11 +525,7 @@ class ObjectStorage(Storage):
 
 
 class StackedSamples(Sequence[Any]):
-    """Samples of one layout, in one array per leaf. Tensors and arrays of a sample are rows of these, not copies.
-
-    Args:
-        columns: the values of each leaf, as ``Column.array`` has them.
-    """
+    """Samples of one layout, in an array per leaf like ``Column.array``. Their tensors and arrays are rows of these."""
 
     def __init__(self, layout: SampleSpec, columns: list[npt.NDArray[Any]], size: int) -> None:
         self.layout = layout
@@ -582,9 +567,7 @@ def stack_samples(samples: Sequence[Any]) -> Sequence[Any]:
 def join_states(states: Sequence[dict[str, Any] | None], places: Sequence[tuple[int, int]]) -> dict[str, Any] | None:
     """Return the state of a storage that holds the samples at ``places``, in that order.
 
-    Args:
-        states: of other storages, or None where one was empty.
-        places: (index of the state, index of the sample in it).
+    A place is (index of the state, index of the sample in it). A state is None where a storage was empty.
     """
     held = [state for state in states if state is not None]
     if not places or not held:

@@ -6,7 +6,6 @@ from paramserver._lazy import attach
 
 if TYPE_CHECKING:
     from paramserver.cluster.base import (
-        ClusterEnvironment as ClusterEnvironment,
         ProcessIdentity as ProcessIdentity,
         RankFlags as RankFlags,
         process_environ as process_environ,
@@ -22,14 +21,12 @@ if TYPE_CHECKING:
         choose_interface as choose_interface,
         chosen_interface as chosen_interface,
         host_and_port as host_and_port,
-        interface_to as interface_to,
         is_loopback as is_loopback,
         num_usable_cores as num_usable_cores,
         own_address as own_address,
         quiet_torch_log as quiet_torch_log,
     )
     from paramserver.cluster.resolve import (
-        FlagEnvironment as FlagEnvironment,
         Job as Job,
         find_job as find_job,
         resolve_identity as resolve_identity,
@@ -41,7 +38,6 @@ if TYPE_CHECKING:
     )
     from paramserver.cluster.torchrun import (
         EnvVarEnvironment as EnvVarEnvironment,
-        TorchrunEnvironment as TorchrunEnvironment,
         write_error_file as write_error_file,
     )
 else:

@@ -22,9 +22,6 @@ class ProcessIdentity:
     """One process among those of the run.
 
     Args:
-        global_rank, world_size: position in the run.
-        local_rank, local_world_size: position among the ranks of this host.
-        node_rank: index of the host.
         master_addr, master_port: address of rank 0's store.
         store_is_hosted: an agent (torchrun's) serves a TCPStore there already, so no rank may bind the port.
         job: a prefix that all ranks of this attempt share, and no other attempt on the same store.

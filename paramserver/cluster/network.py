@@ -111,7 +111,6 @@ def _check_interface(key: str, name: str) -> None:
 
 
 def num_usable_cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -128,7 +127,6 @@ def child_environment(
     output is not buffered, and modules in ``folders`` can be imported.
 
     Args:
-        environ: of the starting process.
         num_trainers: on this machine, at least 1. A server works while they wait, with as many threads as a trainer.
         folders: searched for modules before those of PYTHONPATH, in this order; None = the current folder.
         cores: cores to divide; None = those that this process may use.
@@ -147,8 +145,7 @@ def child_environment(
 def producer_environment(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
     """Return a copy of ``environ`` for a program that is no rank; with one thread unless the user set another number.
 
-    Args:
-        environ: of a rank; variables that the launcher set for ranks are left out.
+    Variables that the launcher set for ranks are left out.
     """
     ours = {SUPERVISED, _CHOSEN, TOKEN_VARIABLE, *environ.get(_CHOSEN, "").split(",")}
     users = {name: value for name, value in environ.items() if name not in ours}
@@ -187,10 +184,7 @@ def interface_to(host: str) -> str | None:
 
 
 def own_address(host: str, interface: str | None = None) -> str:
-    """Return the address at which other machines that reach ``host`` reach this one.
-
-    Args:
-        interface: if it has an address, that is returned, and ``host`` is not resolved.
+    """Return the address at which machines that reach ``host`` reach this one: that of ``interface``, if it has one.
 
     Raises:
         UnsupportedConfiguration: this machine does not reach ``host``.
@@ -291,10 +285,7 @@ def bind_listener(host: str, port: int, interface: str | None = None) -> socket.
     """Return a socket that listens on ``host:port`` only.
 
     Where ``host`` is the name of a loopback address on this machine, which other machines resolve to another one, it
-    listens on all interfaces if ``interface`` is another one than loopback.
-
-    Args:
-        port: 0 = a free one.
+    listens on all interfaces if ``interface`` is another one than loopback. Port 0 is a free one.
 
     Raises:
         UnsupportedConfiguration: the address is not this machine's, or the port is taken.

@@ -111,8 +111,7 @@ ENVIRONMENTS: tuple[type[ClusterEnvironment], ...] = (
 def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> ProcessIdentity | None:
     """Return the identity of this process by ``--rank``, else by its environment variables.
 
-    Returns:
-        None if neither gives a rank: then this process starts all ranks on this machine.
+    None if neither gives a rank: then this process starts all ranks on this machine.
 
     Raises:
         UnsupportedConfiguration: a flag or variable is wrong, they contradict each other, or the mode cannot run in
@@ -192,10 +191,8 @@ _NO_RUN_ID = "none"
 class Job:
     """The job of a scheduler or a launcher that this process is part of.
 
-    Args:
-        id: no other job has it, such as ``slurm/4711``.
-        restarts: how often it was started again, as far as its launcher counts.
-        is_named: by hand, so that each start may be another one of the same job.
+    No other job has the same ``id``, such as ``slurm/4711``. ``restarts`` is as far as its launcher counts. A job that
+    ``is_named`` was named by hand, so each start may be another one of the same job.
     """
 
     id: str

@@ -29,12 +29,8 @@ class SimulationEnvironment:
     """What a run passes to one process of a simulation; None = not set.
 
     Attributes:
-        address: of the run, for clients: ``tcp://host:port``.
-        simulation: its number.
         parameters: sampled by the run for this simulation.
         attempt: number of earlier starts.
-        member: index of the process in the simulation's group.
-        members: number of processes in the group.
         keys: folder of the run's keys.
         secret: of this start, by which its clients prove that the run has started them.
     """

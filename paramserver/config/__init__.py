@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         load_config as load_config,
         without_old_defaults as without_old_defaults,
     )
-    from paramserver.config.layers import KEYS as KEYS, SECTIONS as SECTIONS, Key as Key, Section as Section
+    from paramserver.config.layers import KEYS as KEYS, SECTIONS as SECTIONS, Key as Key
     from paramserver.config.modes import MODES as MODES, Mode as Mode
     from paramserver.config.parsing import is_plain as is_plain
     from paramserver.config.schema import (
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         CheckpointConfig as CheckpointConfig,
         ClusterConfig as ClusterConfig,
         Config as Config,
-        DdpConfig as DdpConfig,
         DeviceConfig as DeviceConfig,
         LoggingConfig as LoggingConfig,
         ServerConfig as ServerConfig,

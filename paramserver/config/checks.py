@@ -30,8 +30,7 @@ def value_of(config: Config, name: str) -> Any:
 def check_config(config: Config, origins: Mapping[str, str], source: str = "") -> None:
     """Refuse values that contradict each other.
 
-    Args:
-        origins: where each key was given, in the order of assignment. A message names the latest of its keys.
+    ``origins`` has where each key was given, in the order of assignment. A message names the latest of its keys.
 
     Raises:
         UnsupportedConfiguration: the first violation.

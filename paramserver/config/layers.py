@@ -202,12 +202,7 @@ def constant_origin(origin: str) -> OriginOf:
 
 
 class Settings:
-    """Checked values by dotted key; a key that was not given keeps its default.
-
-    Attributes:
-        values: checked values by dotted key.
-        origins: where each key was given last, in the order of assignment.
-    """
+    """Checked values by dotted key, and where each was given last, in the order of assignment; others keep defaults."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -216,8 +211,7 @@ class Settings:
     def assign(self, path: KeyPath, value: Any, origin_of: OriginOf) -> None:
         """Set a key, every key of a section (a mapping), or a name inside a free dictionary.
 
-        Args:
-            path: names from the top; () is the whole config.
+        ``path`` has the names from the top; () is the whole config.
 
         Raises:
             UnsupportedConfiguration: there is no such key, or the value violates the rule of its key.
@@ -258,7 +252,9 @@ class Settings:
         name = ".".join(path)
         nullable = name in SECTIONS and SECTIONS[name].nullable
         if nullable:  # A nullable section is one value: assigning it replaces everything that was given before.
-            self._clear_section(name)
+            for given in [given for given in self.values if given.startswith(f"{name}.")]:
+                del self.values[given]
+                del self.origins[given]
             self._record_origin(name, origin_of(path))
         # YAML reads a section whose keys are all commented out as null.
         if value is None:
@@ -295,11 +291,6 @@ class Settings:
         # Removed first: a dict keeps the position of an existing key, and the latest key must come last.
         self.origins.pop(name, None)
         self.origins[name] = origin
-
-    def _clear_section(self, section: str) -> None:
-        for name in [name for name in self.values if name.startswith(f"{section}.")]:
-            del self.values[name]
-            del self.origins[name]
 
     def build(self) -> Config:
         """Build the config. Relations between keys are checked by `checks.check_config`."""

@@ -8,13 +8,10 @@ class Mode:
     """How the ranks of a run share the work.
 
     Args:
-        name: the value of the key ``mode``.
         trainer_class: "module:Class" of the trainer, unless the key ``trainer`` names another.
-        summary: one line for listings.
         served_trainer_class: the trainer where the forward runs on the server (``server.compute: server``); needs
             servers.
         has_servers: the first ``cluster.num_servers`` ranks are parameter servers.
-        has_process_group: the trainers form one process group of torch.distributed.
         single_process: the world is one rank, regardless of ``cluster.num_trainers``.
     """
 

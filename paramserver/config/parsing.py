@@ -272,11 +272,7 @@ def _read_utf8(file: Path) -> str:
 
 
 def read_text(text: str, name: str, *, numbered: bool = True) -> Document:
-    """Read one YAML document.
-
-    Args:
-        numbered: add the line number to messages. False for text on a command line.
-    """
+    """Read one YAML document. Messages have line numbers if ``numbered``: not for text on a command line."""
     try:
         loader = _Loader(text)
         try:

@@ -34,13 +34,10 @@ KIND_NAMES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """The values that a key accepts.
+    """The values that a key accepts. A bound ``above`` is exclusive; without ``choices`` any text is accepted.
 
     Args:
         kind: the type. A bool is not a number; an int is accepted as a float, and 1e6 is accepted as an int.
-        nullable: null is accepted.
-        choices: the accepted strings; empty = any.
-        minimum, maximum: inclusive bounds of a number.
         above: exclusive lower bound of a number.
         pattern: a regular expression that the whole string, or each of a list, must match; `form` describes the value
             and `example` matches it.

@@ -27,7 +27,6 @@ class Role:
 
 
 def mode_of(config: Config) -> Mode:
-    """Return the mode of a run."""
     return MODES[config.mode]
 
 
@@ -43,7 +42,6 @@ def trainer_of(config: Config) -> str:
 
 
 def num_servers_of(config: Config) -> int:
-    """Return the number of parameter servers of a run."""
     if not mode_of(config).has_servers:
         return 0
     cluster = config.cluster
@@ -51,7 +49,6 @@ def num_servers_of(config: Config) -> int:
 
 
 def num_trainers_of(config: Config) -> int:
-    """Return the number of trainers of a run."""
     return world_size_of(config) - num_servers_of(config)
 
 

@@ -431,11 +431,7 @@ MEMBERS: dict[str, Callable[[LightningTask], Any]] = {
 
 
 class _Schedules:
-    """Several schedules, or one with a frequency, as one.
-
-    Args:
-        schedules: each with the number of calls of ``step`` of which it takes the last.
-    """
+    """Several schedules, or one with a frequency, as one: each takes the last of so many calls of ``step``."""
 
     def __init__(self, schedules: list[tuple[Any, int]]) -> None:
         self._schedules = schedules

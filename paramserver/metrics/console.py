@@ -23,10 +23,8 @@ _BAR_WITHOUT_TOTAL = "{n_fmt} {unit} [{elapsed}{postfix}]"
 class Console(Sink):
     """Prints the start of a run, its notes and progress, and the closing summary.
 
-    With ``logging.progress: off`` only the progress is left out.
-
-    Args:
-        changes: lines about a resumed run. They are printed at its start, so not where the resume is refused.
+    With ``logging.progress: off`` only the progress is left out. ``changes`` are lines about a resumed run: printed at
+    its start, so not where the resume is refused.
     """
 
     def __init__(self, config: Config, stream: TextIO, changes: Sequence[str] = ()) -> None:

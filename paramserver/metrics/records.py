@@ -119,7 +119,6 @@ class RecordWindow:
         return RecordWindow(self.samples, self.seconds)
 
     def to_record(self, epoch: int) -> Record:
-        """Return the ``train`` record of this window."""
         elapsed_s = max(self.seconds - self.seconds_before, 1e-9)
         is_timed = self.samples_before > 0  # the first window includes the start of the run
         several: dict[str, Any] = {}
@@ -185,11 +184,8 @@ class PhaseClock:
     """Attributes the time of a trainer to the phases of a step; the phases sum to the step.
 
     Call ``lap(phase)`` at the end of each phase and ``end_step`` at the end of the step. Time of a step that did not
-    end is not counted.
-
-    Attributes:
-        on_step: called at the end of each step with ``time.perf_counter()``, the duration in seconds, and the seconds
-            of each phase and of ``hidden``.
+    end is not counted. ``on_step`` is called at the end of each step with ``time.perf_counter()``, the duration in
+    seconds, and the seconds of each phase and of ``hidden``.
     """
 
     def __init__(self) -> None:

@@ -74,10 +74,7 @@ class FanOut(Sink):
     """Writes every record to several sinks. Thread-safe: all sinks receive all records in the same order.
 
     A sink that fails is reported once and dropped. The failure of a required sink is raised, after the other sinks have
-    received the record.
-
-    Attributes:
-        on_failure: is called, without a lock, with a sentence about a sink that failed.
+    received the record. ``on_failure`` is called, without a lock, with a sentence about a sink that failed.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -135,10 +132,7 @@ class FanOut(Sink):
 
 
 def make_sinks(references: Sequence[str], folders: Sequence[Path] = ()) -> list[Sink]:
-    """Return the sinks of one's own that ``logging.sinks`` names.
-
-    Args:
-        references: the value of the key; ``csv`` is not one of them.
+    """Return the sinks of one's own that ``logging.sinks`` names. The name ``csv`` is not one of them.
 
     Raises:
         TaskError: there is no such class, it is not derived from `Sink`, or making one raised.

@@ -63,9 +63,8 @@ _SIMULATION_COUNTS = ("complete", "running", "waiting", "restarted", "given_up",
 def summary_text(summary: Summary, run_dir: Path | str, first_step: int = 0) -> str:
     """Return the table that is printed at the end of a run.
 
-    Args:
-        summary: the content of ``summary.json``. A field that is missing or None has no line, or a dash in its line.
-        first_step: where the run was resumed. Times and speeds count from there, ``steps`` and ``samples`` from 0.
+    A field of summary.json that is missing or None has no line, or a dash in its line. ``first_step`` is where the run
+    was resumed: times and speeds count from there, ``steps`` and ``samples`` from 0.
     """
     lines = [(name, line(summary)) for name, line in _LINES]
     if first_step:

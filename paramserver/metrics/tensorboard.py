@@ -127,8 +127,7 @@ def _histogram_fields(histogram: Mapping[str, int]) -> dict[str, Any]:
 class TensorBoard(Sink):
     """Writes TensorBoard event files. TensorBoard is imported at the first record that needs it.
 
-    Args:
-        purge_step: for a resumed run, the first step whose earlier events are invalid (the resumed step plus one).
+    The events of an earlier start are invalid from ``purge_step`` on: the resumed step plus one.
 
     Raises:
         StorageError: the folder was removed or moved; noticed by the next ``write``.
@@ -188,11 +187,7 @@ class Csv(Sink):
     """Writes each number that has a curve as a row ``step,time,name,value``; the names are TensorBoard's tags.
 
     The file begins with the records that ``metrics_file`` has already: a resumed run continues its table, without the
-    steps after the checkpoint.
-
-    Args:
-        path: the file; replaced if it exists.
-        metrics_file: metrics.jsonl of the run; it may be missing.
+    steps after the checkpoint. ``path`` is replaced if it exists, and ``metrics_file`` (metrics.jsonl) may be missing.
 
     Raises:
         StorageError: the file cannot be opened.

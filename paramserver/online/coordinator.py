@@ -57,9 +57,7 @@ class SimulationCoordinator:
     polls, starts processes or calls ``on_event``.
 
     Args:
-        spec: checked.
         num_trainers: trainers of the run. No client is welcome, and no simulation is started, before all have joined.
-        seed: of the run; the samplers of parameters use it.
         logs: folder for the output of simulations.
         timeout_s: minimum time to wait for the first external simulation.
         folders: where a user's sampler or function is searched.
@@ -112,8 +110,11 @@ class SimulationCoordinator:
         # Reentrant: PING calls a user's status function under the lock, which may call summary().
         self._lock = threading.RLock()
         self._closing = threading.Event()
-        self._suspended = self._finished = False
-        self._failure: BaseException | None = None
+        self._suspended = False
+        # All simulations are complete and the trainers were sent DRAIN.
+        self.finished = False
+        # What ended the thread: the run cannot continue.
+        self.failure: BaseException | None = None
         self._router: RouterSocket | None = None
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
 
@@ -121,27 +122,13 @@ class SimulationCoordinator:
         # Bound here and not in the thread: an address that cannot be bound must be raised to the caller. The thread
         # start is the memory barrier that ZeroMQ asks for when a socket changes its thread.
         self._router = RouterSocket(self.spec.config, None if self._journal is None else self._journal.port)
-        self._address = self._router.address
+        # Where clients and trainers connect: ``tcp://host:port``.
+        self.address = self._router.address
         if self._journal is not None:
-            self._journal.record_port(int(self._address.rpartition(":")[2]))
+            self._journal.record_port(int(self.address.rpartition(":")[2]))
         self._wakeup = WakeupFd()
         self._thread.start()
         return self
-
-    @property
-    def address(self) -> str:
-        """Where clients and trainers connect: ``tcp://host:port``. Available from ``with`` on."""
-        return self._address
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that ended the thread: the run cannot continue. None = no error."""
-        return self._failure
-
-    @property
-    def finished(self) -> bool:
-        """Whether all simulations are complete and the trainers were sent DRAIN."""
-        return self._finished
 
     def trainer_lost(self, trainer_index: int) -> None:
         """Report that a trainer has died, before its replacement is started. Safe to call from any thread.
@@ -214,7 +201,7 @@ class SimulationCoordinator:
                 finally:
                     self._router.close()
         except BaseException as error:  # noqa: BLE001 - raised by the run, which reads ``failure``
-            self._failure = error
+            self.failure = error
 
     def _serve(self, router: RouterSocket) -> None:
         poll_interval_s = min(_POLL_INTERVAL_S, self.spec.config.timeout_s / 4)
@@ -230,7 +217,7 @@ class SimulationCoordinator:
                     assert self._runner is not None
                     self._tracker.on_exit(simulation, attempt, exit_code, now, self._runner.last_line(simulation))
                 actions = [] if self._handler.over else self._tracker.poll(now)
-                drain = self._handler.drain() if self._tracker.done and not self._finished else []
+                drain = self._handler.drain() if self._tracker.done and not self.finished else []
             # Outside of the lock: starting a process and recording an event take time.
             for action in actions:
                 self._carry_out(router, action)
@@ -242,7 +229,7 @@ class SimulationCoordinator:
             if self._tracker.failure is not None:
                 raise TrainingError(self._tracker.failure)
             if drain:
-                self._finished = True
+                self.finished = True
                 self._on_event("finish", self._tracker.counts())
                 router.send(drain)
 
@@ -304,11 +291,8 @@ _LINGER_MS = 1000
 class RouterSocket:
     """One bound ROUTER socket with its context and keys. Created by one thread, then used and closed by another.
 
-    Args:
-        port: where to listen if the config leaves the port open and this one is free.
-
-    Attributes:
-        address: where clients and trainers connect: ``tcp://host:port``.
+    It listens on ``port`` if the config leaves the port open and this one is free. Clients and trainers connect to
+    ``address``, ``tcp://host:port``.
 
     Raises:
         UnsupportedConfiguration: the address cannot be bound, the keys cannot be read, or pyzmq is missing.

@@ -42,14 +42,7 @@ class RequestRefused(Exception):  # noqa: N818 - a reply to a client, not an err
 
 
 class ConnectedTrainer:
-    """A trainer that has joined.
-
-    Attributes:
-        peer: routing id of its socket.
-        joined: the body of its JOIN.
-        last_seen_s: when it joined or sent its last report.
-        counters: of its last report.
-    """
+    """A trainer that has joined, by the routing id of its socket, with the time and counters of its last report."""
 
     def __init__(self, peer: bytes, joined: TrainerJoined, now: float) -> None:
         self.peer, self.joined, self.last_seen_s = peer, joined, now
@@ -62,10 +55,8 @@ class RequestHandler:
     The reply to HELLO waits until all trainers have joined. A message that is refused is answered with a text and
     counted; the first of each kind is logged.
 
-    Not thread-safe: the coordinator calls it under its lock.
-
-    Args:
-        status: what PONG holds in addition to the state of simulations and trainers.
+    Not thread-safe: the coordinator calls it under its lock. PONG holds what ``status`` returns in addition to the
+    state of simulations and trainers.
 
     Attributes:
         refused: kind -> messages that were refused.
@@ -108,7 +99,6 @@ class RequestHandler:
 
     @property
     def trainers(self) -> list[ConnectedTrainer]:
-        """The trainers that have joined."""
         return [trainer for trainer in self._trainers if trainer is not None]
 
     @property
@@ -313,7 +303,6 @@ class RequestHandler:
 
 
 def _describe(header: Header) -> str:
-    """Kind and sender of a message, for the log."""
     if header.kind in (MessageKind.JOIN, MessageKind.REPORT):
         return f"{header.kind.name} of trainer {header.simulation}"
     return f"{header.kind.name} of simulation {header.simulation}"

@@ -16,10 +16,8 @@ from paramserver.online.protocol import ArrayDescriptor, pack_descriptor
 class SampleEncoder:
     r"""Encodes the samples of one member as frames, checked against the fields that the run declares.
 
-    Args:
-        declared: the fields of a whole sample.
-        members: processes in the simulation's group. With more than one, each array is this member's part of the field
-            along the first dimension.
+    ``declared`` are the fields of a whole sample. With more than one member, each array is this member's part of the
+    field along the first dimension.
 
     Example::
 
@@ -139,10 +137,7 @@ class SentSteps:
         self._ahead: set[int] = set()
 
     def check(self, step: Any, steps: int | None) -> int:
-        """Return the number of a step that may be sent.
-
-        Args:
-            steps: samples of the simulation; None = not known.
+        """Return the number of a step that may be sent. The simulation has so many ``steps``; None = not known.
 
         Raises:
             ClientError: it is no number, beyond the last step, or was sent before.

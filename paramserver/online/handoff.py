@@ -46,10 +46,8 @@ class HandoffQueue:
 
     Threads: the receiver thread calls ``put``, ``pop_stored``, ``finish`` and ``fail``; the feeder calls ``get`` and
     ``mark_stored``; any thread may call ``close``. One condition guards all fields. No caller holds it while it blocks
-    on a socket or on the buffer.
-
-    Args:
-        wakeup: set when samples were stored or the queue is closed; wakes the receiver thread.
+    on a socket or on the buffer. ``wakeup`` is set when samples were stored or the queue is closed; it wakes the
+    receiver thread.
 
     Example::
 
@@ -72,7 +70,7 @@ class HandoffQueue:
         self._stored: list[SampleAccepted] = []
         self._error: BaseException | None = None
         self._finished = False
-        self._closed = False
+        self.closed = False
 
     # Called by the receiver thread.
 
@@ -119,10 +117,10 @@ class HandoffQueue:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._waiting or self._finished or self._closed or self._error is not None, timeout_s
+                lambda: self._waiting or self._finished or self.closed or self._error is not None, timeout_s
             )
             # In this order: after close() nothing is wanted, and an error after the end is of no concern.
-            if self._closed:
+            if self.closed:
                 return None
             if self._error is not None and not self._finished:
                 raise self._error
@@ -138,14 +136,10 @@ class HandoffQueue:
 
     # Called by any thread.
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def close(self) -> None:
         """Drop the waiting samples and wake both threads: ``get`` returns None, the receiver thread ends."""
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._waiting.clear()
             self._changed.notify()
         self._wakeup.set()

@@ -17,14 +17,9 @@ class CoordinatorJournal:
     them have opened and closed a simulation: HELLO, BYE and FINISH. A client that has sent BYE may be gone, and does
     not send its samples again; one that has not is waited for.
 
-    A line is written before the client gets its answer. It survives the end of the process, not that of the host.
-
-    Args:
-        continues: another coordinator of this run wrote it; otherwise it is started anew.
-
-    Attributes:
-        port: of the last coordinator; None if there was none.
-        received: the HELLO, BYE and FINISH of earlier coordinators.
+    A line is written before the client gets its answer. It survives the end of the process, not that of the host. If it
+    ``continues``, another coordinator of this run wrote the file, else it is started anew. ``port`` is that of the last
+    coordinator, or None, and ``received`` has the HELLO, BYE and FINISH of earlier ones.
     """
 
     def __init__(self, file: Path, continues: bool) -> None:
@@ -51,11 +46,9 @@ class CoordinatorJournal:
             self.received.append(Header(**{**entry, "kind": MessageKind[entry["kind"]]}))
 
     def record_port(self, port: int) -> None:
-        """Record where clients reach this coordinator."""
         self._append({"port": port})
 
     def record(self, header: Header) -> None:
-        """Record a HELLO, BYE or FINISH."""
         self._append({**header._asdict(), "kind": header.kind.name})
 
     def _append(self, entry: dict[str, Any]) -> None:

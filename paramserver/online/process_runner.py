@@ -33,11 +33,8 @@ class ProcessRunner:
     """Owns the processes of all simulations. For one thread: the processes end when that thread ends.
 
     Each process runs under a guard in a separate session, writes its output to ``simulation-<id>.log``, and finds the
-    run by the variables of ``SimulationEnvironment``. With srun its member is SLURM_PROCID.
-
-    Args:
-        spec: with a command or function.
-        folders: where the function's module and the files of the command are searched.
+    run by the variables of ``SimulationEnvironment``. With srun its member is SLURM_PROCID. The function's module and
+    the files of the command are searched in ``folders``.
 
     Raises:
         UnsupportedConfiguration: see ``LaunchCommand``.
@@ -214,12 +211,7 @@ class LaunchCommand:
     ``simulations.command`` is split as by a shell. Then {simulation}, {attempt} and the names of parameters are filled
     in, numbers with all of their digits. No shell runs it. The path of a file, which the program has if it contains a
     slash and an argument also if it contains a dot, is relative to the first of ``folders`` that has this file.
-
-    Args:
-        spec: with a command or function.
-
-    Attributes:
-        by_srun: whether one srun starts all processes of a simulation.
+    ``by_srun`` is whether one srun starts all processes of a simulation.
 
     Raises:
         UnsupportedConfiguration: the function does not exist; or the command cannot be split, has an unknown

@@ -101,7 +101,6 @@ class Header(NamedTuple):
     """The first frame of a message. A tuple, because one is created for each sample that is sent or received.
 
     Attributes:
-        kind: the kind of the message.
         simulation: number of the simulation; the trainer's index in JOIN, REPORT and a trainer's OVER; else 0.
         step: number of a sample, from 0; a count of samples in ACK and BYE.
         member: index of the process in the simulation's group.
@@ -178,7 +177,6 @@ class ArrayDescriptor:
 
     @property
     def num_bytes(self) -> int:
-        """Length of the array's frame."""
         # dtype=object: a shape from the network must not overflow an int64.
         return int(np.prod(self.shape, dtype=object)) * int(self.dtype[2:])
 
@@ -275,9 +273,6 @@ def unpack_parameters(frame: bytes) -> npt.NDArray[np.float64]:
         raise MalformedMessage(f"parameters must be float64, {len(frame)} bytes are none")
     # A view of the frame, without a copy.
     return np.frombuffer(frame, dtype="<f8")
-
-
-# Numbers about samples.
 
 
 def pack_integers(numbers: Any) -> bytes:
@@ -412,7 +407,6 @@ class SimulationReport:
 
 
 def pack_json(body: Mapping[str, Any]) -> bytes:
-    """Encode a JSON object."""
     return json.dumps(body).encode()
 
 

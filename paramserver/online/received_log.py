@@ -37,7 +37,8 @@ class ReceivedLog:
     def _replace(self, inherited: Keys, log: Keys, num_held: int) -> None:
         self._inherited = inherited
         self._log = array("q", log.tobytes())
-        self._num_held = num_held
+        # Entries at the head of the log that are inherited samples in this trainer's buffer.
+        self.num_held = num_held
         self._received = KeySet()
         self._lost: dict[int, set[int]] = {}
         for simulation, step in (*inherited.tolist(), *log.tolist()):
@@ -46,7 +47,6 @@ class ReceivedLog:
     # Called by the receiver thread. No lock: no other thread touches the set.
 
     def contains(self, simulation: int, step: int) -> bool:
-        """Whether this sample was received."""
         return (simulation, step) in self._received
 
     def mark_received(self, simulation: int, step: int) -> None:
@@ -85,7 +85,7 @@ class ReceivedLog:
 
     def counts(self, position: int | None = None) -> dict[int, int]:
         """{simulation: samples} of the log, without those at its head that were inherited."""
-        return _counted(self.keys(position)[self._num_held :])
+        return _counted(self.keys(position)[self.num_held :])
 
     def inherited_counts(self) -> dict[int, int]:
         """{simulation: samples} that the trainers of an earlier run received."""
@@ -95,16 +95,11 @@ class ReceivedLog:
         """How many of the inherited samples would be sent to this trainer, round robin."""
         return int(np.count_nonzero(self._inherited.sum(axis=1) % num_trainers == trainer_index))
 
-    @property
-    def num_held(self) -> int:
-        """Number of entries at the head of the log that are inherited samples in this trainer's buffer."""
-        return self._num_held
-
     # Checkpoints.
 
     def state_dict(self, position: int | None = None) -> dict[str, Any]:
         """The state as plain arrays, with the first ``position`` entries of the log; None = all."""
-        return {"inherited": self._inherited.copy(), "log": self.keys(position), "held": self._num_held}
+        return {"inherited": self._inherited.copy(), "log": self.keys(position), "held": self.num_held}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._replace(*_read(state), int(state["held"]))
@@ -120,7 +115,7 @@ class ReceivedLog:
                 f"the source's position ({position}) must be at most the {len(self)} samples that it noted; the "
                 "checkpoint is of another source: resume with the one that it was written with"
             )
-        self._replace(self._inherited, self.keys(position), min(self._num_held, position))
+        self._replace(self._inherited, self.keys(position), min(self.num_held, position))
 
     def restart(self, keys: Iterable[Key]) -> None:
         """Replace the log by these keys; the inherited ones stay."""
@@ -130,7 +125,6 @@ class ReceivedLog:
         """Continue from the checkpoint of a run with another number of trainers.
 
         Args:
-            states: ``state_dict`` of each of its trainers.
             positions: samples that each of them had put into its buffer.
             held: the keys of the samples that this trainer's buffer starts with.
         """

@@ -71,11 +71,9 @@ class SampleReceiver:
 
     Call ``start``, then ``get`` and ``mark_stored`` from one thread, the feeder's, which may block in between: clients
     may have ``simulations.window`` samples in flight each, and are sent an ACK for what was marked as stored. Call
-    ``stop`` when no more samples are needed, and ``close`` in any case. Without ``stop`` the clients get no
-    OVER: they wait for a receiver that takes this one's place, or for the coordinator's OVER.
-
-    Args:
-        received_log: what was received before. The thread adds what it accepts to its set; the caller extends its log.
+    ``stop`` when no more samples are needed, and ``close`` in any case. Without ``stop`` the clients get no OVER: they
+    wait for a receiver that takes this one's place, or for the coordinator's OVER. The thread adds what it accepts to
+    the set of ``received_log``; the caller extends its log.
     """
 
     def __init__(self, spec: ReceiverSpec, received_log: ReceivedLog) -> None:
@@ -101,9 +99,8 @@ class SampleReceiver:
     def get(self, timeout_s: float | None = None) -> list[SampleAccepted] | None:
         """Return the next accepted samples, up to ``GROUP``, in order of arrival.
 
-        Returns:
-            An empty list if none arrive within ``timeout_s`` seconds. None at the end: the coordinator reports that the
-            last simulation has ended and all samples are returned, or this receiver is closed.
+        An empty list if none arrive within ``timeout_s`` seconds. None at the end: the coordinator reports that the
+        last simulation has ended and all samples are returned, or this receiver is closed.
 
         Raises:
             SourceError: the coordinator refused this trainer or its keys, or is silent.
@@ -149,9 +146,6 @@ class SampleReceiver:
 @dataclass(eq=False)
 class _ReceiverLoop:
     """The loop of the receiver thread, which alone uses it, from ``with`` to its end.
-
-    Args:
-        wakeup: wakes the loop when something else than a socket needs attention.
 
     Attributes:
         num_clients: clients that sent a message within ``timeout_s``, as of the last report. Read by other threads.
@@ -299,7 +293,7 @@ class _ReceiverLoop:
         )
 
     def _receive_from_coordinator(self) -> None:
-        while (frames := _receive(self._coordinator)) is not None:
+        while (frames := receive_parts(self._coordinator)) is not None:
             try:
                 kind = Header.unpack(frames[0]).kind
             except MalformedMessage as error:
@@ -444,19 +438,6 @@ class _ReceiverLoop:
         self._clients.send_multipart([peer, header.pack(), *(line.encode(errors="replace") for line in text)])
 
 
-def _receive(socket: zmq.Socket[bytes]) -> list[Any] | None:
-    """The frames of one message of the coordinator without a copy; None if there is none."""
-    try:
-        frame = socket.recv(zmq.NOBLOCK, copy=False)
-    except zmq.Again:
-        return None
-    frames = [frame]
-    while frame.more:
-        frame = socket.recv(copy=False)
-        frames.append(frame)
-    return frames
-
-
 def _source_error(text: str) -> SourceError:
     """An error that is reported without a traceback: where it was noticed is of no interest."""
     error = SourceError(text)
@@ -473,8 +454,7 @@ _MAX_LOGGED = 1000
 class ReceiveStats:
     """Counters of the receiver thread. ``counters`` is safe to call from any thread and may lag by one message.
 
-    Args:
-        stored: simulation -> samples in the buffer so far.
+    ``stored`` has the samples of each simulation in the buffer so far.
     """
 
     def __init__(self, stored: Mapping[int, int], sample_bytes: int, trainer_index: int) -> None:
@@ -563,7 +543,6 @@ class RunningMoments:
         self._squares = 0.0
 
     def add(self, array: npt.NDArray[Any]) -> None:
-        """Add all numbers of an array."""
         values = array.astype(np.float64).ravel()
         with np.errstate(all="ignore"):
             mean = _mean(values)
@@ -611,7 +590,6 @@ class FieldStatistics:
         self._moments = {name: RunningMoments() for name in self._names}
 
     def add(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Add samples that arrived together."""
         with self._lock:
             self._skipped += len(samples)
             if self._skipped >= _SAMPLE_EVERY:

@@ -121,10 +121,7 @@ _SAMPLERS: dict[str, Callable[[Ranges, int, int], Sampler]] = {
 def make_sampler(name: str, ranges: Ranges, seed: int, count: int, folders: Sequence[Path] = ()) -> Sampler:
     """Create the sampler that ``simulations.sampler`` names.
 
-    Args:
-        name: ``uniform``, ``lhs``, ``halton`` or ``module:Class``.
-        ranges: of the parameters; without any, every result is empty.
-        folders: where a user's class is searched.
+    A user's class, ``module:Class``, is searched in ``folders``. Without ``ranges``, every result is empty.
 
     Raises:
         UnsupportedConfiguration: the name is unknown, or scipy is missing.

@@ -37,17 +37,11 @@ _MAX_REFUSALS_LOGGED = 100
 _logger = logging.getLogger("paramserver.keys")
 
 
-# Create keys.
-
-
 def make_keys(folder: str | Path, client: str | None = None) -> list[Path]:
     """Create the keys of a run and of one client, or of a further client.
 
-    Args:
-        client: the name of the client; None = ``client``, and the keys of the run must not exist yet.
-
-    Returns:
-        The files that were written. Files with secrets are readable by their owner alone.
+    Without the name of a ``client`` (None) the keys of the run must not exist yet, and the client is named ``client``.
+    Return the files written. Files with secrets are readable by their owner alone.
 
     Raises:
         UnsupportedConfiguration: the keys exist already, and keys are never overwritten; the name is not valid in a
@@ -77,7 +71,6 @@ def make_keys(folder: str | Path, client: str | None = None) -> list[Path]:
 
 
 def _key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """The files of a public and a secret key."""
     public_folder = folder if name == SERVER else folder / _CLIENTS
     return public_folder / f"{name}{_PUBLIC}", folder / f"{name}{_SECRET}"
 
@@ -95,9 +88,6 @@ def _write(file: Path, mode: int, text: str) -> None:
     # The mode is set when the file is created: a chmod afterwards would leave the secret readable for a moment.
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="ascii") as opened:
         opened.write(text)
-
-
-# Read keys.
 
 
 def _read(file: Path, *, secret: bool) -> tuple[bytes, bytes]:
@@ -140,14 +130,10 @@ def find_client_key(keys: str | Path) -> Path:
     )
 
 
-# Use keys.
-
-
 def secure_client_socket(socket: zmq.Socket[Any], keys: str | Path | None) -> None:
     """Encrypt a client's socket and authenticate both sides. Call it before the socket connects.
 
-    Args:
-        keys: folder of the keys, or a client's secret key file, with server.key in the same folder; None = no effect.
+    ``keys`` is their folder, or a client's secret key file with server.key in the same folder; None = no effect.
 
     Raises:
         UnsupportedConfiguration: the keys do not exist or cannot be read.
@@ -173,11 +159,8 @@ class ServerSecurity:
     """Authorizes clients by their keys. Owns the thread ``zap-authenticator``; close it before the context.
 
     The folder of public keys is read at each handshake. A client that is added may connect at once; one whose file is
-    removed keeps the connections that it has and gets no new one.
-
-    Args:
-        context: of the sockets to protect; it must have no other ``ServerSecurity``.
-        keys: folder of the keys; None = every client may connect, without encryption.
+    removed keeps the connections that it has and gets no new one. The context has no other one. Without ``keys`` (None)
+    every client may connect, without encryption.
 
     Raises:
         UnsupportedConfiguration: the keys do not exist or cannot be read.

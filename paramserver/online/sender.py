@@ -52,16 +52,9 @@ class SampleSender:
     coordinator for that trainer's address, which is another one if the trainer was replaced, and sends them again. So
     it does if the connection to the coordinator was lost and made again: another one may listen there.
 
-    Call ``finish`` after the last sample, and ``close`` in any case, also after an error.
-
-    Args:
-        address: of the coordinator.
-        keys: see ``secure_client_socket``.
-        header: the sender: simulation, member, members and attempt.
-        opening: the body of HELLO and OPEN.
-        timeout_s: silence of the coordinator or of a trainer that is waited for, after which this fails; None = 60 s
-            for the coordinator's first answer, then the timeout that the run announces.
-        run_started: see ``CoordinatorConnection``.
+    Call ``finish`` after the last sample, and ``close`` in any case, also after an error. ``timeout_s`` limits the
+    silence of the coordinator, or of a trainer that is waited for; None = 60 s for the coordinator's first answer, then
+    the timeout that the run announces.
 
     Raises:
         ClientError: the coordinator refused, is silent, or is gone.
@@ -117,7 +110,9 @@ class SampleSender:
             RunOver: the run needs no more samples.
         """
         index = self.directory.trainer_for(self._header.simulation, step)
-        trainer = self._connect(index)
+        if index not in self._trainers:
+            self._trainers[index] = self._new_connection(index)
+        trainer = self._trainers[index]
         now = time.monotonic()
         # Also with room in every window: ACKs would pile up, and OVER would be noticed only when a window is full.
         if now >= self._receive_at:
@@ -128,16 +123,13 @@ class SampleSender:
         if trainer.in_flight >= self.directory.window:
             self._receive([trainer])
         if trainer.in_flight >= self.directory.window:
-            self._wait_for_room(index)
+            began = time.monotonic()
+            try:
+                self._wait([index], self.directory.window - 1)
+            finally:
+                self.waited_s += time.monotonic() - began
         self._trainers[index].send_sample(step, frames)
         self.sent += 1
-
-    def _wait_for_room(self, index: int) -> None:
-        began = time.monotonic()
-        try:
-            self._wait([index], self.directory.window - 1)
-        finally:
-            self.waited_s += time.monotonic() - began
 
     def flush(self) -> None:
         """Wait until every sample that was sent is acknowledged by those trainers that the run has now.
@@ -192,13 +184,7 @@ class SampleSender:
         return not self._coordinator_returned()
 
     def close(self) -> None:
-        """Close all connections."""
         self._finalizer()
-
-    def _connect(self, index: int) -> TrainerConnection:
-        if index not in self._trainers:
-            self._trainers[index] = self._new_connection(index)
-        return self._trainers[index]
 
     def _new_connection(self, index: int, lost: TrainerConnection | None = None) -> TrainerConnection:
         return TrainerConnection(
@@ -308,9 +294,7 @@ def _poll_ms(until: float) -> int:
 class ClientConnection:
     """One DEALER socket to one process of the run. For one thread; closed before the context is terminated.
 
-    Args:
-        name: of the peer, for messages.
-        address: of the peer: ``tcp://host:port``.
+    ``name`` is that of the peer, for messages.
 
     Raises:
         ClientError: no valid address, or one beyond loopback without keys.
@@ -412,15 +396,8 @@ class TrainerConnection(ClientConnection):
 
     A lost connection is not reestablished: which samples were lost with it is unknown. Another one takes its place,
     sends those that were not released again, and the trainer drops those that it has. It also reports which ones were
-    released, so that a trainer's replacement knows what it lacks.
-
-    Args:
-        context, name, address, keys: as for ``ClientConnection``.
-        header: of the member, as in HELLO.
-        opening: the body of OPEN.
-        timeout_s: silence of the trainer, while it is waited for, after which this fails.
-        window: maximum of samples in flight.
-        lost: the connection whose place this one takes; it is closed.
+    released, so that a trainer's replacement knows what it lacks. ``timeout_s`` limits the silence of the trainer while
+    it is waited for. The place of ``lost``, which is closed, is taken.
     """
 
     def __init__(
@@ -548,11 +525,8 @@ class CoordinatorConnection(ClientConnection):
     """The connection to the coordinator. It may be created before the run starts.
 
     No process listens before a run, and none after it. So a client that was never connected waits, and one that was
-    connected, or that was started by the run, fails after 5 s without a listener.
-
-    Args:
-        context, name, address, keys: as for ``ClientConnection``.
-        run_started: whether this run is known to have started.
+    connected, or that was started by the run, fails after 5 s without a listener. ``run_started`` is whether this run
+    is known to have started.
     """
 
     def __init__(
@@ -632,14 +606,7 @@ _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_
 
 
 class ConnectionMonitor:
-    """Watches the connection of one socket, which ZeroMQ reestablishes again and again without notice.
-
-    Args:
-        socket: not connected yet.
-
-    Attributes:
-        num_connections: successful handshakes so far.
-    """
+    """Watches the connection of a socket that is not connected yet. ZeroMQ makes it again and again without notice."""
 
     def __init__(self, socket: zmq.Socket[Any]) -> None:
         self.num_connections = 0

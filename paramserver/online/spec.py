@@ -28,11 +28,8 @@ _KEYS = ("shape", "dtype", "finite")
 class FieldSpec:
     """One array of every sample.
 
-    Attributes:
-        name: its key in a sample.
-        dtype: as numpy writes it, little-endian: ``<f4``.
-        shape: of a whole sample.
-        finite: refuse arrays that hold a NaN or an infinity.
+    ``name`` is its key in a sample, ``dtype`` as numpy writes it (``<f4``), and ``shape`` that of a whole sample. If it
+    must be ``finite``, arrays that hold a NaN or an infinity are refused.
     """
 
     name: str
@@ -103,13 +100,7 @@ def _parse_shape(key: str, options: Mapping[str, Any]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class IngestSpec:
-    """The parsed and checked config section ``simulations``. Create it with ``from_config``.
-
-    Attributes:
-        config: the section.
-        fields: of every sample.
-        parameters: (name, low, high) of every simulation parameter, in order.
-    """
+    """The parsed section ``simulations``, with (name, low, high) of each parameter. Create it with ``from_config``."""
 
     config: SimulationsConfig
     fields: tuple[FieldSpec, ...]
@@ -132,17 +123,14 @@ class IngestSpec:
 
     @property
     def descriptors(self) -> tuple[ArrayDescriptor, ...]:
-        """Of the fields of a whole sample."""
         return tuple(field.descriptor for field in self.fields)
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of all fields of one sample."""
         return sum(descriptor.num_bytes for descriptor in self.descriptors)
 
     @property
     def is_managed(self) -> bool:
-        """Whether the run starts its simulations itself."""
         return self.config.command is not None or self.config.function is not None
 
     @property
@@ -205,11 +193,7 @@ class ReceiverSpec:
     """What one trainer needs to receive samples.
 
     Attributes:
-        coordinator_address: ``tcp://host:port``.
         token: secret of the run, created by the coordinator; a trainer shows it in JOIN.
-        ingest: what a sample must be.
-        trainer_index: index of this trainer.
-        num_trainers: trainers of the run.
         host: the address of this machine on which clients reach the trainer.
         timeout_s: silence of the coordinator after which the trainer fails.
     """

@@ -33,24 +33,17 @@ class Simulation:
     """One simulation.
 
     Attributes:
-        id: its number.
-        attempt: how many times it was started before its current or next start.
-        failures: how many times it has failed.
-        state: see ``SimulationState``.
         parameters: sampled by the run or sent by its clients; None before.
         client_parameters: those that its clients sent; None before the first HELLO.
-        total: its number of samples, once known.
         lost: samples of it that died with a trainer, as far as no trainer reports them.
         closed_with: samples that its clients, which are closed, had sent, once all trainers have counted them.
         trainer: index of the trainer that receives all of its samples, with ``deal: simulation``.
-        process_alive: whether its process runs; it may run on when all samples are received.
         since_s: when it entered its state, or its attempt began.
         last_seen_s: member -> when it last sent a message in this attempt.
         byes: member -> the number of samples in its BYE.
         reported_silent: whether its silence was reported and lasts.
         kill_reason: why the run ends its process; None = it does not.
         exit_error: how its process ended without being killed by the run, if not with exit code 0.
-        last_line: the last line that its process wrote, if it has ended.
         settled_at: for each trainer the number of the report by which all samples are counted; empty = not known.
     """
 
@@ -174,7 +167,6 @@ def log_file(logs: Path, simulation: int) -> Path:
 
 
 def format_simulations(ids: list[int], most: int = 10) -> str:
-    """Numbers of simulations, for messages."""
     shown = ", ".join(str(i) for i in ids[:most])
     noun = "simulation" if len(ids) == 1 else "simulations"
     return f"{noun} {shown}" + (f" and {len(ids) - most} more" if len(ids) > most else "")
@@ -187,14 +179,8 @@ class SimulationTracker(ABC):
     config. If ``steps`` is null, it is complete when all of its members have sent BYE, which they send when everything
     they sent is acknowledged.
 
-    Not thread-safe: the coordinator calls it under its lock.
-
-    Attributes:
-        simulations: by number.
-        num_complete: how many are complete.
-        done: whether all simulations of the run are complete.
-        failure: why the run cannot continue, as one message; None = it can.
-        restarts: simulations that were started again after a failure.
+    Not thread-safe: the coordinator calls it under its lock. ``failure`` is why the run cannot continue, as one
+    message; None = it can.
     """
 
     def __init__(self, config: SimulationsConfig, num_trainers: int) -> None:
@@ -264,7 +250,6 @@ class SimulationTracker(ABC):
             self._expect_reports(simulation)
 
     def on_report(self, trainer_index: int, report: SimulationReport, now: float) -> None:
-        """A trainer reports its progress."""
         self._received[trainer_index].update(report.received)
         self._lost[trainer_index] = report.lost
         self._num_reports[trainer_index] += 1
@@ -310,7 +295,6 @@ class SimulationTracker(ABC):
         return None if simulation is None else simulation.client_parameters
 
     def counts(self) -> dict[str, int]:
-        """How many simulations are waiting, running, complete and given up."""
         found = Counter(one.state for one in self.simulations.values())
         running = found[SimulationState.RUNNING] + found[SimulationState.SETTLING]
         return {
@@ -374,7 +358,6 @@ class SimulationTracker(ABC):
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain values."""
         simulations = [{**one.state_dict(), "lost": self.num_lost(one.id)} for one in self.simulations.values()]
         return {"restarts": self.restarts, "simulations": simulations}
 
@@ -396,9 +379,6 @@ class ExternalSimulations(SimulationTracker):
     is silent for ``timeout_s`` is reported once and waited for, because the user may start it again. The run fails if
     no simulation at all shows a sign of life for ``timeout_s``; before the first HELLO it waits for ``first_s``, if
     that is longer.
-
-    Args:
-        first_s: how long the run waits for the first simulation, in seconds: ``cluster.timeout_s``.
     """
 
     def __init__(self, config: SimulationsConfig, num_trainers: int, first_s: float) -> None:

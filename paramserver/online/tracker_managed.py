@@ -35,11 +35,6 @@ class ManagedSimulations(SimulationTracker):
 
     A simulation that crashes, or is silent for ``timeout_s``, is started again with the same parameters, up to
     ``max_restarts`` times. Then it is given up, and one with the next number and new parameters replaces it.
-
-    Args:
-        config: the section ``simulations``, with a count.
-        sample_parameters: number of a simulation -> its parameters.
-        logs: folder of the simulations' output, for messages.
     """
 
     def __init__(

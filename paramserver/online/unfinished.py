@@ -31,15 +31,8 @@ class UnfinishedMessages:
     connection since its last message, by the counters of the kernel, is what it holds.
 
     Call ``received`` for each message, ``check`` after messages were received, and ``close`` before the socket is
-    closed.
-
-    Args:
-        router: not bound yet.
-        max_bytes: of one connection.
-        max_total_bytes: of all connections together; None = no limit.
-
-    Attributes:
-        check_at: ``time.monotonic()`` from which on the next ``check`` is due.
+    closed. The router is not bound yet. ``max_bytes`` is for one connection, ``max_total_bytes`` for all together (None
+    = no limit). The next ``check`` is due from ``check_at`` on, in ``time.monotonic()``.
     """
 
     def __init__(self, router: zmq.Socket[Any], max_bytes: int, max_total_bytes: int | None = None) -> None:
@@ -52,16 +45,12 @@ class UnfinishedMessages:
         self._num_received = 0
         address = f"inproc://accepted-{router.underlying}"
         router.monitor(address, _EVENTS)
-        self._monitor: zmq.Socket[Any] = router.context.socket(zmq.PAIR)
+        # Readable when a connection has begun or ended. Poll it too, then call ``check``.
+        self.events: zmq.Socket[Any] = router.context.socket(zmq.PAIR)
         # No limit on events: ZeroMQ's I/O thread writes them, and would wait for this thread.
-        self._monitor.rcvhwm = 0
-        self._monitor.linger = 0
-        self._monitor.connect(address)
-
-    @property
-    def events(self) -> zmq.Socket[Any]:
-        """Readable when a connection has begun or ended. Poll it too, then call ``check``."""
-        return self._monitor
+        self.events.rcvhwm = 0
+        self.events.linger = 0
+        self.events.connect(address)
 
     def received(self, frame: zmq.Frame) -> None:
         """A message has arrived, which begins with this frame."""
@@ -74,8 +63,7 @@ class UnfinishedMessages:
     def check(self, no_message_left: bool) -> None:
         """End the connections whose unfinished messages are too large, if it is time to.
 
-        Args:
-            no_message_left: whether all messages that had arrived were received.
+        ``no_message_left``: all messages that had arrived were received.
         """
         self._read_events()
         now = time.monotonic()
@@ -102,8 +90,8 @@ class UnfinishedMessages:
         self.check_at = now + (_SUSPECT_INTERVAL_S if self._suspects else interval_s if self._finished else _IDLE_S)
 
     def _read_events(self) -> None:
-        while self._monitor.poll(0):
-            event, fd = struct.unpack_from("=Hi", self._monitor.recv_multipart()[0])
+        while self.events.poll(0):
+            event, fd = struct.unpack_from("=Hi", self.events.recv_multipart()[0])
             if event == zmq.EVENT_ACCEPTED:
                 self._finished[fd] = 0
                 self.check_at = min(self.check_at, time.monotonic() + _INTERVAL_S)
@@ -131,9 +119,8 @@ class UnfinishedMessages:
             )
 
     def close(self) -> None:
-        """Stop watching."""
         self._router.disable_monitor()
-        self._monitor.close()
+        self.events.close()
 
 
 def _bytes_read(connection: socket.socket) -> int:

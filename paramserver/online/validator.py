@@ -74,20 +74,13 @@ class Refusal(Exception):  # noqa: N818 - control flow inside the validator, nev
 
 
 def describe_sender(header: Header) -> str:
-    """The sender of a message, for log messages."""
     part = f", member {header.member}" if header.members > 1 else ""
     return f"simulation {header.simulation} (attempt {header.attempt}{part})"
 
 
 @dataclass(eq=False, slots=True)
 class Opening:
-    """With which parameters a simulation was opened.
-
-    Attributes:
-        parameters: of the simulation.
-        has_sample: whether a valid sample, or part of one, has arrived. Before, an OPEN with others replaces it.
-        replaced: whether another opening has replaced it.
-    """
+    """The parameters of a simulation. An OPEN with others replaces them until a valid sample or part has arrived."""
 
     parameters: npt.NDArray[np.float64]
     has_sample: bool = False
@@ -99,7 +92,6 @@ class ClientSession:
     """One member of one simulation, as one ZeroMQ peer sends it.
 
     Attributes:
-        peer: routing id of the client's socket.
         header: of its OPEN; of its first sample if it has sent no OPEN.
         opening: of the simulation; None = not opened.
         received: samples, or parts of samples, that have arrived.
@@ -140,9 +132,8 @@ class ClientSession:
 class Outcome:
     """The result of validating one message.
 
-    Attributes:
-        session: of the sender; None = unknown.
-        to_ack: sessions whose ``processed`` has changed, or that wait for a sign of life: each is sent an ACK.
+    The session is None where it is unknown. Those ``to_ack`` have a new ``processed``, or wait for a sign of life: each
+    is sent an ACK.
     """
 
     session: ClientSession | None
@@ -173,11 +164,8 @@ class DuplicateSample(Outcome):
 class SampleAccepted(Outcome):
     """A whole sample.
 
-    Attributes:
-        key: its simulation and step.
-        sample: for the task. Its arrays share the message's memory; those of a group are copies.
-        contributors: the session of each member, and the number of its message, which is processed once the buffer has
-            the sample.
+    The arrays of ``sample`` share the message's memory; those of a group are copies. ``contributors`` are the session
+    of each member and the number of its message, which is processed once the buffer has the sample.
     """
 
     key: Key = (0, 0)
@@ -217,12 +205,7 @@ class MessageValidator:
         self._field_frames = lru_cache(_MAX_DESCRIPTORS)(self._read_field_frames)
 
     def validate(self, peer: bytes, frames: Frames) -> Outcome:
-        """Validate one message. Never raises, whatever the message holds.
-
-        Args:
-            peer: routing id of the sender's socket.
-            frames: the message, as bytes or as buffers; the arrays of an accepted sample are views of them.
-        """
+        """Validate one message; never raises. The arrays of an accepted sample are views of ``frames``."""
         session: ClientSession | None = None
         header: Header | None = None
         counted = False
@@ -230,7 +213,11 @@ class MessageValidator:
             header = Header.unpack(first_frame(frames))
             session = self._find(peer, header.simulation)
             if header.kind is MessageKind.SAMPLE:
-                session = session or self._unopened_session(peer, header)
+                if session is None:
+                    # A sample without an OPEN needs a session too: its refusal must be counted as processed, because
+                    # the client waits until everything it sent is acknowledged.
+                    session = ClientSession(peer, header)
+                    _remember(self._sessions, (peer, header.simulation), session)
                 session.received += 1
                 counted = True
                 return self._validate_sample(session, header, frames)
@@ -255,13 +242,6 @@ class MessageValidator:
         session = self._sessions.get((peer, simulation))
         if session is not None:
             self._sessions.move_to_end((peer, simulation))
-        return session
-
-    def _unopened_session(self, peer: bytes, header: Header) -> ClientSession:
-        # A sample without an OPEN needs a session too: its refusal must be counted as processed, because the client
-        # waits until everything it sent is acknowledged.
-        session = ClientSession(peer, header)
-        _remember(self._sessions, (peer, header.simulation), session)
         return session
 
     # OPEN and HEARTBEAT.
@@ -435,7 +415,6 @@ class _FieldFrame:
     num_bytes: int
 
     def array(self, frame: bytes) -> npt.NDArray[Any]:
-        """A view of the frame."""
         if len(frame) != self.num_bytes:
             raise Refusal("size", f"{self.field.name} ({len(frame)} bytes) must have {self.num_bytes} for its shape")
         array: npt.NDArray[Any] = np.ndarray(self.shape, self.dtype, frame)
@@ -531,11 +510,7 @@ class SampleAssembly:
     """Collects the parts of samples that the members of a group send one by one. Not thread-safe.
 
     Its memory is bounded: ``limit`` unfinished samples of a simulation, and the attempts of the simulations that were
-    started last.
-
-    Args:
-        members: parts of a whole sample.
-        limit: maximum of unfinished samples of one simulation.
+    started last. ``members`` send the parts of a whole sample.
     """
 
     def __init__(self, members: int, limit: int) -> None:
@@ -550,10 +525,7 @@ class SampleAssembly:
         return self._count
 
     def start_attempt(self, simulation: int, attempt: int, newest: bool = False) -> list[SamplePart]:
-        """Register an attempt that a member has opened; returns the parts of others, which are dropped.
-
-        The highest attempt counts; if ``newest``, this one does.
-        """
+        """Register an attempt: the highest counts, or a ``newest`` one; returns the dropped parts of others."""
         known = self._attempts.pop(simulation, attempt)
         self._attempts[simulation] = current = attempt if newest else max(known, attempt)
         if len(self._attempts) > _MAX_SIMULATIONS:

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 import struct
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -44,16 +45,12 @@ def resolve_listen_address(host: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def receive_parts(router: Any, max_parts: int, max_bytes: int) -> list[Any] | None:
-    """Receive one message of a ROUTER without blocking and without a copy; None if there is none.
+def receive_parts(router: Any, max_parts: int = sys.maxsize, max_bytes: int = sys.maxsize) -> list[Any] | None:
+    """Receive one message of a ROUTER, or without limits of any socket; no wait, no copy, None if there is none.
 
     A message beyond a limit is read to its end and not kept, its sender is disconnected, and only its first part, the
     routing id, is returned. ZeroMQ delivers a message when its last part has arrived; its own limit, ``maxmsgsize``, is
-    for one part.
-
-    Args:
-        max_parts: without the routing id.
-        max_bytes: of all parts.
+    for one part. ``max_parts`` is without the routing id, ``max_bytes`` of all parts.
     """
     try:
         frame = router.recv(zmq.NOBLOCK, copy=False)

@@ -34,8 +34,6 @@ class Reading:
         data: a Source, a map-style data set or an iterable.
         config: of the run, with the batch size and the workers that apply to this data.
         options: of ``deal``: the order that a sampler or a DataLoader gives.
-        collate: of the DataLoader; None = that of the task.
-        init_fn: ``worker_init_fn`` of the DataLoader.
         largest_batch: samples of a whole batch, at most; None = a batch is made of ``training.batch_size`` samples.
             Otherwise each sample of ``data``, or index of the order, is a whole batch.
     """
@@ -60,11 +58,7 @@ def is_map_style(data: Any) -> bool:
 def resolve_reading(
     data: Any, partition: Partition, config: Config, hook: str = "train_source", sampler: Any = None
 ) -> Reading:
-    """Return how the data is read that ``hook`` returned.
-
-    Args:
-        hook: ``train_source`` or ``validation_source``.
-        sampler: what ``Task.sampler`` returned.
+    """Return how the data is read that ``hook`` returned. ``sampler`` is what ``Task.sampler`` returned.
 
     Raises:
         TaskError: it is a sampler, or a DataLoader of which something is not supported.

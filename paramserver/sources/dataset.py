@@ -151,11 +151,9 @@ class PartitionOrder:
         """Move ``position`` back over the indices that were read and never served.
 
         The feeder reads ahead as fast as the buffer has room. After the rewind, an unserved sample counts as not read,
-        so the result does not depend on how far it read ahead: not at all for a FIFO, which serves in order.
-
-        Returns:
-            The position before the longest run of indices that are all in ``unserved``, and the unserved indices that
-            are earlier than that.
+        so the result does not depend on how far it read ahead: not at all for a FIFO, which serves in order. Return the
+        position before the longest run of indices that are all in ``unserved``, and the unserved indices that are
+        earlier than that.
         """
         known = Counter(unserved)
         start = max(position - len(unserved), 0)

@@ -101,10 +101,8 @@ class Feeder:
         """Without the thread: read until the buffer is ahead of a step of so many samples (``Buffer.is_ahead``).
 
         Reading stops at the end of the source, when the buffer is full, and with the first group that ends after
-        ``timeout_s``. An error closes the buffer, as in the thread.
-
-        Returns:
-            Whether the buffer is ahead, or can hold no more. What is drawn then does not depend on timing.
+        ``timeout_s``. An error closes the buffer, as in the thread. Return whether the buffer is ahead, or can hold no
+        more: what is drawn then does not depend on timing.
         """
         buffer, deadline = self.buffer, time.monotonic() + timeout_s
         try:

@@ -48,9 +48,8 @@ _ERROR_CHARACTERS = 10_000
 class WorkerOptions:
     """The workers of one trainer.
 
-    Args:
-        init_fn: called in each worker with its number, as ``worker_init_fn`` of a DataLoader.
-        trainer_index: for messages, and the seeds of workers.
+    Each calls ``init_fn`` with its number, as ``worker_init_fn`` of a DataLoader. ``trainer_index`` is for messages,
+    and the seeds of workers.
     """
 
     count: int
@@ -78,9 +77,7 @@ def pickle_data(dataset: Any, options: WorkerOptions, sampler: Any = None) -> by
 class Loader:
     """The loader process of one trainer, as the rank sees it. It ends when the thread that started it does.
 
-    Args:
-        data: of ``pickle_data``.
-        requests: what is read, in order; ``with_sampler`` returns it with the sampler of ``data``. Pickled.
+    ``data`` is that of ``pickle_data``. ``requests`` is pickled: its ``with_sampler`` returns what is read, in order.
     """
 
     def __init__(self, data: bytes, options: WorkerOptions, seed: int, requests: Any) -> None:

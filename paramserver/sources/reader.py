@@ -21,13 +21,9 @@ class SampleReader:
 
     A call of ``__getitems__`` is one read, seeded by its first index. As long as no read draws from the generators,
     none of them is seeded, which takes longer than many a read. Samples among which one draws for the first time are
-    read again. A data set of tensors is read without its ``__getitem__`` (``TensorRows``).
-
-    Args:
-        wraps: an index may be greater than the length of the data set, see ``SamplerOrder``.
-
-    Attributes:
-        failed_at: which sample the last read that raised was reading, for messages.
+    read again. A data set of tensors is read without its ``__getitem__`` (``TensorRows``). If it ``wraps``, an index
+    may be greater than the length of the data set, see ``SamplerOrder``. ``failed_at`` names the sample that the last
+    read that raised was reading.
     """
 
     def __init__(self, dataset: Any, seed: int, wraps: bool = False) -> None:
@@ -42,11 +38,8 @@ class SampleReader:
     def read(self, epoch: int, indices: Sequence[Any], skip: int = 0) -> tuple[Sequence[Any], BaseException | None]:
         """Return the samples of ``indices``, without the first ``skip``, up to one that raises, and what it raised.
 
-        Where an index is a tuple of indices, its sample is a whole batch: the list of their samples.
-
-        Args:
-            indices: those of one call of ``__getitems__``, where the data set has it.
-            skip: how many samples are not needed; ``__getitems__`` reads them too, for the random numbers of the rest.
+        Where an index is a tuple of indices, its sample is a whole batch: the list of their samples. ``indices`` are
+        those of one call of ``__getitems__``, which reads those to skip too, for the random numbers of the rest.
         """
         if indices and isinstance(indices[0], tuple):
             batches: list[list[Any]] = []
@@ -72,7 +65,6 @@ class SampleReader:
             before.restore()
 
     def in_dataset(self, indices: Sequence[int]) -> Sequence[int]:
-        """Return the indices in the data set."""
         return [index % len(self.dataset) for index in indices] if self.wraps else indices
 
     def _read(self, epoch: int | None, indices: Sequence[int], skip: int) -> tuple[list[Any], BaseException | None]:
@@ -104,10 +96,7 @@ _Indices = npt.NDArray[np.int64]
 class TensorRows:
     """A ``TensorDataset``, or a ``Subset`` or ``ConcatDataset`` of such, as rows of its tensors.
 
-    Args:
-        tables: the tensor data sets.
-        rows: for each sample its row in its table; None: sample n is row n.
-        which: for each sample its table; None: there is one.
+    Sample n is row ``rows[n]`` of table ``which[n]``; without ``rows`` row n, without ``which`` of the only table.
     """
 
     def __init__(

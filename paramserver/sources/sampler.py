@@ -32,10 +32,7 @@ class SamplerOrder:
 
     Where a pass has an index several times, as with replacement, the length of the data set is added once for the
     second time, twice for the third: the same sample, with a key of its own, so that it is augmented anew each time.
-
-    Args:
-        sampler: an iterable of indices, or of batches of indices.
-        dataset: what they are indices of. The sampler may hold it: copies of the sampler share it.
+    The sampler may hold the data set of its indices: copies of the sampler share it.
     """
 
     def __init__(self, sampler: Iterable[Any], dataset: Any, seed: int) -> None:

@@ -59,13 +59,7 @@ def add_case_flags(parser: argparse.ArgumentParser, trainers: str) -> None:
 
 @dataclass(frozen=True)
 class RequestedCases:
-    """The cases that a command line asks for, as unparsed text.
-
-    Args:
-        modes, trainers: None without the flag.
-        overrides: ``key=value``, for all cases.
-        sweeps: ``key=v1,v2``; every combination of their values is a case.
-    """
+    """The cases of a command line, unparsed: every combination of the ``sweeps``, each with all ``overrides``."""
 
     file: Path
     modes: str | None = None
@@ -79,10 +73,8 @@ class RequestedCases:
 class Case:
     """A configuration that is measured in every repeat.
 
-    Args:
-        config: effective, before the benchmark sets its own limits and folders.
-        overrides: the values of this case's sweeps, by key.
-        baseline: ``LOCAL``, ``NO_COMMUNICATION`` (a run of one trainer for each trainer, at the same time) or None.
+    ``config`` is effective, before the benchmark sets its own limits and folders. ``overrides`` are those of this
+    case's sweeps. ``NO_COMMUNICATION`` is a run of one trainer for each trainer, at the same time.
     """
 
     name: str
@@ -102,11 +94,7 @@ class Case:
 
     @property
     def runs(self) -> int:
-        """The number of runs that are started at the same time."""
         return self.trainers if self.mode.single_process else 1
-
-
-# Parsing.
 
 
 def _mode(word: str, text: str) -> Mode:
@@ -176,9 +164,6 @@ def _check_may_be_set(key: str, flag: str) -> None:
         raise UnsupportedConfiguration(f"{flag}: {key} is what {_FLAGS[key]} is for; use that")
     if any(key == own or key.startswith(f"{own}.") for own in _SET_BY_BENCHMARK):
         raise UnsupportedConfiguration(f"{flag}: {key} is decided by the benchmark; leave it out")
-
-
-# The cases.
 
 
 def make_cases(requested: RequestedCases) -> list[Case]:

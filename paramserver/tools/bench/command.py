@@ -52,12 +52,7 @@ START_S = 6.0
 
 
 class BenchmarkProgress:
-    """Prints a line for each finished run, with an estimate of the remaining time.
-
-    Args:
-        runs: the case of each run, in order.
-        training_s: the duration of the training of each run.
-    """
+    """Prints a line for each finished run, in the order of ``runs``, with an estimate of the remaining time."""
 
     def __init__(self, stream: TextIO, runs: Sequence[Case], training_s: float) -> None:
         self._stream = stream
@@ -71,7 +66,6 @@ class BenchmarkProgress:
         self.print_line(f"{len(self._runs)} runs of {cases} cases, about {duration_text(self.remaining_s())}")
 
     def run_finished(self, result: CaseResult) -> None:
-        """Print the result of the next run."""
         self._done += 1
         self._took_s.setdefault(result.case, []).append(result.wall_s or 0.0)
         rate = result.samples_per_second
@@ -105,7 +99,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The arguments of ``paramserver benchmark``."""
     parser = argparse.ArgumentParser(
         prog="paramserver benchmark",
         description="Train the task of a config in several ways, in turns, and report how fast each was. A single "
@@ -135,7 +128,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
     words = normalize_flags(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["compare"]:
         return run_command(lambda: _compare(words[1:]))
@@ -180,8 +172,7 @@ def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
 def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[Case], int, MeasuringMethod]:
     """The cases, the number of repeats, and the settings of the measurement.
 
-    Args:
-        words: the unparsed arguments, for the records.
+    ``words`` are the unparsed arguments, for the records.
 
     Raises:
         UnsupportedConfiguration: an argument is invalid.
@@ -300,18 +291,13 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _report(results: Results, out: Path) -> None:
-    """Write the pages; print the findings and the paths."""
     pages = write_report(results, out, _TITLE)
     if not has_matplotlib():
         print(NO_PLOTS, file=sys.stderr)
     print_output("\n".join([*findings(cases_of(results.results)), *(f"written: {page}" for page in pages)]))
 
 
-# Two results.
-
-
 def make_compare_parser() -> argparse.ArgumentParser:
-    """The arguments of ``paramserver benchmark compare``."""
     parser = argparse.ArgumentParser(
         prog="paramserver benchmark compare",
         description="Print how each figure of each case changed from A to B, with its spread.",

@@ -49,12 +49,10 @@ def communication_s(
     """Seconds of communication in a step of all trainers.
 
     Args:
-        mode: with servers, or with a process group that reduces.
         size_bytes: of all parameters, M.
         trainers: n.
         servers: k; ignored in modes without servers.
         bandwidth: B, bytes per second.
-        latency: of one message, seconds.
         overlap: servers send parameters while they receive gradients.
         colocated: each server is on the host of a trainer.
     """
@@ -82,11 +80,7 @@ _COMPRESSION = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}
 
 
 def ring_bytes(model_bytes: int, trainers: int, comm_hook: str) -> float | None:
-    """Bytes that each trainer sends and receives per step in a ring all-reduce: 2(n-1)/n of M in each direction.
-
-    Returns:
-        None where the ratio of the compression ``comm_hook`` is unknown.
-    """
+    """Bytes that a trainer sends and receives per step in a ring, 2(n-1)/n of M each way; None if they are unknown."""
     share = _COMPRESSION.get(comm_hook)
     return None if share is None else 2 * 2 * (trainers - 1) / trainers * model_bytes * share
 
@@ -104,11 +98,8 @@ def predict_communication(
 ) -> dict[str, Any] | None:
     """The predicted communication of a case; None without communication or without a formula for it.
 
-    Args:
-        speed: measured between two processes, over the case's transport.
-        model_bytes: of the parameters that are trained.
-        wire_bytes: sent and received by a trainer per step, as measured.
-        overlap: servers update and send back each bucket while they receive others.
+    ``wire_bytes`` are sent and received by a trainer per step, as measured. ``overlap``: servers update and send back
+    each bucket while they receive others.
     """
     if mode.has_servers:
         in_memory = wire_bytes < model_bytes / 2

@@ -22,12 +22,7 @@ BARRIER_TIMEOUT_S = 120.0
 
 
 def file_barrier(file: Path, number: int, count: int) -> None:
-    """Block until ``count`` processes have called this, for at most ``BARRIER_TIMEOUT_S``.
-
-    Args:
-        file: of the barrier's store; used for nothing else.
-        number: of this process, from 0 to ``count - 1``.
-    """
+    """Block until ``count`` processes have called this, for at most ``BARRIER_TIMEOUT_S``; they count from 0."""
     store = FileStore(str(file), count)
     store.set(f"here-{number}", "")
     store.wait([f"here-{i}" for i in range(count)], timedelta(seconds=BARRIER_TIMEOUT_S))
@@ -36,12 +31,9 @@ def file_barrier(file: Path, number: int, count: int) -> None:
 class StepObserver:
     """Records the steps of the trainer in this process.
 
-    Args:
-        folder: of the run, to which the steps are written.
-        slow: the fields of a ``SlowdownSpec``; None without a straggler.
-        number: the number of this run among ``of`` runs of one trainer each, which start together; None for one run
-            with all trainers.
-        of: see ``number``.
+    The steps are written to the ``folder`` of the run. ``slow`` has the fields of a ``SlowdownSpec``; None without a
+    straggler. This run is number ``number`` among ``of`` runs of one trainer each, which start together; None for one
+    run with all trainers.
     """
 
     def __init__(
@@ -107,11 +99,7 @@ class ObservedTask(Task):
 
 
 class InstrumentedTask(ObservedTask):
-    """Constructs an instance of a class derived from ``ObservedTask`` and the user's class.
-
-    Args:
-        task: the user's, as in the key ``task``; a file by its absolute path.
-    """
+    """Constructs the user's ``task`` (a file by its absolute path), with ``ObservedTask`` as the first base."""
 
     def __new__(cls, task: str, task_args: Mapping[str, Any], observer: Mapping[str, Any]) -> Any:
         user_class = check_task_class(load_object(task, "task"), task)

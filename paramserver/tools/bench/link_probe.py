@@ -37,9 +37,8 @@ def measure_links(
 ) -> dict[str, LinkSpeed]:
     """The speed over ``GLOO`` and over ``RPC``; over gloo only where trainers compute on CPUs.
 
-    Args:
-        folder: a new one, for the rendezvous of the two processes.
-        hosts: the two processes run on the first two; None for this machine.
+    The two processes run on the first two of ``hosts``; None for this machine. Their rendezvous is in ``folder``, a new
+    one.
 
     Raises:
         TrainingError: the measurement failed.

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from paramserver.consistency.factory import consistency_class
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.importing import find_file
 from paramserver.metrics.records import PHASES, DurationHistogram
+from paramserver.process_utils import cpu_ticks
 from paramserver.tools.bench.cases import Case, require_first_reached
 from paramserver.tools.bench.cost_model import LinkSpeed, predict_communication, ring_bytes
 from paramserver.tools.bench.namespaces import PORT, NetworkHosts, host_address
@@ -105,9 +107,8 @@ def step_figures(
 ) -> dict[str, Any]:
     """The fields of a record that are computed from steps.
 
-    Args:
-        applied: the share of the trainers' samples that became part of an update.
-        updates: updates per step of a trainer: 1 / T where T trainers make one together.
+    ``applied`` is the share of the trainers' samples that became part of an update; ``updates`` are per step of a
+    trainer: 1 / T where T trainers make one together.
     """
     # Rates count a step at the edge with its share inside of the window; durations and phases are of whole steps only.
     shares = [[(step, _share(step, window)) for step in one.steps] for one in trainers]
@@ -149,20 +150,11 @@ class CpuSampler:
         self._ticks = os.sysconf("SC_CLK_TCK")
 
     def sample(self) -> None:
-        """Take a sample of each process that is alive."""
         for pid in (pid for folder in self._folders for pid in registered_pids(folder)):
-            used_s = self._used_s(pid)
             # A process that has ended has no more samples; ``interpolated`` then holds its last value.
-            if used_s is not None:
+            with suppress(FileNotFoundError, ProcessLookupError):
+                used_s = cpu_ticks(pid) / self._ticks
                 self._samples.setdefault(pid, []).append((time.perf_counter(), used_s))
-
-    def _used_s(self, pid: int) -> float | None:
-        try:
-            # The name of the command, in parentheses, may contain spaces and parentheses itself.
-            fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rsplit(")", 1)[1].split()
-        except (FileNotFoundError, ProcessLookupError):
-            return None
-        return (int(fields[11]) + int(fields[12])) / self._ticks  # user and system time (proc(5))
 
     def used_s(self, pid: int, begin: float, end: float) -> float | None:
         """CPU seconds between two values of ``time.perf_counter()``; None with fewer than two samples."""
@@ -187,7 +179,6 @@ class WireSampler:
         self._samples: list[tuple[float, float]] = []
 
     def sample(self) -> None:
-        """Take a sample."""
         moved = sum(self._hosts.moved_bytes(number) for number in range(self._count))
         self._samples.append((time.perf_counter(), float(moved)))
 
@@ -205,14 +196,8 @@ _TIMES_AS_LONG = 4
 class MeasuringMethod:
     """The settings of a benchmark that all cases share.
 
-    Args:
-        out: the benchmark's folder; the files of a run are kept there only if it fails.
-        seconds: the measured training, after ``warm_s`` seconds of warm-up.
-        target: the validation value that a run is to reach; None without one.
-        hosts: one for each rank that communicates; None for this machine.
-        speeds: of the links between two processes, by ``Mode.name``.
-        environment: versions, machine and command for every record.
-        stop: an event that interrupts the benchmark.
+    The files of a run are kept in ``out`` only if it fails. ``seconds`` are measured, after ``warm_s`` seconds of
+    warm-up. There is one of ``hosts`` for each rank that communicates; None for this machine.
     """
 
     out: Path

@@ -52,9 +52,7 @@ def parse_bandwidth(text: str) -> float:
 class NetworkHosts:
     """A context manager that makes namespaces as hosts.
 
-    Args:
-        count: the number of hosts.
-        bandwidth: of each host, in bytes per second, in each direction; math.inf = no limit.
+    ``bandwidth`` is that of each, in bytes per second, in each direction; math.inf = no limit.
 
     Raises:
         UnsupportedConfiguration: this user may not make namespaces, or a tool is missing.
@@ -115,15 +113,13 @@ class NetworkHosts:
         return self._hosts[number].command_in(*command)
 
     def moved_bytes(self, number: int) -> int:
-        """Bytes that the interface of a host sent and received."""
         return self._hosts[number].moved_bytes(INTERFACE)
 
 
 class Namespace:
     """A network namespace and the process that holds it.
 
-    Args:
-        kinds: of the namespaces that the process has of its own, as unshare(1) names them.
+    It has namespaces of its own of these ``kinds``, as unshare(1) names them.
 
     Raises:
         UnsupportedConfiguration: the namespace cannot be made.
@@ -159,13 +155,11 @@ class Namespace:
         return int(counters[0]) + int(counters[8])
 
     def close(self) -> None:
-        """Release the namespace."""
         self._holder.kill()
         self._holder.communicate(timeout=_TIMEOUT_S)
 
 
 def host_address(number: int) -> str:
-    """The address of host ``number``."""
     return f"10.99.{number // 250}.{number % 250 + 1}"
 
 

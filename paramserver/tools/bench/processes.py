@@ -21,10 +21,7 @@ class ProcessGroup:
     """A context manager that starts processes, and kills them and their children at its end.
 
     Each process leads its own session, so that a Ctrl-C reaches the benchmark only. The output of process ``i`` is
-    written to ``output-<i>.txt``.
-
-    Args:
-        stop: an event that interrupts ``wait``.
+    written to ``output-<i>.txt``. The event ``stop`` interrupts ``wait``.
     """
 
     def __init__(
@@ -71,9 +68,7 @@ class ProcessGroup:
     def wait(self, timeout_s: float, sample: Callable[[], None]) -> None:
         """Block until all processes have ended without an error.
 
-        Args:
-            timeout_s: for all processes together.
-            sample: called several times a second while they run.
+        ``sample`` is called several times a second meanwhile. ``timeout_s`` is for all of them together.
 
         Raises:
             TrainingError: a process failed, with its own error message, or the time is over.

@@ -93,12 +93,7 @@ class Slowdown:
         self._waiting = threading.Event()  # never set: a wait on it simulates computation
 
     def after_forward(self, model: Any, loss: Any, forward_s: float, batch_idx: int) -> None:
-        """Call after the forward of each batch; blocks as long as a slow trainer computes.
-
-        Args:
-            model: the model, whose gradients show when a backward ends.
-            loss: of the batch; its gradient shows when the backward begins.
-        """
+        """Call after the forward of each batch; blocks as long as a slow trainer computes, and times the backward."""
         if loss is None:
             raise TaskError("--slow must have a task with one optimizer, whose backward it measures; leave it out")
         if self._slow.slows(self._seed, self._trainer_index, batch_idx):

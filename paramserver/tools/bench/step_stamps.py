@@ -18,9 +18,8 @@ COLUMNS = (*PHASES, "hidden")
 class StepStamp:
     """A step of a trainer.
 
-    Args:
-        end: ``time.perf_counter()``, the kernel's monotonic clock, which all processes of a host share.
-        phases: seconds of each of ``COLUMNS``.
+    ``end`` is ``time.perf_counter()``, the kernel's monotonic clock, which all processes of a host share; ``phases``
+    are the seconds of each of ``COLUMNS``.
     """
 
     end: float

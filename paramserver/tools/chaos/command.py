@@ -28,7 +28,6 @@ _DELAY_S = 5.0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``paramserver chaos``."""
     parser = argparse.ArgumentParser(
         prog="paramserver chaos",
         description="Train with all ranks on this machine, inject faults, and check what must hold afterwards.",
@@ -50,7 +49,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     arguments = make_parser().parse_args(normalize_flags(sys.argv[1:] if argv is None else argv))
     return run_command(lambda: 0 if _chaos(arguments) else 1)
 
@@ -85,14 +83,8 @@ def _chaos(arguments: argparse.Namespace) -> bool:
 class ChaosRun:
     """A run with faults that has ended.
 
-    Attributes:
-        config: of the run.
-        shots: the faults and when they fired.
-        records: that the supervisor received.
-        run_dir: None if the run did not start.
-        error: what ended it; None if it was completed.
-        lost, repeated: calls that were lost, and calls that were sent again.
-        left: what remained after it.
+    ``run_dir`` is None if the run did not start. ``error`` is what ended it; None if it was completed. Calls that were
+    lost are in ``lost``, and those that were sent again in ``repeated``. ``left`` has what remained after it.
     """
 
     config: Config
@@ -122,7 +114,6 @@ class ChaosRun:
         return redone
 
     def lines(self, shot: Shot) -> list[str]:
-        """Return the lines of the report on a fault."""
         if shot.fired_at is None:
             return [f"  {shot.fault}: did not fire, the run ended before"]
         figures = self.figures(shot)
@@ -165,8 +156,7 @@ class ChaosRun:
 def run_with_faults(config: Config, faults: Sequence[Fault], folders: Sequence[Path]) -> ChaosRun:
     """Run a config with all ranks on this machine, and inject faults.
 
-    Args:
-        config: effective; ``logging.log_every`` is 1.
+    ``config`` is effective; ``logging.log_every`` is 1.
 
     Raises:
         UnsupportedConfiguration: the run was refused.
@@ -210,9 +200,6 @@ def _processes_with(variable: str) -> list[str]:
     return found
 
 
-# Checking.
-
-
 @dataclass(frozen=True)
 class Check:
     """Whether one thing that must hold does."""
@@ -225,9 +212,8 @@ class Check:
 def check_run(outcome: ChaosRun, optional: set[int], reference: Path | None) -> list[Check]:
     """Return what must hold after a run with faults.
 
-    Args:
-        optional: ``id`` of the faults that need not have fired.
-        reference: the folder of a run of the same config without faults, to compare parameters with.
+    ``optional`` has the ``id`` of the faults that need not have fired. ``reference`` is the folder of a run of the same
+    config without faults, to compare parameters with.
     """
     config, summary = outcome.config, outcome.summary
     missing = [shot for shot in outcome.shots if shot.fired_at is None and id(shot.fault) not in optional]

@@ -27,13 +27,7 @@ _FOR_EVER_S = 1e9
 
 @dataclass
 class Shot:
-    """A fault of the plan, and what became of it.
-
-    Attributes:
-        fault: as planned.
-        fired_at: ``time.time()`` when it fired; None if it did not.
-        step: of the last update before it.
-    """
+    """A fault of the plan, and when it fired (``time.time()``; None if it did not), after which step of the run."""
 
     fault: Fault
     fired_at: float | None = None

@@ -26,7 +26,6 @@ class Fault:
     """One fault.
 
     Attributes:
-        kind: ``kill``, ``freeze``, ``hold_gil``, ``slow``, ``lose`` or ``partition``.
         target: the rank, as ``trainer:1``; empty for ``lose``, which concerns all trainers.
         messages: of ``lose``: ``replies`` or ``requests``.
         amount: of ``slow`` the factor, of ``lose`` the percentage.

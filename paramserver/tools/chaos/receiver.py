@@ -28,11 +28,7 @@ _STEP_CALL = "push"
 
 
 class FaultReceiver:
-    """Applies the faults that ``paramserver chaos`` sends to this rank.
-
-    Args:
-        address: of the socket, in the abstract namespace.
-    """
+    """Applies the faults that ``paramserver chaos`` sends over a socket with this abstract address."""
 
     def __init__(self, address: str, global_rank: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

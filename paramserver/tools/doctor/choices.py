@@ -52,12 +52,8 @@ _SOURCES = {
 def describe_choices(found: Diagnosis, config: Config, identity: ProcessIdentity | None, environ: Environ) -> str:
     """Add what would be chosen for a run of ``config``, and bind the interface that it would listen on.
 
-    Args:
-        found: what is added to.
-        identity: of this process; None if one command starts all ranks on this machine.
-
-    Returns:
-        The address at which other hosts reach this one; empty if there is none.
+    Return the address at which other hosts reach this one; empty if there is none. Without ``identity`` (None) one
+    command starts all ranks on this machine.
     """
     section = Section("choices")
     found.sections.append(section)

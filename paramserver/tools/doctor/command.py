@@ -23,7 +23,6 @@ from paramserver.tools.doctor.diagnosis import Diagnosis
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``paramserver doctor``."""
     parser = argparse.ArgumentParser(
         prog="paramserver doctor",
         description="Check this machine for a run: what it offers, what would be chosen for a config and why, and how "
@@ -40,7 +39,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``paramserver doctor`` and return the exit code."""
     arguments = make_parser().parse_args(normalize_flags(argv))
     logging.basicConfig(level=logging.ERROR, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     quiet_torch_log(process_environ())

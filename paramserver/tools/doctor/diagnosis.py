@@ -18,11 +18,8 @@ _NAMES = 18  # columns of the names of facts
 class Finding:
     """Something to mend, or with ``is_problem`` False something to know.
 
-    Attributes:
-        text: what is wrong, without a period at the end.
-        cure: what to do.
-        host: where, if there are several hosts.
-        is_problem: a run would fail, or not do what was asked for.
+    ``text`` is what is wrong, without a period at the end, and ``cure`` what to do. With several hosts, ``host`` is
+    where. A problem: a run would fail, or not do what was asked for.
     """
 
     text: str
@@ -35,12 +32,8 @@ class Finding:
 class Fact:
     """One line of a section.
 
-    Attributes:
-        name: of what is stated.
-        text: for people.
-        value: for programs; None = the text.
-        why: the reason of a choice.
-        key: of the value in JSON; empty = the name.
+    ``text`` is for people, ``value`` for programs (None = the text). A choice has a reason, ``why``. ``key`` is that of
+    the value in JSON; empty = the name.
     """
 
     name: str
@@ -90,8 +83,6 @@ class Diagnosis:
         return int(bool(self.problems))
 
     def to_json(self) -> dict[str, Any]:
-        """Return a mapping for ``--json``."""
-
         def listed(findings: Iterable[Finding]) -> list[dict[str, str]]:
             return [{"text": one.text, "cure": one.cure, "host": one.host} for one in findings]
 

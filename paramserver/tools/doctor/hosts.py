@@ -57,16 +57,8 @@ _CLOCKS_AGREE_S = 1.0
 class Participant:
     """One process of the check.
 
-    Attributes:
-        rank: the global rank by which it takes part: that of the server, where one command starts both.
-        ranks: global ranks that its command would start.
-        name: of its host.
-        host: ``host_identity()``.
-        address, port: where it listens.
-        interface, mtu: over which it listens.
-        cores, gpus: how many it can use.
-        versions: of torch, paramserver and Python.
-        findings: on its host.
+    ``rank`` is the global rank by which it takes part: that of the server, where one command starts both. ``ranks`` are
+    all that its command would start. It listens at ``address`` and ``port``, over ``interface``.
     """
 
     rank: int
@@ -96,11 +88,8 @@ class Host:
 def check_hosts(found: Diagnosis, config: Config, identity: ProcessIdentity) -> bool:
     """Meet the other processes, measure the links between hosts, and bring all results to rank 0.
 
-    Args:
-        found: of this host; on rank 0, what all have found is added to it.
-
-    Returns:
-        Whether the result is complete in this process: on rank 0.
+    On rank 0, what all have found is added to ``found``. Return whether the result is complete in this process: on rank
+    0.
 
     Raises:
         DeadlineExceeded: rank 0 cannot be reached, or does not answer in time.

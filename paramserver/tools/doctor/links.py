@@ -44,7 +44,6 @@ class Link:
         round_trip_s: median of a message without content.
         bytes_per_s: of a long message.
         clock_offset_s: how far the clock of the target is ahead.
-        error: what failed.
         connected: the connection was accepted, and small messages arrived.
     """
 
@@ -58,10 +57,7 @@ class Link:
 
 
 def rounds(items: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
-    """Yield pairs in rounds, so that each item is in each pair with another once, and at most once in a round.
-
-    The circle method for round-robin tournaments.
-    """
+    """Yield each pair once, in rounds in which no item is in two: the circle method for round-robin tournaments."""
     count = len(items) + len(items) % 2
     order = list(range(count))
     for _ in range(count - 1):
@@ -72,13 +68,7 @@ def rounds(items: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
 
 
 def measure_link(source: int, target: int, address: tuple[str, int], token: bytes) -> Link:
-    """Connect to a host that calls ``serve_link``, and measure what is sent to it.
-
-    Args:
-        source, target: numbers of the hosts, for the result.
-        address: at which the target listens.
-        token: with which the target knows a connection of this check.
-    """
+    """Measure the link to a host that calls ``serve_link`` with this token; both hosts are given by number."""
     give_up_at = time.monotonic() + PROBE_S
     try:
         connection = socket.create_connection(address, timeout=CONNECT_S)

@@ -48,12 +48,7 @@ _SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies")
 
 
 def describe_machine(found: Diagnosis, config: Config, environ: Environ) -> None:
-    """Add what this machine offers, and what a run of ``config`` lacks here.
-
-    Args:
-        found: what is added to.
-        config: effective; the default one if there is none.
-    """
+    """Add what this machine offers, and what a run of ``config`` lacks here."""
     section = Section("machine")
     found.sections.append(section)
     section.add("host", f"{socket.gethostname()}, {platform.platform()}", socket.gethostname())

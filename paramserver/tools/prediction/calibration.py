@@ -9,7 +9,7 @@ from itertools import product
 
 import yaml
 
-from paramserver.config import Config, config_from_mapping, mode_of, server_computes
+from paramserver.config import config_from_mapping, mode_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.tools.bench.cost_model import LinkSpeed
 from paramserver.tools.bench.slowdown import SlowdownSpec
@@ -39,18 +39,17 @@ def deployment_of(
 ) -> Deployment:
     """Return what a measured run is for the simulator.
 
-    Args:
-        result: a completed one, of a mode with servers.
-        link: of an interface of the hosts.
-        cores: of each host, or of all together.
-        one_machine: the hosts share these cores.
-        costs: those that were fitted; None for the defaults.
+    ``result`` is a completed one, of a mode with servers; ``link`` is of an interface of the hosts. With
+    ``one_machine`` the hosts share the ``cores``. ``costs`` are those that were fitted; None for the defaults.
 
     Raises:
         UnsupportedConfiguration: the result lacks what the simulator needs, or is of a run that it has no model of.
     """
     where = f"the result {result.case}, repeat {result.repeat},"
-    config = _config_of(result, where)
+    text = result.environment.get("config")
+    if not isinstance(text, str):
+        raise UnsupportedConfiguration(f"{where} must have the config of its run; benchmark again")
+    config = config_from_mapping(yaml.safe_load(text))
     if not mode_of(config).has_servers or server_computes(config):
         raise UnsupportedConfiguration(
             f"{where} must be of mode rpc with server.compute: trainer, which the simulator models; measure that"
@@ -77,13 +76,6 @@ def deployment_of(
         transfer_jitter=TRANSFER_JITTER,
         seed=result.repeat,
     )
-
-
-def _config_of(result: CaseResult, where: str) -> Config:
-    text = result.environment.get("config")
-    if not isinstance(text, str):
-        raise UnsupportedConfiguration(f"{where} must have the config of its run; benchmark again")
-    return config_from_mapping(yaml.safe_load(text))
 
 
 def error_of(deployment: Deployment, samples_per_second: float, steps: int = _STEPS, warm: int = _WARM_STEPS) -> float:

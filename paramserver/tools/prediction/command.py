@@ -31,7 +31,6 @@ _MOST_SERVERS = 4  # times as many as trainers, when the number to break even is
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The arguments of ``paramserver benchmark predict``."""
     parser = argparse.ArgumentParser(
         prog="paramserver benchmark predict",
         description="Simulate how fast the benchmarked task would train with other numbers of trainers and servers, "
@@ -65,7 +64,6 @@ class Prediction:
 
 
 def predict(words: Sequence[str]) -> int:
-    """Run the command and return the exit code."""
     arguments = make_parser().parse_args(words)
     measured = read_results(arguments.results)
     used = usable(measured)
@@ -108,9 +106,6 @@ def predict(words: Sequence[str]) -> int:
     return 0
 
 
-# What was measured.
-
-
 @dataclass(frozen=True)
 class MeasuredRun:
     """A run of the benchmark, for the simulator, and its throughput."""
@@ -135,10 +130,7 @@ def usable(results: Results) -> list[MeasuredRun]:
 
 
 def calibrated(measured: Sequence[MeasuredRun], source: str) -> tuple[Deployment, tuple[str, ...]]:
-    """Return what was measured with the costs that are fitted on it, and sentences about the fit.
-
-    Its compute is the mean of all runs.
-    """
+    """Return what was measured, with the mean compute of all runs and fitted costs, and sentences about the fit."""
     costs = fit([(one.deployment, one.samples_per_second) for one in measured])
     errors = [abs(error_of(replace(one.deployment, costs=costs), one.samples_per_second)) for one in measured]
     names = ("forward_s", "backward_s")
@@ -170,9 +162,6 @@ def _deployed(result: CaseResult) -> Deployment:
     # The bandwidth is that of a tensor: headers and gaps are part of it.
     costs = replace(Costs(), link_share=1.0)
     return deployment_of(result, LinkSpeed(bandwidth, latency), cores or 1, one_machine=True, costs=costs)
-
-
-# Predictions.
 
 
 def _predicted(case: Case, target: Deployment, failures: tuple[float, float] | None) -> Prediction:
@@ -241,9 +230,6 @@ def break_even_servers(deployment: Deployment, limit_s: float) -> int | None:
     return high
 
 
-# Output.
-
-
 def _table(predictions: Sequence[Prediction], measured: float) -> Table:
     fails = any(one.kept is not None for one in predictions)
     titles = ("case", "servers", "step (ms)", "samples/s", "of measured", *(["kept with failures"] if fails else []))
@@ -256,7 +242,6 @@ def _table(predictions: Sequence[Prediction], measured: float) -> Table:
 
 
 def _written(predictions: Sequence[Prediction], out: Path, notes: Sequence[str]) -> list[str]:
-    """Write the results and a report of them."""
     results = []
     for one in predictions:
         case, found = one.case, one.found
@@ -280,9 +265,6 @@ def _written(predictions: Sequence[Prediction], out: Path, notes: Sequence[str])
         append_result(out / RESULTS_FILE, result)
     pages = write_report(Results(str(out / RESULTS_FILE), tuple(results), (f"{SIMULATED}.", *notes)), out, SIMULATED)
     return [f"written: {page}" for page in pages]
-
-
-# Flags.
 
 
 def _number(flag: str, word: str, least: float, most: float = sys.float_info.max) -> float:

@@ -84,15 +84,11 @@ class Deployment:
     """What is simulated.
 
     Attributes:
-        config: of the run: numbers of trainers and servers, consistency, ``cluster.colocate``, buckets.
         message_bytes: of all parameters, or of all gradients, as they are sent.
         forward_s, backward_s: a trainer's compute in a step, and its wait for data.
         samples: of a trainer in a step.
-        link: bandwidth of an interface, and latency of a message.
-        costs: of messages and updates.
         cores: of each host; of all together with ``one_machine``, where hosts are network namespaces.
         by_bucket: whether the optimizer allows that ``sync`` updates bucket by bucket.
-        slow: a straggler.
         jitter: standard deviation of a trainer's compute, as a share of it; independent draws of a log-normal.
         transfer_jitter: the same of the time that the tensors of a message take at interfaces.
         seed: of ``slow``, of both jitters and of failures.
@@ -136,11 +132,8 @@ class Deployment:
 class Throughput:
     """What a simulated run did after its warm-up.
 
-    Attributes:
-        step_s: mean time between two steps of a trainer.
-        samples_per_second: applied, of all trainers.
-        updates_per_second: of the parameters.
-        failures: of trainers, in the whole run.
+    ``step_s`` is the mean time between two steps of a trainer, ``samples_per_second`` are those applied, of all
+    trainers, and ``failures`` those of trainers in the whole run.
     """
 
     step_s: float
@@ -186,7 +179,6 @@ class Interface:
 
     @property
     def connections(self) -> int:
-        """The number of connections that transfer."""
         return len(self._waiting) + self._serves_last
 
     def offer(self, connection: Connection, seconds: float, serve: Callable[[float], None]) -> None:
@@ -721,10 +713,8 @@ def _simulated_config(deployment: Deployment) -> Config:
 def simulate(deployment: Deployment, updates: int = 30, warm: int = 10, seconds: float | None = None) -> Throughput:
     """Run a deployment on the virtual clock.
 
-    Args:
-        updates: steps of each trainer, on average, that are measured.
-        warm: steps before them, which are not.
-        seconds: measure for so long instead, as with failures.
+    Each trainer makes ``warm`` steps, which are not measured, and then ``updates`` on average, which are; or it is
+    measured for ``seconds``, as with failures.
 
     Raises:
         Violation: the run cannot continue.

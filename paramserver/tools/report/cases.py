@@ -23,10 +23,8 @@ _NUMBER_OF_TRAINERS = re.compile(r"[ ,]*\b\d+ trainers?\b")
 class Figure:
     """A number that a record may have.
 
-    Args:
-        unit: empty for a number without one.
-        get: returns it from a record; None where it is unknown.
-        better: 1 where more is better, -1 where less is better, 0 otherwise.
+    ``unit`` is empty for a number without one. ``get`` returns None where it is unknown. ``better`` is 1 where more is
+    better, -1 where less is better, 0 otherwise.
     """
 
     name: str
@@ -124,7 +122,6 @@ class ReportCase:
         return self.estimate(SPEED)
 
     def values(self, figure: Figure) -> dict[int, float | None]:
-        """The figure of each completed repeat."""
         return {one.repeat: figure.get(one) for one in self.completed}
 
     def estimate(self, figure: Figure) -> Estimate | None:
@@ -171,7 +168,6 @@ class ReportCase:
         return {index: merged_counts(histograms) for index, histograms in sorted(parts.items())}
 
     def trainer_speeds(self) -> list[Estimate | None]:
-        """Samples/s of each trainer."""
         rows = [one.per_trainer for one in self.completed]
         count = max((len(row) for row in rows), default=0)
         return [estimate(row[i] for row in rows if i < len(row)) for i in range(count)]
@@ -195,7 +191,6 @@ def communication_limit(case: ReportCase, cases: Sequence[ReportCase]) -> Report
 
 
 def local_baseline(case: ReportCase, cases: Sequence[ReportCase]) -> ReportCase | None:
-    """The baseline with a single process for ``case``."""
     return next(iter(_baselines(case, cases, LOCAL)), None)
 
 
@@ -245,5 +240,4 @@ def by_speed(cases: Iterable[ReportCase]) -> list[ReportCase]:
 
 
 def quoted_name(case: ReportCase) -> str:
-    """The name of a case in a sentence or a table."""
     return quoted(case.name)

@@ -18,7 +18,6 @@ from paramserver.tools.report.target import parse_target, with_target
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The arguments of ``paramserver report``."""
     parser = argparse.ArgumentParser(
         prog="paramserver report",
         description="Compare runs that exist, or show a benchmark again: report.html (one file, no network needed) and "
@@ -36,13 +35,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
     arguments = make_parser().parse_args(argv)
     return run_command(lambda: print_output(_report(arguments.paths, arguments.out, arguments.target)))
 
 
 def _report(paths: Sequence[Path], out: Path, target_text: str | None) -> str:
-    """Write the pages; return the findings and the paths."""
     target = None if target_text is None else parse_target(target_text)
     results = results_at(paths)
     if target is not None:

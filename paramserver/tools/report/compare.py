@@ -47,10 +47,8 @@ class Change:
 class Comparison:
     """The result of ``compare``.
 
-    Args:
-        changes: the figures that A and B both have, by case.
-        broken: why B has no figures of a case that A has, by case.
-        notes: sentences about differences that make the comparison doubtful.
+    ``changes`` has the figures that A and B both have, by case, ``broken`` why B has none of a case that A has, and
+    ``notes`` differences that make the comparison doubtful.
     """
 
     changes: dict[str, list[Change]]

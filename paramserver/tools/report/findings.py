@@ -39,11 +39,7 @@ _WIDE = 0.15
 
 @dataclass(frozen=True)
 class Group:
-    """Cases with the same number of trainers and the same scenario, the fastest first.
-
-    Args:
-        conditions: the beginning of a sentence about them; empty where there is no other group.
-    """
+    """Cases of one number of trainers and scenario, the fastest first; ``conditions`` begins a sentence or is empty."""
 
     cases: tuple[ReportCase, ...]
     conditions: str
@@ -53,7 +49,6 @@ class Group:
         return self.cases[0]
 
     def best_of_modes(self) -> list[ReportCase]:
-        """The fastest case of each mode."""
         best: dict[str, ReportCase] = {}
         for case in self.cases:
             best.setdefault(case.mode, case)

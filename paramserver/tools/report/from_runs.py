@@ -88,9 +88,6 @@ def _known_values(values: Record) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is None or isinstance(value, int | float)}
 
 
-# Reading.
-
-
 @dataclass(frozen=True)
 class Run:
     """The content of the folder of a run; ``damaged`` lines of its records could not be read."""
@@ -203,9 +200,6 @@ def _read_mapping(path: Path, parse: Callable[[str], Any]) -> Record:
     if not isinstance(content, Mapping):
         raise UnsupportedConfiguration(f"{path} must hold a mapping; restore it, or leave this run out")
     return content
-
-
-# Cases and repeats.
 
 
 def _results(runs: Sequence[Run]) -> Results:

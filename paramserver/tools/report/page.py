@@ -189,9 +189,8 @@ _BLOCK = re.compile(
 def to_html(title: str, markdown: str, svgs: Mapping[str, str]) -> str:
     """Convert a report to one HTML file without links.
 
-    Args:
-        markdown: made of the blocks above, headings, and pictures followed by their captions.
-        svgs: the SVG elements that take the place of the links to pictures, by the name of the picture.
+    ``markdown`` is made of the blocks above, headings, and pictures followed by their captions. ``svgs`` take the place
+    of the links to pictures, by name.
     """
     body = "\n".join(_html_block(match, svgs) for match in _BLOCK.finditer(markdown))
     return (

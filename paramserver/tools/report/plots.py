@@ -69,16 +69,11 @@ def validation_against(axis: int, name: str) -> Callable[[CaseResult], Curve]:
 
 
 def metric_names(results: Iterable[CaseResult]) -> list[str]:
-    """The validation metrics of all records."""
     return sorted({name for one in results for point in one.validation for name in point[2]})
 
 
 def band(curves: Iterable[Curve], points: int = _POINTS) -> Band | None:
-    """The band over the range that all curves cover; None without any point.
-
-    Args:
-        points: a curve with more points is smoothed to this number.
-    """
+    """The band over the range that all curves cover, each smoothed to ``points`` points; None without any point."""
     thinned = [_thinned(sorted(curve), points) for curve in curves if curve]
     if not thinned:
         return None
@@ -113,8 +108,7 @@ _BEYOND = 1.5  # times the fastest repeat: wider intervals, as of two very diffe
 def draw(cases: Sequence[ReportCase]) -> dict[str, list[Picture]]:
     """Draw every plot for which there are numbers.
 
-    Returns:
-        The pictures by the section of the report to which they belong.
+    Return the pictures by the section of the report to which they belong.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -27,16 +27,11 @@ class CaseResult:
     """One case in one repeat. Unknown values are None or empty; figures are of the time after the warm-up.
 
     Attributes:
-        case: the name that all repeats of the case share.
         baseline: "local" (one process) or "no communication" (the trainers' loops without an exchange) for a baseline.
-        overrides: the config keys that define the case, by dotted name.
         scenario: a disturbance, such as {"slow": {"trainer": 1, "factor": 5.0, "probability": 1.0}}.
         wall_s: from the start of its first process to the end of its last; ``seconds`` is the measured training.
         per_trainer: samples/s of each trainer; ``per_process``: of all, divided by the number of trainers and servers.
         transports: of parameters and gradients, by the index of each trainer, where there is a server.
-        model_bytes: of the parameters that are trained.
-        wire_bytes_source: the source of ``wire_bytes_per_step``, where the trainers did not count it.
-        step_bins: counts by bin, as ``DurationHistogram`` has them.
         loss: points (samples, seconds, loss); ``validation``: points (samples, seconds, {name: value}).
         target: the metric and the value that ``time_to_target_s`` and ``samples_to_target`` refer to.
         environment: versions, host, cores, commit, config (its text) and command.
@@ -194,8 +189,7 @@ _CURE = "take the line out, or benchmark again"
 def parse_result(record: Any, where: str) -> CaseResult:
     """Check a record of ``results.jsonl``. A field that this version does not know is left out.
 
-    Args:
-        where: file and line, for the message.
+    ``where`` is the file and line, for the message.
 
     Raises:
         UnsupportedConfiguration: it is of another format version, or a field is missing or not what it must be.

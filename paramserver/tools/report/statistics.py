@@ -58,11 +58,8 @@ def t_quantile(probability: float, degrees: float) -> float:
     """Quantile of Student's t distribution.
 
     With t = sqrt(n) tan(a) the density becomes cos(a)**(n - 1), up to its constant (Abramowitz and Stegun, Handbook of
-    Mathematical Functions, 26.7.1); that is integrated by Simpson's rule and a found by bisection.
-
-    Args:
-        probability: 0.5 or more, less than 1.
-        degrees: of freedom, at least 1, not necessarily whole.
+    Mathematical Functions, 26.7.1); that is integrated by Simpson's rule and a found by bisection. ``probability`` is
+    0.5 or more, less than 1, and ``degrees`` are of freedom, at least 1, not necessarily whole.
     """
     constant = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(math.pi)
     low, high = 0.0, math.pi / 2
@@ -97,13 +94,14 @@ def estimate(values: Iterable[float | None]) -> Estimate | None:
     if not known:
         return None
     if min(known) <= 0:
-        return _around(statistics.fmean(known), known)
+        return _around(known)
     unit = known[0]  # whose logarithm is 0, so that equal values come out as they are
-    logs = _around_mean([math.log(value) - math.log(unit) for value in known])
+    logs = _around([math.log(value) - math.log(unit) for value in known])
     return replace(_of_logarithms(logs, unit), median=statistics.median(known))
 
 
-def _around(mean: float, values: Sequence[float]) -> Estimate:
+def _around(values: Sequence[float]) -> Estimate:
+    mean = statistics.fmean(values)
     if len(values) < FEWEST_REPEATS:
         return Estimate(mean, None, None, len(values), mean)
     half = t_quantile((1 + CONFIDENCE) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
@@ -129,7 +127,7 @@ def ratio(
     if not a or not b:
         return None
     if are_interleaved and a.keys() == b.keys():
-        logs = _around_mean([a[repeat] - b[repeat] for repeat in a])
+        logs = _around([a[repeat] - b[repeat] for repeat in a])
     else:
         logs = _welch(list(a.values()), list(b.values()))
     return _of_logarithms(logs)
@@ -147,12 +145,7 @@ def _logarithms(values: Mapping[int, float | None]) -> dict[int, float]:
     return {repeat: math.log(value) for repeat, value in values.items() if value is not None and value > 0}
 
 
-def _around_mean(values: Sequence[float]) -> Estimate:
-    return _around(statistics.fmean(values), values)
-
-
 def _welch(a: Sequence[float], b: Sequence[float]) -> Estimate:
-    """The difference of two means."""
     difference = statistics.fmean(a) - statistics.fmean(b)
     median = statistics.median(a) - statistics.median(b)
     repeats = min(len(a), len(b))

@@ -92,9 +92,8 @@ def wrapped(name: str, letters: int = LETTERS) -> str:
 def named_rows(names: Sequence[str], thickness: float = 0.26) -> tuple[Figure, Axes, list[float]]:
     """Axes with a row for each name, and the name above its row, where it has the whole width.
 
-    Returns:
-        The figure, its axes and the height of each row's middle; a row is 1 high at most, from -0.5 to 0.5 of
-        ``thickness`` inches.
+    Return the figure, its axes and the height of each row's middle; a row is 1 high at most, from -0.5 to 0.5 of
+    ``thickness`` inches.
     """
     texts = [wrapped(name) for name in names]
     heights = [thickness + _LINE * (text.count("\n") + 1) + 0.08 for text in texts]

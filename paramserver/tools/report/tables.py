@@ -109,8 +109,6 @@ def scaling_table(cases: Sequence[ReportCase]) -> Table:
 
 
 def steps_table(cases: Sequence[ReportCase]) -> Table:
-    """Mean, quantiles and maximum of the durations of steps."""
-
     def step(name: str) -> Cell:
         return lambda case: format_number(case.step_ms.get(name))
 
@@ -175,11 +173,7 @@ def staleness_table(cases: Sequence[ReportCase]) -> Table:
 
 
 def staleness_figures(counts: Mapping[int, int]) -> tuple[str, str, str, str]:
-    """Mean, 95th percentile, maximum and number of gradients.
-
-    Args:
-        counts: gradients by staleness, in ascending order.
-    """
+    """Mean, 95th percentile, maximum and number of gradients. The counts are by staleness, in ascending order."""
     total = sum(counts.values())
     if not total:
         return DASH, DASH, DASH, "0"
@@ -189,8 +183,6 @@ def staleness_figures(counts: Mapping[int, int]) -> tuple[str, str, str, str]:
 
 
 def resources_table(cases: Sequence[ReportCase]) -> Table:
-    """Bytes on the wire, CPU time and memory."""
-
     def wire(case: ReportCase) -> str:
         """Bytes on the wire, and their source where the trainers did not count them."""
         sources = {one.wire_bytes_source for one in case.completed if one.wire_bytes_source}
@@ -237,7 +229,6 @@ def predictions_table(cases: Sequence[ReportCase]) -> Table:
 
 
 def failures_table(cases: Sequence[ReportCase]) -> Table:
-    """The error of each repeat that failed."""
     rows = [
         (quoted_name(case), str(one.repeat), first_line(one.error) or "no reason is known")
         for case in cases

@@ -64,7 +64,6 @@ def first_reached(validation: Sequence[tuple[float, float, Numbers]], target: Ta
 
 
 def with_target(result: CaseResult, target: Target) -> CaseResult:
-    """A copy of ``result`` with the time and samples to ``target``."""
     samples, seconds = first_reached(result.validation, target) or (None, None)
     return dataclasses.replace(
         result, target={target.name: target.value}, time_to_target_s=seconds, samples_to_target=samples
