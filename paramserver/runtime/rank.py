@@ -356,7 +356,7 @@ class RankSession:
 
     def _report(self, kind: str) -> None:
         """Report that this process begins a generation, or has left the run."""
-        self._write(make_record(kind, None, rank=self.plan.identity.global_rank, generation=self.generation))
+        self._write(make_record(kind, None, rank=self.plan.identity.global_rank, view=self.generation))
 
     def _write(self, record: Record) -> None:
         """Write a record to what shows the run, not to the run folder."""

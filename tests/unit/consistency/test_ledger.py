@@ -60,7 +60,7 @@ def test_no_push_of_an_earlier_process_is_taken_whatever_its_number(decided, pen
 def test_no_push_of_another_view_is_taken():
     ledger = ledger_after(decided=2, generation=3)
     assert ledger.state_of(push(3, generation=3)) is PushState.NEW
-    assert {ledger.state_of(push(3, view=view)) for view in (1, 2, 4)} == {PushState.EVICTED}
+    assert {ledger.state_of(push(3, generation=number)) for number in (1, 2, 4)} == {PushState.EVICTED}
 
 
 def test_no_push_is_taken_of_a_trainer_that_has_not_joined():
