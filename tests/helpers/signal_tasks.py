@@ -150,23 +150,31 @@ class NeverReturns(ReferenceTask):
         self._block_in("on_checkpoint")
 
     def build_optimizer(self, model):
-        own = self.hook in ("step", "state_dict")
-        return BlockingOptimizer(model.parameters(), self) if own else super().build_optimizer(model)
+        own = {"step": BlockingStep, "state_dict": BlockingStateDict}.get(self.hook)
+        return super().build_optimizer(model) if own is None else own(model.parameters(), self)
 
 
 class BlockingOptimizer(torch.optim.SGD):
-    """SGD, except that a step or the reading of its state may block as a hook of ``NeverReturns`` does."""
-
-    updates_each = "parameter"
+    """SGD that may block as a hook of ``NeverReturns`` does."""
 
     def __init__(self, parameters, task):
         super().__init__(parameters, lr=0.1)
         self.task = task
 
+
+class BlockingStep(BlockingOptimizer):
+    """Its steps may block."""
+
+    updates_each = "parameter"
+
     def step(self, closure=None):
         if self.param_groups[0]["params"][self.task.owns].grad is not None:
             self.task._block_in("step")
         return super().step(closure)
+
+
+class BlockingStateDict(BlockingOptimizer):
+    """The reading of its state may block, which a run with several servers refuses."""
 
     def state_dict(self):
         self.task._block_in("state_dict")
