@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from paramserver.buffers.base import ServingCounts
+from paramserver.buffers.factory import buffer_class
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.buffers.storage import join_states
 from paramserver.errors import CheckpointError
@@ -114,7 +115,7 @@ def reshard_buffers(
                 kept.append((which, i))
     partly: list[list[tuple[Any, int]]] = [[] for _ in states]
     room = count * capacity
-    if states[0]["kind"] == "reservoir" or any(states[which]["samples"] is not None for which, _ in kept):
+    if buffer_class(states[0]["kind"]).repeats or any(states[which]["samples"] is not None for which, _ in kept):
         kept = _evict_excess(states, kept, room, entropy)
     else:
         for which, i in kept[room:]:
@@ -129,7 +130,7 @@ def _evict_excess(states: Sequence[State], kept: list[_Place], room: int, entrop
     if excess <= 0:
         return kept
     served = [bool(states[which]["served"][i]) for which, i in kept]
-    if states[0]["kind"] != "reservoir" or sum(served) < excess:
+    if not buffer_class(states[0]["kind"]).repeats or sum(served) < excess:
         needed = -(-len(kept) // max(room, 1))
         raise CheckpointError(
             f"the buffers of the checkpoint hold {len(kept)} samples that must stay, and there is room for {room}; "
@@ -143,7 +144,7 @@ def _evict_excess(states: Sequence[State], kept: list[_Place], room: int, entrop
 def _new_state(states: Sequence[State], places: list[_Place], index: int, entropy: Sequence[int]) -> dict[str, Any]:
     """Return the state of new buffer ``index``, with the extra state of the old buffer of that index."""
     own = states[index] if index < len(states) else states[0]
-    if own["kind"] == "reservoir":
+    if buffer_class(own["kind"]).repeats:
         places = sorted(places, key=lambda place: bool(states[place[0]]["served"][place[1]]))  # unseen ones come first
     served = [int(states[which]["served"][i]) for which, i in places]
     rng = np.random.default_rng([*entropy, index])

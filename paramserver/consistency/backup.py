@@ -17,6 +17,8 @@ class BackupSync(FreeRunning):
     buffer. An update has at least one gradient, however many trainers leave. B is at most T - 1.
     """
 
+    validates_together = True
+
     def __init__(self, terms: RunTerms, backups: int, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
         self.backups = backups

@@ -137,6 +137,9 @@ class Consistency(ABC):
     waits_for_all = False
     """Each update has the gradients of all trainers of its step, so its buckets can be computed as they arrive."""
 
+    validates_together = False
+    """All trainers wait for each other to validate, also where they could validate retained versions without that."""
+
     several_updates = False
     """With several optimizers: the trainers of a step may push again after its update, and after each further one.
 

@@ -26,9 +26,9 @@ def make_consistency(config: Config, trainers: int, step: int = 0, samples: int 
     unless the best version is to be saved, as what is saved must be what was validated, or parameters are averaged: no
     averages are retained.
     """
-    training, server = config.training, config.server
+    training, rules = config.training, consistency_class(config.server)
     every = training.validate_every if config.checkpoint.every is None else config.checkpoint.every
-    together = config.checkpoint.best is not None or training.ema_decay is not None or server.consistency == "sync"
+    together = config.checkpoint.best is not None or training.ema_decay is not None or rules.validates_together
     terms = RunTerms(
         trainers,
         Limits.of(training),
@@ -37,4 +37,4 @@ def make_consistency(config: Config, trainers: int, step: int = 0, samples: int 
         barrier_every=(every, training.validate_every) if together else (every,),
         validate_every=0 if together else training.validate_every,
     )
-    return consistency_class(server).from_config(server, terms, step, samples)
+    return rules.from_config(config.server, terms, step, samples)

@@ -78,6 +78,7 @@ class Sync(Consistency):
 
     lockstep = True
     waits_for_all = True
+    validates_together = True
 
     def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)

@@ -10,7 +10,7 @@ from torch import Tensor
 from paramserver.buffers.factory import buffer_class
 from paramserver.checkpoint import stage_copy
 from paramserver.config import Config, num_servers_of, server_computes
-from paramserver.consistency import Consistency, Ledger, Sync, make_consistency
+from paramserver.consistency import Consistency, Ledger, make_consistency
 from paramserver.context import StopRequest
 from paramserver.devices import place_parameters
 from paramserver.distributed.local_calls import LocalCallServer
@@ -79,7 +79,7 @@ def build_server(
     store = ParameterStore(task, config, shared_memory.allocate_parameters if in_place else None)
     check_optimizers(config, store)
     if store.updater.parameters_of:
-        assert isinstance(rules, Sync)
+        assert rules.waits_for_all, "check_optimizers refuses others"
         rules.several_updates = True
     # Right after the store: the random states that it returns are those after the model was built.
     model_service = ModelService(task, config, store) if server_computes(config) else None

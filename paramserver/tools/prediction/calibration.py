@@ -7,14 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 
+import torch
 import yaml
 
 from paramserver.config import config_from_mapping, mode_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.parameters.flat import FlatLayout
 from paramserver.tools.bench.cost_model import LinkSpeed
 from paramserver.tools.bench.slowdown import SlowdownSpec
 from paramserver.tools.prediction.network import Costs, Deployment, simulate
 from paramserver.tools.report.results import CaseResult
+from paramserver.transport.compression import make_codec
 
 JITTER = 0.05
 """By what the compute of a step varies where nothing else is known; without it trainers would stay in step for ever."""
@@ -60,7 +63,8 @@ def deployment_of(
             f"{where} must be complete, with model_bytes, steps, samples and phases_ms; benchmark again"
         )
     # The type of the parameters is not in a result; it is float32 with few exceptions.
-    on_wire = 0.5 if config.server.wire_dtype in ("bfloat16", "float16") else 1.0
+    exact = FlatLayout((torch.float32,), (1,), ())
+    on_wire = make_codec(config.server).wire_layout(exact).dtypes[0].itemsize / exact.dtypes[0].itemsize
     return Deployment(
         config=config,
         message_bytes=size * on_wire,
