@@ -122,6 +122,9 @@ class ClusterEnvironment(ABC):
     source: ClassVar[str]
     """Name of the environment, for messages and ``ProcessIdentity.source``."""
 
+    known_by: ClassVar[str]
+    """What ``detect`` has found, in words."""
+
     variables: ClassVar[Mapping[str, str]] = {}
     """Environment variable by property."""
 

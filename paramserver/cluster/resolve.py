@@ -39,6 +39,7 @@ class FlagEnvironment(ClusterEnvironment):
     """A process that was started with ``--rank`` or ``--role``. Flags that are not given come from the config."""
 
     source = "flags"
+    known_by = "--rank or --role is given"
 
     @classmethod
     def detect(cls, environ: Environ, flags: RankFlags) -> bool:

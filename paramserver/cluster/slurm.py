@@ -42,6 +42,7 @@ class SlurmEnvironment(VariableEnvironment):
     """
 
     source = set_by = "srun"
+    known_by = "SLURM_STEP_ID is set, for several tasks"
     variables = VARIABLES
 
     @classmethod

@@ -40,6 +40,7 @@ class TorchrunEnvironment(VariableEnvironment):
     """A worker of torchrun, whose agent may serve the store already."""
 
     source = set_by = "torchrun"
+    known_by = "TORCHELASTIC_RUN_ID is set"
     variables = VARIABLES
 
     @classmethod
@@ -80,6 +81,7 @@ class EnvVarEnvironment(TorchrunEnvironment):
     """RANK and WORLD_SIZE set by hand or by a job script. Variables that are not set come from the config."""
 
     source = "environment"
+    known_by = "RANK and WORLD_SIZE are set"
 
     def __init__(self, environ: Environ, config: Config, flags: RankFlags) -> None:
         super().__init__(environ, config, flags)

@@ -38,7 +38,7 @@ class Updater:
 
     def __init__(self, task: Task, model: nn.Module, training: TrainingConfig, seed: int = 0) -> None:
         # The optimizer first: a scheduler keeps a reference to it and sets its learning rates already when it is built.
-        self.optimizer = build_optimizer(task, model, training.ema_decay)
+        self.optimizer = build_optimizer(task, model, training)
         names = {id(p): name for name, p in model.named_parameters()}
         self._names = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
         self._averages_parameters = training.ema_decay is not None
@@ -279,7 +279,7 @@ def _as_stored(own: Any, value: Any) -> Any:
     return value if isinstance(value, (str, bytes)) else own
 
 
-def build_optimizer(task: Task, model: nn.Module, ema_decay: float | None = None) -> torch.optim.Optimizer:
+def build_optimizer(task: Task, model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
     """Return the task's optimizer, which also averages the parameters if there is a decay.
 
     Raises:
@@ -290,8 +290,8 @@ def build_optimizer(task: Task, model: nn.Module, ema_decay: float | None = None
     for optimizer in by_name.values():
         _check_optimizer(optimizer, model, task_name)
         _initialize(optimizer)
-        if ema_decay is not None:
-            optimizer.register_step_post_hook(AverageParameters(ema_decay))
+        if training.ema_decay is not None:
+            optimizer.register_step_post_hook(AverageParameters(training.ema_decay))
     if not isinstance(built, Mapping):
         return built
     _check_names(by_name, task_name)

@@ -93,7 +93,7 @@ class ShardServer(ShardHandlers):
                 f"server {self.server_index} built another model than server 0; build_model must give the same one in "
                 "every process"
             )
-        optimizer = build_optimizer(task, model, self.config.training.ema_decay)
+        optimizer = build_optimizer(task, model, self.config.training)
         shard = assignment.shard
         if self.shares_memory:
             flats = shard.slice_flats(self._attach(assignment.segments_key))

@@ -20,6 +20,7 @@ from paramserver.cluster import (
     process_environ,
 )
 from paramserver.cluster.base import Environ
+from paramserver.cluster.resolve import ENVIRONMENTS
 from paramserver.config import (
     Config,
     Deadlines,
@@ -41,12 +42,6 @@ from paramserver.tools.doctor.diagnosis import Diagnosis, Section
 from paramserver.tools.report.formatting import plural
 
 _NAME_POLL_S = 0.2
-_SOURCES = {
-    "flags": "--rank or --role is given",
-    "torchrun": "TORCHELASTIC_RUN_ID is set",
-    "environment": "RANK and WORLD_SIZE are set",
-    "srun": "SLURM_STEP_ID is set, for several tasks",
-}
 
 
 def describe_choices(found: Diagnosis, config: Config, identity: ProcessIdentity | None, environ: Environ) -> str:
@@ -69,7 +64,8 @@ def describe_choices(found: Diagnosis, config: Config, identity: ProcessIdentity
         where = (
             f"rank {identity.global_rank} of {identity.world_size}, {identity.local_world_size} of them on this host"
         )
-        section.add("started by", f"{identity.source}: {where}", identity.source, _SOURCES.get(identity.source, ""))
+        why = next((env.known_by for env in ENVIRONMENTS if env.source == identity.source), "")
+        section.add("started by", f"{identity.source}: {where}", identity.source, why)
     address = "" if mode.single_process else _address(found, section, config, identity)
     _devices(found, section, config, identity)
     _transport(section, config, identity)
