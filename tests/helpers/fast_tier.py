@@ -84,10 +84,6 @@ SLOW = frozenset(
 )
 """Files, and tests as ``file::function``, of these folders that are not fast."""
 
-LIMIT_S = 180.0
-"""CPU time of all fast tests, without that of imports: a clock would fail beside other work. Where many
-processes share the cores it is about twice as much."""
-
 
 def place_of(path: Path) -> str:
     """Return a file as it is named in ``FOLDERS`` and ``SLOW``."""
@@ -126,9 +122,9 @@ def cpu_time() -> float:
 
 
 class CpuTime:
-    """Adds up what the fast tests of a session take, also where several processes run them.
+    """Prints what the fast tests of a session took, and the slowest of them: candidates for ``SLOW``.
 
-    A session that ran all of them and took longer fails.
+    A machine that is busy takes longer, so this fails no session.
     """
 
     def __init__(self) -> None:
@@ -141,16 +137,8 @@ class CpuTime:
                 self.total_s += value
                 self.slowest = sorted([*self.slowest, (value, report.nodeid)], reverse=True)[:5]
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.total_s > LIMIT_S and not session.exitstatus:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self.tests and (self.total_s > LIMIT_S or terminalreporter.config.option.markexpr == "fast"):
-            terminalreporter.line(
-                f"{self.tests} fast tests took {self.total_s:.1f} s of CPU time, at most {LIMIT_S:.0f}"
-            )
-        if self.total_s > LIMIT_S:
-            terminalreporter.line("FAILED: add those that take long to SLOW of tests/helpers/fast_tier.py:", red=True)
+        if self.tests and terminalreporter.config.option.markexpr == "fast":
+            terminalreporter.line(f"{self.tests} fast tests took {self.total_s:.1f} s of CPU time; the slowest:")
             for seconds, name in self.slowest:
                 terminalreporter.line(f"{seconds:.1f} s {name}")
