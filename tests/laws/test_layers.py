@@ -193,13 +193,13 @@ def test_the_mode_is_compared_in_one_table():
 def test_a_consistency_or_a_buffer_declares_what_holds_for_it():
     # Elsewhere the class is asked: a comparison with a name would be wrong, in silence, for the next one.
     names = frozenset((*CONSISTENCIES, *BUFFERS))
-    own = ("paramserver.config", "paramserver.consistency", "paramserver.buffers")
+    own = ("paramserver.config",)
     compared = {
         f"{m.name}:{line}" for m in FILES if not inside(m.name, own) for line in comparisons_with(m.tree, names)
     }
     assert compared == set()
-    factory = next(m for m in FILES if m.name == "paramserver.consistency.factory")
-    assert comparisons_with(factory.tree, names), "the search finds something"
+    checks = next(m for m in FILES if m.name == "paramserver.config.checks")
+    assert comparisons_with(checks.tree, names), "the search finds something"
 
 
 def test_the_environment_is_touched_in_cluster_only():
