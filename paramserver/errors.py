@@ -179,7 +179,7 @@ class BufferClosed(BufferError):  # noqa: N818
 
 
 def message_of(error: BaseException) -> str:
-    """Return ``str(error)``; where that raises, as it may for a class of the user, the message says so.
+    """Return ``str(error)``; where that raises, as it may for a class of the user, the message states that.
 
     Example::
 

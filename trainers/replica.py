@@ -8,13 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from paramserver.consistency import Announcement, Decision, decide
-from paramserver.context import ProcessContext
-from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.limits import Limits
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model_tree import ModelTree
-from paramserver.runs.checkpoint_manager import CheckpointManager
-from paramserver.task import Task
 from paramserver.trainers.base import Trainer
 from paramserver.trainers.control import ReplicaControl
 
@@ -26,17 +22,7 @@ class ReplicaTrainer(Trainer):
 
     control: ReplicaControl
     updater: Updater
-
-    def __init__(
-        self,
-        process: ProcessContext,
-        task: Task,
-        checkpoints: CheckpointManager | None,
-        rendezvous: Rendezvous | None = None,
-    ) -> None:
-        super().__init__(process, task, checkpoints, rendezvous)
-        self.limits = Limits.of(self.config.training)
-        self.samples = 0
+    samples: int = 0  # of all trainers, applied
 
     def make_optimizer(self, model: nn.Module) -> None:
         """Make the optimizer of ``model``, which has the start's parameters."""
@@ -46,7 +32,8 @@ class ReplicaTrainer(Trainer):
 
     def decide(self, announcements: Mapping[int, Announcement]) -> Decision:
         """Return the decision that every trainer derives from these announcements."""
-        return decide(announcements, self.step, self.samples, self.limits, self.config.training.uneven_inputs)
+        limits = Limits.of(self.config.training)
+        return decide(announcements, self.step, self.samples, limits, self.config.training.uneven_inputs)
 
     def on_epoch_ended(self, epoch: int) -> None:
         self.updater.on_epoch_end()

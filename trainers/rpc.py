@@ -239,7 +239,7 @@ class RpcTrainer(Trainer):
             return SharedMemoryTrainerTransport(
                 layout, self._parameters, address, slots, self.trainer_index, timeout_s, reply.incarnation
             )
-        if self.config.server.transport == "shared_memory":
+        if self.config.server.must_share_memory:
             raise UnsupportedConfiguration(
                 f"server.transport (shared_memory) must have all ranks on one host; trainer {self.trainer_index} "
                 f"({self.rendezvous.host_and_pid}) cannot reach the server's memory; use auto or rpc"
@@ -337,7 +337,7 @@ class RpcTrainer(Trainer):
         try:
             self._loaded_parameters.check(values=not (between_steps and self.transport.shares_parameters))
         except TaskError:
-            # If this trainer was taken for lost, the server has gone on and changed them; the reply says so.
+            # If this trainer was taken for lost, the server has gone on and changed them; the reply is an error then.
             self.control.flush_records().wait()
             raise
 

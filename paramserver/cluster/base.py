@@ -125,6 +125,9 @@ class ClusterEnvironment(ABC):
     known_by: ClassVar[str]
     """What ``detect`` has found, in words."""
 
+    ends_all_ranks: ClassVar[bool] = False
+    """Whether the loss of one rank ends all of them, so that none continues without it."""
+
     variables: ClassVar[Mapping[str, str]] = {}
     """Environment variable by property."""
 

@@ -109,6 +109,11 @@ ENVIRONMENTS: tuple[type[ClusterEnvironment], ...] = (
 )
 
 
+def environment_class(source: str) -> type[ClusterEnvironment]:
+    """Return the environment of this ``ProcessIdentity.source``, which declares what holds for it."""
+    return next(environment for environment in ENVIRONMENTS if environment.source == source)
+
+
 def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> ProcessIdentity | None:
     """Return the identity of this process by ``--rank``, else by its environment variables.
 

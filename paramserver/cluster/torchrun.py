@@ -41,6 +41,7 @@ class TorchrunEnvironment(VariableEnvironment):
 
     source = set_by = "torchrun"
     known_by = "TORCHELASTIC_RUN_ID is set"
+    ends_all_ranks = True
     variables = VARIABLES
 
     @classmethod
@@ -82,6 +83,7 @@ class EnvVarEnvironment(TorchrunEnvironment):
 
     source = "environment"
     known_by = "RANK and WORLD_SIZE are set"
+    ends_all_ranks = False
 
     def __init__(self, environ: Environ, config: Config, flags: RankFlags) -> None:
         super().__init__(environ, config, flags)

@@ -310,6 +310,11 @@ class ServerConfig:
         return (4.0 if self.bucket_mb is None else self.bucket_mb) * 2**20
 
     @property
+    def must_share_memory(self) -> bool:
+        """Whether a process that cannot share the memory of server 0 ends the run, instead of using RPC."""
+        return self.transport == "shared_memory"
+
+    @property
     def shares_memory(self) -> bool:
         """Whether a trainer on the server's host may use shared memory instead of RPC messages."""
         return self.transport in ("auto", "shared_memory") and self.compute == "trainer"

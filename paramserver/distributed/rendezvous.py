@@ -56,7 +56,7 @@ log = logging.getLogger("paramserver")
 
 # How often rank 0 looks for the others.
 _POLL_S = 0.02
-_QUIET_S = 2.0  # after which a process says what it waits for
+_QUIET_S = 2.0  # after which a process prints what it waits for
 
 # A store answers a ping within this time, or is asked again.
 _ANSWER_S = 1.0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paramserver.buffers import make_buffer
 from paramserver.cluster import allocated_gpus, process_environ
+from paramserver.cluster.resolve import environment_class
 from paramserver.config import Config, Deadlines, Role, dump_yaml, mode_of, roles, world_size_of
 from paramserver.devices import place_server, place_trainer, require_visible_gpus
 from paramserver.importing import source_file
@@ -106,10 +107,10 @@ def loss_lines(config: Config, launcher: str | None) -> list[str]:
     restarts = f"up to cluster.max_restarts ({cluster.max_restarts}) times"
     if launcher is None:
         lines.append(f"  a process that does nothing while it starts is ended after {deadlines.starting_s:g} s")
-    if launcher == "torchrun":
+    if launcher is not None and environment_class(launcher).ends_all_ranks:
         return [
             *lines,
-            "  torchrun ends all ranks after any loss; those that it starts again resume from the last checkpoint",
+            f"  {launcher} ends all ranks after any loss; those that it starts again resume from the last checkpoint",
         ]
     who = "the supervisor starts it again" if launcher is None else "the scheduler must start it again"
     if not mode.has_servers:

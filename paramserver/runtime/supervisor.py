@@ -334,7 +334,7 @@ class Supervisor:
             self._restart_all()
             return
 
-        # What its end says of the run.
+        # What follows from its end for the run.
         if rank.global_rank == 0:
             self._read_summary()
         if rank.role.kind == "trainer" and rank.failure is not None and rank.failure["kind"] == "RunEnded":

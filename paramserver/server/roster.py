@@ -29,7 +29,7 @@ class Roster:
     """The trainers of a generation.
 
     A trainer that is lost is taken out of what all others wait for (``Aggregator.remove``, ``Quorum.remove``), unless
-    the run has to end or to return to its last checkpoint. Methods take the lock themselves, except where it is said.
+    the run has to end or to return to its last checkpoint. Methods take the lock themselves, except where noted.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class ShardServer(ShardHandlers):
     def _check_segments(self, address: str | None) -> str | None:
         if address is None or can_attach(address, self.config.cluster.timeout_s):
             return address
-        if self.config.server.transport == "shared_memory":
+        if self.config.server.must_share_memory:
             raise UnsupportedConfiguration(
                 f"server.transport (shared_memory) must have all ranks on one host; server {self.server_index} cannot "
                 "reach the memory of server 0; use auto or rpc"

@@ -25,7 +25,7 @@ from paramserver.transport.messages import Future, PendingReplies
 class Staging(JointCall):
     """Stages a checkpoint when all trainers have called for it, and collects their parts.
 
-    Every call holds the lock of the server, except where it is said. No trainer steps again before model and optimizer
+    Every call holds the lock of the server, except where noted. No trainer steps again before model and optimizer
     are copied, so these and all parts are of one version. The trainers send their parts while training continues. With
     ``saves_alone`` no trainer is left, and what is applied is being saved.
     """

@@ -20,7 +20,7 @@ from paramserver.cluster import (
     process_environ,
 )
 from paramserver.cluster.base import Environ
-from paramserver.cluster.resolve import ENVIRONMENTS
+from paramserver.cluster.resolve import environment_class
 from paramserver.config import (
     Config,
     Deadlines,
@@ -64,7 +64,7 @@ def describe_choices(found: Diagnosis, config: Config, identity: ProcessIdentity
         where = (
             f"rank {identity.global_rank} of {identity.world_size}, {identity.local_world_size} of them on this host"
         )
-        why = next((env.known_by for env in ENVIRONMENTS if env.source == identity.source), "")
+        why = environment_class(identity.source).known_by
         section.add("started by", f"{identity.source}: {where}", identity.source, why)
     address = "" if mode.single_process else _address(found, section, config, identity)
     _devices(found, section, config, identity)
@@ -177,7 +177,7 @@ def _transport(section: Section, config: Config, identity: ProcessIdentity | Non
         text, why = "shared memory", f"server.transport is {server.transport}, and all ranks are on this host"
     else:
         text = "shared memory on the servers' host"
-        text += "" if server.transport == "shared_memory" else f", elsewhere RPC, {wire}"
+        text += "" if server.must_share_memory else f", elsewhere RPC, {wire}"
         why = f"server.transport is {server.transport}; the check between hosts shows which"
     section.add("transport", text, why=why)
 

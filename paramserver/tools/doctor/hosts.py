@@ -295,7 +295,7 @@ def conclude(
         if servers and set(host.ranks) - servers:
             together = config.server.shares_memory and servers <= set(host.ranks)
             how = f"; trainers use {'shared memory' if together else 'RPC'}"
-            if config.server.transport == "shared_memory" and not together:
+            if config.server.must_share_memory and not together:
                 found.problem(
                     f"server.transport (shared_memory) must have all ranks on one host, and the trainers of "
                     f"{host.title} are not on that of the servers",
