@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ SLOW = frozenset(
         "tests/unit/parameters/test_sharding.py::test_every_element_has_one_owner_and_shares_are_even",
         "tests/unit/parameters/test_sharding.py::test_optimizers_over_parts_are_the_optimizer_over_all",
         "tests/unit/tools/report/test_page.py",
+        "tests/unit/tools/report/test_statistics.py",
         "tests/unit/runs/test_reshard.py::test_every_pass_serves_every_sample_once_for_any_numbers_of_trainers",
         "tests/unit/runtime/test_fork_server.py",
         "tests/unit/runtime/test_spares.py",
@@ -85,6 +87,7 @@ SLOW = frozenset(
 """Files, and tests as ``file::function``, of these folders that are not fast."""
 
 
+@cache
 def place_of(path: Path) -> str:
     """Return a file as it is named in ``FOLDERS`` and ``SLOW``."""
     return path.resolve().relative_to(ROOT).as_posix() if path.resolve().is_relative_to(ROOT) else ""
