@@ -7,7 +7,7 @@ are listed took the longest (``python -m pytest -n 0 --durations=0 -m "not proce
 from __future__ import annotations
 
 import os
-from collections import Counter
+import zlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,15 @@ FOLDERS = ("tests/laws", "tests/simulation", "tests/unit")
 
 SLOW = frozenset(
     {
+        "tests/laws/test_documents.py::test_a_checkpoint_loads_into_plain_pytorch",
+        "tests/laws/test_documents.py::test_a_run_starts_from_python",
+        "tests/laws/test_documents.py::test_the_quickstart_learns",
+        "tests/laws/test_documents.py::test_the_readme_continues_that_run",
         "tests/laws/test_examples_in_docstrings.py",
+        "tests/laws/test_fast_tier.py",
+        "tests/laws/test_layers.py::test_a_run_without_servers_loads_no_module_that_uses_rpc",
+        "tests/laws/test_refused.py::test_the_page_has_every_sentence_that_is_raised",
+        "tests/laws/test_site.py",
         "tests/laws/test_torch_notes.py::test_every_file_and_test_that_a_note_names_exists",
         "tests/laws/test_torch_private.py::test_a_context_is_found_and_released",
         "tests/laws/test_torch_private.py::test_a_store_looks_up_names_until_a_lookup_fails",
@@ -47,38 +55,52 @@ SLOW = frozenset(
         "tests/unit/consistency/test_free_running.py::test_the_runs_reach_what_they_are_to_test",
         "tests/unit/consistency/test_free_running.py::test_whatever_happens_the_run_ends_as_it_must",
         "tests/unit/consistency/test_free_running.py::test_whatever_happens_while_trainers_leave_and_join_the_run_ends_as_it_must",
+        "tests/unit/distributed/test_connection.py",
+        "tests/unit/distributed/test_control_channel.py",
         "tests/unit/distributed/test_name_lookups.py::test_no_store_of_the_process_looks_up_a_name",
         "tests/unit/distributed/test_name_lookups.py::test_other_threads_make_as_many_attempts_as_before",
+        "tests/unit/distributed/test_rendezvous.py",
+        "tests/unit/distributed/test_rpc_calls.py::test_a_wire_type_that_rounds_nothing_is_noted_once",
+        "tests/unit/distributed/test_timeouts.py",
         "tests/unit/online/test_c_client.py",
         "tests/unit/online/test_coordinator.py",
         "tests/unit/online/test_coordinator_protocol.py",
         "tests/unit/online/test_process_runner.py",
+        "tests/unit/online/test_receiver.py",
+        "tests/unit/online/test_security.py",
+        "tests/unit/online/test_tracker.py::test_received_and_lost_are_what_was_sent_whenever_trainers_die",
         "tests/unit/online/test_trainer_replacement.py",
         "tests/unit/online/test_validator.py::test_mutated_messages_of_groups_never_raise",
         "tests/unit/online/test_validator.py::test_of_a_hundred_thousand_messages_each_is_validated_correctly",
         "tests/unit/optim/test_bucket_updates.py::test_every_bit_is_that_of_a_step_over_whole_tensors",
-        "tests/unit/server/test_shared_optimizer_import.py",
         "tests/unit/optim/test_parallel_step.py::test_every_optimizer_makes_the_same_step",
         "tests/unit/parameters/test_sharding.py::test_every_element_has_one_owner_and_shares_are_even",
         "tests/unit/parameters/test_sharding.py::test_optimizers_over_parts_are_the_optimizer_over_all",
-        "tests/unit/tools/report/test_page.py",
-        "tests/unit/tools/report/test_statistics.py",
+        "tests/unit/runs/test_attempt.py",
         "tests/unit/runs/test_reshard.py::test_every_pass_serves_every_sample_once_for_any_numbers_of_trainers",
         "tests/unit/runtime/test_fork_server.py",
+        "tests/unit/runtime/test_rank_guard.py",
         "tests/unit/runtime/test_spares.py",
+        "tests/unit/server/test_shared_optimizer_import.py",
+        "tests/unit/sources/test_loader.py",
+        "tests/unit/sources/test_sampler.py::test_a_sampler_without_end_is_refused",
+        "tests/unit/sources/test_sampler.py::test_each_pass_is_dealt_once_and_in_turn",
+        "tests/unit/sources/test_sampler.py::test_what_is_left_is_dealt_once_to_another_number_of_trainers",
+        "tests/unit/sources/test_sources.py::test_the_order_is_that_of_the_distributed_sampler",
+        "tests/unit/sources/test_stream.py",
+        "tests/unit/test_client.py",
+        "tests/unit/test_context.py::test_a_signal_is_acknowledged_while_the_main_thread_computes_in_c",
+        "tests/unit/test_context.py::test_a_signal_that_interrupts_a_wait_for_it_does_not_deadlock",
+        "tests/unit/test_process_utils.py",
+        "tests/unit/test_run_simulation.py",
         "tests/unit/tools/prediction/test_network.py",
         "tests/unit/tools/prediction/test_predict.py::test_failures_and_stragglers_are_simulated",
         "tests/unit/tools/prediction/test_predict.py::test_the_command_prints_a_row_for_each_case",
         "tests/unit/tools/prediction/test_predict.py::test_the_servers_to_break_even_are_those_of_the_formula",
         "tests/unit/tools/prediction/test_predict.py::test_what_two_trainers_show_predicts_more",
-        "tests/unit/sources/test_sampler.py::test_a_sampler_without_end_is_refused",
-        "tests/unit/sources/test_sampler.py::test_each_pass_is_dealt_once_and_in_turn",
-        "tests/unit/sources/test_sampler.py::test_what_is_left_is_dealt_once_to_another_number_of_trainers",
-        "tests/unit/sources/test_stream.py::test_a_run_stopped_anywhere_resumes_with_each_sample_once",
-        "tests/unit/test_context.py::test_a_signal_is_acknowledged_while_the_main_thread_computes_in_c",
-        "tests/unit/test_context.py::test_a_signal_that_interrupts_a_wait_for_it_does_not_deadlock",
-        "tests/unit/test_process_utils.py",
-        "tests/unit/test_run_simulation.py",
+        "tests/unit/tools/report/test_from_runs.py",
+        "tests/unit/tools/report/test_page.py",
+        "tests/unit/tools/report/test_statistics.py",
         "tests/unit/trainers/test_data.py::test_a_resumed_run_loses_a_process",
         "tests/unit/trainers/test_data.py::test_each_sample_is_applied_as_often_as_is_due_over_hundreds_of_losses",
         "tests/unit/transport/test_segments.py",
@@ -108,14 +130,23 @@ def is_fast(item: pytest.Item) -> bool:
 
 
 def sample(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests that run in each session: of a test that is marked ``sampled(every)``, one of so many cases."""
-    chosen, numbers = set(), Counter()
+    """Return the tests that run in each session, which are not all cases of a test that takes seconds for each.
+
+    Of a test that is marked ``sampled(every)`` that is one of so many cases. Of any other test that starts processes it
+    is two cases, which its name chooses: of three modes, say, other ones in another test.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        every = mark.args[0] if (mark := item.get_closest_marker("sampled")) else 1
-        test = f"{item.path}::{item.name.partition('[')[0]}"
-        if numbers[test] % every == 0:
-            chosen.add(item)
-        numbers[test] += 1
+        cases.setdefault(f"{place_of(item.path)}::{item.name.partition('[')[0]}", []).append(item)
+    chosen: set[pytest.Item] = set()
+    for test, own in cases.items():
+        if mark := own[0].get_closest_marker("sampled"):
+            chosen.update(own[:: mark.args[0]])
+        elif own[0].get_closest_marker("processes") and len(own) > 2:
+            first = zlib.crc32(test.encode())
+            chosen.update(own[(first + turn * len(own) // 2) % len(own)] for turn in range(2))
+        else:
+            chosen.update(own)
     return chosen
 
 
