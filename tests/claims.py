@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked = options.claim or [name for name, part in known.items() if part in (options.parts or CLAIMS)]
     outcomes = Outcomes()
     output = io.StringIO()
-    command = ["-n", str(options.processes), "--claims", ",".join(asked), *map(str, files_of(asked))]
+    command = ["--all_cases", "-n", str(options.processes), "--claims", ",".join(asked), *map(str, files_of(asked))]
     with contextlib.redirect_stdout(output):
         code = pytest.main(command, plugins=[outcomes])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):

@@ -52,12 +52,13 @@ FOREIGN = {
 }
 
 
-def keys_where(condition) -> list[Key]:
-    return [key for key in KEYS.values() if condition(key.rule)]
-
-
-def by_name(key: Key) -> str:
-    return key.name
+def of_each_section(condition=lambda rule: True):
+    """Parametrize a test with the keys of each section whose rule meets the condition."""
+    found: dict[str, list[Key]] = {}
+    for key in KEYS.values():
+        if condition(key.rule):
+            found.setdefault(key.name.rpartition(".")[0] or "top", []).append(key)
+    return pytest.mark.parametrize("keys", found.values(), ids=list(found))
 
 
 def refusal(key: Key, value) -> str:
@@ -79,91 +80,102 @@ def test_keys_and_sections_have_distinct_names_in_the_order_of_the_dataclasses()
     assert {name.rpartition(".")[0] for name in KEYS} == {"", *SECTIONS}
 
 
-@pytest.mark.parametrize("key", KEYS.values(), ids=by_name)
-def test_a_default_keeps_the_rule_of_its_key(key):
-    if not key.required:
-        converted = check_value(key.name, key.rule, key.default)
-        assert (converted, type(converted)) == (key.default, type(key.default))
+@of_each_section()
+def test_a_default_keeps_the_rule_of_its_key(keys):
+    for key in keys:
+        if not key.required:
+            converted = check_value(key.name, key.rule, key.default)
+            assert (converted, type(converted)) == (key.default, type(key.default))
 
 
-@pytest.mark.parametrize("key", KEYS.values(), ids=by_name)
-def test_the_rule_has_the_type_of_the_annotation(key):
-    owner = Config
-    for part in key.name.split(".")[:-1]:
-        owner = next(f for f in dataclasses.fields(owner) if f.name == part).metadata["section"]
-    annotation = typing.get_type_hints(owner)[key.name.rpartition(".")[2]]
-    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    named = {typing.get_origin(member) or member for member in members}
-    expected = {"int": int, "float": float, "bool": bool, "str": str, "list": tuple, "mapping": dict}[key.rule.kind]
-    assert named == ({expected, type(None)} if key.rule.nullable else {expected})
+@of_each_section()
+def test_the_rule_has_the_type_of_the_annotation(keys):
+    for key in keys:
+        owner = Config
+        for part in key.name.split(".")[:-1]:
+            owner = next(f for f in dataclasses.fields(owner) if f.name == part).metadata["section"]
+        annotation = typing.get_type_hints(owner)[key.name.rpartition(".")[2]]
+        members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+        named = {typing.get_origin(member) or member for member in members}
+        expected = {"int": int, "float": float, "bool": bool, "str": str, "list": tuple, "mapping": dict}[key.rule.kind]
+        assert named == ({expected, type(None)} if key.rule.nullable else {expected})
 
 
-@pytest.mark.parametrize("key", KEYS.values(), ids=by_name)
-def test_another_type_is_refused(key):
-    accepted = {True} if "on" in key.rule.choices else set()
-    for value in FOREIGN[key.rule.kind]:
-        if not (isinstance(value, bool) and value in accepted):
-            refusal(key, value)
+@of_each_section()
+def test_another_type_is_refused(keys):
+    for key in keys:
+        accepted = {True} if "on" in key.rule.choices else set()
+        for value in FOREIGN[key.rule.kind]:
+            if not (isinstance(value, bool) and value in accepted):
+                refusal(key, value)
 
 
-@pytest.mark.parametrize("key", KEYS.values(), ids=by_name)
-def test_null_is_accepted_where_the_rule_is_nullable(key):
-    if key.rule.nullable:
-        assert check_value(key.name, key.rule, None) is None
-    elif key.rule.kind in ("mapping", "list"):
-        assert not check_value(key.name, key.rule, None)
-    else:
-        assert "(null)" in refusal(key, None)
+@of_each_section()
+def test_null_is_accepted_where_the_rule_is_nullable(keys):
+    for key in keys:
+        if key.rule.nullable:
+            assert check_value(key.name, key.rule, None) is None
+        elif key.rule.kind in ("mapping", "list"):
+            assert not check_value(key.name, key.rule, None)
+        else:
+            assert "(null)" in refusal(key, None)
 
 
-@pytest.mark.parametrize("key", keys_where(lambda rule: rule.minimum is not None), ids=by_name)
-def test_a_minimum_is_accepted_and_one_less_is_not(key):
-    assert check_value(key.name, key.rule, key.rule.minimum) == key.rule.minimum
-    assert f"must be at least {key.rule.minimum};" in refusal(key, key.rule.minimum - 1)
+@of_each_section(lambda rule: rule.minimum is not None)
+def test_a_minimum_is_accepted_and_one_less_is_not(keys):
+    for key in keys:
+        assert check_value(key.name, key.rule, key.rule.minimum) == key.rule.minimum
+        assert f"must be at least {key.rule.minimum};" in refusal(key, key.rule.minimum - 1)
 
 
-@pytest.mark.parametrize("key", keys_where(lambda rule: rule.maximum is not None), ids=by_name)
-def test_a_maximum_is_accepted_and_one_more_is_not(key):
-    assert check_value(key.name, key.rule, key.rule.maximum) == key.rule.maximum
-    assert f"must be at most {key.rule.maximum};" in refusal(key, key.rule.maximum + 1)
+@of_each_section(lambda rule: rule.maximum is not None)
+def test_a_maximum_is_accepted_and_one_more_is_not(keys):
+    for key in keys:
+        assert check_value(key.name, key.rule, key.rule.maximum) == key.rule.maximum
+        assert f"must be at most {key.rule.maximum};" in refusal(key, key.rule.maximum + 1)
 
 
-@pytest.mark.parametrize("key", keys_where(lambda rule: rule.above is not None), ids=by_name)
-def test_an_excluded_bound_is_refused_and_a_little_more_is_not(key):
-    assert check_value(key.name, key.rule, key.rule.above + 1e-6) == key.rule.above + 1e-6
-    assert f"must be above {key.rule.above};" in refusal(key, key.rule.above)
+@of_each_section(lambda rule: rule.above is not None)
+def test_an_excluded_bound_is_refused_and_a_little_more_is_not(keys):
+    for key in keys:
+        assert check_value(key.name, key.rule, key.rule.above + 1e-6) == key.rule.above + 1e-6
+        assert f"must be above {key.rule.above};" in refusal(key, key.rule.above)
 
 
-@pytest.mark.parametrize("key", keys_where(lambda rule: rule.choices), ids=by_name)
-def test_each_choice_is_accepted_and_suggested_for_a_similar_word(key):
-    for word in key.rule.choices:
-        assert check_value(key.name, key.rule, word) == word
-    longest = max(key.rule.choices, key=len)
-    assert refusal(key, longest + "x").endswith(f"did you mean {longest}?")
-    assert refusal(key, "§").endswith(f"must be {key.rule.describe()}; choose one of them")
+@of_each_section(lambda rule: rule.choices)
+def test_each_choice_is_accepted_and_suggested_for_a_similar_word(keys):
+    for key in keys:
+        for word in key.rule.choices:
+            assert check_value(key.name, key.rule, word) == word
+        longest = max(key.rule.choices, key=len)
+        assert refusal(key, longest + "x").endswith(f"did you mean {longest}?")
+        assert refusal(key, "§").endswith(f"must be {key.rule.describe()}; choose one of them")
 
 
-@pytest.mark.parametrize("key", keys_where(lambda rule: rule.pattern), ids=by_name)
-def test_the_example_of_a_form_keeps_it(key):
-    example = yaml.safe_load(key.rule.example) if key.rule.kind == "list" else key.rule.example
-    assert check_value(key.name, key.rule, example) == (tuple(example) if key.rule.kind == "list" else example)
-    assert refusal(key, "no / \n :").endswith(f"must be {key.rule.form}; write it like {key.rule.example}")
+@of_each_section(lambda rule: rule.pattern)
+def test_the_example_of_a_form_keeps_it(keys):
+    for key in keys:
+        example = yaml.safe_load(key.rule.example) if key.rule.kind == "list" else key.rule.example
+        assert check_value(key.name, key.rule, example) == (tuple(example) if key.rule.kind == "list" else example)
+        assert refusal(key, "no / \n :").endswith(f"must be {key.rule.form}; write it like {key.rule.example}")
 
 
-@pytest.mark.parametrize("key", keys_where(lambda rule: rule.kind == "float" and rule.maximum is None), ids=by_name)
-def test_a_float_key_takes_whole_numbers_and_exponents(key):
-    for given, expected in [(3, 3.0), ("1e-3", 0.001), ("2.5E+2", 250.0), (".5e1", 5.0)]:
-        converted = check_value(key.name, key.rule, given)
-        assert type(converted) is float
-        assert converted == expected
+@of_each_section(lambda rule: rule.kind == "float" and rule.maximum is None)
+def test_a_float_key_takes_whole_numbers_and_exponents(keys):
+    for key in keys:
+        for given, expected in [(3, 3.0), ("1e-3", 0.001), ("2.5E+2", 250.0), (".5e1", 5.0)]:
+            converted = check_value(key.name, key.rule, given)
+            assert type(converted) is float
+            assert converted == expected
 
 
-@pytest.mark.parametrize("key", keys_where(lambda rule: rule.kind == "int"), ids=by_name)
-def test_an_int_key_takes_integral_exponents(key):
-    for given in (1e3, "1e3", "0.1E4"):
-        converted = check_value(key.name, key.rule, given)
-        assert type(converted) is int
-        assert converted == 1000
+@of_each_section(lambda rule: rule.kind == "int")
+def test_an_int_key_takes_integral_exponents(keys):
+    for key in keys:
+        for given in (1e3, "1e3", "0.1E4"):
+            converted = check_value(key.name, key.rule, given)
+            assert type(converted) is int
+            assert converted == 1000
 
 
 def test_the_listing_has_a_line_per_key_with_default_rule_and_help():

@@ -1,5 +1,6 @@
 """Sources: the order of a data set, positions, resuming, and the thread that feeds a buffer."""
 
+import itertools
 import threading
 
 import pytest
@@ -27,25 +28,23 @@ def torch_shares(length: int, count: int, seed: int, epoch: int, **options) -> l
     return [list(sampler) for sampler in samplers]
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (0, 4), (11, 0), (11, 2)])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_the_order_is_that_of_the_distributed_sampler(length, count, seed, epoch, shuffle):
-    common = {"length": length, "count": count, "seed": seed, "epoch": epoch, "shuffle": shuffle}
-    padded, cut = torch_shares(**common), torch_shares(**common, drop_last=True)
-    assert shares(**common, pad=True) == padded
-    assert shares(**common, drop_last=True) == cut
-    dealt = shares(**common)
-    full, tail = divmod(length, count)
-    assert [len(share) for share in dealt] == [full + (i < tail) for i in range(count)]
-    assert all(share == padded[i][: len(share)] for i, share in enumerate(dealt))
+def test_the_order_is_that_of_the_distributed_sampler(seed, epoch, shuffle):
+    for length, count in itertools.product(LENGTHS, COUNTS):
+        common = {"length": length, "count": count, "seed": seed, "epoch": epoch, "shuffle": shuffle}
+        padded, cut = torch_shares(**common), torch_shares(**common, drop_last=True)
+        assert shares(**common, pad=True) == padded
+        assert shares(**common, drop_last=True) == cut
+        dealt = shares(**common)
+        full, tail = divmod(length, count)
+        assert [len(share) for share in dealt] == [full + (i < tail) for i in range(count)]
+        assert all(share == padded[i][: len(share)] for i, share in enumerate(dealt))
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("count", COUNTS)
-def test_each_sample_is_dealt_exactly_once(length, count):
-    assert sorted(index for share in shares(length, count) for index in share) == list(range(length))
+def test_each_sample_is_dealt_exactly_once():
+    for length, count in itertools.product(LENGTHS, COUNTS):
+        assert sorted(index for share in shares(length, count) for index in share) == list(range(length))
 
 
 def test_epochs_and_seeds_differ():
