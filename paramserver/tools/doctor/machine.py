@@ -25,7 +25,7 @@ from paramserver.fileio import atomic_write_text
 from paramserver.importing import check_torch_version
 from paramserver.runs.rundir import RunDir
 from paramserver.tools.doctor.diagnosis import Diagnosis, Section
-from paramserver.transport.memory_limits import available_bytes
+from paramserver.transport.segments import available_bytes
 from paramserver.version import __version__
 
 _GIB, _MIB = 2**30, 2**20
