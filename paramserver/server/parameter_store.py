@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paramserver.config import Config, num_servers_of
+from paramserver.consistency.factory import consistency_class
 from paramserver.devices import CPU, move_to_device, place_parameters
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.optim.named_optimizers import optimizers_of
@@ -31,7 +32,9 @@ def check_optimizers(config: Config, store: ParameterStore) -> None:
     """
     server, updater = config.server, store.updater
     compute = ("server.compute", server.compute, "trainer")
-    consistency = ("server.consistency", server.consistency, "sync")
+    # Of a rule in which all trainers make each update together, the name is right.
+    together = consistency_class(server).waits_for_all
+    consistency = ("server.consistency", server.consistency, server.consistency if together else "sync")
     several: list[tuple[str, object, object]] = [
         compute,
         consistency,
