@@ -585,6 +585,7 @@ class Mutator:
     harms = (*harms, spoil_values)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(10))
 def test_of_a_hundred_thousand_messages_each_is_validated_correctly(seed):
     """Ten times ten thousand, mutated from valid ones."""
