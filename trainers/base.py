@@ -249,8 +249,8 @@ class Trainer(ABC):
         With ``checkpoint.background`` serialization, sending and writing follow after this returns.
         """
 
-    def on_fit_start(self) -> None:
-        """Called before the first announcement."""
+    def on_hooks_called(self) -> None:
+        """Called after hooks that are called between two steps: ``on_train_start``, and those of a validation."""
 
     def hooks_between_steps(self) -> AbstractContextManager[Any]:
         """Return a context for the hooks of epochs, which may change the model between two steps."""
@@ -543,6 +543,7 @@ class Trainer(ABC):
             self.on_validated(reply.means)
             self.validator.end(batch_idx)
         self.clock.skip()
+        self.on_hooks_called()
         return reply.improved
 
     def save(self, reason: str) -> None:
@@ -675,7 +676,7 @@ class TrainingLoop:
     def _fit(self) -> Decision:
         """Take the steps on which the trainers decide, until they decide to end; return that decision."""
         trainer = self.trainer
-        trainer.on_fit_start()
+        trainer.on_hooks_called()
         self._served_before, self._core_wait = trainer.progress.samples_served, CoreWait()
         trainer.clock.skip()
         while True:

@@ -1,4 +1,4 @@
-"""Buckets of gradients: packed into the memory that they are sent from, and sent while backward continues."""
+"""How a trainer sends its gradients to the servers: in buckets, while backward continues, and with the push."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from paramserver.devices import synchronize
+from paramserver.metrics.records import PhaseClock
+from paramserver.server.client import InFlightCall, ServerClient
+from paramserver.server.shared_optimizer import SharedOptimizer
+from paramserver.trainers.model_copy import ModelCopy
+from paramserver.trainers.pull import StepContext, VersionPull, bytes_of
 from paramserver.transport.base import GradientBucket, TrainerTransport
+from paramserver.transport.messages import Push, StepGrant
+from paramserver.transport.shared_memory import SharedMemoryTrainerTransport
 
 
 class GradientBuckets:
@@ -104,3 +111,90 @@ class GradientBuckets:
         if views:
             torch._foreach_copy_(views, gradients, non_blocking=True)
         synchronize(gradient.device for gradient in gradients)  # the memory is sent as soon as this returns
+
+
+class GradientPush:
+    """Pushes the gradients of a step, which a trainer's copy of the model has, for the version that was pulled.
+
+    Args:
+        server: the connection to the servers.
+        optimizer: which applies the gradients.
+        transport: of the gradients.
+        model_copy: of this trainer.
+        pull: of the versions.
+        context: of the step.
+        clock: of this trainer.
+    """
+
+    def __init__(
+        self,
+        server: ServerClient,
+        optimizer: SharedOptimizer,
+        transport: TrainerTransport,
+        model_copy: ModelCopy,
+        pull: VersionPull,
+        context: StepContext,
+        clock: PhaseClock,
+    ) -> None:
+        self.wire_bytes = 0
+        self._server, self._optimizer, self._transport = server, optimizer, transport
+        self._model_copy, self._pull, self._context, self._clock = model_copy, pull, context, clock
+        self._sent: dict[GradientBucket, list[InFlightCall[Tensor | None]]] = {}
+        self._parameters = list(model_copy.parameters.values())
+        self._buckets = GradientBuckets(transport, self._parameters, self._send_bucket)
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        self._buckets.close()
+
+    def start(self) -> None:
+        """Send buckets from now on as gradients are accumulated. Call it before the last backward of a step."""
+        self._buckets.start()
+
+    def _send_bucket(self, bucket: GradientBucket) -> None:
+        sent = self._sent.setdefault(bucket, [])
+        gradient = self._transport.bucket_tensor(bucket)
+        if sent:
+            self.wire_bytes += gradient.nbytes  # ``step_bytes`` counts it once
+        has_all = all(self._parameters[number].grad is not None for number in self._transport.buckets[bucket])
+        sent.append(self._server.send_bucket(self._pull.version, bucket, gradient, len(sent), has_all))
+        if len(sent) > 1:
+            # It replaces the one before, in whichever order they arrive, and must be there before the push.
+            sent[-1].wait()
+
+    def finish_buckets(self) -> tuple[bool, ...] | None:
+        """Send the rest of the buckets; return whether each parameter has a gradient, or None if all have."""
+        self._model_copy.check_gradients()
+        self._model_copy.check_unchanged()
+        return self._buckets.finish()
+
+    def send(self, push: Push) -> StepGrant:
+        """Send a push and what the buckets do not have of its gradients; return the reply of the servers.
+
+        Raises:
+            NotFinite: a gradient does not fit into server.wire_dtype.
+        """
+        sent = {bucket: calls[-1] for bucket, calls in self._sent.items()}
+        self._sent = {}
+        pulled, transport = self._pull.pulled, self._transport
+
+        def begin(*_: object) -> None:
+            self._optimizer.begin_step(self._context.id, push, list(sent.values()))
+
+        if isinstance(transport, SharedMemoryTrainerTransport):
+            # The backward of the context is local, and sends the push.
+            pulled = transport.pull(begin)
+        root = transport.backward_root(pulled)
+        self.wire_bytes += transport.step_bytes(() if self._pull.parts else pulled)
+        self.wire_bytes += bytes_of(push.buffers) + bytes_of(self._pull.grant.buffers)
+        if not transport.zero_copy:
+            # Before its gradients are complete: the servers accept the push with the last of them.
+            begin()
+        if sent:
+            self._clock.add_hidden(max(call.in_flight_s() for call in sent.values()))
+        self._server.backward(self._context.id, root)
+        grant = self._optimizer.step(self._context.id)
+        for bucket, call in sent.items():
+            if (updated := call.wait()) is not None:
+                self._pull.early[bucket] = updated
+        return grant
