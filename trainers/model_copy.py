@@ -20,13 +20,9 @@ from paramserver.parameters.numerics import checksums
 class ModelCopy:
     """The model of a trainer: the servers own its trained parameters, which a task does not change.
 
-    What else a task changes is sent to server 0: module buffers and frozen parameters.
-
-    Args:
-        model: as the task built it, with the weights of the server.
-        parameters: those that are trained, by name, in the order of the server's layout.
-        shares_memory: whether the parameters are the server's memory.
-        before_refusal: called before a change of the task is refused.
+    What else a task changes is sent to server 0: module buffers and frozen parameters. ``parameters`` are the trained
+    ones, by name, in the order of the server's layout; with ``shares_memory`` they are the server's memory.
+    ``before_refusal`` is called before a change of the task is refused.
     """
 
     def __init__(
@@ -42,7 +38,7 @@ class ModelCopy:
         self._model = model
         self._shares_memory = shares_memory
         self._before_refusal = before_refusal
-        self._loaded = LoadedParameters(parameters, owned=not shares_memory)
+        self.loaded = LoadedParameters(parameters, owned=not shares_memory)
         self._known_buffers: PackedBuffers | None = None  # that the server sent, or was sent, last
         trained = {id(parameter) for parameter in parameters.values()}
         self._frozen = {n: p for n, p in model.named_parameters() if id(p) not in trained}
@@ -51,17 +47,13 @@ class ModelCopy:
 
     # Trained parameters.
 
-    def note_loaded(self, values: bool = False) -> None:
-        """Remember the parameters as they are, after a version was loaded; with ``values`` their values in any case."""
-        self._loaded.note(values)
-
     def check_unchanged(self, between_steps: bool = False) -> None:
         """Refuse changes that the task made to trained parameters since they were loaded.
 
         Between steps a server may have written to the memory that it shares with this process.
         """
         try:
-            self._loaded.check(values=not (between_steps and self._shares_memory))
+            self.loaded.check(values=not (between_steps and self._shares_memory))
         except TaskError:
             self._before_refusal()
             raise
@@ -71,7 +63,7 @@ class ModelCopy:
         """Refuse changes of hooks that are called in this context. Memory stays as it is while the server waits."""
         stays = server_waits or not self._shares_memory
         self.check_unchanged(between_steps=True)
-        self.note_loaded(values=stays)
+        self.loaded.note(values=stays)
         yield
         self.check_unchanged(between_steps=not stays)
 

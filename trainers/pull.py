@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor
@@ -47,24 +46,10 @@ class StepContext:
         self.id = self._entered.enter_context(dist_autograd.context())
 
 
-@dataclass(frozen=True)
-class OptimizerPart:
-    """What one of several optimizers updates."""
-
-    numbers: set[int]  # of its parameters, in the order of the layout
-    left_out: list[GradientBucket]  # the ranges without a parameter of it: they are neither pushed nor loaded
-
-
 class VersionPull:
     """Pulls versions of the parameters, and loads them into a trainer's copy of the model.
 
-    Args:
-        control: with the connection to the servers.
-        transport: of the parameters.
-        model_copy: of this trainer.
-        context: of the step.
-        clock: of this trainer.
-        parameters_of: names of the parameters of each optimizer, if there are several.
+    ``parameters_of`` has the names of the parameters of each optimizer, if there are several.
     """
 
     def __init__(
@@ -81,44 +66,48 @@ class VersionPull:
         self.pulled: tuple[Tensor, ...] = ()
         # Buckets of the next version that arrived before that was complete. The model holds them once it was granted.
         self.early: dict[GradientBucket, Tensor] = {}
-        self.wire_bytes = 0
-        self._server, self._timeout_s = control.server, control.config.cluster.timeout_s
-        self.transport, self._model_copy, self._context, self._clock = transport, model_copy, context, clock
+        self.wire_bytes = 0  # of the pushes too
+        self.server = control.server
+        self.transport = transport
+        self.model_copy = model_copy
+        self.context = context
+        self.clock = clock
+        self._timeout_s = control.config.cluster.timeout_s
         self._calls: list[InFlightCall[tuple[Tensor, ...]]] = []
         self._loaded: int | None = None  # the version that the model is known to hold
         transport.sends_unused = not parameters_of
         numbers = {name: number for number, name in enumerate(model_copy.parameters)}
-        self.parts: dict[str, OptimizerPart] = {}
-        for optimizer, names in parameters_of.items():
-            own = {numbers[name] for name in names if name in numbers}
-            self.parts[optimizer] = OptimizerPart(own, [r for r, of in transport.ranges.items() if own.isdisjoint(of)])
+        self._numbers_of = {name: {numbers[of] for of in own if of in numbers} for name, own in parameters_of.items()}
+        # Of each optimizer, the ranges without a parameter of it: they are neither pushed nor loaded.
+        ranges = transport.ranges.items()
+        self._left_out = {n: [r for r, of in ranges if own.isdisjoint(of)] for n, own in self._numbers_of.items()}
 
     def start(self, grant: StepGrant) -> None:
         """Request the version that was granted, unless calls of several optimizers request it."""
         assert grant.decision is not None
         self.grant, self.version = grant, grant.decision.step
-        if not self.parts:
+        if not self._numbers_of:
             self._begin()
 
     def _begin(self) -> None:
         """Request the version of this step, inside its context; it is awaited when it is needed."""
         if not self.transport.zero_copy:  # otherwise it is in shared memory
             # With several optimizers the model holds the version, and only its gradients are to return.
-            self._calls = self._server.pull(self.version, self.transport.ranges if self.parts else self.early)
+            self._calls = self.server.pull(self.version, self.transport.ranges if self._numbers_of else self.early)
 
     def finish(self) -> None:
         """Wait for the version that was requested; it is then in ``pulled``."""
-        self._clock.add_hidden(max(call.in_flight_s() for call in self._calls))
+        self.clock.add_hidden(max(call.in_flight_s() for call in self._calls))
         give_up_at = time.monotonic() + self._timeout_s
         while True:
             try:
                 pulled = [call.wait_once() for call in self._calls]
                 break
             except CallFailed as failure:
-                self._server.wait_before_repeat(failure, give_up_at)
+                self.server.wait_before_repeat(failure, give_up_at)
                 note_repeated("pull")
                 # The server may have recorded the pull. Distributed autograd would wait for its gradient too.
-                self._context.renew()
+                self.context.renew()
                 self._begin()
         self.pulled = tuple(
             flat if flat.numel() else self.early.get(GradientBucket(server_index, flat_index), flat)
@@ -129,41 +118,41 @@ class VersionPull:
 
     def load(self) -> None:
         """Load the version of this step, without gradients."""
-        if not self.parts:
-            self._model_copy.check_unchanged(between_steps=True)
+        if not self._numbers_of:
+            self.model_copy.check_unchanged(between_steps=True)
             if self.transport.zero_copy:
                 self.transport.map_version(self.grant.slot)
             else:
                 self.finish()
                 self.transport.load(self.pulled)
-            self._model_copy.note_loaded()
+            self.model_copy.loaded.note()
         elif self._loaded != self.version:
             self.load_step(self.version, values=False)
-        for parameter in self._model_copy.parameters.values():
+        for parameter in self.model_copy.parameters.values():
             parameter.grad = None
 
     def load_step(self, step: int, values: bool = True) -> VersionView:
         """Load the parameters of the present version, which is that of ``step``, and return it."""
-        view = self._server.view_version(step)
+        view = self.server.view_version(step)
         self.load_view(view, values)
         self._loaded = step
         return view
 
     def load_view(self, view: VersionView, values: bool = True) -> None:
         """Load the parameters of a view; with ``values`` the copy remembers their values."""
-        self._model_copy.check_unchanged(between_steps=True)
+        self.model_copy.check_unchanged(between_steps=True)
         if view.slot is None:
             self.transport.load(view.parameters)
         else:
             self.transport.map_version(view.slot)
-        self._model_copy.note_loaded(values)
+        self.model_copy.loaded.note(values)
 
     # Several optimizers.
 
     def pull_now(self, version: int) -> None:
         """Pull, in a context of its own, the version to which a call of one of several optimizers is applied."""
         self.version = version
-        self._context.renew()
+        self.context.renew()
         self._begin()
         if self._calls:
             self.finish()
@@ -173,13 +162,13 @@ class VersionPull:
 
         Module buffers stay those of this trainer until the next batch, as a graph of this one may need them.
         """
-        part, view = self.parts[optimizer], VersionView(0, (), None)
+        view = VersionView(0, (), None)
         if not self.transport.zero_copy:
-            view = self._server.view_version(step, part.left_out)
+            view = self.server.view_version(step, self._left_out[optimizer])
             self.wire_bytes += sum(flat.nbytes for flat in view.parameters if flat.is_contiguous())
             self.wire_bytes += bytes_of(view.buffers)
-        self.transport.load_updated(view, part.numbers)
-        self._model_copy.note_loaded()
+        self.transport.load_updated(view, self._numbers_of[optimizer])
+        self.model_copy.loaded.note()
         self._loaded = step
 
 

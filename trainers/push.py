@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from paramserver.devices import synchronize
-from paramserver.metrics.records import PhaseClock
-from paramserver.server.client import InFlightCall, ServerClient
+from paramserver.server.client import InFlightCall
 from paramserver.server.shared_optimizer import SharedOptimizer
-from paramserver.trainers.model_copy import ModelCopy
-from paramserver.trainers.pull import StepContext, VersionPull, bytes_of
+from paramserver.trainers.pull import VersionPull, bytes_of
 from paramserver.transport.base import GradientBucket, TrainerTransport
 from paramserver.transport.messages import Push, StepGrant
 from paramserver.transport.shared_memory import SharedMemoryTrainerTransport
@@ -114,48 +112,22 @@ class GradientBuckets:
 
 
 class GradientPush:
-    """Pushes the gradients of a step, which a trainer's copy of the model has, for the version that was pulled.
+    """Pushes the gradients of a step, for the version that was pulled, to the optimizer that all trainers share."""
 
-    Args:
-        server: the connection to the servers.
-        optimizer: which applies the gradients.
-        transport: of the gradients.
-        model_copy: of this trainer.
-        pull: of the versions.
-        context: of the step.
-        clock: of this trainer.
-    """
-
-    def __init__(
-        self,
-        server: ServerClient,
-        optimizer: SharedOptimizer,
-        transport: TrainerTransport,
-        model_copy: ModelCopy,
-        pull: VersionPull,
-        context: StepContext,
-        clock: PhaseClock,
-    ) -> None:
-        self.wire_bytes = 0
-        self._server, self._optimizer, self._transport = server, optimizer, transport
-        self._model_copy, self._pull, self._context, self._clock = model_copy, pull, context, clock
+    def __init__(self, pull: VersionPull, optimizer: SharedOptimizer) -> None:
+        self._pull = pull
+        self._optimizer = optimizer
+        self._server = pull.server
+        self._transport = pull.transport
         self._sent: dict[GradientBucket, list[InFlightCall[Tensor | None]]] = {}
-        self._parameters = list(model_copy.parameters.values())
-        self._buckets = GradientBuckets(transport, self._parameters, self._send_bucket)
-
-    def close(self) -> None:
-        """Remove the hooks from the parameters."""
-        self._buckets.close()
-
-    def start(self) -> None:
-        """Send buckets from now on as gradients are accumulated. Call it before the last backward of a step."""
-        self._buckets.start()
+        self._parameters = list(pull.model_copy.parameters.values())
+        self.buckets = GradientBuckets(pull.transport, self._parameters, self._send_bucket)
 
     def _send_bucket(self, bucket: GradientBucket) -> None:
         sent = self._sent.setdefault(bucket, [])
         gradient = self._transport.bucket_tensor(bucket)
         if sent:
-            self.wire_bytes += gradient.nbytes  # ``step_bytes`` counts it once
+            self._pull.wire_bytes += gradient.nbytes  # ``step_bytes`` counts it once
         has_all = all(self._parameters[number].grad is not None for number in self._transport.buckets[bucket])
         sent.append(self._server.send_bucket(self._pull.version, bucket, gradient, len(sent), has_all))
         if len(sent) > 1:
@@ -164,9 +136,9 @@ class GradientPush:
 
     def finish_buckets(self) -> tuple[bool, ...] | None:
         """Send the rest of the buckets; return whether each parameter has a gradient, or None if all have."""
-        self._model_copy.check_gradients()
-        self._model_copy.check_unchanged()
-        return self._buckets.finish()
+        self._pull.model_copy.check_gradients()
+        self._pull.model_copy.check_unchanged()
+        return self.buckets.finish()
 
     def send(self, push: Push) -> StepGrant:
         """Send a push and what the buckets do not have of its gradients; return the reply of the servers.
@@ -179,21 +151,21 @@ class GradientPush:
         pulled, transport = self._pull.pulled, self._transport
 
         def begin(*_: object) -> None:
-            self._optimizer.begin_step(self._context.id, push, list(sent.values()))
+            self._optimizer.begin_step(self._pull.context.id, push, list(sent.values()))
 
         if isinstance(transport, SharedMemoryTrainerTransport):
             # The backward of the context is local, and sends the push.
             pulled = transport.pull(begin)
         root = transport.backward_root(pulled)
-        self.wire_bytes += transport.step_bytes(() if self._pull.parts else pulled)
-        self.wire_bytes += bytes_of(push.buffers) + bytes_of(self._pull.grant.buffers)
+        self._pull.wire_bytes += transport.step_bytes(() if push.report.optimizer else pulled)
+        self._pull.wire_bytes += bytes_of(push.buffers) + bytes_of(self._pull.grant.buffers)
         if not transport.zero_copy:
             # Before its gradients are complete: the servers accept the push with the last of them.
             begin()
         if sent:
-            self._clock.add_hidden(max(call.in_flight_s() for call in sent.values()))
-        self._server.backward(self._context.id, root)
-        grant = self._optimizer.step(self._context.id)
+            self._pull.clock.add_hidden(max(call.in_flight_s() for call in sent.values()))
+        self._server.backward(self._pull.context.id, root)
+        grant = self._optimizer.step(self._pull.context.id)
         for bucket, call in sent.items():
             if (updated := call.wait()) is not None:
                 self._pull.early[bucket] = updated

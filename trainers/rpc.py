@@ -14,16 +14,14 @@ from torch import Tensor
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.checkpoint import unpack
 from paramserver.consistency import Decision, Verdict, module_buffer_owner
-from paramserver.context import ProcessContext
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.parameters.model import build_model, detached_state_dict, load_weights
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.rng import seed_all
-from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.server.client import ServerClient
 from paramserver.server.shared_optimizer import SharedOptimizer
-from paramserver.task import Hooks, Task, restore_task
+from paramserver.task import Hooks, restore_task
 from paramserver.trainers.base import Trainer, TrainerProgress, overrides
 from paramserver.trainers.model_copy import ModelCopy, find_trained
 from paramserver.trainers.pull import StepContext, VersionPull, make_transport
@@ -39,9 +37,6 @@ class RpcTrainer(Trainer):
 
     The announcement of step k + 1 is piggybacked on the push of step k, so a steady step takes one round trip for the
     pull, which is hidden behind the forward, and one for the push. docs/architecture.md shows a step as a diagram.
-
-    Args:
-        process, task, checkpoints, rendezvous: see ``Trainer``.
 
     Attributes:
         server: the connection to the servers.
@@ -69,21 +64,15 @@ class RpcTrainer(Trainer):
     server: ServerClient
     model_copy: ModelCopy
 
-    def __init__(
-        self, process: ProcessContext, task: Task, checkpoints: CheckpointManager | None, rendezvous: Rendezvous
-    ) -> None:
-        super().__init__(process, task, checkpoints, rendezvous)
-        self.context = StepContext()
-        self._next_grant: StepGrant | None = None  # came with the reply to the last push
-        # The others wait for this trainer between two steps. Not for one that takes the place of a lost one.
-        self._is_waited_for = False
+    _next_grant: StepGrant | None = None  # came with the reply to the last push
+    _validates_averages = False
 
     # The connection.
 
     def init_connection(self) -> None:
         self.model = build_model(self.task, self.config.seed, self.process.placement)
         self.prepare_data()
-        self.server = self.enter_context(self.control.connected(lambda: self.data.blocks))
+        self.server = self.resources.enter_context(self.control.connected(lambda: self.data.blocks))
         self.start_from(self.control.join(self.data.epoch_samples))
 
     def start_from(self, reply: JoinReply) -> None:
@@ -91,9 +80,12 @@ class RpcTrainer(Trainer):
         self.step = reply.step
         self.lockstep = reply.lockstep
         self.optimizer = SharedOptimizer(self.server)
+        self.context = StepContext()
         self.receive_model(reply)
+        self.tree = self.model_copy.tree
         position = reply.data_position
         owner = module_buffer_owner(tuple(range(self.process.trainers)), self.config.training.uneven_inputs)
+        # The others wait for this trainer between two steps, but not for one that takes the place of a lost one.
         self._is_waited_for = self.lockstep and position is None
         self.model_copy.keeps_buffers = position is None and self.trainer_index == owner
         self.on_after_setup_optimizers()
@@ -131,15 +123,12 @@ class RpcTrainer(Trainer):
         self.model_copy = ModelCopy(
             self.model, trained, transport.shares_parameters, lambda: self.control.flush_records().wait()
         )
-        self.tree = self.model_copy.tree
         self.record("transport", transport=transport.name)
-        self.set_optimizers(reply.parameters_of)
-        self.validates_averages = reply.validates_averages
+        self.optimizer_calls.set_optimizers(reply.parameters_of, self.model)
+        self._validates_averages = reply.validates_averages
         self.pull = VersionPull(self.control, transport, self.model_copy, self.context, self.clock, reply.parameters_of)
-        push = GradientPush(
-            self.server, self.optimizer, transport, self.model_copy, self.pull, self.context, self.clock
-        )
-        self.push = self.enter_context(closing(push))
+        self.push = GradientPush(self.pull, self.optimizer)
+        self.resources.enter_context(closing(self.push.buckets))
         log.info("trainer %d: transport of parameters and gradients: %s", self.trainer_index, transport.name)
         if not transport.zero_copy:
             reason = reply.why_not_by_bucket
@@ -193,7 +182,7 @@ class RpcTrainer(Trainer):
         # A change through ``grad.data`` after backward cannot be noticed, so nothing is sent before these hooks ran.
         changes_gradients = any(overrides(hooks, Hooks.on_batch_end) for hooks in self.hooks)
         if not changes_gradients and not overrides(self, Trainer.on_after_backward):
-            self.push.start()
+            self.push.buckets.start()
 
     def step_optimizer(self, report: StepReport) -> StepResult:
         if report.optimizer:
@@ -204,7 +193,7 @@ class RpcTrainer(Trainer):
         if report.optimizer:
             self.pull.load_updated(report.optimizer, result.step)
             self.clock.lap("pull")
-        self.wire_bytes = self.pull.wire_bytes + self.push.wire_bytes
+        self.wire_bytes = self.pull.wire_bytes
         return result
 
     def make_push(
@@ -217,7 +206,7 @@ class RpcTrainer(Trainer):
         """
         positions, keys = self.data.pop_served()
         report = self.server.number_push(report, used=used, positions=_compact(positions), keys=keys)
-        is_followed = self.parameters_of or (self.lockstep and self.is_due(report.version + 1))
+        is_followed = self.optimizer_calls.parameters_of or (self.lockstep and self.is_due(report.version + 1))
         return Push(report, buffers, None if is_followed else self.announcement_if_ready())
 
     def finish_step(self, grant: StepGrant) -> StepResult:
@@ -243,7 +232,6 @@ class RpcTrainer(Trainer):
             self.model_copy.load_buffers(view.buffers)
 
     def save_part(self, reason: str, since: float) -> None:
-        self.control.wait_saved()
         records = self.control.flush_records()
         # The server copies while this trainer does.
         model = self.model_copy
@@ -255,7 +243,7 @@ class RpcTrainer(Trainer):
             self.control.send_part(step, part, since)
 
     def averages(self) -> Mapping[str, Tensor]:
-        return self.server.averages()
+        return self.server.averages() if self._validates_averages else {}
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

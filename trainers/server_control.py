@@ -35,6 +35,7 @@ class ServerControl(Control):
     rendezvous: Rendezvous
     agent: TrainerAgent
     server: ServerClient
+    sender: BackgroundSender
 
     _leave_request: str | None = None
     _sending_records: InFlightCall[None] | None = None
@@ -123,9 +124,6 @@ class ServerControl(Control):
             self.server.finish_part(step, pause_s)
 
         self.sender.submit(send)
-
-    def wait_saved(self) -> None:
-        self.sender.wait()
 
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:
         self.flush_records().wait()

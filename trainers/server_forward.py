@@ -30,17 +30,6 @@ class RemoteModel(nn.Module):
 
     Raises:
         ModelIsElsewhere: an attribute or a part of the model is used, which only the server has.
-
-    Example::
-
-        >>> def call(call: ModelCall) -> ModelReply:  # in a run, a call of the server
-        ...     return ModelReply(call.args[0] * 2, token=None, random_state=call.random_state)
-        >>> model = RemoteModel(call, training=True)
-        >>> model.eval()(torch.ones(2))
-        tensor([2., 2.])
-        >>> model.weight
-        Traceback (most recent call last):
-        paramserver.errors.ModelIsElsewhere: the model has no attribute weight here: it is on the server, and a step...
     """
 
     # Class attributes, because the constructor of nn.Module reads ``training`` before this one sets them.
@@ -204,7 +193,7 @@ class ServedTrainer(RpcTrainer):
     model: RemoteModel
 
     def init_connection(self) -> None:
-        self.server = self.enter_context(self.control.connected(lambda: self.data.blocks))
+        self.server = self.resources.enter_context(self.control.connected(lambda: self.data.blocks))
         # The data source continues the random numbers of build_model, as if both were made in one process.
         states, training = self.server.model_as_built()
         restore_random_states(states)

@@ -40,14 +40,7 @@ class _SizedCollate:
 
 
 class ValidationShare(Subset[Any]):
-    """One trainer's share of a data set.
-
-    Example::
-
-        >>> share = ValidationShare("abcd", [1, 3], "a data set of 4 samples")
-        >>> list(share)
-        ['b', 'd']
-    """
+    """One trainer's share of a data set."""
 
     def __init__(self, dataset: Any, indices: Sequence[int], description: str) -> None:
         super().__init__(dataset, indices)
@@ -224,11 +217,9 @@ class Validator:
 
 def make_input_mover(placement: Placement) -> Callable[[Any], Any]:
     """Return a function that moves a batch to the model's device; a model on several devices moves its inputs."""
-    return (
-        (lambda batch: move_to_device(batch, placement.device))
-        if len(placement.devices) == 1
-        else (lambda batch: batch)
-    )
+    if len(placement.devices) != 1:
+        return lambda batch: batch
+    return lambda batch: move_to_device(batch, placement.device)
 
 
 def evaluate(
@@ -246,15 +237,6 @@ def evaluate(
 
     Raises:
         TaskError: ``validation_step`` does not return a dictionary of numbers and metrics.
-
-    Example::
-
-        >>> class Mean(Task):
-        ...     def validation_step(self, model, batch, valid_batch_idx, batch_idx):
-        ...         return {"mean": model(batch).mean()}
-        >>> batches = [(torch.ones(3, 1), 3), (torch.zeros(1, 1), 1)]
-        >>> evaluate(Mean(), nn.Identity(), batches, 0, lambda batch: batch, "float32", torch.device("cpu")).means()
-        {'mean': 0.75}
     """
     total = WeightedSums()
     with eval_mode(model), autocast(device, precision):
@@ -269,7 +251,7 @@ def evaluate(
                 )
             numbers = {}
             for name, value in values.items():
-                if _is_metric(value):
+                if all(callable(getattr(value, method, None)) for method in ("update", "compute")):
                     _add_metric(total.metrics, name, value, f"{where}: {name}")
                 else:
                     numbers[name] = _number(value, f"{where}: {name}")
@@ -280,10 +262,6 @@ def evaluate(
             )
         total.metrics = {name: _detach_metric(metric) for name, metric in total.metrics.items()}
     return total
-
-
-def _is_metric(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("update", "compute"))
 
 
 def _add_metric(metrics: dict[str, Any], name: str, metric: Any, where: str) -> None:

@@ -12,7 +12,6 @@ from paramserver import Task
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.sharding import full_shard
 from paramserver.trainers.base import overrides
-from paramserver.trainers.model_copy import ModelCopy
 from paramserver.trainers.push import GradientBuckets, GradientPush
 from paramserver.transport.base import GradientBucket
 from paramserver.transport.compression import CastCodec
@@ -213,10 +212,11 @@ def test_a_hook_is_seen_wherever_it_is_written():
 
 
 def test_bytes_that_go_again_are_counted_again():
-    model_copy = ModelCopy(nn.Module(), {})
     transport = SimpleNamespace(bucket_tensor=lambda _: torch.zeros(10), buckets={})
     server = SimpleNamespace(send_bucket=lambda *_: SimpleNamespace(wait=lambda: None))
-    push = GradientPush(server, None, transport, model_copy, SimpleNamespace(version=3), None, None)
+    pull = SimpleNamespace(server=server, transport=transport, version=3, wire_bytes=0)
+    pull.model_copy = SimpleNamespace(parameters={})
+    push = GradientPush(pull, None)
     transport.buckets = defaultdict(list)
     for early, counted in (
         (GradientBucket(0, 1), 0),
@@ -225,4 +225,4 @@ def test_bytes_that_go_again_are_counted_again():
         (GradientBucket(0, 1), 80),
     ):
         push._send_bucket(early)
-        assert push.wire_bytes == counted
+        assert pull.wire_bytes == counted
