@@ -77,8 +77,9 @@ class VersionPull:
         self._loaded: int | None = None  # the version that the model is known to hold
         transport.sends_unused = not parameters_of
         numbers = {name: number for number, name in enumerate(model_copy.parameters)}
+        # Of each of several optimizers: the numbers of its parameters, and the ranges without one, which are neither
+        # pushed nor loaded.
         self._numbers_of = {name: {numbers[of] for of in own if of in numbers} for name, own in parameters_of.items()}
-        # Of each optimizer, the ranges without a parameter of it: they are neither pushed nor loaded.
         ranges = transport.ranges.items()
         self._left_out = {n: [r for r, of in ranges if own.isdisjoint(of)] for n, own in self._numbers_of.items()}
 

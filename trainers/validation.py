@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,17 +27,10 @@ from paramserver.task import Hooks, Task
 from paramserver.trainers.data import collate_of
 
 
-class _SizedCollate:
-    """Collates samples to (batch, number of samples)."""
-
-    def __init__(self, task: Task, collate: Callable[[list[Any]], Any]) -> None:
-        self._task = task
-        self._collate = collate
-
-    def __call__(self, samples: list[Any]) -> tuple[Any, int]:
-        with name_user_error("process_sample or collate, for a batch of validation_source,"):
-            processed = [self._task.process_sample(sample) for sample in samples]
-            return self._collate(processed), len(samples)
+def _collate_sized(task: Task, collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, int]:
+    """Collate samples to (batch, number of samples)."""
+    with name_user_error("process_sample or collate, for a batch of validation_source,"):
+        return collate([task.process_sample(sample) for sample in samples]), len(samples)
 
 
 class ValidationShare(Subset[Any]):
@@ -94,7 +88,7 @@ def validation_batches(task: Task, partition: Partition, config: Config) -> Data
 
 def _batches_of(data: Any, task: Task, partition: Partition, config: Config) -> DataLoader[Any]:
     reading = resolve_reading(data, partition, config, "validation_source")
-    collate = _SizedCollate(task, collate_of(task, reading, "validation_source"))
+    collate = partial(_collate_sized, task, collate_of(task, reading, "validation_source"))
     size = None if reading.gives_batches else reading.config.training.batch_size
     share: Any
     whole: list[Any] | None = None
