@@ -128,7 +128,6 @@ class Trainer(ABC):
     """What a trainer of this mode agrees with the others by."""
 
     model: nn.Module
-    tree: ModelTree
     data: DataStream
     validator: Validator
     updater: Updater | None = None  # with the optimizer and its schedule; None if the servers have them
@@ -159,6 +158,7 @@ class Trainer(ABC):
         # One object for all steps: it is entered by one thread, and never while it is entered already.
         self.autocast = autocast(process.placement.device, self.config.training.precision)
         self.resources = ExitStack()
+        self.tree = ModelTree(nn.Module())
         self.optimizer_calls = OptimizerCalls(self.control)
         task.trainer = self
         self.hooks: Sequence[Hooks] = (task, *process.kept.callbacks.values())

@@ -62,7 +62,6 @@ class RpcTrainer(Trainer):
     control: ServerControl
     rendezvous: Rendezvous
     server: ServerClient
-    model_copy: ModelCopy
 
     _next_grant: StepGrant | None = None  # came with the reply to the last push
     _validates_averages = False
@@ -82,7 +81,6 @@ class RpcTrainer(Trainer):
         self.optimizer = SharedOptimizer(self.server)
         self.context = StepContext()
         self.receive_model(reply)
-        self.tree = self.model_copy.tree
         position = reply.data_position
         owner = module_buffer_owner(tuple(range(self.process.trainers)), self.config.training.uneven_inputs)
         # The others wait for this trainer between two steps, but not for one that takes the place of a lost one.
@@ -123,6 +121,7 @@ class RpcTrainer(Trainer):
         self.model_copy = ModelCopy(
             self.model, trained, transport.shares_parameters, lambda: self.control.flush_records().wait()
         )
+        self.tree = self.model_copy.tree
         self.record("transport", transport=transport.name)
         self.optimizer_calls.set_optimizers(reply.parameters_of, self.model)
         self._validates_averages = reply.validates_averages
