@@ -103,6 +103,7 @@ class Trainer(ABC):
         tree: the layers and module buffers of ``unwrapped_model``; empty if the model is on the server.
         optimizer_calls: of ``optimize``, in the present batch; with the parameters of each of several optimizers.
         current_step: that is made, or was made last.
+        resources: contexts that are exited when this trainer ends, the last one first.
         control: what this trainer agrees with the others by.
         validation: the values of the newest validation in this process, by name: the means over all trainers; of a
             version that trainers who run freely validate without waiting, those of this trainer's share.
