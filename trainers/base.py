@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from paramserver.consistency import Announcement, Decision, Readiness, Verdict
 from paramserver.context import ProcessContext
 from paramserver.devices import move_to_device, use_device
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.errors import TaskError
+from paramserver.errors import TaskError, message_of
 from paramserver.importing import name_user_error
 from paramserver.limits import epoch_of, is_due
 from paramserver.metrics.records import (
@@ -34,6 +34,7 @@ from paramserver.metrics.records import (
     peak_rss_mb,
 )
 from paramserver.metrics.reduction import REDUCTIONS, Reduction
+from paramserver.optim.updater import Updater
 from paramserver.parameters.model import autocast
 from paramserver.parameters.model_tree import ModelTree
 from paramserver.parameters.numerics import check_loss, name_float64, to_number
@@ -44,13 +45,10 @@ from paramserver.sources import Partition
 from paramserver.sources.data_loader import is_map_style
 from paramserver.sources.dataset import DatasetSource
 from paramserver.task import Hooks, Task, restore_task, task_state
-from paramserver.trainers.control import Control, sendable
+from paramserver.trainers.control import Control, OptimizerCalls, sendable
 from paramserver.trainers.data import DataStream
-from paramserver.trainers.optimizer_calls import OptimizerCalls, run_backward
 from paramserver.trainers.validation import ValidationShare, Validator, validation_batches
 from paramserver.transport.messages import OptimizerCall
-
-T = TypeVar("T")
 
 # Reasons of a checkpoint after which there is none.
 _LAST = ("end", "interrupted", "resize")
@@ -102,11 +100,10 @@ class Trainer(ABC):
         step: the version that this trainer's model has; the number of updates applied so far.
         lockstep: whether all trainers take every step together.
         hooks: the task, and its callbacks after it.
-        parameters_of: the parameters of each optimizer, by its name; empty if there is one without a name.
-        validates_averages: whether a validation is of ``averages()`` in place of the parameters.
-        tree: finds module buffers of ``unwrapped_model``; None if the model is on the server.
-        optimizer_calls: of ``optimize``, in the present batch.
+        tree: the layers and module buffers of ``unwrapped_model``; empty if the model is on the server.
+        optimizer_calls: of ``optimize``, in the present batch; with the parameters of each of several optimizers.
         current_step: that is made, or was made last.
+        resources: contexts that are exited when this trainer ends, the last one first.
         control: what this trainer agrees with the others by.
         validation: the values of the newest validation in this process, by name: the means over all trainers; of a
             version that trainers who run freely validate without waiting, those of this trainer's share.
@@ -134,6 +131,7 @@ class Trainer(ABC):
     model: nn.Module
     data: DataStream
     validator: Validator
+    updater: Updater | None = None  # with the optimizer and its schedule; None if the servers have them
 
     def __init__(
         self,
@@ -160,11 +158,9 @@ class Trainer(ABC):
         use_device(process.placement.device)
         # One object for all steps: it is entered by one thread, and never while it is entered already.
         self.autocast = autocast(process.placement.device, self.config.training.precision)
-        self._resources = ExitStack()
-        self.parameters_of: dict[str, list[nn.Parameter]] = {}
-        self.validates_averages = False
-        self.tree: ModelTree | None = None  # of the model as the optimizer has it; None if that is elsewhere
-        self.optimizer_calls = OptimizerCalls(self.control, {})
+        self.resources = ExitStack()
+        self.tree = ModelTree(nn.Module())
+        self.optimizer_calls = OptimizerCalls(self.control)
         task.trainer = self
         self.hooks: Sequence[Hooks] = (task, *process.kept.callbacks.values())
 
@@ -249,8 +245,8 @@ class Trainer(ABC):
         With ``checkpoint.background`` serialization, sending and writing follow after this returns.
         """
 
-    def on_fit_start(self) -> None:
-        """Called before the first announcement."""
+    def on_hooks_called(self) -> None:
+        """Called after hooks that are called between two steps: ``on_train_start``, and those of a validation."""
 
     def hooks_between_steps(self) -> AbstractContextManager[Any]:
         """Return a context for the hooks of epochs, which may change the model between two steps."""
@@ -266,12 +262,6 @@ class Trainer(ABC):
     def on_last_loss(self, loss: float, samples: int) -> None:
         """Called before the last backward of a step with the mean loss and the samples of all its batches."""
 
-    def set_optimizers(self, names: Mapping[str, Sequence[str]]) -> None:
-        """Take over the names of the parameters of each optimizer. ``init_connection`` calls it."""
-        own = dict(self.unwrapped_model.named_parameters())
-        self.parameters_of = {optimizer: [own[name] for name in of] for optimizer, of in names.items()}
-        self.optimizer_calls = OptimizerCalls(self.control, self.parameters_of)
-
     def follow_update(self) -> None:
         """Take part, without a gradient, in an update that other trainers make with one of several optimizers."""
 
@@ -282,14 +272,8 @@ class Trainer(ABC):
         """
         return decision.step + 1
 
-    def on_epoch_ended(self, epoch: int) -> None:
-        """Called once all samples of an epoch are applied; a trainer that owns a schedule steps it."""
-
     def sync_model(self) -> None:
         """Bring ``unwrapped_model`` to the current version, before it is validated or saved."""
-
-    def on_validated(self, means: Mapping[str, float]) -> None:
-        """Called with the result of a validation of all trainers; a trainer that owns a schedule steps it."""
 
     # The start.
 
@@ -308,7 +292,7 @@ class Trainer(ABC):
             samples = self.task.train_source(partition) if kept.train is None else kept.train
             if is_map_style(samples.dataset if isinstance(samples, DataLoader) else samples):
                 kept.train = samples
-            self.data = self.enter_context(
+            self.data = self.resources.enter_context(
                 DataStream(
                     self.task,
                     partition,
@@ -330,7 +314,7 @@ class Trainer(ABC):
             self.hooks,
             as_input=self.on_before_forward,
             model=lambda: self.unwrapped_model,
-            averages=lambda: self.averages() if self.validates_averages else {},
+            averages=self.averages,
         )
         # The library partitions one data set, and would leave samples of data sets of different lengths out.
         held = getattr(kept.validation, "dataset", None)
@@ -345,20 +329,6 @@ class Trainer(ABC):
         if self.monitor is not None:
             self.monitor.expect_samples(self.data.epoch_samples)
         self.process.startup_timer.mark("model and data")
-
-    def seed_or_restore(self, part: bytes | None) -> None:
-        """Seed this trainer's random numbers, or restore its part of a checkpoint. Last in ``init_connection``."""
-        seed_all(self.config.seed, 1 + self.trainer_index)
-        if part is not None:
-            self.load_state_dict(unpack(part))
-
-    def enter_context(self, context: AbstractContextManager[T]) -> T:
-        """Enter a context that is exited when this trainer ends."""
-        return self._resources.enter_context(context)
-
-    def close(self) -> None:
-        """Exit all contexts, the last one first."""
-        self._resources.close()
 
     # A step.
 
@@ -449,7 +419,7 @@ class Trainer(ABC):
             ...         self.trainer.optimize("d", self.loss_of_discriminator(model, batch, fake.detach()))
             ...         self.trainer.optimize("g", self.loss_of_generator(model, fake))
         """
-        self.check_layers()
+        self.tree.check_parameters()
         parameters = self.optimizer_calls.parameters(name)
         value = check_loss(loss, self.trainer_index, self.progress.batch_idx, name)
         self.clock.lap("forward")
@@ -510,11 +480,6 @@ class Trainer(ABC):
         self.clock.end_step()
         self.progress.steps += 1
 
-    def check_layers(self) -> None:
-        """Refuse layers and parameters that were replaced, added, removed or unfrozen since the optimizer was made."""
-        if self.tree is not None:
-            self.tree.check_parameters()
-
     # Validation and checkpoints.
 
     @property
@@ -527,29 +492,13 @@ class Trainer(ABC):
         due = self.config.training.validate_every, save_every(self.config)
         return any(is_due(step, every, self.optimizer_calls.batch_began) for every in due)
 
-    def validate(self, share: int) -> bool:
-        """Validate a trainer's share of the current version; return whether the result of all is the best so far."""
-        self.sync_model()
-        step, batch_idx, since = self.step, self.progress.batch_idx, self.optimizer_calls.batch_began
-        with self.validator.generators(step, share):
-            # Without data a trainer still takes part: the others wait for its share.
-            shares = {share: self.validator.evaluate(share, batch_idx)}
-            waits = self.current_step.decision.verdict is not Verdict.VALIDATE
-            reply = self.control.report_validation(step, shares, since, waits)
-            while reply.missing:  # shares of lost trainers
-                shares = {other: self.validator.evaluate_alone(step, other, batch_idx) for other in reply.missing}
-                reply = self.control.report_validation(step, shares, since)
-            self.validation = reply.means
-            self.on_validated(reply.means)
-            self.validator.end(batch_idx)
-        self.clock.skip()
-        return reply.improved
-
     def save(self, reason: str) -> None:
         """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent."""
         if self.control.saved_step != self.step:
             self.control.saved_step = self.step
-            self.save_part(reason, time.perf_counter())
+            began = time.perf_counter()
+            self.control.wait_saved()  # all trainers wait for the same checkpoint, so none is more than one ahead
+            self.save_part(reason, began)
             self.clock.skip()
         if reason in _LAST:
             with self.process.stop_limit.paused():
@@ -570,8 +519,15 @@ class Trainer(ABC):
             "task": own,
         }
 
-    def load_state_dict(self, part: Mapping[str, Any]) -> None:
-        """Restore ``state_dict()``, or the part that resharding made for this trainer."""
+    def seed_or_restore(self, packed: bytes | None) -> None:
+        """Seed this trainer's random numbers, or restore its part of a checkpoint. Last in ``init_connection``.
+
+        The part is a packed ``state_dict()``, or what resharding made for this trainer.
+        """
+        seed_all(self.config.seed, 1 + self.trainer_index)
+        if packed is None:
+            return
+        part = unpack(packed)
         if part["buffer"] is None:  # it was lost when the checkpoint was made
             positions = AppliedPositions()
             positions.load_state_dict(part["applied"])
@@ -669,13 +625,13 @@ class TrainingLoop:
                 raise
             raise cause from error
         finally:
-            trainer.close()
+            trainer.resources.close()
         return decision
 
     def _fit(self) -> Decision:
         """Take the steps on which the trainers decide, until they decide to end; return that decision."""
         trainer = self.trainer
-        trainer.on_fit_start()
+        trainer.on_hooks_called()
         self._served_before, self._core_wait = trainer.progress.samples_served, CoreWait()
         trainer.clock.skip()
         while True:
@@ -700,7 +656,7 @@ class TrainingLoop:
         """Validate and save for the last time; only save after a signal, and before other trainers continue."""
         trainer = self.trainer
         completes = not (decision.interrupted or decision.resizes)
-        if completes and self._validate():
+        if completes and self._validate(trainer.trainer_index):
             trainer.control.saved_step = None  # a checkpoint of this step was saved before it turned out to be the best
         trainer.save("end" if completes else "resize" if decision.resizes else "interrupted")
         if not decision.resizes:
@@ -720,7 +676,7 @@ class TrainingLoop:
             with trainer.hooks_between_steps():
                 self._enter_epoch(decision.samples)
         trainer.current_step.is_common = True
-        by_calls = bool(trainer.parameters_of)
+        by_calls = bool(trainer.optimizer_calls.parameters_of)
         if by_calls:
             trainer.optimizer_calls.batch_began = trainer.step = decision.step
         has_data = trainer.current_step.in_batches = trainer.trainer_index in decision.active
@@ -755,7 +711,7 @@ class TrainingLoop:
                 if last:
                     trainer.on_last_loss(summed / number, samples)
                 trainer.backward_batch(loss, len(batches))
-        trainer.check_layers()
+        trainer.tree.check_parameters()
         loss_of_step = summed / len(batches)
         report = StepReport(trainer.trainer_index, decision.step, samples, loss_of_step, trainer.seconds)
         trainer.current_step.batch_samples = 1
@@ -780,7 +736,7 @@ class TrainingLoop:
             what = "returned a value" if returned is not None else "did not call it"
             raise TaskError(
                 f"training_step must call self.trainer.optimize(name, loss) and return None with several optimizers "
-                f"({', '.join(trainer.parameters_of)}); in batch {batch_idx} it {what}"
+                f"({', '.join(calls.parameters_of)}); in batch {batch_idx} it {what}"
             )
         calls.exchange(OptimizerCall())
         calls.made, trainer.current_step.batch_samples = -1, 1
@@ -820,7 +776,8 @@ class TrainingLoop:
         for epoch in range(progress.epoch, epoch_of(samples, epoch_samples)):
             self._close_epoch()
             # After the last sample of an epoch and before the first of the next, also if a run was resumed in between.
-            self.trainer.on_epoch_ended(epoch)
+            if self.trainer.updater is not None:
+                self.trainer.updater.on_epoch_end()
             progress.epoch = epoch + 1
         if not progress.epoch_open:
             progress.epoch_open = True
@@ -842,7 +799,7 @@ class TrainingLoop:
     def _after_step(self) -> None:
         """Record, validate and save what is due after a step."""
         trainer = self.trainer
-        if not trainer.parameters_of:  # otherwise each call of ``optimize`` was one
+        if not trainer.optimizer_calls.parameters_of:  # otherwise each call of ``optimize`` was one
             trainer.end_step()
         if self._is_record_due():
             trainer.record("buffer", **trainer.data.record())
@@ -856,25 +813,43 @@ class TrainingLoop:
         trainer.step = decision.step
         if decision.verdict is not Verdict.VALIDATE:
             self._validate_and_save()
-        elif decision.share == trainer.trainer_index:
-            self._validate()
         else:
-            trainer.validate(decision.share)
+            self._validate(decision.share)
 
     def _validate_and_save(self) -> None:
         """Do what is due at the current step, which all trainers have reached."""
         trainer, config, since = self.trainer, self.trainer.config, self.trainer.optimizer_calls.batch_began
-        improved = is_due(trainer.step, config.training.validate_every, since) and self._validate()
+        improved = is_due(trainer.step, config.training.validate_every, since) and self._validate(trainer.trainer_index)
         if improved or is_due(trainer.step, save_every(config), since):
             trainer.save("best" if improved else "periodic")
 
-    def _validate(self) -> bool:
-        """Validate this trainer's share of the current version, once; return whether the result is the best so far."""
-        trainer = self.trainer
-        if trainer.validator.validated_step == trainer.step:
-            return False
-        trainer.validator.validated_step = trainer.step
-        return trainer.validate(trainer.trainer_index)
+    def _validate(self, share: int) -> bool:
+        """Validate a trainer's share of the current version; return whether the result of all is the best so far.
+
+        This trainer's own share is validated once.
+        """
+        trainer, validator, control = self.trainer, self.trainer.validator, self.trainer.control
+        if share == trainer.trainer_index:
+            if validator.validated_step == trainer.step:
+                return False
+            validator.validated_step = trainer.step
+        trainer.sync_model()
+        step, batch_idx, since = trainer.step, trainer.progress.batch_idx, trainer.optimizer_calls.batch_began
+        with validator.generators(step, share):
+            # Without data a trainer still takes part: the others wait for its share.
+            shares = {share: validator.evaluate(share, batch_idx)}
+            waits = trainer.current_step.decision.verdict is not Verdict.VALIDATE
+            reply = control.report_validation(step, shares, since, waits)
+            while reply.missing:  # shares of lost trainers
+                shares = {other: validator.evaluate_alone(step, other, batch_idx) for other in reply.missing}
+                reply = control.report_validation(step, shares, since)
+            trainer.validation = reply.means
+            if trainer.updater is not None:
+                trainer.updater.on_validation_end(step, reply.means, since)
+            validator.end(batch_idx)
+        trainer.clock.skip()
+        trainer.on_hooks_called()
+        return reply.improved
 
     def _is_record_due(self) -> bool:
         """Whether the last step has a periodic record: of the run's steps, or of its own if trainers run freely."""
@@ -899,6 +874,23 @@ class TrainingLoop:
             core_wait_share=self._core_wait.share(),
             threads=torch.get_num_threads(),
         )
+
+
+def run_backward(name: str, loss: Tensor, parameters: Sequence[nn.Parameter], retain_graph: bool) -> None:
+    """Compute the gradients of the parameters of the optimizer ``name``, and of no others.
+
+    Raises:
+        TaskError: an update has replaced values that ``loss`` depends on.
+    """
+    try:
+        loss.backward(inputs=parameters, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in message_of(error):
+            raise
+        raise TaskError(
+            f"optimize({name!r}, loss): the loss was computed before an update of parameters that its gradient "
+            "depends on; compute it, or the part that uses these parameters, after the call that updates them"
+        ) from error
 
 
 def save_every(config: Config) -> int:

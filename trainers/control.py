@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from paramserver.checkpoint import StagingPool, stage_copy, without_values
+from paramserver.checkpoint.sender import BackgroundSender
 from paramserver.consistency import Announcement, Decision, Stop
 from paramserver.context import ProcessContext
 from paramserver.distributed.rendezvous import Rendezvous
@@ -20,7 +21,7 @@ from paramserver.errors import TaskError
 from paramserver.metrics.records import Record, StepResult, TrainerTotals, WeightedSums, merge_sums
 from paramserver.optim.updater import Updater
 from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, StagedCheckpoint
-from paramserver.transport.messages import ValidationReply
+from paramserver.transport.messages import OptimizerCall, ValidationReply
 
 T = TypeVar("T")
 
@@ -31,6 +32,8 @@ class Control(ABC):
     Used by the training thread. All trainers make the same calls in the same order, except for ``record``,
     ``request_stop`` and ``report_failure``.
     """
+
+    sender: BackgroundSender | None = None  # of parts of checkpoints; None if the part of rank 0 is the only one
 
     def __init__(
         self, process: ProcessContext, checkpoints: CheckpointManager | None, rendezvous: Rendezvous | None
@@ -90,6 +93,11 @@ class Control(ABC):
         if self.monitor is not None:
             self.monitor.update_applied(result)
 
+    def wait_saved(self) -> None:
+        """Wait until rank 0 has received this trainer's part of the last checkpoint."""
+        if self.sender is not None:
+            self.sender.wait()
+
     # What a mode implements.
 
     @abstractmethod
@@ -108,10 +116,6 @@ class Control(ABC):
     @abstractmethod
     def record(self, record: Record) -> None:
         """Send a record to rank 0, or keep it until it is sent with others."""
-
-    @abstractmethod
-    def wait_saved(self) -> None:
-        """Wait until rank 0 has received this trainer's part of the last checkpoint."""
 
     @abstractmethod
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:
@@ -134,7 +138,6 @@ class ReplicaControl(Control):
     ) -> None:
         super().__init__(process, checkpoints, rendezvous)
         self.parts = None if checkpoints is None else PartCollector(checkpoints)
-        self._others = frozenset(range(process.trainers)) - {self.trainer_index}
 
     def exchange(self, value: T) -> list[T]:
         """Return the values of all trainers, in the order of their indices. Called by all of them."""
@@ -190,20 +193,78 @@ class ReplicaControl(Control):
     def _collect_parts(self, staged: StagedCheckpoint, own: Mapping[str, Any]) -> None:
         assert self.parts is not None
         pause_s = time.perf_counter() - staged.since
-        self.parts.start(staged, self._others, {self.trainer_index: own}, pause_s)
+        others = frozenset(range(self.process.trainers)) - {self.trainer_index}
+        self.parts.start(staged, others, {self.trainer_index: own}, pause_s)
         self._complete_parts(self.parts, staged.step)
 
     def _complete_parts(self, parts: PartCollector, step: int) -> None:
         """Receive the parts of the other trainers, and commit the checkpoint."""
         parts.commit_if_complete()
 
-    def wait_saved(self) -> None:
-        """Return at once: the part of rank 0 is its own."""
-
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:
         gathered = self.exchange((totals, list(self.records)))
         self._write(records for _, records in gathered)
         self.all_totals = [of_trainer for of_trainer, _ in gathered]
+
+
+class OptimizerCalls:
+    """Compares each call of a batch with those of the other trainers."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self.parameters_of: dict[str, list[nn.Parameter]] = {}  # by optimizer; empty if there is one without a name
+        self.batch_began: int | None = None  # the version that the last batch began with; None before the first one
+        self.made = -1  # updates in the present batch; -1 outside of ``training_step``
+        self.present: list[OptimizerCall] = []  # the last call, on each trainer that has data
+
+    def set_optimizers(self, names: Mapping[str, Sequence[str]], model: nn.Module) -> None:
+        """Take over the names of the parameters of each optimizer."""
+        own = dict(model.named_parameters())
+        self.parameters_of = {optimizer: [own[name] for name in of] for optimizer, of in names.items()}
+
+    def parameters(self, name: str) -> list[nn.Parameter]:
+        """Return the trained parameters of the optimizer that a call names.
+
+        Raises:
+            TaskError: there is no such optimizer, or no batch.
+        """
+        if not self.parameters_of:
+            raise TaskError(
+                f"trainer.optimize({name!r}) must have several optimizers, and build_optimizer returned one; return a "
+                "dict of optimizers from it, or the loss from training_step"
+            )
+        if self.made < 0:
+            raise TaskError(f"trainer.optimize({name!r}) must be called in training_step, where there is a batch")
+        if name not in self.parameters_of:
+            known = ", ".join(self.parameters_of)
+            raise TaskError(f"trainer.optimize({name!r}) must name an optimizer; build_optimizer returned {known}")
+        return [parameter for parameter in self.parameters_of[name] if parameter.requires_grad]
+
+    def exchange(self, own: OptimizerCall | None) -> bool:
+        """Compare a call with those of the other trainers; return whether it is not the end of a batch.
+
+        A trainer that has no data has no call of its own, and follows.
+
+        Raises:
+            TaskError: the calls differ.
+        """
+        assert self.batch_began is not None
+        # The third number is that of no call of ``all_gather``.
+        place = self.batch_began, 1, 2, self.made
+        control = self._control
+        gathered = [(control.trainer_index, own)]
+        if control.process.trainers > 1:
+            gathered = control.all_gather(gathered[0], place, None)
+        made = [(index, call) for index, call in gathered if call is not None]
+        for index, call in made[1:]:
+            if call.name != made[0][1].name:
+                raise TaskError(
+                    f"all trainers must make the same calls of trainer.optimize in the same order; call "
+                    f"{self.made + 1} of a batch is {made[0][1]} on trainer {made[0][0]}, and {call} on trainer "
+                    f"{index}. Let self.trainer.step decide about it, which all trainers have alike, and not batch_idx"
+                )
+        self.present = [call for _, call in made]
+        return bool(made and made[0][1].name)
 
 
 def sendable(value: Any) -> Any:

@@ -18,15 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paramserver.checkpoint import stage_copy
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict, module_buffer_owner
-from paramserver.context import ProcessContext
-from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.errors import TaskError, UnsupportedConfiguration, message_of
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.parameters.model import build_model, extra_state_dict
 from paramserver.parameters.model_tree import set_buffer
 from paramserver.parameters.numerics import checksums
-from paramserver.runs.checkpoint_manager import CheckpointManager
-from paramserver.task import Task
 from paramserver.trainers.base import overrides
 from paramserver.trainers.ddp_control import DdpControl, StepTotals, translate_peer_loss
 from paramserver.trainers.replica import ReplicaTrainer
@@ -60,16 +56,11 @@ class DdpTrainer(ReplicaTrainer):
 
     control: DdpControl
 
-    def __init__(
-        self, process: ProcessContext, task: Task, checkpoints: CheckpointManager | None, rendezvous: Rendezvous
-    ) -> None:
-        super().__init__(process, task, checkpoints, rendezvous)
-        self._active: tuple[int, ...] = tuple(range(process.trainers))
-        self._missed_updates = False
-        self._went_through_wrapper = False
-        self._some_were_idle = False
-        self._wrapped_without_buffers = False
-        self._collections = 0
+    _missed_updates = False
+    _went_through_wrapper = False
+    _some_were_idle = False
+    _wrapped_without_buffers = False
+    _collections = 0
 
     # The connection and the model.
 
@@ -81,7 +72,8 @@ class DdpTrainer(ReplicaTrainer):
             "must be the same on all hosts",
             "give each host a GPU for each of its trainers, or set device.kind: cpu on all of them",
         )
-        self.enter_context(self.control.connected())
+        self._active = tuple(range(self.process.trainers))
+        self.resources.enter_context(self.control.connected())
         self._build_model()
         self._broadcast_start()
         self.on_after_setup_optimizers()
@@ -117,7 +109,6 @@ class DdpTrainer(ReplicaTrainer):
         if self.updater.parameters_of:
             self._check_several_optimizers()
             # Not wrapped: a loss has gradients for a part of the model, and they are reduced after its backward.
-            self.set_optimizers(self.updater.parameters_of)
             for parameter in model.parameters():  # what the constructor of DDP does
                 dist.broadcast(parameter.data, src=0)
             for buffer in model.buffers():
@@ -229,7 +220,7 @@ class DdpTrainer(ReplicaTrainer):
         source = module_buffer_owner(self._active, uneven_inputs)
         # DDP does it before a forward, but not with several optimizers, where the model is not wrapped, nor if it found
         # no buffers at first.
-        own_broadcast = self.parameters_of or self._wrapped_without_buffers
+        own_broadcast = self.optimizer_calls.parameters_of or self._wrapped_without_buffers
         everything = own_broadcast or source != module_buffer_owner(active, uneven_inputs)
         _separate_elements(self.unwrapped_model)
         if everything or self._sends_bytes:
@@ -337,7 +328,7 @@ class DdpTrainer(ReplicaTrainer):
 
     @torch.no_grad()
     def _reduce_gradients(self, name: str, count: int) -> None:
-        parameters = [parameter for parameter in self.parameters_of[name] if parameter.requires_grad]
+        parameters = [parameter for parameter in self.optimizer_calls.parameters_of[name] if parameter.requires_grad]
         dense: list[nn.Parameter] = []
         for number, parameter in enumerate(parameters):
             # All ranks decide alike. A gradient that is sparse on some only is reduced as a dense one.

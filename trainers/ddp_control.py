@@ -28,7 +28,6 @@ from torch._C._distributed_c10d import PrefixStore
 from paramserver.checkpoint import write_chunks
 from paramserver.checkpoint.sender import BackgroundSender
 from paramserver.consistency import Announcement, Decision, Readiness, Stop
-from paramserver.context import ProcessContext
 from paramserver.distributed.control_channel import ControlChannel, connect_ranks
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.timeouts import call_with_timeout, poll_until
@@ -36,7 +35,7 @@ from paramserver.errors import Interrupted, PeerLost, TrainingError, Unsupported
 from paramserver.metrics.records import TrainerTotals
 from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout
-from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector
+from paramserver.runs.checkpoint_manager import PartCollector
 from paramserver.trainers.control import ReplicaControl
 from paramserver.transport.segments import SegmentHost, attach
 
@@ -76,15 +75,6 @@ class SharedRows:
     second time has completed a collective that no rank enters before it has read. ``memory`` is float64 of (2, ranks, 1
     + ``_ROW``), zeros at first. A row begins with its number, counted from 1. ``read`` waits ``timeout_s``, where a
     collective does not imply that the others take part.
-
-    Example::
-
-        >>> memory = torch.zeros(2, 2, 1 + _ROW, dtype=torch.float64)
-        >>> first, second = (SharedRows(memory, rank, lambda: None, timeout_s=5.0) for rank in (0, 1))
-        >>> first.write([1.0] * _ROW), second.write([2.0] * _ROW)
-        (None, None)
-        >>> [row[0] for row in first.read()]
-        [1.0, 2.0]
     """
 
     def __init__(self, memory: torch.Tensor, rank: int, check: Callable[[], None], timeout_s: float) -> None:
@@ -236,16 +226,7 @@ _GLOO_MESSAGES = ("gloo", "caused pair closure")
 
 @contextmanager
 def translate_peer_loss() -> Iterator[None]:
-    """Raise ``PeerLost`` where a collective fails because another rank is gone; gloo raises a bare RuntimeError.
-
-    Example::
-
-        >>> with translate_peer_loss():
-        ...     raise RuntimeError("[/a/gloo/tcp/buffer.cc:78] Timed out waiting 6000ms for recv")
-        Traceback (most recent call last):
-            ...
-        paramserver.errors.PeerLost: another rank of the process group is lost: Timed out waiting 6000ms for recv
-    """
+    """Raise ``PeerLost`` where a collective fails because another rank is gone; gloo raises a bare RuntimeError."""
     try:
         yield
     except RuntimeError as error:
@@ -347,28 +328,25 @@ class DdpControl(ReplicaControl):
     group: Any
     agreement: StepAgreement
     rendezvous: Rendezvous
+    sender: BackgroundSender
 
-    def __init__(
-        self, process: ProcessContext, checkpoints: CheckpointManager | None, rendezvous: Rendezvous | None
-    ) -> None:
-        super().__init__(process, checkpoints, rendezvous)
-        self._channel: ControlChannel | None = None
-        self._last_collected = time.monotonic()
-        self._lost_at: float | None = None
-        limit = process.stop_limit
-        self._before_limit, limit.at_limit = limit.at_limit, self._on_limit
+    _channel: ControlChannel | None = None
+    _last_collected = 0.0
+    _lost_at: float | None = None
 
     @contextmanager
     def connected(self) -> Iterator[None]:
         """Connect to the other ranks, and start the process group. Called once by all ranks."""
         timeout_s, sockets = self.rendezvous.timeout_s, self.rendezvous.sockets
-        placement, stop = self.process.placement, self.process.stop
+        placement, stop, limit = self.process.placement, self.process.stop, self.process.stop_limit
+        self._before_limit, limit.at_limit = limit.at_limit, self._on_limit
+        self._last_collected = time.monotonic()
         with ExitStack() as stack:
             # First, so that from here on a lost rank is named. Collectives, and the start of the group, wait for it
             # until their own timeout; the end of their sockets ends these waits at once.
             channel = stack.enter_context(connect_ranks(self.rendezvous, self.config, self._on_lost, stop.event))
             self._channel = channel
-            channel.on_over = self.process.stop_limit.end_now
+            channel.on_over = limit.end_now
             with sockets.record():
                 stack.enter_context(process_group(self.rendezvous, placement.backend))
                 # Only on CPUs a backward returns after its collectives.
@@ -424,9 +402,6 @@ class DdpControl(ReplicaControl):
 
     def _complete_parts(self, parts: PartCollector, step: int) -> None:
         self.sender.submit(lambda: self.part_gather.receive(parts, step))
-
-    def wait_saved(self) -> None:
-        self.sender.wait()
 
     # The end, and losses.
 

@@ -46,7 +46,6 @@ class LocalTrainer(ReplicaTrainer):
         self.checkpoints.restore_model(self.model)
         self.make_optimizer(self.model)
         self.checkpoints.restore_optimizer(self.updater)
-        self.set_optimizers(self.updater.parameters_of)
         self.on_after_setup_optimizers()
         self.step, self.samples = self.monitor.step, self.monitor.samples
         self.prepare_data()

@@ -28,22 +28,14 @@ class ReplicaTrainer(Trainer):
         """Make the optimizer of ``model``, which has the start's parameters."""
         self.updater = Updater(self.task, model, self.config.training, self.config.seed)
         self.tree = ModelTree(model)
-        self.validates_averages = self.updater.validates_averages
+        self.optimizer_calls.set_optimizers(self.updater.parameters_of, model)
 
     def decide(self, announcements: Mapping[int, Announcement]) -> Decision:
         """Return the decision that every trainer derives from these announcements."""
         limits = Limits.of(self.config.training)
         return decide(announcements, self.step, self.samples, limits, self.config.training.uneven_inputs)
 
-    def on_epoch_ended(self, epoch: int) -> None:
-        self.updater.on_epoch_end()
-
-    def on_validated(self, means: Mapping[str, float]) -> None:
-        self.updater.on_validation_end(self.step, means, self.optimizer_calls.batch_began)
-
     def save_part(self, reason: str, since: float) -> None:
-        # All trainers wait for the same checkpoint here, so none is more than one ahead.
-        self.control.wait_saved()
         self.sync_model()
         # A checkpoint holds the records of its steps, so they are with rank 0 before it is staged.
         self.control.collect_records()
@@ -54,7 +46,7 @@ class ReplicaTrainer(Trainer):
         self.control.save(step, self.unwrapped_model, self.updater, reason, since, part)
 
     def averages(self) -> Mapping[str, Tensor]:
-        return self.updater.averages()
+        return self.updater.averages() if self.updater.validates_averages else {}
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.updater.optimizer.state_dict()

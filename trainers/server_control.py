@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import torch
 
 from paramserver.checkpoint import write_chunks
 from paramserver.checkpoint.sender import BackgroundSender
+from paramserver.config import num_servers_of
 from paramserver.consistency import Announcement, Decision
+from paramserver.distributed.membership import Member, release_liveness_calls
 from paramserver.distributed.remote_error import RemoteError
 from paramserver.distributed.rendezvous import Rendezvous
+from paramserver.distributed.session import TrainerAgent, rpc_trainer
 from paramserver.errors import Evicted, GenerationChanged, PeerFailed, PeerLost, PeerRefused, RunEnded, Unreachable
 from paramserver.metrics.records import Record, TrainerTotals, WeightedSums
 from paramserver.server.client import InFlightCall, ServerClient
 from paramserver.trainers.control import Control
-from paramserver.transport.messages import ValidationReply
+from paramserver.transport.messages import JoinReply, ValidationReply
 
 log = logging.getLogger("paramserver")
 
@@ -30,19 +33,45 @@ class ServerControl(Control):
     """Server 0 decides, merges and saves; see ``Control``. Use ``connected`` before anything that is sent."""
 
     rendezvous: Rendezvous
+    agent: TrainerAgent
     server: ServerClient
+    sender: BackgroundSender
 
     _leave_request: str | None = None
     _sending_records: InFlightCall[None] | None = None
     _records_sent = 0.0
 
     @contextmanager
-    def connected(self, server: ServerClient) -> Iterator[None]:
-        """Use ``server``, which is closed at the exit."""
-        self.server, self._records_sent = server, time.monotonic()
-        sender = BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint")
-        with closing(server), sender as self.sender:
-            yield
+    def connected(self, blocks: Callable[[], bool]) -> Iterator[ServerClient]:
+        """Start the RPC agent and connect to the servers. ``blocks``: whether this trainer's full buffer blocks others.
+
+        The servers are notified at the exit that this process leaves deliberately.
+        """
+        config = self.config
+        with ExitStack() as stack:
+            self.agent = stack.enter_context(rpc_trainer(self.rendezvous, self.trainer_index, num_servers_of(config)))
+            stack.callback(release_liveness_calls)
+            # With cluster.elastic a signal lets this trainer leave.
+            stop_limit = None if config.cluster.elastic else self.process.stop_limit
+            worker_id, addresses = self.agent.worker_id, self.agent.server_addresses
+            server = ServerClient(config, self.trainer_index, worker_id, addresses, blocks, stop_limit)
+            self.server, self._records_sent = stack.enter_context(closing(server)), time.monotonic()
+            self.sender = stack.enter_context(BackgroundSender(config.checkpoint.background, "a part of a checkpoint"))
+            yield server
+
+    def join(self, epoch_samples: int | None) -> JoinReply:
+        """Join the run; returns once all trainers have joined."""
+        rendezvous, agent = self.rendezvous, self.agent
+        member = Member(
+            self.trainer_index, agent.name, agent.worker_id, rendezvous.host_and_pid, generation=rendezvous.generation
+        )
+        self.server.start_heartbeat()
+        reply = self.server.join(member, epoch_samples)
+        self.joined = True
+        if self.process.session:
+            # The server may have noticed the loss of the earlier session only now, and let another process have it.
+            rendezvous.claim_again()
+        return reply
 
     def with_stop(self, announcement: Announcement) -> Announcement:
         if not self.config.cluster.elastic:
@@ -95,9 +124,6 @@ class ServerControl(Control):
             self.server.finish_part(step, pause_s)
 
         self.sender.submit(send)
-
-    def wait_saved(self) -> None:
-        self.sender.wait()
 
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:
         self.flush_records().wait()

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from paramserver.errors import ModelIsElsewhere, TaskError
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.rng import restore_random_states
+from paramserver.trainers.model_copy import ModelCopy
 from paramserver.trainers.rpc import RpcTrainer
 from paramserver.transport.autograd import recv_outputs
-from paramserver.transport.messages import JoinReply, ModelCall, ModelReply, Push
+from paramserver.transport.messages import JoinReply, ModelCall, ModelReply, StepGrant
 
 _PUBLIC = frozenset({"forward", "train", "eval", "training", "modules", "begin_step", "next_batch", "end_step"})
 _PUBLIC |= {"call_super_init"}  # read by the constructor of nn.Module
@@ -29,17 +30,6 @@ class RemoteModel(nn.Module):
 
     Raises:
         ModelIsElsewhere: an attribute or a part of the model is used, which only the server has.
-
-    Example::
-
-        >>> def call(call: ModelCall) -> ModelReply:  # in a run, a call of the server
-        ...     return ModelReply(call.args[0] * 2, token=None, random_state=call.random_state)
-        >>> model = RemoteModel(call, training=True)
-        >>> model.eval()(torch.ones(2))
-        tensor([2., 2.])
-        >>> model.weight
-        Traceback (most recent call last):
-        paramserver.errors.ModelIsElsewhere: the model has no attribute weight here: it is on the server, and a step...
     """
 
     # Class attributes, because the constructor of nn.Module reads ``training`` before this one sets them.
@@ -203,21 +193,18 @@ class ServedTrainer(RpcTrainer):
     model: RemoteModel
 
     def init_connection(self) -> None:
-        self.connect()
+        self.server = self.resources.enter_context(self.control.connected(lambda: self.data.blocks))
         # The data source continues the random numbers of build_model, as if both were made in one process.
         states, training = self.server.model_as_built()
         restore_random_states(states)
         self.model = RemoteModel(self._call, training)
         self.prepare_data()
-        self.start_from(self.join())
+        self.start_from(self.control.join(self.data.epoch_samples))
 
     def receive_model(self, reply: JoinReply) -> None:
         """Leave the model on the server, which is called by RPC."""
+        self.model_copy = ModelCopy(nn.Module(), {})
         self.record("transport", transport="rpc")
-
-    def extra_state(self) -> dict[str, Any]:
-        """Return nothing: the model stays on the server."""
-        return {}
 
     def on_last_loss(self, loss: float, samples: int) -> None:
         """Do nothing: gradients are made on the server, so there are no buckets."""
@@ -230,7 +217,7 @@ class ServedTrainer(RpcTrainer):
 
     # A step.
 
-    def begin_pull(self) -> None:
+    def begin_step(self, grant: StepGrant) -> None:
         """Do nothing: the version stays on the server, which has pinned it."""
 
     def load_version(self) -> None:
@@ -244,7 +231,7 @@ class ServedTrainer(RpcTrainer):
         self._losses.append(loss / batches if batches > 1 else loss)
         if len(self._losses) == batches:
             roots = [sum(self._losses[1:], self._losses[0]), *self.model.end_step()]
-            dist_autograd.backward(self._context_id, roots)  # type: ignore[attr-defined]
+            dist_autograd.backward(self.context.id, roots)  # type: ignore[attr-defined]
         else:
             self.model.next_batch()
         self.on_after_backward()
@@ -252,9 +239,7 @@ class ServedTrainer(RpcTrainer):
         self.end_batch()
 
     def step_optimizer(self, report: StepReport) -> StepResult:
-        report = self.number_push(report)
-        push = Push(report, announcement=self.next_announcement(report.version + 1))
-        return self.finish_step(self.optimizer.step(self._context_id, push))
+        return self.finish_step(self.optimizer.step(self.context.id, self.make_push(report)))
 
     # Validation.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,28 +27,14 @@ from paramserver.task import Hooks, Task
 from paramserver.trainers.data import collate_of
 
 
-class _SizedCollate:
-    """Collates samples to (batch, number of samples)."""
-
-    def __init__(self, task: Task, collate: Callable[[list[Any]], Any]) -> None:
-        self._task = task
-        self._collate = collate
-
-    def __call__(self, samples: list[Any]) -> tuple[Any, int]:
-        with name_user_error("process_sample or collate, for a batch of validation_source,"):
-            processed = [self._task.process_sample(sample) for sample in samples]
-            return self._collate(processed), len(samples)
+def _collate_sized(task: Task, collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, int]:
+    """Collate samples to (batch, number of samples)."""
+    with name_user_error("process_sample or collate, for a batch of validation_source,"):
+        return collate([task.process_sample(sample) for sample in samples]), len(samples)
 
 
 class ValidationShare(Subset[Any]):
-    """One trainer's share of a data set.
-
-    Example::
-
-        >>> share = ValidationShare("abcd", [1, 3], "a data set of 4 samples")
-        >>> list(share)
-        ['b', 'd']
-    """
+    """One trainer's share of a data set."""
 
     def __init__(self, dataset: Any, indices: Sequence[int], description: str) -> None:
         super().__init__(dataset, indices)
@@ -101,7 +88,7 @@ def validation_batches(task: Task, partition: Partition, config: Config) -> Data
 
 def _batches_of(data: Any, task: Task, partition: Partition, config: Config) -> DataLoader[Any]:
     reading = resolve_reading(data, partition, config, "validation_source")
-    collate = _SizedCollate(task, collate_of(task, reading, "validation_source"))
+    collate = partial(_collate_sized, task, collate_of(task, reading, "validation_source"))
     size = None if reading.gives_batches else reading.config.training.batch_size
     share: Any
     whole: list[Any] | None = None
@@ -224,11 +211,9 @@ class Validator:
 
 def make_input_mover(placement: Placement) -> Callable[[Any], Any]:
     """Return a function that moves a batch to the model's device; a model on several devices moves its inputs."""
-    return (
-        (lambda batch: move_to_device(batch, placement.device))
-        if len(placement.devices) == 1
-        else (lambda batch: batch)
-    )
+    if len(placement.devices) != 1:
+        return lambda batch: batch
+    return lambda batch: move_to_device(batch, placement.device)
 
 
 def evaluate(
@@ -246,15 +231,6 @@ def evaluate(
 
     Raises:
         TaskError: ``validation_step`` does not return a dictionary of numbers and metrics.
-
-    Example::
-
-        >>> class Mean(Task):
-        ...     def validation_step(self, model, batch, valid_batch_idx, batch_idx):
-        ...         return {"mean": model(batch).mean()}
-        >>> batches = [(torch.ones(3, 1), 3), (torch.zeros(1, 1), 1)]
-        >>> evaluate(Mean(), nn.Identity(), batches, 0, lambda batch: batch, "float32", torch.device("cpu")).means()
-        {'mean': 0.75}
     """
     total = WeightedSums()
     with eval_mode(model), autocast(device, precision):
@@ -269,7 +245,7 @@ def evaluate(
                 )
             numbers = {}
             for name, value in values.items():
-                if _is_metric(value):
+                if all(callable(getattr(value, method, None)) for method in ("update", "compute")):
                     _add_metric(total.metrics, name, value, f"{where}: {name}")
                 else:
                     numbers[name] = _number(value, f"{where}: {name}")
@@ -280,10 +256,6 @@ def evaluate(
             )
         total.metrics = {name: _detach_metric(metric) for name, metric in total.metrics.items()}
     return total
-
-
-def _is_metric(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("update", "compute"))
 
 
 def _add_metric(metrics: dict[str, Any], name: str, metric: Any, where: str) -> None:

@@ -137,7 +137,7 @@ class LedgerTrainer(RpcTrainer):
     def leave(self, totals, decision):
         logging = self.config.logging
         file = Path(logging.run_dir) / f"{logging.name}.{self.trainer_index}.{self.first}.ledger"
-        torch.save({"way": self.transport.name, "entries": self.ledger}, file)
+        torch.save({"way": self.pull.transport.name, "entries": self.ledger}, file)
         super().leave(totals, decision)
 
 

@@ -159,7 +159,7 @@ class EarlyTrainer(RpcTrainer):
 
     def leave(self, totals, decision):
         for when, count in self.left.items():
-            self.log(when, count / totals.steps.count / len(self.transport.buckets))
+            self.log(when, count / totals.steps.count / len(self.pull.transport.buckets))
         super().leave(totals, decision)
 
 
@@ -168,16 +168,19 @@ class EarlyCounter(RpcTrainer):
 
     def on_after_setup_optimizers(self):
         self.early, self.anew = 0, 0
+        finish = self.pull.finish
 
-    def _finish_pull(self):
-        early = dict(self._early)
-        super()._finish_pull()
-        first = [0] * len(self._pull)
-        for number, call in enumerate(self._pull[:-1]):
-            first[number + 1] = first[number] + len(call.wait())
-        kept = sum(self._pulled[first[b.server_index] + b.flat_index] is tensor for b, tensor in early.items())
-        self.early += kept
-        self.anew += len(early) - kept
+        def counted():
+            early = dict(self.pull.early)
+            finish()
+            calls, first = self.pull._calls, [0]
+            for call in calls[:-1]:
+                first.append(first[-1] + len(call.wait()))
+            kept = sum(self.pull.pulled[first[b.server_index] + b.flat_index] is tensor for b, tensor in early.items())
+            self.early += kept
+            self.anew += len(early) - kept
+
+        self.pull.finish = counted
 
     def leave(self, totals, decision):
         self.log("early", self.early / totals.steps.count)
@@ -188,11 +191,20 @@ class EarlyCounter(RpcTrainer):
 class DiesBetweenBuckets(EarlyCounter):
     """Trainer 1 dies in its fifth step, when the other one has received the update of a bucket that both have sent."""
 
-    def _send_bucket(self, bucket):
-        super()._send_bucket(bucket)
-        if self.trainer_index == 1 and self.step == 4 and len(self._sent_buckets) == 2:
-            next(iter(self._sent_buckets.values()))[-1].wait()
-            os.kill(os.getpid(), signal.SIGKILL)
+    def on_after_setup_optimizers(self):
+        super().on_after_setup_optimizers()
+        send, sent = self.server.send_bucket, []
+
+        def dies(*message):
+            call = send(*message)
+            if self.trainer_index == 1 and self.step == 4:
+                sent.append(call)
+                if len(sent) == 2:
+                    sent[0].wait()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return call
+
+        self.server.send_bucket = dies
 
 
 class OtherBackend(DdpTrainer):

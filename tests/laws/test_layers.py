@@ -33,7 +33,7 @@ LAYERS = [
     "api benchmark chaos cli components elastic evaluate integrations launch predict reporting tools",
 ]
 MAY_USE_RPC = [f"paramserver.{folder}" for folder in ("distributed", "optim", "server", "transport")]
-MAY_USE_RPC += ["paramserver.trainers.rpc", "paramserver.trainers.server_forward"]
+MAY_USE_RPC += ["paramserver.trainers.pull", "paramserver.trainers.server_forward"]
 # Layers below know of no other process, except for the connections themselves and what measures them.
 FIRST_DISTRIBUTED_LAYER = 3
 CONNECTS = ("paramserver.distributed",)
@@ -172,7 +172,7 @@ def test_rpc_is_used_where_it_may_be():
     assert {name for name in users if not inside(name, MAY_USE_RPC)} == set()
     assert {
         "paramserver.server.client",
-        "paramserver.trainers.rpc",
+        "paramserver.trainers.pull",
         "paramserver.distributed.rpc_agent",
     } <= users  # the search finds something
 

@@ -12,8 +12,7 @@ from paramserver import Task
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.sharding import full_shard
 from paramserver.trainers.base import overrides
-from paramserver.trainers.gradient_buckets import GradientBuckets
-from paramserver.trainers.rpc import RpcTrainer
+from paramserver.trainers.push import GradientBuckets, GradientPush
 from paramserver.transport.base import GradientBucket
 from paramserver.transport.compression import CastCodec
 from paramserver.transport.rpc import RpcTrainerTransport
@@ -213,20 +212,17 @@ def test_a_hook_is_seen_wherever_it_is_written():
 
 
 def test_bytes_that_go_again_are_counted_again():
-    trainer, sent = object.__new__(RpcTrainer), SimpleNamespace(wait=lambda: None)
-    trainer.wire_bytes, trainer._sent_buckets = 0, {}
-    trainer._version = 3
-    trainer.server = SimpleNamespace(send_bucket=lambda *_: sent)
-    buckets = defaultdict(list)
-    trainer._parameters, trainer.transport = (
-        [],
-        SimpleNamespace(bucket_tensor=lambda _: torch.zeros(10), buckets=buckets),
-    )
+    transport = SimpleNamespace(bucket_tensor=lambda _: torch.zeros(10), buckets={})
+    server = SimpleNamespace(send_bucket=lambda *_: SimpleNamespace(wait=lambda: None))
+    pull = SimpleNamespace(server=server, transport=transport, version=3, wire_bytes=0)
+    pull.model_copy = SimpleNamespace(parameters={})
+    push = GradientPush(pull, None)
+    transport.buckets = defaultdict(list)
     for early, counted in (
         (GradientBucket(0, 1), 0),
         (GradientBucket(0, 2), 0),
         (GradientBucket(0, 1), 40),
         (GradientBucket(0, 1), 80),
     ):
-        trainer._send_bucket(early)
-        assert trainer.wire_bytes == counted
+        push._send_bucket(early)
+        assert pull.wire_bytes == counted

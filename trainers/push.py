@@ -1,4 +1,4 @@
-"""Buckets of gradients: packed into the memory that they are sent from, and sent while backward continues."""
+"""How a trainer sends its gradients to the servers: in buckets, while backward continues, and with the push."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from paramserver.devices import synchronize
+from paramserver.server.client import InFlightCall
+from paramserver.server.shared_optimizer import SharedOptimizer
+from paramserver.trainers.pull import VersionPull, bytes_of
 from paramserver.transport.base import GradientBucket, TrainerTransport
+from paramserver.transport.messages import Push, StepGrant
+from paramserver.transport.shared_memory import SharedMemoryTrainerTransport
 
 
 class GradientBuckets:
@@ -104,3 +109,64 @@ class GradientBuckets:
         if views:
             torch._foreach_copy_(views, gradients, non_blocking=True)
         synchronize(gradient.device for gradient in gradients)  # the memory is sent as soon as this returns
+
+
+class GradientPush:
+    """Pushes the gradients of a step, for the version that was pulled, to the optimizer that all trainers share."""
+
+    def __init__(self, pull: VersionPull, optimizer: SharedOptimizer) -> None:
+        self._pull = pull
+        self._optimizer = optimizer
+        self._server = pull.server
+        self._transport = pull.transport
+        self._sent: dict[GradientBucket, list[InFlightCall[Tensor | None]]] = {}
+        self._parameters = list(pull.model_copy.parameters.values())
+        self.buckets = GradientBuckets(pull.transport, self._parameters, self._send_bucket)
+
+    def _send_bucket(self, bucket: GradientBucket) -> None:
+        sent = self._sent.setdefault(bucket, [])
+        gradient = self._transport.bucket_tensor(bucket)
+        if sent:
+            self._pull.wire_bytes += gradient.nbytes  # ``step_bytes`` counts it once
+        has_all = all(self._parameters[number].grad is not None for number in self._transport.buckets[bucket])
+        sent.append(self._server.send_bucket(self._pull.version, bucket, gradient, len(sent), has_all))
+        if len(sent) > 1:
+            # It replaces the one before, in whichever order they arrive, and must be there before the push.
+            sent[-1].wait()
+
+    def finish_buckets(self) -> tuple[bool, ...] | None:
+        """Send the rest of the buckets; return whether each parameter has a gradient, or None if all have."""
+        self._pull.model_copy.check_gradients()
+        self._pull.model_copy.check_unchanged()
+        return self.buckets.finish()
+
+    def send(self, push: Push) -> StepGrant:
+        """Send a push and what the buckets do not have of its gradients; return the reply of the servers.
+
+        Raises:
+            NotFinite: a gradient does not fit into server.wire_dtype.
+        """
+        sent = {bucket: calls[-1] for bucket, calls in self._sent.items()}
+        self._sent = {}
+        pulled, transport = self._pull.pulled, self._transport
+
+        def begin(*_: object) -> None:
+            self._optimizer.begin_step(self._pull.context.id, push, list(sent.values()))
+
+        if isinstance(transport, SharedMemoryTrainerTransport):
+            # The backward of the context is local, and sends the push.
+            pulled = transport.pull(begin)
+        root = transport.backward_root(pulled)
+        self._pull.wire_bytes += transport.step_bytes(() if push.report.optimizer else pulled)
+        self._pull.wire_bytes += bytes_of(push.buffers) + bytes_of(self._pull.grant.buffers)
+        if not transport.zero_copy:
+            # Before its gradients are complete: the servers accept the push with the last of them.
+            begin()
+        if sent:
+            self._pull.clock.add_hidden(max(call.in_flight_s() for call in sent.values()))
+        self._server.backward(self._pull.context.id, root)
+        grant = self._optimizer.step(self._pull.context.id)
+        for bucket, call in sent.items():
+            if (updated := call.wait()) is not None:
+                self._pull.early[bucket] = updated
+        return grant
