@@ -129,11 +129,12 @@ def is_fast(item: pytest.Item) -> bool:
     return may_be_fast(item.path) and name not in SLOW and item.get_closest_marker("processes") is None
 
 
-def sample(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+def sample(items: Sequence[pytest.Item], only_fast: bool = False) -> set[pytest.Item]:
     """Return the tests that run in each session, which are not all cases of a test that takes seconds for each.
 
-    Of a test that is marked ``sampled(every)`` that is one of so many cases. Of any other test that starts processes it
-    is two cases, which its name chooses: of three modes, say, other ones in another test.
+    Of a test that is marked ``sampled(every)`` that is one of so many cases. Of any other test that starts processes,
+    and with ``only_fast`` of every test, it is two cases, which its name chooses: of three modes, say, other ones in
+    another test.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -142,7 +143,7 @@ def sample(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     for test, own in cases.items():
         if mark := own[0].get_closest_marker("sampled"):
             chosen.update(own[:: mark.args[0]])
-        elif own[0].get_closest_marker("processes") and len(own) > 2:
+        elif len(own) > 2 and (only_fast or own[0].get_closest_marker("processes")):
             first = zlib.crc32(test.encode())
             chosen.update(own[(first + turn * len(own) // 2) % len(own)] for turn in range(2))
         else:

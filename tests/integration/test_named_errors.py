@@ -52,7 +52,7 @@ def test_an_error_of_the_data_names_the_call_and_the_sample(start, what):
     assert re.match(RAISING[what], first_line(finished)), finished.output
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
 @pytest.mark.parametrize(
     "what",

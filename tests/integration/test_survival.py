@@ -57,7 +57,7 @@ def references(tmp_path_factory):
     return References(tmp_path_factory.mktemp("references"))
 
 
-@pytest.mark.sampled(3)  # of both transports
+@pytest.mark.sampled(5)  # of both transports
 @pytest.mark.claim("rpc-faults")
 @pytest.mark.parametrize("name", CELLS)
 def test_a_run_survives(tmp_path, references, name):
