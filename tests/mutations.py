@@ -139,7 +139,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a share of a validation takes the place of those before it",
-        "paramserver/server/validations.py",
+        "paramserver/server/quorum.py",
         "self._shares.setdefault(version, {}).update(shares)",
         "self._shares[version] = dict(shares)",
         ("tests/simulation/test_late_messages.py",),

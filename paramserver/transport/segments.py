@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paramserver.cluster.control_groups import available_bytes
 from paramserver.distributed.remote_error import RemoteError
 from paramserver.errors import (
     DeadlineExceeded,
@@ -37,7 +38,6 @@ from paramserver.errors import (
     UnsupportedConfiguration,
 )
 from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout
-from paramserver.transport.memory_limits import insufficient_memory, require_memory
 
 _log = logging.getLogger(__name__)
 
@@ -50,10 +50,32 @@ _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 _MAX_PACKET_BYTES = 64 * 1024
 _MAX_PENDING = 128  # connections without a request yet; the oldest is closed to admit another
 _MAX_KEYS_SHOWN = 8
+_MIB = 2**20
 _WAKE_S = 5.0
 _RETRY_S = 0.1
 _SOCKET = "a socket"
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: unix(7)
+
+
+def require_memory(what: str, needed_bytes: int) -> None:
+    """Check that ``what`` fits, before it is allocated.
+
+    The kernel overcommits: it promises the memory, and kills the process that touches it.
+
+    Raises:
+        UnsupportedConfiguration: fewer than ``needed_bytes`` are available.
+    """
+    if needed_bytes > available_bytes():
+        raise insufficient_memory(what, needed_bytes)
+
+
+def insufficient_memory(what: str, needed_bytes: int, reason: str = "") -> UnsupportedConfiguration:
+    """Return the error to raise; ``reason`` is that of the system if it refused."""
+    refused = f" and the system refused it ({reason})" if reason else ""
+    return UnsupportedConfiguration(
+        f"{what} needs {needed_bytes / _MIB:.1f} MiB of shared memory, {available_bytes() / _MIB:.1f} MiB are "
+        f"available{refused}; use server.transport: rpc, a smaller model, or a larger memory limit"
+    )
 
 
 class SegmentHost:

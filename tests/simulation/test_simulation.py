@@ -7,7 +7,7 @@ import pytest
 
 from paramserver.consistency import Ledger, PushState
 from paramserver.consistency.free_running import FreeRunning
-from paramserver.server.validations import Validations
+from paramserver.server.quorum import Validations
 from tests.simulation.simulation import simulate
 
 SEEDS = range(1_500)

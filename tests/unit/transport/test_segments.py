@@ -21,11 +21,11 @@ import pytest
 import torch
 from memory_maps import shared_maps
 
+from paramserver.cluster.control_groups import available_bytes
 from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import DeadlineExceeded, ParamserverError, PeerLost, PeerRefused, UnsupportedConfiguration
 from paramserver.parameters.flat import FlatLayout
-from paramserver.transport import memory_limits, segments
-from paramserver.transport.memory_limits import available_bytes
+from paramserver.transport import segments
 from paramserver.transport.segments import SegmentHost, attach, can_attach
 
 MIXED = FlatLayout((torch.float32, torch.bfloat16, torch.bool, torch.float64, torch.int64), (33, 5, 7, 0, 3), ())
@@ -427,7 +427,7 @@ def test_a_frozen_host_holds_nobody_up(doomed):
 
 
 def test_too_little_memory_is_reported_before_it_is_allocated(host, monkeypatch):
-    monkeypatch.setattr(memory_limits, "available_bytes", lambda: 3 * 2**20)
+    monkeypatch.setattr(segments, "available_bytes", lambda: 3 * 2**20)
     monkeypatch.setattr(os, "memfd_create", lambda *_: pytest.fail("this would be killed"))
     rule = r"^segment key needs 64.0 MiB of shared memory, 3.0 MiB are available; use server.transport: rpc, a smaller "
     with pytest.raises(UnsupportedConfiguration, match=rule + "model, or a larger memory limit$"):

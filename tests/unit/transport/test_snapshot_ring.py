@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, seed, settings, strategies as st
 
 from paramserver.errors import ParamserverError
-from paramserver.transport.snapshot_ring import SnapshotRing
+from paramserver.transport.shared_memory import SnapshotRing
 
 
 def test_versions_take_the_oldest_free_slot():
