@@ -18,6 +18,7 @@ from typing import Any
 
 from paramserver.config import SimulationsConfig
 from paramserver.errors import TrainingError, UnsupportedConfiguration
+from paramserver.online.connections import UnfinishedMessages, peer_host, receive_parts, resolve_listen_address, zmq
 from paramserver.online.coordinator_protocol import Message, RequestHandler
 from paramserver.online.handoff import WakeupFd
 from paramserver.online.process_runner import ProcessRunner
@@ -35,8 +36,6 @@ from paramserver.online.tracker import (
     TrackerEvent,
 )
 from paramserver.online.tracker_managed import ManagedSimulations
-from paramserver.online.unfinished import UnfinishedMessages
-from paramserver.online.zmq_import import peer_host, receive_parts, resolve_listen_address, zmq
 
 
 class CoordinatorJournal:

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from paramserver.consistency import PushId, TrainerId
-from paramserver.distributed.rpc_calls import RemoteError, completed_future
+from paramserver.distributed.rpc_calls import RemoteError, completed_future, repeatable
 from paramserver.errors import Evicted, TrainingError
 from paramserver.optim.bucket_updates import BucketUpdates
 from paramserver.optim.parallel_step import WORTHWHILE_BYTES, ThreadTeam
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.sharding import Shard, States
-from paramserver.server.repeated_calls import repeatable
-from paramserver.server.update_executor import SubmitFn, run_now
+from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.transport.autograd import pull
 from paramserver.transport.compression import WireCodec

@@ -17,7 +17,7 @@ from paramserver.optim.bucket_updates import BucketUpdates, UpdatedBucket, why_n
 from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard, split_ranges
-from paramserver.server.update_executor import SubmitFn, run_now
+from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.transport.compression import WireCodec
 from paramserver.transport.messages import Future
 
