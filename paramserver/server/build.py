@@ -101,7 +101,7 @@ def build_server(
         submit,
         generation=checkpoints.generation,
         seed=config.seed,
-        max_norm=config.training.clip_grad_norm,
+        clipping=store.updater.clipping,
         attach=shared_memory.gradients,
         snapshot=snapshot if servers == 1 else None,
     )

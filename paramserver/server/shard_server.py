@@ -15,6 +15,7 @@ from paramserver.devices import CPU
 from paramserver.distributed.rpc_agent import release_context
 from paramserver.distributed.rpc_calls import RemoteError, repeatable
 from paramserver.errors import TrainingError, UnsupportedConfiguration
+from paramserver.optim.clipping import clipping_of
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.optim.updater import build_optimizer
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
@@ -64,7 +65,7 @@ class ShardServer(ShardHandlers):
             server_index,
             generation,
             config.seed,
-            config.training.clip_grad_norm,
+            clipping_of(config.training),
             self._attach,
         )
 

@@ -40,7 +40,7 @@ def plan_buckets(
         return (), "trainers do not wait for each other"
     if server_computes(config):
         return (), "the forward runs on the server"
-    reason = why_not_by_bucket(updater.optimizer, updater.clip_grad_norm)
+    reason = why_not_by_bucket(updater.optimizer, updater.clipping)
     if reason is not None:
         return (), reason
     most = pipelined_bucket_bytes(config, layout.total_bytes / len(shards))
