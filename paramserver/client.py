@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from paramserver.cluster.simulation import VARIABLES, SimulationEnvironment
 from paramserver.errors import ClientError, RunOver
+from paramserver.online.connections import zmq
 from paramserver.online.encoder import SampleEncoder, SentSteps, check_integer
 from paramserver.online.protocol import (
     Header,
@@ -32,7 +33,6 @@ from paramserver.online.protocol import (
     unpack_json,
 )
 from paramserver.online.sender import COORDINATOR_NAME, CoordinatorConnection, SampleSender
-from paramserver.online.zmq_import import zmq
 
 
 class Client:

@@ -425,8 +425,9 @@ class Buffer(ABC):
             self._wake_all()
 
     # To add a buffer: subclass Buffer, set ``kind`` (and ``options``) and ``_index_type``, implement ``_draw``, and
-    # override what differs of the rest. Then add the class to the registry in factory.py and its kind to BUFFERS
-    # in config/schema.py. All of these methods are called with the lock held, so they must not block.
+    # override what differs of the rest. Then add the class to the registry in factory.py, and its kind and
+    # options to BUFFERS in config/schema.py. All of these methods are called with the lock held, so they must not
+    # block.
 
     _index_type: ClassVar[type[SlotIndex]]
     """The structure that keeps the slots in the order of the draws, see slots.py."""

@@ -10,7 +10,7 @@ from paramserver.buffers.base import Buffer, check_at_least
 from paramserver.buffers.fifo import Fifo, Firo
 from paramserver.buffers.reservoir import Reservoir
 
-# The config lists the same kinds (BUFFERS in config/schema.py), which may not import this folder.
+# The config lists the same kinds and their options (BUFFERS in config/schema.py): it may not import this folder.
 REGISTRY: dict[str, type[Buffer]] = {
     "fifo": Fifo,
     "firo": Firo,

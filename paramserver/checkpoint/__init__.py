@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from paramserver._lazy import attach
 
 if TYPE_CHECKING:
-    from paramserver.checkpoint.best import BestMetric as BestMetric
     from paramserver.checkpoint.format import FORMAT_VERSION as FORMAT_VERSION, Manifest as Manifest
     from paramserver.checkpoint.load import (
         Checkpoint as Checkpoint,
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
         skipped_checkpoints as skipped_checkpoints,
     )
     from paramserver.checkpoint.save import (
+        BestMetric as BestMetric,
         ChunkedFile as ChunkedFile,
         apply_retention as apply_retention,
         mark_best as mark_best,

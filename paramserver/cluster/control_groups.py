@@ -36,6 +36,28 @@ def cpu_limit(root: Path = Path("/")) -> float | None:
     return min(limits, default=None)
 
 
+def available_bytes(root: Path = Path("/")) -> int:
+    """Return how much this process may still allocate: the host's MemAvailable, or less if a control group limits it.
+
+    As in MemAvailable, the page cache does not count as usage of a control group, because the kernel reclaims it.
+    ``proc`` and the control groups are mounted in ``root``.
+    """
+    fields = dict(line.split(":", 1) for line in read_text(root / "proc/meminfo").splitlines())
+    mem_available = int(fields["MemAvailable"].split()[0]) * 1024
+    return max(0, min([mem_available, *_left_in_groups(root)]))
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """Yield limit minus usage of this process's memory group and of its ancestors, version 1 or 2."""
+    for folder, is_v1 in group_folders("memory", root):
+        files = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
+        limit, usage = (read_text(folder / name).strip() for name in files)
+        if limit not in ("", "max") and usage:
+            counts = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
+            names = (f"{'total_' if is_v1 else ''}{name}" for name in ("inactive_file", "active_file"))
+            yield int(limit) - int(usage) + sum(int(counts.get(name, 0)) for name in names)
+
+
 def read_text(file: Path) -> str:
     """Return the text of a file; empty if it does not exist, as in the root group or one that was just removed."""
     try:

@@ -21,7 +21,6 @@ VARIABLES = {
 }
 # srun gives all processes of a group the same environment except for this variable.
 _SRUN_MEMBER = "SLURM_PROCID"
-_SLURM_JOB = "SLURM_JOB_ID"
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,6 @@ class SimulationEnvironment:
             VARIABLES[name]: json.dumps(value) if isinstance(value, tuple) else str(value)
             for name, value in given.items()
         }
-
-
-def in_slurm_allocation(environ: Mapping[str, str]) -> bool:
-    """Return whether this process runs inside a SLURM allocation (sbatch, salloc), where srun starts further steps."""
-    return bool(environ.get(_SLURM_JOB))
 
 
 def _read_integer(environ: Mapping[str, str], name: str) -> int | None:

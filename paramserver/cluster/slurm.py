@@ -6,6 +6,7 @@ Names: https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES".
 from __future__ import annotations
 
 import re
+import shutil
 from itertools import product
 
 from paramserver.cluster.base import Environ, RankFlags, VariableEnvironment, read_variable
@@ -82,6 +83,29 @@ def unused_tasks(environ: Environ) -> str:
         if number.isdecimal() and int(number) > 1:
             return f"{number} {what} ({VARIABLES[key]})"
     return ""
+
+
+def step_command(launcher: str, environ: Environ, tasks: int) -> list[str]:
+    """Return the words that start so many ``tasks`` of a simulation as one step; none if each is started by itself.
+
+    ``launcher`` is ``simulations.launcher``.
+
+    Raises:
+        UnsupportedConfiguration: srun is not on the PATH.
+    """
+    if launcher == "local" or (launcher == "auto" and not in_slurm_allocation(environ)):
+        return []
+    if shutil.which("srun", path=environ.get("PATH")) is None:
+        raise UnsupportedConfiguration(
+            f"simulations.launcher ({launcher}) needs srun, which is not on the PATH; choose local"
+        )
+    # A step with its own share of the allocation, which ends when one of its processes fails.
+    return ["srun", f"--ntasks={tasks}", "--exact", "--kill-on-bad-exit=1", "--input=none"]
+
+
+def in_slurm_allocation(environ: Environ) -> bool:
+    """Return whether this process runs inside a SLURM allocation (sbatch, salloc), where srun starts further steps."""
+    return bool(environ.get(VARIABLES["job"]))
 
 
 def allocated_gpus(environ: Environ) -> int:

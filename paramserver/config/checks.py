@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paramserver.config.schema import Config, format_value, origin_prefix
+from paramserver.config.schema import BUFFERS, Config, format_value, origin_prefix
 from paramserver.config.world import mode_of, num_servers_of, num_trainers_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 
@@ -127,11 +127,18 @@ def _watermark(config: Config) -> str | None:
     return _beyond_capacity(problem, watermark, "buffer.watermark", config)
 
 
+def _kinds_with(option: str) -> list[str]:
+    """The kinds of buffers that have an option."""
+    return [kind for kind, options in BUFFERS.items() if option in options]
+
+
 def _new_samples(config: Config) -> str | None:
     new, kind, batch = config.buffer.min_new_per_batch, config.buffer.kind, config.training.batch_size
-    if new and kind != "reservoir":
+    kinds = _kinds_with("min_new_per_batch")
+    if new and kind not in kinds:
         return (
-            f"buffer.min_new_per_batch ({new}) must be 0 with buffer.kind {kind}; set it to 0 or choose the reservoir"
+            f"buffer.min_new_per_batch ({new}) must be 0 with buffer.kind {kind}; set it to 0 or choose the "
+            f"{' or '.join(kinds)}"
         )
     if new > batch:
         return f"buffer.min_new_per_batch ({new}) must be at most training.batch_size ({batch}); lower the former"
@@ -139,11 +146,12 @@ def _new_samples(config: Config) -> str | None:
 
 
 def _pseudo_epochs(config: Config) -> str | None:
-    if config.buffer.pseudo_epochs == 1 or config.buffer.kind != "reservoir":
+    pseudo_epochs, kind, kinds = config.buffer.pseudo_epochs, config.buffer.kind, _kinds_with("pseudo_epochs")
+    if pseudo_epochs == 1 or kind in kinds:
         return None
     return (
-        f"buffer.pseudo_epochs ({config.buffer.pseudo_epochs}) must be 1 with the reservoir, which repeats samples "
-        "until they are evicted; set it to 1 or choose fifo or firo"
+        f"buffer.pseudo_epochs ({pseudo_epochs}) must be 1 with the {kind}, which repeats samples until they are "
+        f"evicted; set it to 1 or choose {' or '.join(kinds)}"
     )
 
 

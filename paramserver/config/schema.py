@@ -187,9 +187,14 @@ _HOST = string(r"[^\s.]{1,63}(\.[^\s.]{1,63})*\.?", "a host name or address", "1
 _INTERFACE = string(r"\S+", "the name of a network interface", "eth0", nullable=True)
 _FOLDER = string(r"(?!\.{1,2}$)[^/\0\n]+", "the plain name of a folder, without /", "digits-1", nullable=True)
 
-# The kinds of a family, as the config names them. A test compares each with the registry that builds the objects.
+# The kinds of a family, as the config names them, which may not import their classes: those need torch or numpy. A test
+# compares each with the registry that builds the objects. Of a buffer also ``Buffer.options``.
 CONSISTENCIES = ("sync", "bounded", "async")
-BUFFERS = ("fifo", "firo", "reservoir")
+BUFFERS: dict[str, tuple[str, ...]] = {
+    "fifo": ("pseudo_epochs",),
+    "firo": ("pseudo_epochs",),
+    "reservoir": ("min_new_per_batch",),
+}
 
 
 HEARTBEAT_S = 1.0

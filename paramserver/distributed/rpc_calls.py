@@ -7,24 +7,34 @@ On the wire the handler is its class and its name; ``_handle*`` are the only pla
 Calls address the process by its RPC name and not by an RRef to the server. Both reach the same object, but an RRef in
 each message costs about a tenth of a round trip (tests/measure/rref_calls.py), and RRefs belong to the first agent of a
 process: in a later generation their messages do not arrive (docs/torch-notes.md, "RRefs in messages").
+
+A call is sent again because it or its reply did not arrive, if its handler declares that this is right. ``repeatable``:
+called again with the same arguments, it changes nothing. ``executed_once``: each call has a number, and one that is
+here again gets its first reply. A call of any other handler is sent once, and its loss ends the session.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed.rpc as rpc
 
+from paramserver.consistency import TrainerId
 from paramserver.distributed.local_calls import LocalCallServer, LocalConnection
 from paramserver.distributed.remote_error import RemoteError as RemoteError
 from paramserver.errors import TrainingError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+# Marks of a handler.
+_REPEATABLE, _NUMBERED = "is_repeatable", "is_numbered"
 
 # Handlers never block, so a few threads serve any number of trainers.
 WORKER_THREADS = 8
@@ -212,3 +222,80 @@ def send_local(
     target = *handler.__qualname__.split("."), *args
     future: torch.futures.Future[T] = _send(to, _handle_deferred, target, kwargs, NO_TIMEOUT_S, connection)
     return future
+
+
+def repeatable(handler: Handler) -> Handler:
+    """Declare that a handler may be called again with the same arguments: it knows the last ones, or changes nothing.
+
+    Example::
+
+        >>> @repeatable
+        ... def version(self):
+        ...     return self.step
+        >>> is_repeatable(version), is_numbered(version)
+        (True, False)
+    """
+    handler.__dict__[_REPEATABLE] = True
+    return handler
+
+
+def is_repeatable(handler: Callable[..., Any]) -> bool:
+    """Return whether a call of this handler may be sent again."""
+    return _REPEATABLE in handler.__dict__
+
+
+def is_numbered(handler: Callable[..., Any]) -> bool:
+    """Return whether each call of this handler has a number, by which it knows one that is here again."""
+    return _NUMBERED in handler.__dict__
+
+
+class LastReplies:
+    """The reply to the last call of each handler by each trainer; every use holds the server's lock.
+
+    A trainer has one call of a handler in flight, so the last one is enough. ``running`` is held while a handler runs
+    for a trainer, so that the same call, sent again, waits for its reply. It is taken before the server's lock.
+    """
+
+    def __init__(self) -> None:
+        self.running: defaultdict[tuple[int, str], threading.Lock] = defaultdict(threading.Lock)
+        self._replies: dict[tuple[int, str], tuple[TrainerId, int, Any]] = {}
+
+    def find(self, sender: TrainerId, handler: str, number: int) -> tuple[Any] | None:
+        """Return the reply to a call as a tuple of one; None if it was not executed.
+
+        No trainer waits for the reply to an earlier number: such a message was overtaken.
+        """
+        known = self._replies.get((sender.trainer_index, handler))
+        return None if known is None or known[0] != sender or known[1] < number else (known[2],)
+
+    def set(self, sender: TrainerId, handler: str, number: int, reply: Any) -> None:
+        self._replies[sender.trainer_index, handler] = sender, number, reply
+
+
+def executed_once(handler: Handler) -> Handler:
+    """Let a method of the server reply to a call that is repeated as it did before; a future is the same one.
+
+    The class has a ``_lock`` and ``last_replies``. The first argument of the handler is the ``TrainerId`` of the
+    sender. A caller that may repeat its call adds the keyword ``number``, which grows from 1. Calls that raise have no
+    effect, so they are not recorded.
+    """
+
+    @functools.wraps(handler)
+    def wrapped(self: Any, sender: TrainerId, *args: Any, number: int = 0) -> Any:
+        if not number:
+            return handler(self, sender, *args)
+        with self._lock:
+            running = self.last_replies.running[sender.trainer_index, handler.__name__]
+        # No handler blocks, so a call that is repeated while the first one runs in another thread does not wait long.
+        with running:
+            with self._lock:
+                found = self.last_replies.find(sender, handler.__name__, number)
+            if found is None:
+                # Not under the server's lock: a handler may complete futures, or write files, outside of it.
+                found = (handler(self, sender, *args),)
+                with self._lock:
+                    self.last_replies.set(sender, handler.__name__, number, found[0])
+        return found[0]
+
+    wrapped.__dict__.update({_REPEATABLE: True, _NUMBERED: True})
+    return cast("Handler", wrapped)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from paramserver.cluster import process_environ
 from paramserver.cluster.network import producer_environment
-from paramserver.cluster.simulation import SimulationEnvironment, in_slurm_allocation
+from paramserver.cluster.simulation import SimulationEnvironment
+from paramserver.cluster.slurm import step_command
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.importing import load_object
 from paramserver.online.process_guard import GRACE_S
@@ -68,7 +69,7 @@ class ProcessRunner:
         with log_file(self._logs, start.simulation).open("ab", buffering=0) as log:
             title = f"{_title(start.simulation)} {start.attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
             log.write(f"{title}: {shlex.join(arguments)}\n".encode())
-            if self._command.by_srun:
+            if self._command.starts_all:
                 running.guards.append(self._spawn(arguments, environment, log.fileno()))
                 return
             for member in range(self._config.group_size):
@@ -211,7 +212,7 @@ class LaunchCommand:
     ``simulations.command`` is split as by a shell. Then {simulation}, {attempt} and the names of parameters are filled
     in, numbers with all of their digits. No shell runs it. The path of a file, which the program has if it contains a
     slash and an argument also if it contains a dot, is relative to the first of ``folders`` that has this file.
-    ``by_srun`` is whether one srun starts all processes of a simulation.
+    ``starts_all`` is whether it starts all processes of a simulation at once.
 
     Raises:
         UnsupportedConfiguration: the function does not exist; or the command cannot be split, has an unknown
@@ -221,8 +222,6 @@ class LaunchCommand:
     def __init__(self, spec: IngestSpec, folders: Sequence[Path], environ: Mapping[str, str]) -> None:
         self._names = tuple(name for name, _, _ in spec.parameters)
         self._folders = tuple(folders)
-        launcher = spec.config.launcher
-        self.by_srun = launcher == "srun" or (launcher == "auto" and in_slurm_allocation(environ))
         search = environ.get("PATH")
         if spec.config.function is not None:
             load_object(spec.config.function, "simulations.function", folders)  # fails here, not in each process
@@ -232,14 +231,8 @@ class LaunchCommand:
         else:
             self._words = self._parse(str(spec.config.command), search)
             self._has_placeholders = True
-        if self.by_srun:
-            if shutil.which("srun", path=search) is None:
-                raise UnsupportedConfiguration(
-                    f"simulations.launcher ({launcher}) needs srun, which is not on the PATH; choose local"
-                )
-            # A step with its own share of the allocation, which ends when one of its processes fails.
-            tasks = f"--ntasks={spec.config.group_size}"
-            self._srun = ["srun", tasks, "--exact", "--kill-on-bad-exit=1", "--input=none"]
+        self._step = step_command(spec.config.launcher, environ, spec.config.group_size)
+        self.starts_all = bool(self._step)
 
     def _parse(self, command: str, search: str | None) -> list[str]:
         key = "simulations.command"
@@ -287,7 +280,7 @@ class LaunchCommand:
         words = self._words
         if self._has_placeholders:
             words = self._find_files([_fill_in(word, values) for word in words])
-        return [*self._srun, *words] if self.by_srun else words
+        return [*self._step, *words]
 
 
 def _fill_in(word: str, values: Mapping[str, str]) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.errors import SourceError, UnsupportedConfiguration
+from paramserver.online.connections import UnfinishedMessages, peer_host, receive_parts, resolve_listen_address, zmq
 from paramserver.online.handoff import HandoffQueue, WakeupFd
 from paramserver.online.protocol import (
     NO_MORE_SAMPLES,
@@ -36,7 +37,6 @@ from paramserver.online.protocol import (
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.security import ServerSecurity, secure_trainer_socket
 from paramserver.online.spec import ReceiverSpec
-from paramserver.online.unfinished import UnfinishedMessages
 from paramserver.online.validator import (
     REASONS,
     ClientSession,
@@ -49,7 +49,6 @@ from paramserver.online.validator import (
     StepsReported,
     describe_sender,
 )
-from paramserver.online.zmq_import import peer_host, receive_parts, resolve_listen_address, zmq
 
 GROUP = 64
 """Maximum of samples that ``SampleReceiver.get`` returns at once."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.online.zmq_import import zmq
+from paramserver.online.connections import zmq
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator

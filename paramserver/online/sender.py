@@ -20,6 +20,7 @@ from typing import Any
 
 from paramserver.cluster.network import is_loopback
 from paramserver.errors import ClientError, RunOver
+from paramserver.online.connections import zmq
 from paramserver.online.protocol import (
     NO_MORE_SAMPLES,
     Header,
@@ -30,7 +31,6 @@ from paramserver.online.protocol import (
     unpack_integers,
 )
 from paramserver.online.security import secure_client_socket
-from paramserver.online.zmq_import import zmq
 
 Message = tuple[Header, list[bytes]]
 

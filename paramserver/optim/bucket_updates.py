@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paramserver.optim.clipping import Clipping
 from paramserver.optim.named_optimizers import NamedOptimizers
 from paramserver.optim.parallel_step import ELEMENTWISE, ParallelStep, copy_optimizer
 from paramserver.optim.shard_updater import ShardUpdater
@@ -22,10 +23,10 @@ from paramserver.parameters.flat import TensorSlot, gradient_leaf
 from paramserver.parameters.sharding import Shard, State, get_hyperparameters
 
 
-def why_not_by_bucket(optimizer: torch.optim.Optimizer, clip_grad_norm: float | None) -> str | None:
+def why_not_by_bucket(optimizer: torch.optim.Optimizer, clipping: Clipping | None) -> str | None:
     """Return why an update must wait for the gradients of all buckets; None if each can be updated by itself."""
-    if clip_grad_norm is not None:
-        return "training.clip_grad_norm needs the norm of all gradients"
+    if clipping is not None:
+        return clipping.why_not_by_bucket
     if isinstance(optimizer, NamedOptimizers):
         return "there are several optimizers"
     name = type(optimizer).__name__

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
+from paramserver.optim.clipping import Clipping
 from paramserver.optim.named_optimizers import NamedOptimizers, optimizers_of
 from paramserver.optim.parallel_step import ParallelStep, ThreadTeam, generators_of_update
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
@@ -92,18 +93,13 @@ class ShardUpdater:
         for _, _, parameter in self.owned:
             parameter.grad = None
 
-    def norm(self) -> Tensor:
-        """Return the Euclidean norm of all gradients of the shard; see ``total_norm``."""
-        gradients = [p.grad for _, _, p in self.owned if p.grad is not None]
-        if self._is_everything or not gradients:
-            return nn.utils.get_total_norm(gradients)
-        norms: Any = torch._foreach_norm(gradients)
-        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
-        return total
+    def measure(self, clipping: Clipping) -> Tensor:
+        """Return what server 0 needs of the gradients to clip them; see ``Clipping``."""
+        return clipping.measure([p for _, _, p in self.owned], self._is_everything)
 
-    def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the gradients as ``torch.nn.utils.clip_grad_norm_`` does, given their norm on all servers."""
-        nn.utils.clip_grads_with_norm_([p for _, _, p in self.owned], max_norm, norm)
+    def clip(self, clipping: Clipping, merged: Tensor) -> None:
+        """Clip the gradients, given what was measured on all servers."""
+        clipping.clip_shard([p for _, _, p in self.owned], merged)
 
     def step(self, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Step the optimizer, after setting the hyper-parameters ``groups`` if given."""
@@ -161,17 +157,6 @@ class ShardUpdater:
         for number, state in states.items():
             optimizer, parameter = numbered[number]
             optimizer.state[parameter] = dict(state)
-
-
-def total_norm(norms: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients from those of the shards.
-
-    That of one shard is what torch.nn.utils.clip_grad_norm_ computes, in the dtype of the parameters. Those of several
-    are in float64: their sum must not depend on how tensors are divided among servers.
-    """
-    if len(norms) == 1:
-        return norms[0]
-    return torch.tensor(sum(float(norm) ** 2 for norm in norms) ** 0.5, dtype=torch.float64)
 
 
 def staleness_factor(staleness: int, rule: str) -> float:

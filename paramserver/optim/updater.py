@@ -16,9 +16,9 @@ from paramserver.config import TrainingConfig
 from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration
 from paramserver.limits import is_due
 from paramserver.optim.averaging import AverageParameters, averages, drop_averages, rename_averages
+from paramserver.optim.clipping import clipping_of
 from paramserver.optim.named_optimizers import NamedOptimizers, joined_states, optimizers_of, shared_parameters
 from paramserver.optim.parallel_step import generators_of_update
-from paramserver.parameters.numerics import check_gradient_norm
 from paramserver.task import Task
 
 _EVERY = ("step", "epoch", "validation")
@@ -69,7 +69,7 @@ class Updater:
                 switched.optimizer.train()
         self._schedules = _schedules_of(task, self.optimizer)
         self._seed = seed
-        self.clip_grad_norm = training.clip_grad_norm
+        self.clipping = clipping_of(training)
         self.validate_every = training.validate_every
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
@@ -81,9 +81,9 @@ class Updater:
         Raises:
             NotFinite: gradients are clipped and their norm is NaN or infinite; nothing was applied.
         """
-        if self.clip_grad_norm is not None:
-            # The norm is checked before the first parameter changes: a refused update leaves the version as it was.
-            check_gradient_norm(float(nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)), step)
+        if self.clipping is not None:
+            # Refused before the first parameter changes, so that the version stays as it was.
+            self.clipping.clip(self.parameters, step)
         with generators_of_update(self.optimizer, self._seed, step):
             self.optimizer.step()
         # After the optimizer: torch warns, and skips the first learning rate, in the other order.

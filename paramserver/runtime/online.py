@@ -14,7 +14,6 @@ from paramserver.context import ProcessContext
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.errors import GenerationChanged, PeerLost
 from paramserver.metrics.records import make_record
-from paramserver.online.journal import CoordinatorJournal
 from paramserver.online.spec import IngestSpec, ReceiverSpec
 from paramserver.runs.checkpoint_manager import CheckpointManager
 
@@ -33,7 +32,7 @@ def start_coordinator(
     The checkpoints include the state of the coordinator from now on. With ``continues`` it takes the place of a
     coordinator that ended without the run.
     """
-    from paramserver.online.coordinator import SimulationCoordinator
+    from paramserver.online.coordinator import CoordinatorJournal, SimulationCoordinator
 
     config, monitor = process.config, checkpoints.monitor
     assert config.simulations is not None

@@ -100,7 +100,7 @@ if TYPE_CHECKING:
 
     from paramserver.distributed.membership import Member
     from paramserver.server.parameter_server import ParameterServer
-    from paramserver.server.update_executor import UpdateExecutor
+    from paramserver.server.server_run import UpdateExecutor
     from paramserver.trainers import Trainer
 
 log = logging.getLogger("paramserver")
@@ -797,8 +797,8 @@ def _serve(
     from paramserver.distributed.session import rpc_server
     from paramserver.optim.parallel_step import ThreadTeam, num_spare_threads
     from paramserver.server.build import build_server
+    from paramserver.server.server_run import UpdateExecutor
     from paramserver.server.shard_process import serve_shard
-    from paramserver.server.update_executor import UpdateExecutor
     from paramserver.transport.segments import SegmentHost
 
     if checkpoints is None:

@@ -20,16 +20,14 @@ from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.server.aggregator import Aggregator
 from paramserver.server.coordinator import ShardCoordinator, split_over_servers
 from paramserver.server.model_service import ModelService
-from paramserver.server.network import Network
 from paramserver.server.parameter_server import ParameterServer
 from paramserver.server.parameter_store import ParameterStore, check_optimizers
 from paramserver.server.quorum import Gathers, Quorum, Validations
 from paramserver.server.roster import Roster
-from paramserver.server.server_run import ServerRun
+from paramserver.server.server_run import Network, ServerRun, SubmitFn, run_now
 from paramserver.server.shard import ParameterShard
 from paramserver.server.staging import Staging
 from paramserver.server.trainer_sources import TrainerSources
-from paramserver.server.update_executor import SubmitFn, run_now
 from paramserver.server.update_pipeline import plan_buckets
 from paramserver.server.updates import Updates
 from paramserver.task import Task
@@ -103,7 +101,7 @@ def build_server(
         submit,
         generation=checkpoints.generation,
         seed=config.seed,
-        max_norm=config.training.clip_grad_norm,
+        clipping=store.updater.clipping,
         attach=shared_memory.gradients,
         snapshot=snapshot if servers == 1 else None,
     )

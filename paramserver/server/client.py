@@ -26,6 +26,8 @@ from paramserver.distributed.rpc_calls import (
     NO_TIMEOUT_S,
     RemoteError,
     get_parameter_server,
+    is_numbered,
+    is_repeatable,
     note_repeated,
     send,
     send_deferred,
@@ -37,7 +39,6 @@ from paramserver.metrics.records import Record, StepReport, TrainerTotals, Weigh
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.server.coordinator import ShardCoordinator
 from paramserver.server.parameter_server import ParameterServer
-from paramserver.server.repeated_calls import is_numbered, is_repeatable
 from paramserver.server.shard import ShardHandlers
 from paramserver.server.shard_server import ShardServer
 from paramserver.transport.base import GradientBucket

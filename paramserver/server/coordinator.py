@@ -17,9 +17,8 @@ from paramserver.errors import GenerationChanged, ParamserverError, PeerLost
 from paramserver.optim.parallel_step import is_elementwise
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.sharding import Shard, States, full_shard, plan_shards, split_state
-from paramserver.server.network import Network
 from paramserver.server.parameter_store import ParameterStore
-from paramserver.server.server_run import ServerRun
+from paramserver.server.server_run import Network, ServerRun
 from paramserver.server.shard_server import ShardServer
 from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment
 

@@ -20,7 +20,7 @@ from paramserver.config import Config, num_servers_of
 from paramserver.consistency import Announcement, Decision, TrainerId
 from paramserver.devices import to_cpu
 from paramserver.distributed.membership import Member
-from paramserver.distributed.rpc_calls import RemoteError, completed_future
+from paramserver.distributed.rpc_calls import LastReplies, RemoteError, completed_future, executed_once, repeatable
 from paramserver.errors import DeadlineExceeded, Evicted, StorageError, UnsupportedConfiguration, as_peer_error
 from paramserver.metrics.records import Record, TrainerTotals, WeightedSums
 from paramserver.parameters.model_tree import PackedBuffers
@@ -28,7 +28,6 @@ from paramserver.runs.checkpoint_manager import UpdaterState
 from paramserver.server.aggregator import Aggregator
 from paramserver.server.model_service import ModelService, ServedTransport
 from paramserver.server.quorum import Gathers, Validations
-from paramserver.server.repeated_calls import LastReplies, executed_once, repeatable
 from paramserver.server.roster import Roster
 from paramserver.server.server_run import ServerRun
 from paramserver.server.shard import ParameterShard, ShardHandlers

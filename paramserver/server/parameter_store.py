@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paramserver.config import Config, num_servers_of
-from paramserver.consistency.factory import consistency_class
+from paramserver.consistency.factory import CLASSES
 from paramserver.devices import CPU, move_to_device, place_parameters
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.optim.named_optimizers import optimizers_of
@@ -24,6 +24,10 @@ from paramserver.task import Task
 Flats = list[Tensor]
 
 
+_Rule = tuple[str, object, Sequence[object]]
+"""A key, its value and those that are allowed."""
+
+
 def check_optimizers(config: Config, store: ParameterStore) -> None:
     """Refuse the keys with which several optimizers do not work, or one that has ``train()`` and ``eval()``.
 
@@ -31,33 +35,27 @@ def check_optimizers(config: Config, store: ParameterStore) -> None:
         UnsupportedConfiguration: one of them has such a value.
     """
     server, updater = config.server, store.updater
-    compute = ("server.compute", server.compute, "trainer")
-    # Of a rule in which all trainers make each update together, the name is right.
-    together = consistency_class(server).waits_for_all
-    consistency = ("server.consistency", server.consistency, server.consistency if together else "sync")
-    several: list[tuple[str, object, object]] = [
-        compute,
-        consistency,
-        ("server.backup_trainers", server.backup_trainers, 0),
-        ("device.server", store.device.type, "cpu"),
-    ]
-    modes: list[tuple[str, object, object]] = [
-        compute,
-        consistency,
-        ("cluster.num_servers", num_servers_of(config), 1),
-        ("device.server", store.device.type, "cpu"),
-    ]
-    for key, value, must in several if updater.parameters_of else ():
-        if value != must:
+    together = [name for name, rules in CLASSES.items() if rules.waits_for_all]
+    compute: _Rule = ("server.compute", server.compute, ["trainer"])
+    consistency: _Rule = ("server.consistency", server.consistency, together)
+    backup_trainers: _Rule = ("server.backup_trainers", server.backup_trainers, [0])
+    num_servers: _Rule = ("cluster.num_servers", num_servers_of(config), [1])
+    device: _Rule = ("device.server", store.device.type, ["cpu"])
+    if updater.parameters_of:
+        names = ", ".join(updater.parameters_of)
+        reason = "as all trainers make each update together, from the same parameters"
+        _require(f"several optimizers ({names})", reason, compute, consistency, backup_trainers, device)
+    if updater.with_modes:
+        reason = "whose train() and eval() exchange all parameters at once"
+        _require(updater.with_modes, reason, compute, consistency, num_servers, device)
+
+
+def _require(what: str, reason: str, *rules: _Rule) -> None:
+    for key, value, allowed in rules:
+        if value not in allowed:
             raise UnsupportedConfiguration(
-                f"{key} ({value}) must be {must} with several optimizers ({', '.join(updater.parameters_of)}), "
-                f"as all trainers make each update together, from the same parameters; set {key}: {must}"
-            )
-    for key, value, must in modes if updater.with_modes else ():
-        if value != must:
-            raise UnsupportedConfiguration(
-                f"{key} ({value}) must be {must} with {updater.with_modes}, whose train() and eval() exchange all "
-                f"parameters at once; set {key}: {must}"
+                f"{key} ({value}) must be {' or '.join(map(str, allowed))} with {what}, {reason}; set {key}: "
+                f"{allowed[0]}"
             )
 
 

@@ -1,18 +1,105 @@
-"""What the parts of server 0 share: its lock, how its run ends, and what is computed without the lock."""
+"""What the parts of a server share: the thread of updates, its connections, its lock and how its run ends."""
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from queue import SimpleQueue
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+import torch
+
+from paramserver.config.deadlines import GRACE_S
 from paramserver.consistency import Decision
-from paramserver.distributed.rpc_calls import RemoteError
+from paramserver.context import place_of_user_code
+from paramserver.distributed.membership import watch_peer
+from paramserver.distributed.rpc_agent import current_context_id, release_context
+from paramserver.distributed.rpc_calls import RemoteError, send, send_deferred
 from paramserver.errors import ParamserverError, as_peer_error
-from paramserver.server.update_executor import SubmitFn, run_now
 from paramserver.transport.messages import Future
 
+log = logging.getLogger("paramserver")
+
+P = ParamSpec("P")
 T = TypeVar("T")
+
+Job = Callable[[], None]
+SubmitFn = Callable[[Job], None]
+
+
+def run_now(job: Job) -> None:
+    """Run a job in the thread that submits it: for a server whose calls all come from one thread."""
+    job()
+
+
+class UpdateExecutor:
+    """Runs jobs one after the other, in the order in which they are submitted.
+
+    It alone writes the parameters and the optimizer's state of a server that runs. A job takes the lock of the server
+    only for what follows from its result, never while it computes, so handlers, and with them liveness, do not depend
+    on how long an update takes. ``close`` waits ``timeout_s`` for the job that runs.
+
+    Example::
+
+        >>> updates, done = UpdateExecutor(timeout_s=5.0), threading.Event()
+        >>> updates.submit(done.set)
+        >>> done.wait(5.0)
+        True
+        >>> updates.close()
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._closing = False
+        self._error: BaseException | None = None
+        self._job_began = math.inf
+        # Ends with ``close``. A job handles its own errors; one that escapes is raised there.
+        self._thread = threading.Thread(target=self._run, name="updates", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Run ``job`` after those that were submitted before; from any thread. It is dropped after ``close``."""
+        self._jobs.put(job)
+
+    def stuck_place(self) -> str:
+        """Return where in the code of the user a job is that has run for longer than ``GRACE_S``; "" if nowhere."""
+        is_long = time.monotonic() - self._job_began > GRACE_S
+        return place_of_user_code([self._thread]) if is_long else ""
+
+    def abandon(self) -> None:
+        """Let ``close`` not wait for the job that runs: the run ends because it does not."""
+        self._timeout_s = 0.0
+
+    def close(self) -> None:
+        """Wait for the job that runs, and end the thread; those after it are dropped, as the run has ended.
+
+        A job that does not end in time is abandoned with its thread, so that the run ends with its own reason.
+
+        Raises:
+            BaseException: what ended the thread before.
+        """
+        self._closing = True
+        self._jobs.put(None)
+        self._thread.join(self._timeout_s)
+        if self._thread.is_alive():
+            log.warning("the update in progress did not end within %g s; its thread is abandoned", self._timeout_s)
+        elif self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None and not self._closing:
+                self._job_began = time.monotonic()
+                job()
+                self._job_began = math.inf
+        except BaseException as error:
+            self._error = error
+            log.exception("the thread of updates ends")
 
 
 class Waiter(Protocol):
@@ -96,3 +183,35 @@ class ServerRun:
             replies = dict.fromkeys(futures, RemoteError.of(as_peer_error(self.fail_with(error))))
         for trainer_index, future in futures.items():
             future.set_result(replies[trainer_index])
+
+
+class Network:
+    """What a server needs of its RPC agent. Tests and the simulation of the protocol derive their own from it."""
+
+    def watch(self, name: str, on_gone: Callable[[str | None], None]) -> None:
+        """Call ``on_gone`` when a process ends; see ``watch_peer``."""
+        watch_peer(name, on_gone)
+
+    def context_id(self) -> int:
+        """Return the id of the distributed-autograd context of the call that runs in this thread."""
+        return current_context_id()
+
+    def release_context(self, context_id: int) -> None:
+        """Release what this process holds of a context whose trainer is dead."""
+        release_context(context_id)
+
+    def send(
+        self, name: str, timeout_s: float, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> torch.futures.Future[T]:
+        """Call a handler that replies immediately; see ``rpc_calls.send``."""
+        return send(name, timeout_s, handler, *args, **kwargs)
+
+    def send_deferred(
+        self,
+        name: str,
+        handler: Callable[Concatenate[Any, P], torch.futures.Future[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> torch.futures.Future[T]:
+        """Call a handler that replies later; see ``rpc_calls.send_deferred``."""
+        return send_deferred(name, handler, *args, **kwargs)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from paramserver.consistency import PushId, TrainerId
-from paramserver.distributed.rpc_calls import RemoteError, completed_future
+from paramserver.distributed.rpc_calls import RemoteError, completed_future, repeatable
 from paramserver.errors import Evicted, TrainingError
 from paramserver.optim.bucket_updates import BucketUpdates
+from paramserver.optim.clipping import Clipping
 from paramserver.optim.parallel_step import WORTHWHILE_BYTES, ThreadTeam
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.sharding import Shard, States
-from paramserver.server.repeated_calls import repeatable
-from paramserver.server.update_executor import SubmitFn, run_now
+from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.transport.autograd import pull
 from paramserver.transport.compression import WireCodec
@@ -106,7 +106,7 @@ class ParameterShard:
         server_index: int = 0,
         generation: int = 1,
         seed: int = 0,
-        max_norm: float | None = None,
+        clipping: Clipping | None = None,
         attach: Callable[[str], list[Tensor]] | None = None,
         snapshot: Callable[[], list[Tensor]] | None = None,
     ) -> None:
@@ -118,7 +118,7 @@ class ParameterShard:
         self._submit = submit
         self._generation = generation
         self._seed = seed
-        self._max_norm = max_norm
+        self._clipping = clipping
         self._attach = attach
         self._copy = snapshot or updater.clone
         # Of each trainer, by its index.
@@ -379,8 +379,8 @@ class ParameterShard:
         groups = self._groups
 
         def step() -> None:
-            assert self._max_norm is not None
-            self.updater.clip(self._max_norm, norm)
+            assert self._clipping is not None
+            self.updater.clip(self._clipping, norm)
             self._step(self.version + 1, groups)
 
         def made(_: None) -> None:
@@ -457,8 +457,8 @@ class ParameterShard:
                 self.pipeline.commit(in_buckets, request.used, request.groups)
             return None
         self.updater.assign_gradients(self.updater.average(gradients, request.factors), request.used)
-        if self._max_norm is not None:
-            return self.updater.norm()
+        if self._clipping is not None:
+            return self.updater.measure(self._clipping)
         self._step(request.version, request.groups)
         if self.pipeline is not None:
             self.pipeline.version_changed()

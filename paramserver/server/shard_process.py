@@ -13,8 +13,8 @@ from paramserver.distributed.rpc_calls import RemoteError, register_server, unre
 from paramserver.distributed.session import rpc_shard_server
 from paramserver.errors import PeerLost, PeerRefused
 from paramserver.server.client import ShardCoordinatorClient
+from paramserver.server.server_run import UpdateExecutor
 from paramserver.server.shard_server import ShardServer
-from paramserver.server.update_executor import UpdateExecutor
 from paramserver.task import Task
 
 # A signal to this process is passed on after at most this time, even if heartbeats are rarer.

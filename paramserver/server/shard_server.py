@@ -13,16 +13,16 @@ from paramserver.config import Config
 from paramserver.consistency import Decision, PushId, TrainerId
 from paramserver.devices import CPU
 from paramserver.distributed.rpc_agent import release_context
-from paramserver.distributed.rpc_calls import RemoteError
+from paramserver.distributed.rpc_calls import RemoteError, repeatable
 from paramserver.errors import TrainingError, UnsupportedConfiguration
+from paramserver.optim.clipping import clipping_of
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.optim.updater import build_optimizer
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.model import build_model
 from paramserver.parameters.sharding import States
-from paramserver.server.repeated_calls import repeatable
+from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.server.shard import ParameterShard, ShardHandlers
-from paramserver.server.update_executor import SubmitFn, run_now
 from paramserver.task import Task
 from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment
@@ -65,7 +65,7 @@ class ShardServer(ShardHandlers):
             server_index,
             generation,
             config.seed,
-            config.training.clip_grad_norm,
+            clipping_of(config.training),
             self._attach,
         )
 

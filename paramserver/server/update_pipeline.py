@@ -17,7 +17,7 @@ from paramserver.optim.bucket_updates import BucketUpdates, UpdatedBucket, why_n
 from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard, split_ranges
-from paramserver.server.update_executor import SubmitFn, run_now
+from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.transport.compression import WireCodec
 from paramserver.transport.messages import Future
 
@@ -40,7 +40,7 @@ def plan_buckets(
         return (), "trainers do not wait for each other"
     if server_computes(config):
         return (), "the forward runs on the server"
-    reason = why_not_by_bucket(updater.optimizer, updater.clip_grad_norm)
+    reason = why_not_by_bucket(updater.optimizer, updater.clipping)
     if reason is not None:
         return (), reason
     most = pipelined_bucket_bytes(config, layout.total_bytes / len(shards))

@@ -16,9 +16,8 @@ from paramserver.consistency import Decision, Update
 from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import ParamserverError
 from paramserver.optim.named_optimizers import joined_states, with_states
-from paramserver.optim.shard_updater import staleness_factor, total_norm
+from paramserver.optim.shard_updater import staleness_factor
 from paramserver.optim.updater import Updater
-from paramserver.parameters.numerics import check_gradient_norm
 from paramserver.parameters.sharding import Shard, States, get_hyperparameters, merge_state
 from paramserver.runs.checkpoint_manager import UpdaterState
 from paramserver.server.parameter_store import ParameterStore
@@ -124,19 +123,19 @@ class Updates:
             # Without the lock: a schedule is code of the user.
             self._run.compute(finish, lambda _: on_applied())
 
-        if self._config.training.clip_grad_norm is not None:
-            self._when_all([own, *others], lambda norms: self._apply_clipped(version, norms, applied))
+        if (clipping := self._store.updater.clipping) is not None:
+
+            def apply_clipped(measured: Sequence[Tensor]) -> None:
+                # Refused before the first parameter changes, so that the version stays as it was.
+                merged = clipping.merge(measured, version)
+                clipped = [other.apply_clipped(merged) for other in self._others]
+                self._when_all([self._shard.apply_clipped(merged), *clipped], applied)
+
+            self._when_all([own, *others], apply_clipped)
         elif self._begun[0] == version:
             self._when_made(to_others, own, others, applied)
         else:
             self._when_all([own, *others], applied)
-
-    def _apply_clipped(self, version: int, norms: Sequence[Tensor], then: Callable[[Sequence[Any]], None]) -> None:
-        norm = total_norm(norms)
-        # Checked before the first parameter changes: a refused update leaves the version as it was.
-        check_gradient_norm(float(norm), version)
-        others = [other.apply_clipped(norm) for other in self._others]
-        self._when_all([self._shard.apply_clipped(norm), *others], then)
 
     # Updates that other servers prepare.
 

@@ -35,7 +35,7 @@ from paramserver.consistency import Announcement, Decision, Readiness, TrainerId
 from paramserver.context import StopRequest
 from paramserver.devices import CPU
 from paramserver.distributed.membership import Member
-from paramserver.distributed.rpc_calls import RemoteError
+from paramserver.distributed.rpc_calls import RemoteError, is_numbered, is_repeatable
 from paramserver.errors import GenerationChanged, ParamserverError, PeerFailed, PeerLost, RunEnded
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
@@ -45,10 +45,8 @@ from paramserver.runs.monitor import RunMonitor
 from paramserver.server.aggregator import Aggregator
 from paramserver.server.build import assemble, build_rules
 from paramserver.server.coordinator import ShardCoordinator
-from paramserver.server.network import Network
 from paramserver.server.parameter_server import ParameterServer
-from paramserver.server.repeated_calls import is_numbered, is_repeatable
-from paramserver.server.server_run import ServerRun
+from paramserver.server.server_run import Network, ServerRun
 from paramserver.server.shard import ParameterShard
 from paramserver.server.updates import Updates
 from paramserver.transport.autograd import push_root

@@ -100,36 +100,14 @@ def _refuse_unsupported(data: Any, hook: str) -> None:
 def _read_data_loader(
     loader: DataLoader[Any], partition: Partition, config: Config, hook: str, sampler: Any
 ) -> Reading:
-    validates, data = hook == "validation_source", loader.dataset
     what = f"{hook} returned {type(loader).__name__}"
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        raise TaskError(f"{what}, whose own __iter__ would not be called; return a torch.utils.data.DataLoader")
-    if loader.batch_sampler is None:
-        raise TaskError(f"{what} with batch_size None; give a batch_size, or a batch_sampler for batches of your own")
-    if validates and loader.drop_last:
-        raise TaskError(f"{what} with drop_last, but validation is the mean over all samples; leave it out")
-    iterable = isinstance(data, IterableDataset)
-    if not iterable and not is_map_style(data):
-        raise TaskError(f"{what} over {type(data).__name__}, which must have __len__ and __getitem__; write them")
-
-    values: dict[str, int] = {} if loader.batch_size is None else {"batch_size": loader.batch_size}
-    if not validates:
-        values["loader_workers"] = loader.num_workers
-    for key, value in values.items():
-        name = "validation_batch_size" if validates else key
-        known = getattr(config.training, name)
-        if known != value and (known is not None if validates else config.has_given(key)):
-            raise UnsupportedConfiguration(
-                f"training.{name} ({known}) must be what the DataLoader of {hook} has ({value}); remove the key"
-            )
-    config = _with_training(config, **values)
-    if not validates:
-        check_batch_size(config)
+    _refuse_unsupported_loader(loader, hook, what)
+    config = _with_values_of(loader, config, hook)
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
-    if iterable:
+    if isinstance(loader.dataset, IterableDataset):
         if sampler is not None:
             raise TaskError(f"{what} over an iterable data set, of which no sampler can draw; return None from sampler")
-        if loader.num_workers and not validates:
+        if loader.num_workers and hook != "validation_source":
             raise TaskError(
                 f"{what} with num_workers ({loader.num_workers}) over an iterable data set; only map-style data sets "
                 "are read in worker processes: use num_workers=0"
@@ -144,12 +122,49 @@ def _read_data_loader(
                 "one of them"
             )
         order = sampler
-    options = _order_of(order, data, partition, config, hook)
+    options = _order_of(order, loader.dataset, partition, config, hook)
     if loader.batch_size is not None and "sampler" in options and options["sampler"].gives_batches:
         raise TaskError(f"{options['sampler'].name} of {hook} gives lists of indices; give it as batch_sampler")
     if loader.drop_last:
         options["multiple"] = loader.batch_size
-    return Reading(data, config, options, collate, loader.worker_init_fn)
+    return Reading(loader.dataset, config, options, collate, loader.worker_init_fn)
+
+
+def _refuse_unsupported_loader(loader: DataLoader[Any], hook: str, what: str) -> None:
+    data = loader.dataset
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise TaskError(f"{what}, whose own __iter__ would not be called; return a torch.utils.data.DataLoader")
+    if loader.batch_sampler is None:
+        raise TaskError(f"{what} with batch_size None; give a batch_size, or a batch_sampler for batches of your own")
+    if loader.drop_last and hook == "validation_source":
+        raise TaskError(f"{what} with drop_last, but validation is the mean over all samples; leave it out")
+    if not isinstance(data, IterableDataset) and not is_map_style(data):
+        raise TaskError(f"{what} over {type(data).__name__}, which must have __len__ and __getitem__; write them")
+
+
+def _with_values_of(loader: DataLoader[Any], config: Config, hook: str) -> Config:
+    """Return the config with batch size and workers of a DataLoader; a key that was given must not contradict them."""
+
+    def check(name: str, value: int, is_given: bool) -> None:
+        known = getattr(config.training, name)
+        if is_given and known != value:
+            raise UnsupportedConfiguration(
+                f"training.{name} ({known}) must be what the DataLoader of {hook} has ({value}); remove the key"
+            )
+
+    size, workers = loader.batch_size, loader.num_workers
+    if hook == "validation_source":
+        if size is None:
+            return config
+        check("validation_batch_size", size, config.training.validation_batch_size is not None)
+        return _with_training(config, batch_size=size)
+    if size is not None:
+        check("batch_size", size, config.has_given("batch_size"))
+        config = _with_training(config, batch_size=size)
+    check("loader_workers", workers, config.has_given("loader_workers"))
+    config = _with_training(config, loader_workers=workers)
+    check_batch_size(config)
+    return config
 
 
 def _order_of(sampler: Any, data: Any, partition: Partition, config: Config, hook: str) -> dict[str, Any]:

@@ -22,13 +22,12 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paramserver.cluster.control_groups import group_folders, read_text
+from paramserver.cluster.control_groups import available_bytes
 from paramserver.distributed.remote_error import RemoteError
 from paramserver.errors import (
     DeadlineExceeded,
@@ -40,18 +39,22 @@ from paramserver.errors import (
 )
 from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout
 
+_log = logging.getLogger(__name__)
+
+# Without these seals, a process with the descriptor could truncate the file, and every other process that touches the
+# lost pages would be killed.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
+
+# A request and its reply are one packet each.
+_MAX_PACKET_BYTES = 64 * 1024
+_MAX_PENDING = 128  # connections without a request yet; the oldest is closed to admit another
+_MAX_KEYS_SHOWN = 8
 _MIB = 2**20
-
-
-def available_bytes(root: Path = Path("/")) -> int:
-    """Return how much this process may still allocate: the host's MemAvailable, or less if a control group limits it.
-
-    As in MemAvailable, the page cache does not count as usage of a control group, because the kernel reclaims it.
-    ``proc`` and the control groups are mounted in ``root``.
-    """
-    fields = dict(line.split(":", 1) for line in read_text(root / "proc/meminfo").splitlines())
-    mem_available = int(fields["MemAvailable"].split()[0]) * 1024
-    return max(0, min([mem_available, *_left_in_groups(root)]))
+_WAKE_S = 5.0
+_RETRY_S = 0.1
+_SOCKET = "a socket"
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: unix(7)
 
 
 def require_memory(what: str, needed_bytes: int) -> None:
@@ -73,34 +76,6 @@ def insufficient_memory(what: str, needed_bytes: int, reason: str = "") -> Unsup
         f"{what} needs {needed_bytes / _MIB:.1f} MiB of shared memory, {available_bytes() / _MIB:.1f} MiB are "
         f"available{refused}; use server.transport: rpc, a smaller model, or a larger memory limit"
     )
-
-
-def _left_in_groups(root: Path) -> Iterator[int]:
-    """Yield limit minus usage of this process's memory group and of its ancestors, version 1 or 2."""
-    for folder, is_v1 in group_folders("memory", root):
-        files = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
-        limit, usage = (read_text(folder / name).strip() for name in files)
-        if limit not in ("", "max") and usage:
-            counts = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
-            names = (f"{'total_' if is_v1 else ''}{name}" for name in ("inactive_file", "active_file"))
-            yield int(limit) - int(usage) + sum(int(counts.get(name, 0)) for name in names)
-
-
-_log = logging.getLogger(__name__)
-
-# Without these seals, a process with the descriptor could truncate the file, and every other process that touches the
-# lost pages would be killed.
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
-
-# A request and its reply are one packet each.
-_MAX_PACKET_BYTES = 64 * 1024
-_MAX_PENDING = 128  # connections without a request yet; the oldest is closed to admit another
-_MAX_KEYS_SHOWN = 8
-_WAKE_S = 5.0
-_RETRY_S = 0.1
-_SOCKET = "a socket"
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: unix(7)
 
 
 class SegmentHost:

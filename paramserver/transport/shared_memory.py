@@ -29,7 +29,59 @@ from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import VersionView
 from paramserver.transport.segments import SegmentHost, attach
 
+T = TypeVar("T")
+
 log = logging.getLogger("paramserver")
+
+# The parameters themselves, where several servers own them together and trainers read snapshots.
+LIVE_KEY = "parameters/live"
+
+
+def parameters_key(slot: int) -> str:
+    """Return the key of the segment of a snapshot."""
+    return f"parameters/{slot}"
+
+
+def gradients_key(trainer_index: int, incarnation: int = 1) -> str:
+    """Return the key of the segment that a trainer writes gradients to.
+
+    Each incarnation has its own: one that was taken for lost and is not dead may still write.
+    """
+    return f"gradients/{trainer_index}/{incarnation}"
+
+
+def socket_key(trainer_index: int, incarnation: int) -> str:
+    """Return the key of the socket over which a trainer makes the calls of its steps."""
+    return f"calls/{trainer_index}/{incarnation}"
+
+
+class SnapshotSource(ABC):
+    """Where trainers of this host read versions. Called under the server's lock."""
+
+    num_slots: int
+
+    @abstractmethod
+    def pin(self) -> int:
+        """Return the slot of the current version, which stays unchanged until ``unpin``."""
+
+    @abstractmethod
+    def unpin(self, slot: int) -> None:
+        """Undo one ``pin``."""
+
+
+class LiveParameters(SnapshotSource):
+    """The server's own parameters.
+
+    In lockstep no version is applied before every trainer has pushed, so no trainer reads while they change.
+    """
+
+    num_slots = 1
+
+    def pin(self) -> int:
+        return 0
+
+    def unpin(self, slot: int) -> None:
+        """Do nothing: the server waits for all trainers."""
 
 
 @dataclass
@@ -119,60 +171,6 @@ class SnapshotRing:
             f"slot {i} is empty" if slot.version is None else f"slot {i} holds {slot.version} with {slot.pins} pin(s)"
             for i, slot in enumerate(self._slots)
         )
-
-
-T = TypeVar("T")
-
-
-# The parameters themselves, where several servers own them together and trainers read snapshots.
-LIVE_KEY = "parameters/live"
-
-
-def parameters_key(slot: int) -> str:
-    """Return the key of the segment of a snapshot."""
-    return f"parameters/{slot}"
-
-
-def gradients_key(trainer_index: int, incarnation: int = 1) -> str:
-    """Return the key of the segment that a trainer writes gradients to.
-
-    Each incarnation has its own: one that was taken for lost and is not dead may still write.
-    """
-    return f"gradients/{trainer_index}/{incarnation}"
-
-
-def socket_key(trainer_index: int, incarnation: int) -> str:
-    """Return the key of the socket over which a trainer makes the calls of its steps."""
-    return f"calls/{trainer_index}/{incarnation}"
-
-
-class SnapshotSource(ABC):
-    """Where trainers of this host read versions. Called under the server's lock."""
-
-    num_slots: int
-
-    @abstractmethod
-    def pin(self) -> int:
-        """Return the slot of the current version, which stays unchanged until ``unpin``."""
-
-    @abstractmethod
-    def unpin(self, slot: int) -> None:
-        """Undo one ``pin``."""
-
-
-class LiveParameters(SnapshotSource):
-    """The server's own parameters.
-
-    In lockstep no version is applied before every trainer has pushed, so no trainer reads while they change.
-    """
-
-    num_slots = 1
-
-    def pin(self) -> int:
-        return 0
-
-    def unpin(self, slot: int) -> None:
-        """Do nothing: the server waits for all trainers."""
 
 
 class RingSnapshots(SnapshotSource):

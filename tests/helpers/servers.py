@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from paramserver import Task
-from paramserver.server.network import Network
+from paramserver.server.server_run import Network
 from paramserver.transport.autograd import push_root
 
 

@@ -24,7 +24,7 @@ from paramserver.checkpoint.format import _manifest_digest
 from paramserver.checkpoint.save import explain_disk_errors
 from paramserver.errors import StorageError, UnsupportedConfiguration
 from paramserver.fileio import DISK_CURES
-from paramserver.online.journal import CoordinatorJournal
+from paramserver.online.coordinator import CoordinatorJournal
 from paramserver.runtime.supervisor import describe_error
 
 # losses.json and other JSON.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paramserver.cluster import allocated_gpus, num_usable_cores
 from paramserver.cluster.base import Environ
-from paramserver.cluster.control_groups import cpu_limit, read_text
+from paramserver.cluster.control_groups import available_bytes, cpu_limit, read_text
 from paramserver.cluster.network import list_interfaces
 from paramserver.cluster.resolve import ENVIRONMENTS
 from paramserver.config import Config, mode_of, world_size_of
@@ -25,7 +25,6 @@ from paramserver.fileio import atomic_write_text
 from paramserver.importing import check_torch_version
 from paramserver.runs.rundir import RunDir
 from paramserver.tools.doctor.diagnosis import Diagnosis, Section
-from paramserver.transport.segments import available_bytes
 from paramserver.version import __version__
 
 _GIB, _MIB = 2**30, 2**20
@@ -94,7 +93,7 @@ def _versions(found: Diagnosis, section: Section) -> None:
 
 
 def _communication(found: Diagnosis, section: Section) -> None:
-    from paramserver.distributed.availability import available_backends
+    from paramserver.distributed.session import available_backends
 
     backends = available_backends()
     texts = [name if is_there else f"no {name}" for name, is_there in backends.items()]
@@ -231,7 +230,7 @@ def check_rpc_agent(found: Diagnosis, config: Config) -> None:
     """Start an RPC agent on the interface that was bound, if the mode has servers."""
     if not mode_of(config).has_servers:
         return
-    from paramserver.distributed.availability import start_rpc_agent
+    from paramserver.distributed.session import start_rpc_agent
 
     try:
         start_rpc_agent(_AGENT_S)

@@ -378,5 +378,5 @@ def test_the_kinds_are_public_classes():
 
 
 def test_the_registry_and_the_config_have_the_same_kinds():
-    assert tuple(REGISTRY) == BUFFERS
+    assert {kind: buffer.options for kind, buffer in REGISTRY.items()} == BUFFERS
     assert all(kind == buffer.kind for kind, buffer in REGISTRY.items())

@@ -21,7 +21,7 @@ from paramserver.cluster import (
     process_environ,
 )
 from paramserver.cluster.network import list_interfaces, producer_environment
-from paramserver.cluster.simulation import in_slurm_allocation
+from paramserver.cluster.slurm import in_slurm_allocation
 from paramserver.errors import UnsupportedConfiguration
 
 

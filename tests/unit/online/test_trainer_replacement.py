@@ -12,8 +12,7 @@ from online_fixtures import PATIENCE_S, field, ingest_spec
 from paramserver.client import Client, finish
 from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import ClientError, SourceError
-from paramserver.online.coordinator import SimulationCoordinator
-from paramserver.online.journal import CoordinatorJournal
+from paramserver.online.coordinator import CoordinatorJournal, SimulationCoordinator
 from paramserver.online.protocol import Header, MessageKind
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.receiver import SampleReceiver

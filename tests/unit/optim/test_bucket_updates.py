@@ -8,6 +8,7 @@ from mixed_model import MixedModel
 from torch import nn
 
 from paramserver.optim.bucket_updates import BucketUpdates, why_not_by_bucket
+from paramserver.optim.clipping import NormClipping
 from paramserver.optim.parallel_step import ELEMENTWISE
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.flat import FlatTensors, trainable_parameters
@@ -123,9 +124,13 @@ def hooked(parameters):
 
 
 @pytest.mark.parametrize(
-    ("make", "clip", "reason"),
+    ("make", "clipping", "reason"),
     [
-        (lambda ps: torch.optim.SGD(ps, lr=0.1), 1.0, "training.clip_grad_norm needs the norm of all gradients"),
+        (
+            lambda ps: torch.optim.SGD(ps, lr=0.1),
+            NormClipping(1.0),
+            "training.clip_grad_norm needs the norm of all gradients",
+        ),
         (lambda ps: Own(ps, lr=0.1), None, "Own is not known to update each element by itself"),
         (lambda ps: torch.optim.Adafactor(ps), None, "Adafactor is not known to update each element by itself"),
         (hooked, None, "hooks of SGD may read all gradients"),
@@ -136,5 +141,5 @@ def hooked(parameters):
         ),
     ],
 )
-def test_an_update_that_needs_all_gradients_is_not_made_by_bucket(make, clip, reason):
-    assert why_not_by_bucket(make([nn.Parameter(torch.zeros(1))]), clip) == reason
+def test_an_update_that_needs_all_gradients_is_not_made_by_bucket(make, clipping, reason):
+    assert why_not_by_bucket(make([nn.Parameter(torch.zeros(1))]), clipping) == reason

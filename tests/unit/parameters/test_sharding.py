@@ -9,8 +9,9 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.optim.clipping import NormClipping
 from paramserver.optim.parallel_step import ELEMENTWISE, is_elementwise
-from paramserver.optim.shard_updater import ShardUpdater, total_norm
+from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout, FlatTensors, trainable_parameters
 from paramserver.parameters.sharding import (
     full_shard,
@@ -246,8 +247,10 @@ def test_the_norm_of_all_parts_is_the_norm_of_all():
         parameter.grad = None
     for updater in split.updaters:
         updater.assign_gradients([flat.clone() for flat in updater.shard.slice_flats(flats)], None)
-    norm = total_norm([updater.norm() for updater in split.updaters])
+    clipping = NormClipping(1.0)
+    norm = clipping.merge([updater.measure(clipping) for updater in split.updaters], 1)
     assert float(norm) == pytest.approx(float(nn.utils.get_total_norm([g.double() for g in gradients])), rel=1e-3)
     for updater in split.updaters:
-        updater.clip(float(norm) / 2, norm)
-    assert float(total_norm([updater.norm() for updater in split.updaters])) == pytest.approx(float(norm) / 2, rel=1e-3)
+        updater.clip(NormClipping(float(norm) / 2), norm)
+    clipped = clipping.merge([updater.measure(clipping) for updater in split.updaters], 1)
+    assert float(clipped) == pytest.approx(float(norm) / 2, rel=1e-3)

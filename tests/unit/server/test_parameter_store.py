@@ -76,14 +76,13 @@ class Server:
         self.store = ParameterStore(task, effective)
         self.segments = {}
         (whole,), updater, _ = split_over_servers(self.store, 1)
-        codec, clip = CastCodec(torch.float32), effective.training.clip_grad_norm
         self.shard = ParameterShard(
             updater,
-            codec,
+            CastCodec(torch.float32),
             self.run.lock,
             0,
             whole if by_bucket else None,
-            max_norm=clip,
+            clipping=self.store.updater.clipping,
             attach=self.segments.__getitem__,
             snapshot=None if by_bucket else lambda: self.store.snapshot()[0],
         )

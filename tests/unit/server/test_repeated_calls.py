@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paramserver.consistency import TrainerId
-from paramserver.server.repeated_calls import LastReplies, executed_once
+from paramserver.distributed.rpc_calls import LastReplies, executed_once
 
 FIRST = TrainerId(trainer_index=0, generation=1, incarnation=1)
 REPLACEMENT = TrainerId(trainer_index=0, generation=1, incarnation=2)

@@ -29,8 +29,8 @@ from paramserver.parameters.sharding import full_shard, get_hyperparameters
 from paramserver.runs.monitor import RunMonitor
 from paramserver.runtime.rank import _end_without
 from paramserver.server.build import build_server
+from paramserver.server.server_run import UpdateExecutor
 from paramserver.server.shard_server import ShardServer
-from paramserver.server.update_executor import UpdateExecutor
 from paramserver.transport.messages import ApplyRequest, DataPosition, Push, ShardAssignment
 
 READY = Announcement(Readiness.READY)

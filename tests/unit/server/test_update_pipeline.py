@@ -8,6 +8,7 @@ from torch import nn
 
 from paramserver.config import config_from_mapping
 from paramserver.optim.bucket_updates import BucketUpdates
+from paramserver.optim.clipping import clipping_of
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.flat import FlatTensors
 from paramserver.parameters.sharding import full_shard, split_ranges
@@ -199,7 +200,7 @@ def test_what_is_sent_early_is_rounded_as_what_is_pulled():
 
 def updater_of(config):
     sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    return SimpleNamespace(optimizer=sgd, clip_grad_norm=config.training.clip_grad_norm)
+    return SimpleNamespace(optimizer=sgd, clipping=clipping_of(config.training))
 
 
 @pytest.mark.parametrize(

@@ -388,7 +388,7 @@ def test_a_source_must_be_connected_before_it_is_read():
 
 
 def test_without_pyzmq_the_error_names_the_package(monkeypatch):
-    for name in ("zmq_import", "security", "receiver"):
+    for name in ("connections", "security", "receiver"):
         monkeypatch.delitem(sys.modules, f"paramserver.online.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(UnsupportedConfiguration, match=r"needs pyzmq; install paramserver\[online\]"):

@@ -21,11 +21,12 @@ import pytest
 import torch
 from memory_maps import shared_maps
 
+from paramserver.cluster.control_groups import available_bytes
 from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import DeadlineExceeded, ParamserverError, PeerLost, PeerRefused, UnsupportedConfiguration
 from paramserver.parameters.flat import FlatLayout
 from paramserver.transport import segments
-from paramserver.transport.segments import SegmentHost, attach, available_bytes, can_attach
+from paramserver.transport.segments import SegmentHost, attach, can_attach
 
 MIXED = FlatLayout((torch.float32, torch.bfloat16, torch.bool, torch.float64, torch.int64), (33, 5, 7, 0, 3), ())
 SMALL = FlatLayout((torch.float32,), (16,), ())

@@ -1,0 +1,98 @@
+"""Clipping of the mean of the gradients before an update: where one process has all of them, and on several servers.
+
+To add a kind, such as clipping by value: write a subclass of ``Clipping``, and return it in ``clipping_of`` for its key
+in config/schema.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from paramserver.config import TrainingConfig
+from paramserver.parameters.numerics import check_gradient_norm
+
+
+class Clipping(ABC):
+    """One kind of clipping. Gradients are those in ``.grad`` of parameters, which may be None.
+
+    A process with all gradients calls ``clip``. Of several servers each has a shard: it measures that, server 0 merges
+    what they have measured, and each clips its shard with the result. So an update takes two rounds of calls.
+    """
+
+    why_not_by_bucket: ClassVar[str]
+    """Why no bucket can be updated before all gradients are there."""
+
+    @abstractmethod
+    def clip(self, parameters: Sequence[Tensor], version: int) -> None:
+        """Clip all gradients, for the update that makes ``version``. Raises as ``merge``."""
+
+    @abstractmethod
+    def measure(self, parameters: Sequence[Tensor], is_everything: bool) -> Tensor:
+        """Return what server 0 needs of a shard, which ``is_everything`` if there is one server."""
+
+    @abstractmethod
+    def merge(self, measured: Sequence[Tensor], version: int) -> Tensor:
+        """Return what ``clip_shard`` needs from what each shard has measured, before the first parameter changes.
+
+        Raises:
+            NotFinite: the gradients must not be applied.
+        """
+
+    @abstractmethod
+    def clip_shard(self, parameters: Sequence[Tensor], merged: Tensor) -> None:
+        """Clip the gradients of a shard."""
+
+
+class NormClipping(Clipping):
+    """Scales all gradients so that their Euclidean norm is at most ``max_norm``, as ``clip_grad_norm_`` does.
+
+    Example::
+
+        >>> parameter = nn.Parameter(torch.zeros(2))
+        >>> parameter.grad = torch.tensor([3.0, 4.0])
+        >>> NormClipping(2.5).clip([parameter], version=1)
+        >>> parameter.grad
+        tensor([1.5000, 2.0000])
+    """
+
+    why_not_by_bucket = "training.clip_grad_norm needs the norm of all gradients"
+
+    def __init__(self, max_norm: float) -> None:
+        self._max_norm = max_norm
+
+    def clip(self, parameters: Sequence[Tensor], version: int) -> None:
+        check_gradient_norm(float(nn.utils.clip_grad_norm_(parameters, self._max_norm)), version)
+
+    def measure(self, parameters: Sequence[Tensor], is_everything: bool) -> Tensor:
+        """Return the norm of the gradients of a shard."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if is_everything or not gradients:
+            return nn.utils.get_total_norm(gradients)
+        norms: Any = torch._foreach_norm(gradients)
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
+        return total
+
+    def merge(self, measured: Sequence[Tensor], version: int) -> Tensor:
+        """Return the norm of all gradients from those of the shards.
+
+        That of one shard is what torch.nn.utils.clip_grad_norm_ computes, in the dtype of the parameters. Those of
+        several are in float64: their sum must not depend on how tensors are divided among servers.
+        """
+        norm = measured[0]
+        if len(measured) > 1:
+            norm = torch.tensor(sum(float(part) ** 2 for part in measured) ** 0.5, dtype=torch.float64)
+        check_gradient_norm(float(norm), version)
+        return norm
+
+    def clip_shard(self, parameters: Sequence[Tensor], merged: Tensor) -> None:
+        nn.utils.clip_grads_with_norm_(parameters, self._max_norm, merged)
+
+
+def clipping_of(training: TrainingConfig) -> Clipping | None:
+    """Return how gradients are clipped; None if they are not."""
+    return None if training.clip_grad_norm is None else NormClipping(training.clip_grad_norm)
