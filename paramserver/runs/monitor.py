@@ -16,6 +16,7 @@ from paramserver.errors import StorageError, TaskError
 from paramserver.limits import Limits, is_due
 from paramserver.metrics import Sink
 from paramserver.metrics.records import (
+    LogReducer,
     Record,
     RecordWindow,
     StepResult,
@@ -24,7 +25,6 @@ from paramserver.metrics.records import (
     make_record,
     peak_rss_mb,
 )
-from paramserver.metrics.reduction import LogReducer
 from paramserver.metrics.summary import totals_of
 from paramserver.runs.losses import LossLog
 from paramserver.runs.rundir import write_json

@@ -25,8 +25,7 @@ from paramserver.config.parsing import read_text
 from paramserver.config.schema import closest_match
 from paramserver.errors import TrainingError, UnsupportedConfiguration
 from paramserver.tools.bench.slowdown import SlowdownSpec
-from paramserver.tools.report.results import LOCAL, NO_COMMUNICATION, Numbers
-from paramserver.tools.report.target import Target, first_reached, parse_target
+from paramserver.tools.report.results import LOCAL, NO_COMMUNICATION, Numbers, Target, first_reached, parse_target
 
 T = TypeVar("T")
 

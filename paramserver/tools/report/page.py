@@ -14,22 +14,20 @@ from typing import TYPE_CHECKING
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.fileio import atomic_write_text
 from paramserver.tools.report.cases import ReportCase, cases_of
-from paramserver.tools.report.conditions import (
+from paramserver.tools.report.findings import findings
+from paramserver.tools.report.formatting import join_names, quoted
+from paramserver.tools.report.plots import has_matplotlib
+from paramserver.tools.report.results import Results
+from paramserver.tools.report.tables import (
+    Table,
     cases_by_config,
     comparability_warnings,
     condition_rows,
     conditions_text,
-    method_text,
-)
-from paramserver.tools.report.findings import findings
-from paramserver.tools.report.formatting import join_names, quoted
-from paramserver.tools.report.results import Results
-from paramserver.tools.report.svg import has_matplotlib
-from paramserver.tools.report.tables import (
-    Table,
     definitions_table,
     failures_table,
     learning_table,
+    method_text,
     phases_table,
     predictions_table,
     resources_table,

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from paramserver.config import ClusterConfig, Config, ServerConfig
 from paramserver.tools.doctor.diagnosis import Diagnosis, mappings_of
-from paramserver.tools.doctor.hosts import Participant, conclude, exchanges, group_hosts, ranks_of_command
-from paramserver.tools.doctor.links import Link
+from paramserver.tools.doctor.hosts import Link, Participant, conclude, exchanges, group_hosts, ranks_of_command
 
 VERSIONS = {"torch": "2.13.0", "paramserver": "0.1.0", "Python": "3.11.7"}
 RPC = Config(cluster=ClusterConfig(num_servers=1, num_trainers=2))

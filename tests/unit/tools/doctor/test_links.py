@@ -6,8 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from paramserver.tools.doctor import links
-from paramserver.tools.doctor.links import measure_link, rounds, serve_link
+from paramserver.tools.doctor import hosts
+from paramserver.tools.doctor.hosts import measure_link, rounds, serve_link
 
 TOKEN = bytes(range(16))
 
@@ -20,8 +20,8 @@ def listener():
 
 @pytest.fixture
 def soon(monkeypatch):
-    monkeypatch.setattr(links, "CONNECT_S", 0.3)
-    monkeypatch.setattr(links, "_ACCEPT_S", 0.5)
+    monkeypatch.setattr(hosts, "CONNECT_S", 0.3)
+    monkeypatch.setattr(hosts, "_ACCEPT_S", 0.5)
 
 
 @pytest.mark.parametrize("count", range(10))
@@ -53,12 +53,12 @@ def test_a_link_has_a_bandwidth_a_round_trip_and_an_offset(listener):
 
 
 def test_the_offset_is_how_far_the_other_clock_is_ahead(listener, monkeypatch):
-    clock = links.time.time
+    clock = hosts.time.time
 
     def of_thread():
         return clock() + (100 if threading.current_thread() is not threading.main_thread() else 0)
 
-    monkeypatch.setattr(links.time, "time", of_thread)
+    monkeypatch.setattr(hosts.time, "time", of_thread)
     link, _ = served(listener, lambda address: measure_link(0, 1, address, TOKEN))
     assert link.clock_offset_s == pytest.approx(100, abs=1)
 
@@ -96,9 +96,9 @@ def test_nobody_connects(listener):
 
 @pytest.mark.usefixtures("soon")
 def test_a_path_that_loses_large_messages_only_is_told_from_no_path(listener, monkeypatch):
-    monkeypatch.setattr(links, "_MOST_BYTES", 2**40)
-    client_limit = links._FIRST_BYTES
-    monkeypatch.setattr(links, "_answer", lambda connection, until: answer_small(connection, client_limit))
+    monkeypatch.setattr(hosts, "_MOST_BYTES", 2**40)
+    client_limit = hosts._FIRST_BYTES
+    monkeypatch.setattr(hosts, "_answer", lambda connection, until: answer_small(connection, client_limit))
     link, came = served(listener, lambda address: measure_link(0, 1, address, TOKEN))
     assert came
     assert link.connected
@@ -110,5 +110,5 @@ def answer_small(connection, limit):
     """Answer messages without content; keep silent for the first that is as large as ``limit``."""
     with connection.makefile("rb") as reader:
         while (number := reader.read(8)) and int.from_bytes(number, "big") < limit:
-            connection.sendall(links._TIME.pack(0.0))
+            connection.sendall(hosts._TIME.pack(0.0))
         reader.read()
