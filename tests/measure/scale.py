@@ -186,7 +186,7 @@ def judge(results: Results) -> None:
         runs = results[one.name]
         link = LinkSpeed(parse_bandwidth(one.bandwidth), LATENCY_S)
         rate = statistics.mean(run.samples_per_second for run in runs if run.samples_per_second is not None)
-        return deployment_of(runs[0], link, len(os.sched_getaffinity(0)), one_machine=True), rate
+        return deployment_of(runs[0], link, len(os.sched_getaffinity(0))), rate
 
     fitted = [deployed(one) for one in FITTED]
     costs = fit(fitted)

@@ -75,7 +75,7 @@ def parse_faults(text: str, ranks: Sequence[Role], config: Config) -> list[Fault
     faults = [_parse(part) for part in parts if part]
     if not faults:
         raise UnsupportedConfiguration(f"--faults ({text}) must name a fault; {EXAMPLE}")
-    known = [_name(role) for role in ranks]
+    known = [name_of(role) for role in ranks]
     for fault in faults:
         if fault.target and fault.target not in known:
             raise UnsupportedConfiguration(
@@ -89,7 +89,8 @@ def parse_faults(text: str, ranks: Sequence[Role], config: Config) -> list[Fault
     return faults
 
 
-def _name(role: Role) -> str:
+def name_of(role: Role) -> str:
+    """Return how faults name a rank: ``trainer:1``."""
     return str(role).replace(" ", ":")
 
 
@@ -155,7 +156,7 @@ def random_faults(number: int, seed: int, ranks: Sequence[Role], config: Config)
     """
     rng, lost_after_s = random.Random(f"chaos/{seed}"), config.server.lost_after_s
     kinds = [kind for kind in _KINDS if kind != "lose" and (kind != "partition" or mode_of(config).has_servers)]
-    ends = {_name(role): 0 for role in ranks}
+    ends = {name_of(role): 0 for role in ranks}
     trainers = [name for name in ends if name.startswith("trainer")]
     faults: list[Fault] = []
     at_s = rng.uniform(1.0, 4.0)

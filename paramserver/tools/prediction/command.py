@@ -52,13 +52,11 @@ _PRIOR = (0.04 / math.log(4.0)) ** 2
 _STEPS, _WARM_STEPS = 12, 3
 
 
-def deployment_of(
-    result: CaseResult, link: LinkSpeed, cores: int, one_machine: bool, costs: Costs | None = None
-) -> Deployment:
+def deployment_of(result: CaseResult, link: LinkSpeed, cores: int, costs: Costs | None = None) -> Deployment:
     """Return what a measured run is for the simulator.
 
-    ``result`` is a completed one, of a mode with servers; ``link`` is of an interface of the hosts. With
-    ``one_machine`` the hosts share the ``cores``. ``costs`` are those that were fitted; None for the defaults.
+    ``result`` is a completed one, of a mode with servers; ``link`` is of an interface of the hosts,
+    which are on one machine and share the ``cores``. ``costs`` are those that were fitted; None for the defaults.
 
     Raises:
         UnsupportedConfiguration: the result lacks what the simulator needs, or is of a run that it has no model of.
@@ -89,7 +87,7 @@ def deployment_of(
         samples=config.training.batch_size * config.training.accumulate_batches,
         costs=costs or Costs(),
         cores=cores,
-        one_machine=one_machine,
+        one_machine=True,
         slow=SlowdownSpec(**result.scenario["slow"]) if result.scenario.get("slow") else None,
         jitter=JITTER,
         transfer_jitter=TRANSFER_JITTER,
@@ -278,7 +276,7 @@ def _deployed(result: CaseResult) -> Deployment:
     cores = result.environment.get("cores")
     # The bandwidth is that of a tensor: headers and gaps are part of it.
     costs = replace(Costs(), link_share=1.0)
-    return deployment_of(result, LinkSpeed(bandwidth, latency), cores or 1, one_machine=True, costs=costs)
+    return deployment_of(result, LinkSpeed(bandwidth, latency), cores or 1, costs)
 
 
 def _predicted(case: Case, target: Deployment, failures: tuple[float, float] | None) -> Prediction:

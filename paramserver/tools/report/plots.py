@@ -33,7 +33,7 @@ HATCHES = ("", "////", "||||", "\\\\\\\\", "xx", "--", "++")  # of straight stro
 # Inches. A page on a phone shows a figure of this width at about two thirds of its size, which can still be read.
 WIDTH = 5.8
 LETTERS = 66  # the number of letters in a line of this width
-_LINE = 0.19
+_LINE, _THICKNESS = 0.19, 0.26
 _STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": "#444444",
@@ -98,21 +98,20 @@ def wrapped(name: str, letters: int = LETTERS) -> str:
     return "\n".join(textwrap.wrap(name, letters, break_on_hyphens=False)) or name
 
 
-def named_rows(names: Sequence[str], thickness: float = 0.26) -> tuple[Figure, Axes, list[float]]:
+def named_rows(names: Sequence[str]) -> tuple[Figure, Axes, list[float]]:
     """Axes with a row for each name, and the name above its row, where it has the whole width.
 
-    Return the figure, its axes and the height of each row's middle; a row is 1 high at most, from -0.5 to 0.5 of
-    ``thickness`` inches.
+    Return the figure, its axes and the height of each row's middle; a row is ``_THICKNESS`` inches high.
     """
     texts = [wrapped(name) for name in names]
-    heights = [thickness + _LINE * (text.count("\n") + 1) + 0.08 for text in texts]
+    heights = [_THICKNESS + _LINE * (text.count("\n") + 1) + 0.08 for text in texts]
     figure, (axes,) = new_figure(sum(heights) + 0.75)
     bottom, middles = 0.0, []
     for text, height in zip(texts, heights, strict=True):
-        middles.append(bottom + height - thickness / 2)
+        middles.append(bottom + height - _THICKNESS / 2)
         axes.text(
             0.0,
-            bottom + height - thickness - 0.03,
+            bottom + height - _THICKNESS - 0.03,
             text,
             transform=axes.get_yaxis_transform(),
             ha="left",
@@ -171,16 +170,16 @@ def metric_names(results: Iterable[CaseResult]) -> list[str]:
     return sorted({name for one in results for point in one.validation for name in point[2]})
 
 
-def band(curves: Iterable[Curve], points: int = _POINTS) -> Band | None:
-    """The band over the range that all curves cover, each smoothed to ``points`` points; None without any point."""
-    thinned = [_thinned(sorted(curve), points) for curve in curves if curve]
+def band(curves: Iterable[Curve]) -> Band | None:
+    """The band over the range that all curves cover, each smoothed to ``_POINTS`` points; None without any point."""
+    thinned = [_thinned(sorted(curve)) for curve in curves if curve]
     if not thinned:
         return None
     start, end = max(curve[0][0] for curve in thinned), min(curve[-1][0] for curve in thinned)
     if start > end:  # no common range: the first curve alone is drawn
         thinned = thinned[:1]
         start, end = thinned[0][0][0], thinned[0][-1][0]
-    count = min(points, max(map(len, thinned))) if end > start else 1
+    count = min(_POINTS, max(map(len, thinned))) if end > start else 1
     places = [start + (end - start) * i / max(count - 1, 1) for i in range(count)]
     if len(thinned) == 1:
         places = [x for x, _ in thinned[0]]
@@ -188,11 +187,11 @@ def band(curves: Iterable[Curve], points: int = _POINTS) -> Band | None:
     return Band(places, [statistics.fmean(c) for c in columns], list(map(min, columns)), list(map(max, columns)))
 
 
-def _thinned(curve: Curve, points: int) -> Curve:
-    """The curve with neighbours averaged to at most ``points`` points."""
-    if len(curve) <= points:
+def _thinned(curve: Curve) -> Curve:
+    """The curve with neighbours averaged to at most ``_POINTS`` points."""
+    if len(curve) <= _POINTS:
         return curve
-    edges = [i * len(curve) // points for i in range(points + 1)]
+    edges = [i * len(curve) // _POINTS for i in range(_POINTS + 1)]
     parts = [curve[a:b] for a, b in itertools.pairwise(edges)]
     return [(statistics.fmean(x for x, _ in part), statistics.fmean(y for _, y in part)) for part in parts]
 
