@@ -26,6 +26,7 @@ from paramserver.consistency import Stop
 from paramserver.devices import Placement
 from paramserver.errors import ParamserverError
 from paramserver.online.spec import ReceiverSpec
+from paramserver.process_utils import start_ticks
 
 log = logging.getLogger("paramserver")
 
@@ -406,9 +407,7 @@ class StartupTimer:
 
 def process_start_time() -> float:
     """Return ``time.time()`` of the moment at which the kernel started this process."""
-    with open("/proc/self/stat", encoding="ascii") as stat:  # noqa: PTH123 - a kernel file
-        # Field 22 of proc(5); the command in field 2 may hold spaces, so count from its closing parenthesis.
-        ticks = int(stat.read().rsplit(")", 1)[1].split()[19])
+    ticks = start_ticks(os.getpid())
     # The kernel counts a process's start from boot, including the time that the machine was suspended.
     uptime_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.time() - (uptime_s - ticks / os.sysconf("SC_CLK_TCK"))

@@ -451,59 +451,32 @@ def launch_local(
         else:
             stack.enter_context(continue_attempt(run) if continues else resume_transaction(run))
         if mode_of(config).single_process:
-            how = (resume, began, command, create_task, restarted, report)
-            summary = _run_single_process(config, run, folders, console, *how)
+            with torch_import_without_gc():
+                from paramserver.runtime.rank import RankPlan, run_rank
+
+            identity = ProcessIdentity(0, 1, 0, 1, 0, config.cluster.master_addr, 0, False, "local", "supervisor")
+            plan = RankPlan(
+                config,
+                identity,
+                folders,
+                (console,),
+                run,
+                resume,
+                create_task=create_task,
+                began=began,
+                command=command,
+                restarted=restarted,
+                report=report,
+            )
+            finished = run_rank(plan)
+            assert finished is not None
+            summary = finished
         else:
             from paramserver.runtime.supervisor import Supervisor
 
             supervisor = Supervisor(config, run, folders, console, resume, began, command, restarted)
             summary = supervisor.supervise()
     return Result(run.path, summary)
-
-
-def _run_single_process(
-    config: Config,
-    run: RunDir,
-    folders: Sequence[Path],
-    sink: Sink,
-    resume: bool,
-    began: float,
-    command: Sequence[str],
-    create_task: Callable[..., Task] | None,
-    restarted: bool,
-    report: Callable[[BaseException], int] | None,
-) -> dict[str, Any]:
-    with torch_import_without_gc():
-        from paramserver.runtime.rank import RankPlan, run_rank
-
-    identity = ProcessIdentity(
-        global_rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        node_rank=0,
-        master_addr=config.cluster.master_addr,
-        master_port=0,
-        store_is_hosted=False,
-        job="local",
-        source="supervisor",
-    )
-    plan = RankPlan(
-        config,
-        identity,
-        folders,
-        (sink,),
-        run,
-        resume,
-        create_task=create_task,
-        began=began,
-        command=command,
-        restarted=restarted,
-        report=report,
-    )
-    summary = run_rank(plan)
-    assert summary is not None
-    return summary
 
 
 def _run_rank_here(

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
+from paramserver.evaluate import Restored, add_checkpoint_arguments, restore
 from paramserver.fileio import TEMPORARY, atomic_rename
 from paramserver.importing import load_object, name_user_error
 from paramserver.launch import add_overrides, run_command
 from paramserver.process_utils import print_output
-from paramserver.runtime.restored import Restored, add_checkpoint_arguments, restore
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -171,6 +171,11 @@ def cpu_ticks(pid: int) -> int:
     return int(user) + int(system)
 
 
+def start_ticks(pid: int) -> int:
+    """Return when the kernel started the process ``pid``, in clock ticks since boot (proc(5))."""
+    return int(_stat(pid)[19])
+
+
 def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name of the program."""
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")

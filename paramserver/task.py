@@ -19,7 +19,7 @@ from paramserver.sources.base import Partition
 
 if TYPE_CHECKING:
     from paramserver.config import Config
-    from paramserver.metrics.reduction import Reduction
+    from paramserver.metrics.records import Reduction
 
 # Methods without a default, with the signature that a message shows.
 REQUIRED = {

@@ -25,15 +25,16 @@ from paramserver.errors import TaskError, message_of
 from paramserver.importing import name_user_error
 from paramserver.limits import epoch_of, is_due
 from paramserver.metrics.records import (
+    REDUCTIONS,
     CoreWait,
     PhaseClock,
+    Reduction,
     StepReport,
     StepResult,
     TrainerTotals,
     make_record,
     peak_rss_mb,
 )
-from paramserver.metrics.reduction import REDUCTIONS, Reduction
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import autocast
 from paramserver.parameters.model_tree import ModelTree

@@ -27,7 +27,7 @@ from paramserver.config import mode_of, num_servers_of, num_trainers_of, server_
 from paramserver.consistency.factory import consistency_class
 from paramserver.errors import NoSuchMember, TaskError
 from paramserver.importing import source_file
-from paramserver.metrics.reduction import Reduction
+from paramserver.metrics.records import Reduction
 from paramserver.rng import LOADERS, random_states, restore_random_states, seed_all
 from paramserver.sources import Partition, make_source
 from paramserver.sources.data_loader import resolve_reading

@@ -1,5 +1,9 @@
 """The sinks of curves, TensorBoard and a table (csv), and the mapping of records to the tags of both."""
 
+from __future__ import annotations
+
+import csv
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,9 +14,6 @@ from paramserver.metrics.sinks import Record, Sink
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-
-import csv
-import json
 
 Scalar = tuple[str, float]
 
@@ -166,7 +167,7 @@ class TensorBoard(Sink):
             Summary(value=values), record.get("step"), walltime=record["time"]
         )
 
-    def _get_writer(self) -> "SummaryWriter":
+    def _get_writer(self) -> SummaryWriter:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -16,6 +16,7 @@ from paramserver.errors import StorageError, TaskError
 from paramserver.limits import Limits, is_due
 from paramserver.metrics import Sink
 from paramserver.metrics.records import (
+    LogReducer,
     Record,
     RecordWindow,
     StepResult,
@@ -24,7 +25,6 @@ from paramserver.metrics.records import (
     make_record,
     peak_rss_mb,
 )
-from paramserver.metrics.reduction import LogReducer
 from paramserver.metrics.summary import totals_of
 from paramserver.runs.losses import LossLog
 from paramserver.runs.rundir import write_json
@@ -288,49 +288,14 @@ class RunMonitor:
             except StorageError as failure:
                 failures.append(failure)
 
-        losses = self.losses
-
         def summarized() -> dict[str, Any]:
-            config = self.config
+            # A run whose records are lost fails of the first error, unless it failed before.
             failed = (status, error) if status == "failed" or not failures else ("failed", str(failures[0]))
-            seconds, first_samples, recovery_s = self._time_of_start(totals)
-            has_servers, staleness = mode_of(config).has_servers, self.staleness
             # docs/interface.md, section 5. An unknown value is None.
             return {
                 "status": failed[0],
                 "reason": reason,
-                "mode": config.mode,
-                "consistency": config.server.consistency if has_servers else None,
-                "num_servers": num_servers_of(config),
-                "num_trainers": num_trainers_of(config),
-                "transports": {str(i): self.transports[i] for i in sorted(self.transports)} if has_servers else None,
-                "steps": self.step,
-                "samples": self.samples,
-                "seconds": seconds,
-                "recovery_s": recovery_s,
-                "samples_per_second": (self.samples - first_samples) / seconds if seconds else None,
-                "train_loss": self.train_loss,
-                **({"train_losses": self.train_losses} if self.train_losses else {}),
-                "last_step_loss": self.loss,
-                "validation": self.validation,
-                **totals_of(totals),
-                "staleness": {
-                    **staleness.summary(),
-                    "dropped": self.dropped_pushes,
-                    "trainers": staleness.by_trainer(),
-                }
-                if has_servers
-                else None,
-                "faults": [
-                    {name: fault[name] for name in ("time", "step", "text")}
-                    for fault in (() if losses is None else losses.faults)
-                ],
-                "restarts": 0 if losses is None else losses.restarts,
-                "updates_redone": 0 if losses is None else losses.updates_redone,
-                "peak_rss_mb": {
-                    "server": round(peak_rss_mb(), 1) if has_servers else None,
-                    "trainer": round(max((t.peak_rss_mb for t in totals), default=0.0), 1) or None,
-                },
+                **self._figures(totals),
                 "checkpoint": checkpoint,
                 "sink_failures": list(self.sink_failures),
                 "checkpoint_pause_ms": [round(pause_s * 1e3, 3) for pause_s in checkpoint_pauses_s],
@@ -355,6 +320,44 @@ class RunMonitor:
         for failure in failures:
             _log.error("%s", failure)
         return summary
+
+    def _figures(self, totals: Sequence[TrainerTotals]) -> dict[str, Any]:
+        """Return the figures of the summary that this monitor has counted, and those of trainers."""
+        seconds, first_samples, recovery_s = self._time_of_start(totals)
+        has_servers, losses = mode_of(self.config).has_servers, self.losses
+        staleness = {
+            **self.staleness.summary(),
+            "dropped": self.dropped_pushes,
+            "trainers": self.staleness.by_trainer(),
+        }
+        return {
+            "mode": self.config.mode,
+            "consistency": self.config.server.consistency if has_servers else None,
+            "num_servers": num_servers_of(self.config),
+            "num_trainers": num_trainers_of(self.config),
+            "transports": {str(i): self.transports[i] for i in sorted(self.transports)} if has_servers else None,
+            "steps": self.step,
+            "samples": self.samples,
+            "seconds": seconds,
+            "recovery_s": recovery_s,
+            "samples_per_second": (self.samples - first_samples) / seconds if seconds else None,
+            "train_loss": self.train_loss,
+            **({"train_losses": self.train_losses} if self.train_losses else {}),
+            "last_step_loss": self.loss,
+            "validation": self.validation,
+            **totals_of(totals),
+            "staleness": staleness if has_servers else None,
+            "faults": [
+                {name: fault[name] for name in ("time", "step", "text")}
+                for fault in (() if losses is None else losses.faults)
+            ],
+            "restarts": 0 if losses is None else losses.restarts,
+            "updates_redone": 0 if losses is None else losses.updates_redone,
+            "peak_rss_mb": {
+                "server": round(peak_rss_mb(), 1) if has_servers else None,
+                "trainer": round(max((t.peak_rss_mb for t in totals), default=0.0), 1) or None,
+            },
+        }
 
     def _time_of_start(self, totals: Sequence[TrainerTotals]) -> tuple[float, int, float]:
         """Return the training time of this start of the run, its samples before that, and the time after losses."""

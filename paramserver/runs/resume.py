@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 from paramserver.checkpoint import find_checkpoint, skipped_checkpoints
@@ -191,11 +190,7 @@ def _run_of_job(config: Config, job: Job) -> RunDir | None:
                 f"read ({str(error).partition('; ')[0]}); correct that file, or move the folder away to begin a new "
                 "run"
             ) from error
-        if name is not None or not list(_changes(stored, config)):
+        changed = (line for line in differences(stored, config) if line != _OLD_DEFAULT)
+        if name is not None or all(line.startswith(_KEYS_OF_ATTEMPT) for line in changed):
             return run
     return None
-
-
-def _changes(stored: Config, config: Config) -> Iterator[str]:
-    found = (line for line in differences(stored, config) if not line.startswith(_KEYS_OF_ATTEMPT))
-    return (line for line in found if line != _OLD_DEFAULT)

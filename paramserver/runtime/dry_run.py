@@ -22,7 +22,7 @@ from paramserver.sources.factory import check_watermark
 from paramserver.task import Task, make_callbacks, make_task, sampler_of
 
 
-def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = None) -> str:
+def plan_text(config: Config, folders: Sequence[Path], launcher: str | None) -> str:
     """Describe a run of ``config`` with all ranks on this machine. Starts nothing; reads the task's data.
 
     The launcher starts the ranks, as in ``ProcessIdentity.source``; None is the local supervisor.

@@ -439,51 +439,18 @@ class RankSession:
     def after(self, loss: PeerLost) -> RankSession:
         """Return the session that follows a loss; raise ``loss`` if the run cannot continue here."""
         plan, process = self.plan, self.process
-        config = process.config
-        # A signal ends this process, unless it asks a trainer to leave: that one joins again, to ask again.
-        leaves = config.cluster.elastic and process.role.kind == "trainer"
-        if process.stop.event.is_set() and not leaves:
-            if isinstance(loss, GenerationChanged):
-                raise Interrupted(
-                    f"interrupted ({process.stop.state()[1]}) between two generations of the run"
-                ) from loss
-            raise loss
+        self._check_interrupt(loss)
         # Without servers no process holds the state of the run that the others could return to.
-        if not mode_of(config).has_servers:
+        if not mode_of(process.config).has_servers:
             raise loss
-
-        # Which generation to join next, and until when; or why this process does not join again.
-        min_generation, give_up_at = max(self.generation, self.min_generation), self.give_up_at
-        if isinstance(loss, GenerationChanged):
-            min_generation, give_up_at = self.generation + 1, None
-        elif (
-            isinstance(loss, (PeerFailed, RunEnded))
-            or (self._is_newcomer and isinstance(loss, Unreachable))
-            or process.identity.global_rank == 0
-            or config.cluster.max_restarts == 0
-            # Before the first time, the user learns at once that rank 0 is gone; a supervisor starts it again.
-            or (plan.writes_log and not (self.joined or isinstance(loss, Unreachable)) and give_up_at is None)
-        ):
-            raise loss
-        elif isinstance(loss, Unreachable):
-            min_generation = self.generation + 1  # rank 0 begins it, as this was reported
-        elif isinstance(loss, Evicted):
-            if server_computes(config):
-                raise loss  # the living server knows this process's contexts by an id that it has used
-            give_up_at = None
-        else:
-            # A supervisor ends a server that is frozen and starts another one; elsewhere the scheduler must.
-            rank = process.identity.global_rank
-            self._write(make_record("lost", None, rank=rank, peer=self.peer, text=str(loss)))
+        min_generation, give_up_at = self._next_generation(loss)
 
         # The limit counts from the loss, through all attempts to join that have failed since then.
-        now = time.monotonic()
+        now, timeout_s = time.monotonic(), process.config.cluster.timeout_s
         if self.joined or give_up_at is None:
-            give_up_at = now + config.cluster.timeout_s
+            give_up_at = now + timeout_s
         if now > give_up_at:
-            raise MissingRanks(
-                f"{loss}; it did not return within cluster.timeout_s ({config.cluster.timeout_s:g} s)"
-            ) from loss
+            raise MissingRanks(f"{loss}; it did not return within cluster.timeout_s ({timeout_s:g} s)") from loss
         log.warning("%s; this process joins again", loss)
         process.stop.event.wait(_REJOIN_S)
 
@@ -503,6 +470,51 @@ class RankSession:
             self.trainer_ranks,
             self.next_resize,
         )
+
+    def _check_interrupt(self, loss: PeerLost) -> None:
+        """Raise what a signal that this process has received makes of a loss."""
+        process = self.process
+        # A signal ends this process, unless it asks a trainer to leave: that one joins again, to ask again.
+        leaves = process.config.cluster.elastic and process.role.kind == "trainer"
+        if leaves or not process.stop.event.is_set():
+            return
+        if isinstance(loss, GenerationChanged):
+            raise Interrupted(f"interrupted ({process.stop.state()[1]}) between two generations of the run") from loss
+        raise loss
+
+    def _next_generation(self, loss: PeerLost) -> tuple[int, float | None]:
+        """Return which generation to join after a loss, and until when; raise ``loss`` if this process does not join.
+
+        The time is None if it counts from now.
+        """
+        if isinstance(loss, GenerationChanged):
+            return self.generation + 1, None
+        if not self._may_join_after(loss):
+            raise loss
+        if isinstance(loss, Unreachable):
+            return self.generation + 1, self.give_up_at  # rank 0 begins it, as this was reported
+        min_generation = max(self.generation, self.min_generation)
+        if isinstance(loss, Evicted):
+            if server_computes(self.process.config):
+                raise loss  # the living server knows this process's contexts by an id that it has used
+            return min_generation, None
+        # A supervisor ends a server that is frozen and starts another one; elsewhere the scheduler must.
+        rank = self.process.identity.global_rank
+        self._write(make_record("lost", None, rank=rank, peer=self.peer, text=str(loss)))
+        return min_generation, self.give_up_at
+
+    def _may_join_after(self, loss: PeerLost) -> bool:
+        """Return whether this process may join another generation after a loss that ended its session."""
+        if isinstance(loss, (PeerFailed, RunEnded)):
+            return False
+        is_unreachable = isinstance(loss, Unreachable)
+        if self._is_newcomer and is_unreachable:
+            return False
+        if self.process.identity.global_rank == 0 or self.process.config.cluster.max_restarts == 0:
+            return False
+        # Before the first time, the user learns at once that rank 0 is gone; a supervisor starts it again.
+        is_first_time = not (self.joined or is_unreachable) and self.give_up_at is None
+        return not (self.plan.writes_log and is_first_time)
 
 
 def _in_generation(process: ProcessContext, rendezvous: Rendezvous) -> ProcessContext:
@@ -946,45 +958,19 @@ def _resize(
 ) -> None:
     """Carry out the requests of trainers, and continue without those that are given up, in another generation."""
     config, ranks = process.config, rendezvous.trainer_ranks
-
-    # Which requests can be carried out now: a refused one is answered, one that has to wait is read again.
     requests = pending_requests(rendezvous.root)
     if server.aggregator.ended:
         if server.aggregator.ends_run:
             refuse(rendezvous.root, requests, "the run is over")
         return
-    if not config.cluster.elastic:
-        refuse(rendezvous.root, requests, "cluster.elastic (False) must be true for trainers to join or leave; set it")
+    if requests and not _can_resize(server, config, rendezvous, requests):
         requests = {}
-    elif not server.roster.knows_data:
-        requests = {}  # later
-    elif requests and not server.roster.can_divide_data():
-        refuse(
-            rendezvous.root,
-            requests,
-            "the data of this run cannot be divided among other trainers; give a map-style data set, or an iterable "
-            "with state_dict, load_state_dict and reshard",
-        )
-        requests = {}
-    elif not server.roster.has_all_buffers():
-        requests = {}  # later
 
     # With which trainers the run continues. Those that are given up are left out; one that asks to leave is refused
     # where the others cannot do without it.
     lost = [ResizeRequest("leave", ranks[index]) for index in sorted(given_up)]
     wanted = resized(ranks, [*requests.values(), *lost])
-    too_few = ""
-    if wanted and not server.roster.has_room(len(wanted)):
-        too_few = (
-            "the buffers of the trainers that remain may have no room for the samples that must stay; let as many join "
-            "as leave, or give a map-style data set, without buffer.max_bytes"
-        )
-    elif wanted and len(wanted) <= (backups := config.server.backup_trainers):
-        too_few = (
-            f"server.backup_trainers ({backups}) must be less than the trainers that remain ({len(wanted)}); let as "
-            "many join as leave"
-        )
-    if too_few:
+    if too_few := _why_too_few(server, config, wanted):
         leaves = [key for key, request in requests.items() if request.kind == "leave"]
         refuse(rendezvous.root, leaves, too_few)
         requests = {key: request for key, request in requests.items() if key not in leaves}
@@ -1008,6 +994,41 @@ def _resize(
         server.aggregator.monitor.note(f"{reason}: the run continues with {trainers}")
         with server.run.lock:
             server.aggregator.request_resize(reason)
+
+
+def _can_resize(
+    server: ParameterServer, config: Config, rendezvous: Rendezvous, requests: Mapping[str, ResizeRequest]
+) -> bool:
+    """Return whether requests can be carried out now: refused ones are answered, those that have to wait read again."""
+    if not config.cluster.elastic:
+        refuse(rendezvous.root, requests, "cluster.elastic (False) must be true for trainers to join or leave; set it")
+        return False
+    if not server.roster.knows_data:
+        return False  # later
+    if not server.roster.can_divide_data():
+        refuse(
+            rendezvous.root,
+            requests,
+            "the data of this run cannot be divided among other trainers; give a map-style data set, or an iterable "
+            "with state_dict, load_state_dict and reshard",
+        )
+        return False
+    return server.roster.has_all_buffers()  # else later
+
+
+def _why_too_few(server: ParameterServer, config: Config, wanted: Sequence[int]) -> str:
+    """Return why the run cannot continue with so few trainers, and the cure; empty if it can, or if all leave."""
+    if wanted and not server.roster.has_room(len(wanted)):
+        return (
+            "the buffers of the trainers that remain may have no room for the samples that must stay; let as many join "
+            "as leave, or give a map-style data set, without buffer.max_bytes"
+        )
+    if wanted and len(wanted) <= (backups := config.server.backup_trainers):
+        return (
+            f"server.backup_trainers ({backups}) must be less than the trainers that remain ({len(wanted)}); let as "
+            "many join as leave"
+        )
+    return ""
 
 
 def trainer_class(config: Config, folders: Sequence[Path]) -> type[Trainer]:

@@ -405,6 +405,11 @@ class Supervisor:
         return self._summary is not None and self._summary["status"] == "completed" and not rank.generation
 
     @property
+    def _is_ending(self) -> bool:
+        """Whether the run ends: by a signal, a failure or its own summary."""
+        return self._signal is not None or self._is_failing or self._summary is not None
+
+    @property
     def _has_concluded(self) -> bool:
         """Whether rank 0 ended the run. In ddp it also writes a summary when another rank is lost."""
         if self._summary is None or mode_of(self.config).has_servers:
@@ -428,7 +433,7 @@ class Supervisor:
         if not mode_of(self.config).has_servers or rank.role.kind != "trainer" or self.config.server.on_loss == "fail":
             return False
         # The run ends anyway.
-        if self._signal is not None or self._is_failing or self._summary is not None:
+        if self._is_ending:
             return False
         # With cluster.elastic others may have joined, which are not ranks of this process; rank 0 knows.
         elastic = self.config.cluster.elastic
@@ -458,7 +463,7 @@ class Supervisor:
 
     def _start_finished_again(self) -> None:
         """Start the ranks again that had finished before the servers returned to a checkpoint, in a new generation."""
-        if not mode_of(self.config).has_servers or self._signal is not None or self._is_failing or self._summary:
+        if not mode_of(self.config).has_servers or self._is_ending:
             return
         generation, due = self._ranks[0].generation, {role.global_rank for _, role in self._starts_due}
         for rank in self._ranks:
@@ -479,7 +484,7 @@ class Supervisor:
         """Start the ranks again whose time has come, unless the run ends meanwhile."""
         if self._restarting_all:
             return
-        if self._signal is not None or self._is_failing or self._summary is not None:
+        if self._is_ending:
             self._starts_due.clear()
         now = time.monotonic()
         due = [role for at, role in self._starts_due if at <= now]

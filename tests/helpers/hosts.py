@@ -17,7 +17,7 @@ import pytest
 from launching import FinishedRun, environment, fork_server, write_config
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.tools.bench.namespaces import INTERFACE, Namespace, NetworkHosts, host_address
+from paramserver.tools.bench.processes import INTERFACE, Namespace, NetworkHosts, host_address
 
 FOLDER = Path("/tmp/work")  # of each host's own /tmp
 PORT = 29500

@@ -12,10 +12,10 @@ import pytest
 from launching import environment, write_config
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.tools.bench import namespaces as network
+from paramserver.tools.bench import processes as network
 from paramserver.tools.bench.cases import RequestedCases, make_cases
 from paramserver.tools.bench.measure import MeasuringMethod, rank_commands
-from paramserver.tools.bench.namespaces import NetworkHosts, host_address, parse_bandwidth, require_network_namespaces
+from paramserver.tools.bench.processes import NetworkHosts, host_address, parse_bandwidth, require_network_namespaces
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_hosts_reach_each_other_and_are_gone_at_the_end_or_are_refused():
 
 KILLED = """
 import os, signal, sys
-from paramserver.tools.bench.namespaces import NetworkHosts
+from paramserver.tools.bench.processes import NetworkHosts
 from paramserver.errors import UnsupportedConfiguration
 hosts = NetworkHosts(2, 12.5e6)
 try:

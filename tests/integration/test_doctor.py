@@ -9,7 +9,7 @@ import pytest
 from launching import environment, free_port, write_config
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.tools.bench.namespaces import NetworkHosts, host_address, require_network_namespaces
+from paramserver.tools.bench.processes import NetworkHosts, host_address, require_network_namespaces
 
 DOCTOR = [sys.executable, "-m", "paramserver.cli", "doctor"]
 pytestmark = pytest.mark.processes

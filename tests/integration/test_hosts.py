@@ -13,7 +13,7 @@ from launching import TASKS, FinishedRun, assert_equal_runs, differing_tensors, 
 from simulations import SHAPE
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.tools.bench.namespaces import INTERFACE
+from paramserver.tools.bench.processes import INTERFACE
 
 pytestmark = pytest.mark.processes
 
@@ -414,6 +414,6 @@ def test_hosts_are_skipped_by_name_where_they_are_not_permitted(monkeypatch):
     def refuse():
         raise UnsupportedConfiguration("this user is not root")
 
-    monkeypatch.setattr("paramserver.tools.bench.namespaces.require_network_namespaces", refuse)
+    monkeypatch.setattr("paramserver.tools.bench.processes.require_network_namespaces", refuse)
     with pytest.raises(pytest.skip.Exception, match="no hosts on this machine: this user is not root"):
         Hosts(1).__enter__()

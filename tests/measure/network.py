@@ -27,7 +27,7 @@ from paramserver.config import is_colocated, mode_of, num_commands_of
 from paramserver.tools.bench.cases import NO_COMMUNICATION, Case, RequestedCases, make_cases
 from paramserver.tools.bench.cost_model import communication_s
 from paramserver.tools.bench.measure import measure
-from paramserver.tools.bench.namespaces import NetworkHosts, parse_bandwidth
+from paramserver.tools.bench.processes import NetworkHosts, parse_bandwidth
 from paramserver.tools.report.results import CaseResult
 from tests.measure.common import MODELS, OPTIMIZERS, origin, spread
 from tests.measure.outside_clock import method_of

@@ -37,10 +37,9 @@ from paramserver.config import MODES, ClusterConfig, Config, ServerConfig, confi
 from paramserver.tools.bench.cases import Case
 from paramserver.tools.bench.cost_model import LinkSpeed
 from paramserver.tools.bench.measure import measure
-from paramserver.tools.bench.namespaces import NetworkHosts, parse_bandwidth
+from paramserver.tools.bench.processes import NetworkHosts, parse_bandwidth
 from paramserver.tools.bench.slowdown import SlowdownSpec
-from paramserver.tools.prediction.calibration import JITTER, deployment_of, error_of, fit
-from paramserver.tools.prediction.command import all_reduce, break_even_servers
+from paramserver.tools.prediction.command import JITTER, all_reduce, break_even_servers, deployment_of, error_of, fit
 from paramserver.tools.prediction.network import Deployment, simulate
 from paramserver.tools.report.results import CaseResult, append_result, read_results
 from tests.measure.common import origin, verdict
@@ -187,7 +186,7 @@ def judge(results: Results) -> None:
         runs = results[one.name]
         link = LinkSpeed(parse_bandwidth(one.bandwidth), LATENCY_S)
         rate = statistics.mean(run.samples_per_second for run in runs if run.samples_per_second is not None)
-        return deployment_of(runs[0], link, len(os.sched_getaffinity(0)), one_machine=True), rate
+        return deployment_of(runs[0], link, len(os.sched_getaffinity(0))), rate
 
     fitted = [deployed(one) for one in FITTED]
     costs = fit(fitted)

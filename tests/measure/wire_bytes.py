@@ -24,7 +24,7 @@ import yaml
 
 from paramserver.tools.bench.cases import Case, RequestedCases, make_cases
 from paramserver.tools.bench.measure import MeasuringMethod, measure
-from paramserver.tools.bench.namespaces import NetworkHosts, parse_bandwidth
+from paramserver.tools.bench.processes import NetworkHosts, parse_bandwidth
 from paramserver.tools.report.statistics import interpolated
 from tests.measure.common import origin, spread, verdict
 from tests.measure.outside_clock import Listener, config_of, method_of

@@ -25,8 +25,7 @@ from paramserver.config.parsing import read_text
 from paramserver.config.schema import closest_match
 from paramserver.errors import TrainingError, UnsupportedConfiguration
 from paramserver.tools.bench.slowdown import SlowdownSpec
-from paramserver.tools.report.results import LOCAL, NO_COMMUNICATION, Numbers
-from paramserver.tools.report.target import Target, first_reached, parse_target
+from paramserver.tools.report.results import LOCAL, NO_COMMUNICATION, Numbers, Target, first_reached, parse_target
 
 T = TypeVar("T")
 
@@ -202,30 +201,24 @@ def _cases(
 ) -> Iterator[Case]:
     several = [count for count in counts if count > 1]
     slows = [None] if requested.slow is None else [None, requested.slow]
-    for point in _distinct(_relevant(point, _LOCAL_MODE) for point in points):
+    of_local = _relevant(points, _LOCAL_MODE)
+    for point in of_local:
         yield _case(requested, _LOCAL_MODE, 1, point, None, LOCAL)
-    for count, point, slow in itertools.product(
-        several, _distinct(_relevant(point, _LOCAL_MODE) for point in points), slows
-    ):
+    for count, point, slow in itertools.product(several, of_local, slows):
         yield _case(requested, _LOCAL_MODE, count, point, slow, NO_COMMUNICATION)
     for mode in (mode for mode in modes if not mode.single_process):
-        for count, point, slow in itertools.product(
-            counts, _distinct(_relevant(point, mode) for point in points), slows
-        ):
+        for count, point, slow in itertools.product(counts, _relevant(points, mode), slows):
             yield _case(requested, mode, count, point, slow, None)
 
 
-def _distinct(items: Iterator[T]) -> list[T]:
-    found: list[T] = []
-    for item in items:
-        if item not in found:
-            found.append(item)
+def _relevant(points: Sequence[Mapping[str, str]], mode: Mode) -> list[dict[str, str]]:
+    """The distinct combinations of the keys that the mode uses."""
+    found: list[dict[str, str]] = []
+    for point in points:
+        used = {key: value for key, value in point.items() if not key.startswith(mode.unused_prefixes)}
+        if used not in found:
+            found.append(used)
     return found
-
-
-def _relevant(point: Mapping[str, str], mode: Mode) -> dict[str, str]:
-    """The keys of a combination that the mode uses."""
-    return {key: value for key, value in point.items() if not key.startswith(mode.unused_prefixes)}
 
 
 def _case(

@@ -38,14 +38,14 @@ from paramserver.tools.bench.cases import (
 from paramserver.tools.bench.cost_model import LinkSpeed
 from paramserver.tools.bench.link_probe import GLOO, RPC, measure_links
 from paramserver.tools.bench.measure import MeasuringMethod, measure
-from paramserver.tools.bench.namespaces import NetworkHosts, parse_bandwidth, require_network_namespaces
+from paramserver.tools.bench.processes import NetworkHosts, parse_bandwidth, require_network_namespaces
 from paramserver.tools.bench.slowdown import parse_slowdown
 from paramserver.tools.report.cases import cases_of
 from paramserver.tools.report.compare import compare
 from paramserver.tools.report.findings import findings
 from paramserver.tools.report.page import NO_PLOTS, not_writable_out, write_report
+from paramserver.tools.report.plots import has_matplotlib
 from paramserver.tools.report.results import RESULTS_FILE, CaseResult, Results, append_result, read_results
-from paramserver.tools.report.svg import has_matplotlib
 
 # The time around the training of a run, before one was measured: imports, rendezvous, the end.
 START_S = 6.0

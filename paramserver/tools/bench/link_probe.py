@@ -22,8 +22,7 @@ from paramserver.cluster import LOOPBACK, bind_interface, process_environ
 from paramserver.errors import TrainingError
 from paramserver.process_utils import exit_process
 from paramserver.tools.bench.cost_model import LinkSpeed
-from paramserver.tools.bench.namespaces import INTERFACE, NetworkHosts
-from paramserver.tools.bench.processes import ProcessGroup
+from paramserver.tools.bench.processes import INTERFACE, NetworkHosts, ProcessGroup
 
 SIZE_BYTES = 8 * 2**20
 SMALL, LARGE, WARM = 100, 15, 3

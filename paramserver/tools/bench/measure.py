@@ -27,8 +27,7 @@ from paramserver.metrics.records import PHASES, DurationHistogram
 from paramserver.process_utils import cpu_ticks
 from paramserver.tools.bench.cases import Case, require_first_reached
 from paramserver.tools.bench.cost_model import LinkSpeed, predict_communication, ring_bytes
-from paramserver.tools.bench.namespaces import PORT, NetworkHosts, host_address
-from paramserver.tools.bench.processes import ProcessGroup
+from paramserver.tools.bench.processes import PORT, NetworkHosts, ProcessGroup, host_address
 from paramserver.tools.bench.step_stamps import (
     COLUMNS,
     StepStamp,
@@ -38,9 +37,8 @@ from paramserver.tools.bench.step_stamps import (
     server_pids,
 )
 from paramserver.tools.report.from_runs import learning_curves
-from paramserver.tools.report.results import COMPUTED_RING, COUNTED_BY_KERNEL, CaseResult
+from paramserver.tools.report.results import COMPUTED_RING, COUNTED_BY_KERNEL, CaseResult, Target
 from paramserver.tools.report.statistics import interpolated
-from paramserver.tools.report.target import Target
 
 # The first steps allocate what later ones reuse: buffers, buckets, caches.
 WARM_STEPS = 3

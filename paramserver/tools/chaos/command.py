@@ -20,7 +20,7 @@ from paramserver.importing import code_folders
 from paramserver.launch import add_overrides, launch_local, normalize_flags, run_command
 from paramserver.process_utils import print_output
 from paramserver.tools.chaos.director import FaultDirector, Shot
-from paramserver.tools.chaos.plan import Fault, parse_faults, random_faults
+from paramserver.tools.chaos.plan import Fault, name_of, parse_faults, random_faults
 from paramserver.tools.chaos.receiver import FAULT_ADDRESS, receive_faults
 
 # The load of the machine may delay a process by this, in addition to what limits a wait.
@@ -127,7 +127,7 @@ class ChaosRun:
         if not shot.fault.silences(self.config.server.lost_after_s):
             return {}
         ranks = roles(self.config, world_size_of(self.config))
-        role = next(role for role in ranks if str(role).replace(" ", ":") == shot.fault.target)
+        role = next(role for role in ranks if name_of(role) == shot.fault.target)
         after = [record for record in self.records if record["time"] > fired_at]
 
         def first(found: Callable[[Mapping[str, Any]], bool], since: float) -> float | None:

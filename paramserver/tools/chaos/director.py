@@ -18,7 +18,7 @@ from typing import Any
 
 from paramserver.config import Config, roles, world_size_of
 from paramserver.metrics import Record, Sink
-from paramserver.tools.chaos.plan import Fault
+from paramserver.tools.chaos.plan import Fault, name_of
 
 # How often instants are compared with the clock.
 _TICK_S = 0.01
@@ -68,7 +68,7 @@ class FaultDirector(Sink):
         self.step = 0
         self.lost: list[str] = []
         self.repeated: list[str] = []
-        self._role_of = {str(role).replace(" ", ":"): role for role in roles(config, world_size_of(config))}
+        self._role_of = {name_of(role): role for role in roles(config, world_size_of(config))}
         self._first_update: float | None = None
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._lasting: list[tuple[float, int | None, dict[str, Any]]] = []

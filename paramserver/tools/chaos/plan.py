@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from paramserver.config import Config, Role, mode_of
 from paramserver.errors import UnsupportedConfiguration
@@ -17,6 +18,12 @@ _NEEDS_SERVERS = ("lose", "partition")
 _MESSAGES = ("replies", "requests")
 _TARGET = re.compile(r"(trainer|server):(\d{1,6})")
 _NUMBER = r"(\d{1,9}(?:\.\d{1,9})?)"
+# With these the text of a fault ends, the first one last.
+_TIMES: Mapping[str, tuple[re.Pattern[str], type[int] | type[float]]] = {
+    "for_s": (re.compile(rf" for {_NUMBER}s$"), float),
+    "at_s": (re.compile(rf" @{_NUMBER}s$"), float),
+    "at_step": (re.compile(r" @step (\d{1,12})$"), int),
+}
 # What a random fault leaves for the run to recover in, in addition to its own length and server.lost_after_s.
 _RECOVERY_S = 8.0
 
@@ -68,7 +75,7 @@ def parse_faults(text: str, ranks: Sequence[Role], config: Config) -> list[Fault
     faults = [_parse(part) for part in parts if part]
     if not faults:
         raise UnsupportedConfiguration(f"--faults ({text}) must name a fault; {EXAMPLE}")
-    known = [_name(role) for role in ranks]
+    known = [name_of(role) for role in ranks]
     for fault in faults:
         if fault.target and fault.target not in known:
             raise UnsupportedConfiguration(
@@ -82,52 +89,63 @@ def parse_faults(text: str, ranks: Sequence[Role], config: Config) -> list[Fault
     return faults
 
 
-def _name(role: Role) -> str:
+def name_of(role: Role) -> str:
+    """Return how faults name a rank: ``trainer:1``."""
     return str(role).replace(" ", ":")
 
 
 def _parse(part: str) -> Fault:
-    def refuse(rule: str) -> UnsupportedConfiguration:
-        return UnsupportedConfiguration(f"--faults ({part}): {rule}; {EXAMPLE}")
-
-    rest = part
-    found: dict[str, float | int] = {}
-    for name, pattern in (
-        ("for_s", rf" for {_NUMBER}s$"),
-        ("at_s", rf" @{_NUMBER}s$"),
-        ("at_step", r" @step (\d{1,12})$"),
-    ):
-        if (match := re.search(pattern, rest)) is not None:
-            found[name] = int(match[1]) if name == "at_step" else float(match[1])
-            rest = rest[: match.start()].rstrip()
+    rest, times = _split_times(part)
     kind, *words = rest.split()
-    if kind not in _KINDS:
-        raise refuse(f"the fault ({kind}) must be one of {', '.join(_KINDS)}")
-    if found.get("for_s") == 0:
-        raise refuse("the duration (0 s) must be above 0")
-    if "at_s" in found and "at_step" in found:
-        raise refuse("the instant must be a step or a time, not both")
-    at_step, for_s = found.get("at_step"), found.get("for_s")
-    fault = Fault(kind, at_step=None if at_step is None else int(at_step), at_s=found.get("at_s"), for_s=for_s)
-    if kind == "kill" and for_s is not None:
-        raise refuse("kill must have no duration")
-    if kind in ("hold_gil", "partition") and for_s is None:
-        raise refuse(f"{kind} must have a duration, such as for 5s")
+    try:
+        if kind not in _KINDS:
+            raise ValueError(f"the fault ({kind}) must be one of {', '.join(_KINDS)}")
+        _check_times(kind, times)
+        return Fault(kind, **_parameters(kind, words), **times)
+    except ValueError as rule:
+        raise UnsupportedConfiguration(f"--faults ({part}): {rule}; {EXAMPLE}") from None
+
+
+def _split_times(part: str) -> tuple[str, dict[str, Any]]:
+    """Return the text of a fault without its instant and duration, and these as fields of ``Fault``."""
+    times = {}
+    for name, (pattern, kind) in _TIMES.items():
+        if (match := pattern.search(part)) is not None:
+            times[name] = kind(match[1])
+            part = part[: match.start()].rstrip()
+    return part, times
+
+
+def _check_times(kind: str, times: Mapping[str, float]) -> None:
+    """Raise ValueError, with the rule, for an instant or a duration that a fault of this kind cannot have."""
+    if times.get("for_s") == 0:
+        raise ValueError("the duration (0 s) must be above 0")
+    if "at_s" in times and "at_step" in times:
+        raise ValueError("the instant must be a step or a time, not both")
+    if kind == "kill" and "for_s" in times:
+        raise ValueError("kill must have no duration")
+    if kind in ("hold_gil", "partition") and "for_s" not in times:
+        raise ValueError(f"{kind} must have a duration, such as for 5s")
+
+
+def _parameters(kind: str, words: Sequence[str]) -> dict[str, Any]:
+    """Return what follows the kind, as fields of ``Fault``; raise ValueError, with the rule, for anything else."""
     if kind == "lose":
-        percent = re.fullmatch(rf"{_NUMBER}%", words[1]) if len(words) == 2 and words[0] in _MESSAGES else None
-        if percent is None or not 0 < float(percent[1]) <= 50:
-            raise refuse("lose must be followed by replies or requests and a percentage of at most 50")
-        return replace(fault, messages=words[0], amount=float(percent[1]))
-    if not words or _TARGET.fullmatch(words[0]) is None:
-        raise refuse(f"{kind} must be followed by a rank, such as trainer:1 or server:0")
+        match = re.fullmatch(rf"({'|'.join(_MESSAGES)}) {_NUMBER}%", " ".join(words))
+        if match is None or not 0 < float(match[2]) <= 50:
+            raise ValueError("lose must be followed by replies or requests and a percentage of at most 50")
+        return {"messages": match[1], "amount": float(match[2])}
+    target, rest = " ".join(words[:1]), " ".join(words[1:])
+    if _TARGET.fullmatch(target) is None:
+        raise ValueError(f"{kind} must be followed by a rank, such as trainer:1 or server:0")
     if kind == "slow":
-        factor = re.fullmatch(rf"x{_NUMBER}", words[1]) if len(words) == 2 else None
-        if factor is None or float(factor[1]) < 1 or not words[0].startswith("trainer"):
-            raise refuse("slow must be followed by a trainer and a factor of at least 1, such as x5")
-        return replace(fault, target=words[0], amount=float(factor[1]))
-    if len(words) > 1:
-        raise refuse(f"{' '.join(words[1:])} is not understood after {kind} {words[0]}")
-    return replace(fault, target=words[0])
+        factor = re.fullmatch(rf"x{_NUMBER}", rest)
+        if factor is None or float(factor[1]) < 1 or not target.startswith("trainer"):
+            raise ValueError("slow must be followed by a trainer and a factor of at least 1, such as x5")
+        return {"target": target, "amount": float(factor[1])}
+    if rest:
+        raise ValueError(f"{rest} is not understood after {kind} {target}")
+    return {"target": target}
 
 
 def random_faults(number: int, seed: int, ranks: Sequence[Role], config: Config) -> list[Fault]:
@@ -138,7 +156,7 @@ def random_faults(number: int, seed: int, ranks: Sequence[Role], config: Config)
     """
     rng, lost_after_s = random.Random(f"chaos/{seed}"), config.server.lost_after_s
     kinds = [kind for kind in _KINDS if kind != "lose" and (kind != "partition" or mode_of(config).has_servers)]
-    ends = {_name(role): 0 for role in ranks}
+    ends = {name_of(role): 0 for role in ranks}
     trainers = [name for name in ends if name.startswith("trainer")]
     faults: list[Fault] = []
     at_s = rng.uniform(1.0, 4.0)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.cluster import process_environ
 from paramserver.config import Role
+from paramserver.tools.chaos.plan import name_of
 
 if TYPE_CHECKING:
     from torch.futures import Future
@@ -93,7 +94,7 @@ class FaultReceiver:
 
     def _partition(self, target: str, for_s: float) -> None:
         """Cut this rank off from the servers if it is the target, else from the target if that is a server."""
-        own = str(self._role).replace(" ", ":") if self._role is not None else ""
+        own = name_of(self._role) if self._role is not None else ""
         self._cut_off["" if own == target else target.replace(":", "")] = time.monotonic() + for_s
 
     # Calls; see ``rpc_calls.set_interceptor``.

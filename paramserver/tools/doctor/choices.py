@@ -78,40 +78,59 @@ def describe_choices(found: Diagnosis, config: Config, identity: ProcessIdentity
 
 
 def _address(found: Diagnosis, section: Section, config: Config, identity: ProcessIdentity | None) -> str:
-    cluster = config.cluster
-    host = cluster.master_addr if identity is None else identity.master_addr
-    port = cluster.master_port if identity is None else identity.master_port
-    if identity is not None and identity.store_is_hosted:
-        why = f"{identity.source} serves the store there"
-    elif identity is not None:
-        why = f"from {identity.source} or the config; rank 0 serves the store there"
-    else:
-        why = "cluster.master_port is 0: a free port" if port == 0 else "cluster.master_port"
-    section.add("rank 0", f"{host}:{port or '<free>'}", {"host": host, "port": port}, why)
+    host, port = _rank_0(section, config, identity)
     if identity is not None and not _wait_for_name(found, config, identity):
         return ""
     try:
-        choose_interface(process_environ(), cluster.interface, host)
-        interface = chosen_interface(process_environ())
-        address = own_address(host, interface)
+        address = _interface(section, config, host)
     except UnsupportedConfiguration as error:
         found.refusal(error)
         return ""
-    why = "cluster.interface" if cluster.interface else "all ranks are on this host" if is_loopback(host) else ""
-    why = why or (f"this host reaches {host} over it" if interface else f"no route to {host} has a known interface")
-    section.add(
-        "interface", f"{interface or 'torch chooses'}, address {address}", {"name": interface, "address": address}, why
-    )
     if identity is None:
         try:
             bind_listener(host, port).close()
         except UnsupportedConfiguration as error:
             found.refusal(error)
-    if (identity is None or (identity.global_rank == 0 and identity.token is None)) and not is_loopback(host):
+    is_open = identity is None or (identity.global_rank == 0 and identity.token is None)
+    if is_open and not is_loopback(host):
         found.note(
             f"rank 0 at {host} answers every process that reaches it, as there is no job token",
             "set cluster.token_file, or PARAMSERVER_TOKEN",
         )
+    return address
+
+
+def _rank_0(section: Section, config: Config, identity: ProcessIdentity | None) -> tuple[str, int]:
+    """Add where rank 0 is, and return its host and port."""
+    if identity is None:
+        host, port = config.cluster.master_addr, config.cluster.master_port
+        why = "cluster.master_port is 0: a free port" if port == 0 else "cluster.master_port"
+    else:
+        host, port = identity.master_addr, identity.master_port
+        why = f"from {identity.source} or the config; rank 0 serves the store there"
+        if identity.store_is_hosted:
+            why = f"{identity.source} serves the store there"
+    section.add("rank 0", f"{host}:{port or '<free>'}", {"host": host, "port": port}, why)
+    return host, port
+
+
+def _interface(section: Section, config: Config, host: str) -> str:
+    """Choose the interface that reaches ``host``, add it, and return its address.
+
+    Raises:
+        UnsupportedConfiguration: ``cluster.interface`` is not one of this host, or has no address.
+    """
+    choose_interface(process_environ(), config.cluster.interface, host)
+    interface = chosen_interface(process_environ())
+    address = own_address(host, interface)
+    if config.cluster.interface:
+        why = "cluster.interface"
+    elif is_loopback(host):
+        why = "all ranks are on this host"
+    else:
+        why = f"this host reaches {host} over it" if interface else f"no route to {host} has a known interface"
+    text = f"{interface or 'torch chooses'}, address {address}"
+    section.add("interface", text, {"name": interface, "address": address}, why)
     return address
 
 

@@ -1,4 +1,9 @@
-"""The check between the hosts of a run: the same addresses, interfaces, store and job token as the run would have."""
+"""The check between the hosts of a run: the same addresses, interfaces, store and job token as the run would have.
+
+Of each link between two hosts it finds out whether each can connect to the other, how long a message takes, and how
+fast it is. One host listens at the address and interface that a run would choose, the other one connects, and then the
+other way round. A message is its size (8 bytes) and as many bytes; the answer to it is the time of the listening host.
+"""
 
 from __future__ import annotations
 

@@ -12,13 +12,17 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from paramserver.cluster import allocated_gpus, num_usable_cores
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from paramserver.cluster import ProcessIdentity, allocated_gpus, num_usable_cores
 from paramserver.cluster.base import Environ
 from paramserver.cluster.control_groups import available_bytes, cpu_limit, read_text
 from paramserver.cluster.network import list_interfaces
 from paramserver.cluster.resolve import ENVIRONMENTS
 from paramserver.config import Config, mode_of, world_size_of
 from paramserver.devices import num_gpus, require_visible_gpus
+from paramserver.distributed.rendezvous import Rendezvous, host_identity
+from paramserver.distributed.session import available_backends, rpc_server
 from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.errors import DeadlineExceeded, UnsupportedConfiguration
 from paramserver.fileio import atomic_write_text
@@ -93,8 +97,6 @@ def _versions(found: Diagnosis, section: Section) -> None:
 
 
 def _communication(found: Diagnosis, section: Section) -> None:
-    from paramserver.distributed.session import available_backends
-
     backends = available_backends()
     texts = [name if is_there else f"no {name}" for name, is_there in backends.items()]
     section.add("torch.distributed", ", ".join(texts), backends)
@@ -227,13 +229,18 @@ def _folders(found: Diagnosis, section: Section, config: Config) -> None:
 
 
 def check_rpc_agent(found: Diagnosis, config: Config) -> None:
-    """Start an RPC agent on the interface that was bound, if the mode has servers."""
+    """Start an RPC agent as server 0 does, on the interface that was bound, if the mode has servers."""
     if not mode_of(config).has_servers:
         return
-    from paramserver.distributed.session import start_rpc_agent
+    identity = ProcessIdentity(0, 1, 0, 1, 0, "127.0.0.1", 0, False, "doctor", "flags")
+    rendezvous = Rendezvous(HashStore(), identity, _AGENT_S, host_identity())
+
+    def start() -> None:
+        with rpc_server(rendezvous):
+            pass
 
     try:
-        start_rpc_agent(_AGENT_S)
+        call_with_timeout(_AGENT_S, "the start of an RPC agent", start)
     except (DeadlineExceeded, RuntimeError) as error:
         found.problem(
             f"an RPC agent does not start here: {str(error).splitlines()[0]}",

@@ -1,29 +1,144 @@
-"""``paramserver benchmark predict``: from measured runs of few trainers to the throughput of many."""
+"""``paramserver benchmark predict``: from measured runs of few trainers to the throughput of many.
+
+Measured runs become deployments that can be simulated, and the costs of the simulator are fitted to explain them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
-from paramserver.config import MODES, Mode, dump_yaml, server_computes
+import torch
+import yaml
+
+from paramserver.config import MODES, Mode, config_from_mapping, dump_yaml, mode_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import add_overrides
+from paramserver.parameters.flat import FlatLayout
 from paramserver.process_utils import print_output
 from paramserver.tools.bench.cases import Case, RequestedCases, add_case_flags, make_cases, parse_positive
 from paramserver.tools.bench.cost_model import LinkSpeed, communication_s
-from paramserver.tools.bench.namespaces import parse_bandwidth
-from paramserver.tools.bench.slowdown import parse_slowdown
-from paramserver.tools.prediction.calibration import JITTER, deployment_of, error_of, fit
+from paramserver.tools.bench.processes import parse_bandwidth
+from paramserver.tools.bench.slowdown import SlowdownSpec, parse_slowdown
 from paramserver.tools.prediction.network import Costs, Deployment, Throughput, simulate
 from paramserver.tools.report.page import not_writable_out, table, write_report
 from paramserver.tools.report.results import COMPLETED, RESULTS_FILE, CaseResult, Results, append_result, read_results
 from paramserver.tools.report.tables import Table
+from paramserver.transport.compression import make_codec
+
+JITTER = 0.05
+"""By what the compute of a step varies where nothing else is known; without it trainers would stay in step for ever."""
+
+TRANSFER_JITTER = 0.3
+"""By what transfers vary: TCP does not give each the same rate. Chosen with measurements (docs/scale.md)."""
+
+_COMPUTES = ("data", "forward")
+# How often a parameter is tried at this multiple of its value, and at its reciprocal.
+_FACTORS = (3.0, 1.4, 1.1)
+# The costs of a message and of its bytes take the place of each other, so a search parameter by parameter ends between
+# them. It begins at the best of these multiples of both.
+_STARTS = (0.3, 1.0, 3.0, 10.0)
+_MOST_STARTS = 2
+# A cost that is 4 times its default counts like an error of 4 % in each run: what runs do not show keeps its default.
+_PRIOR = (0.04 / math.log(4.0)) ** 2
+_STEPS, _WARM_STEPS = 12, 3
+
+
+def deployment_of(result: CaseResult, link: LinkSpeed, cores: int, costs: Costs | None = None) -> Deployment:
+    """Return what a measured run is for the simulator.
+
+    ``result`` is a completed one, of a mode with servers; ``link`` is of an interface of the hosts,
+    which are on one machine and share the ``cores``. ``costs`` are those that were fitted; None for the defaults.
+
+    Raises:
+        UnsupportedConfiguration: the result lacks what the simulator needs, or is of a run that it has no model of.
+    """
+    where = f"the result {result.case}, repeat {result.repeat},"
+    text = result.environment.get("config")
+    if not isinstance(text, str):
+        raise UnsupportedConfiguration(f"{where} must have the config of its run; benchmark again")
+    config = config_from_mapping(yaml.safe_load(text))
+    if not mode_of(config).has_servers or server_computes(config):
+        raise UnsupportedConfiguration(
+            f"{where} must be of mode rpc with server.compute: trainer, which the simulator models; measure that"
+        )
+    phases, size = result.phases_ms, result.model_bytes
+    if not result.is_completed or not size or not result.samples or not result.steps or not phases.get("forward"):
+        raise UnsupportedConfiguration(
+            f"{where} must be complete, with model_bytes, steps, samples and phases_ms; benchmark again"
+        )
+    # The type of the parameters is not in a result; it is float32 with few exceptions.
+    exact = FlatLayout((torch.float32,), (1,), ())
+    on_wire = make_codec(config.server).wire_layout(exact).dtypes[0].itemsize / exact.dtypes[0].itemsize
+    return Deployment(
+        config=config,
+        message_bytes=size * on_wire,
+        forward_s=sum(phases.get(name) or 0.0 for name in _COMPUTES) / 1e3,
+        backward_s=(phases.get("backward") or 0.0) / 1e3,
+        link=link,
+        samples=config.training.batch_size * config.training.accumulate_batches,
+        costs=costs or Costs(),
+        cores=cores,
+        one_machine=True,
+        slow=SlowdownSpec(**result.scenario["slow"]) if result.scenario.get("slow") else None,
+        jitter=JITTER,
+        transfer_jitter=TRANSFER_JITTER,
+        seed=result.repeat,
+    )
+
+
+def error_of(deployment: Deployment, samples_per_second: float, steps: int = _STEPS, warm: int = _WARM_STEPS) -> float:
+    """Return the simulated throughput over the measured one, less 1."""
+    return simulate(deployment, steps, warm).samples_per_second / samples_per_second - 1
+
+
+def fit(measured: Sequence[tuple[Deployment, float]]) -> Costs:
+    """Return the costs with which the simulator explains measured runs best, starting from those of the first.
+
+    The sum of the squared errors is minimized parameter by parameter, from several starts; a parameter on which no run
+    depends keeps its value.
+    """
+    first = measured[0][0].costs
+    default = asdict(first)
+
+    def loss(values: dict[str, float]) -> float:
+        costs = Costs(**values)
+        errors = [error_of(replace(deployment, costs=costs), rate) for deployment, rate in measured]
+        far = sum(math.log(values[name] / default[name]) ** 2 for name in default)
+        return sum(math.log1p(error) ** 2 for error in errors) + _PRIOR * far
+
+    starts = [
+        {**default, "message_s": default["message_s"] * message, "byte_s": default["byte_s"] * byte}
+        for message, byte in product(_STARTS, _STARTS)
+    ]
+    found = [_descend(loss, start) for start in sorted(starts, key=loss)[:_MOST_STARTS]]
+    return Costs(**min(found, key=loss))
+
+
+def _descend(loss: Callable[[dict[str, float]], float], start: dict[str, float]) -> dict[str, float]:
+    """Return the values to which a search parameter by parameter comes from ``start``."""
+    best, values = loss(start), dict(start)
+    for factor in _FACTORS:
+        improved = True
+        while improved:
+            improved = False
+            for name in start:
+                for tried in (values[name] * factor, values[name] / factor):
+                    if name == "link_share" and tried > 1.0:
+                        continue
+                    candidate = {**values, name: tried}
+                    if (found := loss(candidate)) < best * 0.99:
+                        best, values, improved = found, candidate, True
+    return values
+
 
 SIMULATED = "Simulated, not measured"
 _ROUNDS = 200  # of steps of an all-reduce with random compute
@@ -161,7 +276,7 @@ def _deployed(result: CaseResult) -> Deployment:
     cores = result.environment.get("cores")
     # The bandwidth is that of a tensor: headers and gaps are part of it.
     costs = replace(Costs(), link_share=1.0)
-    return deployment_of(result, LinkSpeed(bandwidth, latency), cores or 1, one_machine=True, costs=costs)
+    return deployment_of(result, LinkSpeed(bandwidth, latency), cores or 1, costs)
 
 
 def _predicted(case: Case, target: Deployment, failures: tuple[float, float] | None) -> Prediction:

@@ -267,17 +267,13 @@ class ModelledRun(World):
         # Where many share an interface, a whole message is small enough a turn.
         self._most_chunks = max(1, min(_MOST_CHUNKS, 256 // deployment.trainers))
         machine = Resource(deployment.cores)
-        shared = is_colocated(deployment.config)
         hosts = [
             Host(self, machine if deployment.one_machine else Resource(deployment.cores), costs.two_way)
-            for _ in range(max(deployment.trainers, deployment.servers))
+            for _ in range(deployment.trainers + deployment.servers)
         ]
-        others = [
-            Host(self, machine if deployment.one_machine else Resource(deployment.cores), costs.two_way)
-            for _ in range(deployment.servers)
-        ]
+        first = 0 if is_colocated(deployment.config) else deployment.trainers
         self.trainers = [Endpoint(host) for host in hosts[: deployment.trainers]]
-        self.servers = [Endpoint(host) for host in (hosts if shared else others)[: deployment.servers]]
+        self.servers = [Endpoint(host) for host in hosts[first : first + deployment.servers]]
         self.pieces = _pieces(deployment)
         self._batches = [0] * deployment.trainers
         self.buckets: _Buckets | None = None  # of the step, where updates are made bucket by bucket

@@ -13,8 +13,8 @@ from paramserver.tools.report.cases import cases_of
 from paramserver.tools.report.findings import findings
 from paramserver.tools.report.from_runs import results_at
 from paramserver.tools.report.page import NO_PLOTS, write_report
-from paramserver.tools.report.svg import has_matplotlib
-from paramserver.tools.report.target import parse_target, with_target
+from paramserver.tools.report.plots import has_matplotlib
+from paramserver.tools.report.results import parse_target, with_target
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.tools.report.cases import FIGURES, SPEED, Figure, ReportCase, cases_of
-from paramserver.tools.report.conditions import machine_names, transports_of
 from paramserver.tools.report.formatting import (
     first_line,
     format_estimate,
@@ -18,6 +17,7 @@ from paramserver.tools.report.formatting import (
 )
 from paramserver.tools.report.results import Results
 from paramserver.tools.report.statistics import Estimate, ratio
+from paramserver.tools.report.tables import machine_names, transports_of
 
 _TITLES = ("figure", "A", "B", "B / A", "95 %", "")
 

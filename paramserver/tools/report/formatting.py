@@ -9,6 +9,7 @@ from typing import Any
 from paramserver.tools.report.statistics import Estimate
 
 DASH = "-"
+_MOST_LETTERS = 300
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
@@ -37,12 +38,12 @@ def format_interval(estimate: Estimate | None, scale: float = 1.0, digits: int =
     return f"{format_number(estimate.low * scale, digits)} to {format_number(estimate.high * scale, digits)}"
 
 
-def format_estimate(estimate: Estimate | None, scale: float = 1.0, digits: int = 3) -> str:
+def format_estimate(estimate: Estimate | None, scale: float = 1.0) -> str:
     """The value and, in brackets, its interval: "5200 (5100 to 5300)"."""
     if estimate is None:
         return DASH
-    text = format_number(estimate.value * scale, digits)
-    return f"{text} ({format_interval(estimate, scale, digits)})" if estimate.has_interval else text
+    text = format_number(estimate.value * scale)
+    return f"{text} ({format_interval(estimate, scale)})" if estimate.has_interval else text
 
 
 def format_percent(estimate: Estimate | None) -> str:
@@ -77,9 +78,10 @@ def join_names(names: Sequence[str], most: int = 6) -> str:
     return "".join(shown) if len(shown) < 2 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def first_line(text: str | None, most: int = 300) -> str:
+def first_line(text: str | None) -> str:
+    """The first line of an error, cut at ``_MOST_LETTERS``."""
     line = (text or "").strip().split("\n")[0]
-    return line if len(line) <= most else f"{line[: most - 3]}..."
+    return line if len(line) <= _MOST_LETTERS else f"{line[: _MOST_LETTERS - 3]}..."
 
 
 def scenario_text(scenario: Mapping[str, Any]) -> str:

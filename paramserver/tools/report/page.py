@@ -9,27 +9,24 @@ import html
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.fileio import atomic_write_text
 from paramserver.tools.report.cases import ReportCase, cases_of
-from paramserver.tools.report.conditions import (
+from paramserver.tools.report.findings import findings
+from paramserver.tools.report.formatting import join_names, quoted
+from paramserver.tools.report.plots import Picture, draw, has_matplotlib
+from paramserver.tools.report.results import Results
+from paramserver.tools.report.tables import (
+    Table,
     cases_by_config,
     comparability_warnings,
     condition_rows,
     conditions_text,
-    method_text,
-)
-from paramserver.tools.report.findings import findings
-from paramserver.tools.report.formatting import join_names, quoted
-from paramserver.tools.report.results import Results
-from paramserver.tools.report.svg import has_matplotlib
-from paramserver.tools.report.tables import (
-    Table,
     definitions_table,
     failures_table,
     learning_table,
+    method_text,
     phases_table,
     predictions_table,
     resources_table,
@@ -38,9 +35,6 @@ from paramserver.tools.report.tables import (
     steps_table,
     throughput_table,
 )
-
-if TYPE_CHECKING:
-    from paramserver.tools.report.plots import Picture
 
 NO_PLOTS = "The plots are left out, because matplotlib is not installed: python -m pip install 'paramserver[report]'."
 
@@ -52,7 +46,7 @@ def write_report(results: Results, folder: Path, title: str = "What was measured
         UnsupportedConfiguration: the folder cannot be written to.
     """
     cases = cases_of(results.results)
-    pictures = _draw(cases)
+    pictures = draw(cases) if has_matplotlib() else {}
     markdown = "\n\n".join([f"# {title}", *_blocks(results, cases, pictures)]) + "\n"
     # The plots are drawn once, for the files and for the page.
     svgs = {picture.name: picture.svg for drawn in pictures.values() for picture in drawn}
@@ -72,15 +66,6 @@ def not_writable_out(folder: Path, error: OSError) -> UnsupportedConfiguration:
     return UnsupportedConfiguration(
         f"{folder} must be a folder that this user can write to ({error.strerror or error}); choose another --out"
     )
-
-
-def _draw(cases: Sequence[ReportCase]) -> Mapping[str, Sequence[Picture]]:
-    """The plots by section; none without matplotlib."""
-    if not has_matplotlib():
-        return {}
-    from paramserver.tools.report.plots import draw
-
-    return draw(cases)
 
 
 def _blocks(results: Results, cases: Sequence[ReportCase], pictures: Mapping[str, Sequence[Picture]]) -> Iterator[str]:

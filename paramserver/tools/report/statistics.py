@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -193,8 +194,7 @@ def merged_steps(results: Iterable[CaseResult]) -> DurationHistogram:
 
 def merged_counts(histograms: Iterable[Mapping[str, int]]) -> dict[int, int]:
     """The sum of several histograms, in ascending order of values."""
-    merged: dict[int, int] = {}
+    merged = Counter[int]()
     for histogram in histograms:
-        for value, count in histogram.items():
-            merged[int(value)] = merged.get(int(value), 0) + count
+        merged.update({int(value): count for value, count in histogram.items()})
     return dict(sorted(merged.items()))

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from paramserver.metrics.records import make_record
-from paramserver.metrics.reduction import LogReducer
+from paramserver.metrics.records import LogReducer, make_record
 
 
 def log(step, trainer, value, reduce="mean", weight=1, name="gap"):

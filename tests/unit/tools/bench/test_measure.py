@@ -20,8 +20,8 @@ from paramserver.tools.bench.measure import (
 )
 from paramserver.tools.bench.step_stamps import COLUMNS, StepStamp, StepStamps, read_stamps, server_pids
 from paramserver.tools.report.from_runs import learning_curves
+from paramserver.tools.report.results import Target
 from paramserver.tools.report.statistics import interpolated
-from paramserver.tools.report.target import Target
 
 PHASE_S = dict.fromkeys(COLUMNS, 0.0)
 

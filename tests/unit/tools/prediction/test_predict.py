@@ -8,8 +8,7 @@ from paramserver import benchmark
 from paramserver.config import MODES, ClusterConfig, Config, ServerConfig, TrainingConfig, dump_yaml
 from paramserver.tools.bench.cost_model import LinkSpeed, communication_s
 from paramserver.tools.prediction import command
-from paramserver.tools.prediction.calibration import TRANSFER_JITTER
-from paramserver.tools.prediction.command import all_reduce, break_even_servers, calibrated, usable
+from paramserver.tools.prediction.command import TRANSFER_JITTER, all_reduce, break_even_servers, calibrated, usable
 from paramserver.tools.prediction.network import Costs, Deployment, simulate
 from paramserver.tools.report.results import CaseResult, append_result, read_results
 

@@ -6,10 +6,15 @@ import pytest
 from fake_results import failed, repeats, result, stale
 
 from paramserver.tools.report.cases import cases_of, communication_limit, local_baseline, scaling_families
-from paramserver.tools.report.conditions import comparability_warnings, conditions_text
 from paramserver.tools.report.findings import findings
 from paramserver.tools.report.formatting import first_line, format_number, join_names, plural, scenario_text
-from paramserver.tools.report.tables import predictions_table, scaling_table, staleness_table
+from paramserver.tools.report.tables import (
+    comparability_warnings,
+    conditions_text,
+    predictions_table,
+    scaling_table,
+    staleness_table,
+)
 
 NEAR, FAST, SLOW = [990.0, 1010.0, 1000.0], [1290.0, 1310.0, 1300.0], [790.0, 810.0, 800.0]
 CONFUSED = [700.0, 1400.0, 1000.0]

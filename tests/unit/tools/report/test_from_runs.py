@@ -12,8 +12,7 @@ from launching import environment, launch, run_in_process, train
 from paramserver import reporting
 from paramserver.tools.report.cases import cases_of
 from paramserver.tools.report.from_runs import results_at
-from paramserver.tools.report.results import append_result
-from paramserver.tools.report.target import first_reached, parse_target, with_target
+from paramserver.tools.report.results import append_result, first_reached, parse_target, with_target
 
 CONFIG = {"training": {"max_steps": 12, "batch_size": 8, "validate_every": 4}, "logging": {"tensorboard": False}}
 

@@ -13,7 +13,7 @@ import pytest
 from fake_results import failed, repeats, stale
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.tools.report import page as page_of, plots, svg
+from paramserver.tools.report import page as page_of, plots
 from paramserver.tools.report.cases import cases_of
 from paramserver.tools.report.findings import findings
 from paramserver.tools.report.page import NO_PLOTS, write_report
@@ -356,7 +356,7 @@ def test_every_case_is_in_every_plot_of_all(of_many):
 def test_lines_differ_without_colour():
     looks = [plots._line_style(i) for i in range(40)]
     assert len({(str(look["linestyle"]), look["marker"]) for look in looks}) == 40
-    assert len({svg.HATCHES[i] for i in range(7)}) == 7
+    assert len({plots.HATCHES[i] for i in range(7)}) == 7
 
 
 def test_lengths_are_what_was_measured(of_two):
