@@ -247,7 +247,7 @@ class Trainer(ABC):
         """
 
     def on_hooks_called(self) -> None:
-        """Called after hooks that are called between two steps: ``on_train_start``, and those of a validation."""
+        """Called after hooks that are called between two steps: before the first one, and after a validation."""
 
     def hooks_between_steps(self) -> AbstractContextManager[Any]:
         """Return a context for the hooks of epochs, which may change the model between two steps."""
@@ -521,14 +521,13 @@ class Trainer(ABC):
         }
 
     def seed_or_restore(self, packed: bytes | None) -> None:
-        """Seed this trainer's random numbers, or restore its part of a checkpoint. Last in ``init_connection``.
-
-        The part is a packed ``state_dict()``, or what resharding made for this trainer.
-        """
+        """Seed this trainer's random numbers, or restore its part of a checkpoint. Last in ``init_connection``."""
         seed_all(self.config.seed, 1 + self.trainer_index)
-        if packed is None:
-            return
-        part = unpack(packed)
+        if packed is not None:
+            self.load_state_dict(unpack(packed))
+
+    def load_state_dict(self, part: Mapping[str, Any]) -> None:
+        """Restore a ``state_dict()``, or what resharding made for this trainer of those of others."""
         if part["buffer"] is None:  # it was lost when the checkpoint was made
             positions = AppliedPositions()
             positions.load_state_dict(part["applied"])

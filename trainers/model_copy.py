@@ -59,9 +59,12 @@ class ModelCopy:
             raise
 
     @contextmanager
-    def hooks_called(self, server_waits: bool) -> Iterator[None]:
-        """Refuse changes of hooks that are called in this context. Memory stays as it is while the server waits."""
-        stays = server_waits or not self._shares_memory
+    def hooks_called(self, are_waiting: bool) -> Iterator[None]:
+        """Refuse changes of hooks that are called in this context. ``are_waiting``: the others wait for this trainer.
+
+        Shared memory stays as it is meanwhile.
+        """
+        stays = are_waiting or not self._shares_memory
         self.check_unchanged(between_steps=True)
         self.loaded.note(values=stays)
         yield

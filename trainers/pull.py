@@ -140,7 +140,7 @@ class VersionPull:
         return view
 
     def load_view(self, view: VersionView, values: bool = True) -> None:
-        """Load the parameters of a view; with ``values`` the copy remembers their values."""
+        """Load the parameters of a view; with ``values`` later changes of values are noticed too."""
         self.model_copy.check_unchanged(between_steps=True)
         if view.slot is None:
             self.transport.load(view.parameters)

@@ -112,11 +112,10 @@ class GradientBuckets:
 
 
 class GradientPush:
-    """Pushes the gradients of a step, for the version that was pulled, to the optimizer that all trainers share."""
+    """Pushes the gradients of a step, for the version that was pulled."""
 
-    def __init__(self, pull: VersionPull, optimizer: SharedOptimizer) -> None:
+    def __init__(self, pull: VersionPull) -> None:
         self._pull = pull
-        self._optimizer = optimizer
         self._server = pull.server
         self._transport = pull.transport
         self._sent: dict[GradientBucket, list[InFlightCall[Tensor | None]]] = {}
@@ -140,8 +139,8 @@ class GradientPush:
         self._pull.model_copy.check_unchanged()
         return self.buckets.finish()
 
-    def send(self, push: Push) -> StepGrant:
-        """Send a push and what the buckets do not have of its gradients; return the reply of the servers.
+    def send(self, optimizer: SharedOptimizer, push: Push) -> StepGrant:
+        """Step the optimizer that all trainers share with a push, and with what the buckets have not sent of it yet.
 
         Raises:
             NotFinite: a gradient does not fit into server.wire_dtype.
@@ -151,7 +150,7 @@ class GradientPush:
         pulled, transport = self._pull.pulled, self._transport
 
         def begin(*_: object) -> None:
-            self._optimizer.begin_step(self._pull.context.id, push, list(sent.values()))
+            optimizer.begin_step(self._pull.context.id, push, list(sent.values()))
 
         if isinstance(transport, SharedMemoryTrainerTransport):
             # The backward of the context is local, and sends the push.
@@ -165,7 +164,7 @@ class GradientPush:
         if sent:
             self._pull.clock.add_hidden(max(call.in_flight_s() for call in sent.values()))
         self._server.backward(self._pull.context.id, root)
-        grant = self._optimizer.step(self._pull.context.id)
+        grant = optimizer.step(self._pull.context.id)
         for bucket, call in sent.items():
             if (updated := call.wait()) is not None:
                 self._pull.early[bucket] = updated

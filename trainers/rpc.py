@@ -43,8 +43,8 @@ class RpcTrainer(Trainer):
         optimizer: the ``DistributedOptimizer``.
         context: the distributed-autograd context of a step.
         model_copy: what this trainer holds of the server's model; nothing if that stays on the server.
-        pull: gets the version of a step.
-        push: sends its gradients.
+        pull: gets the version of a step. It and ``push`` do not exist if the model stays on the server.
+        push: sends the gradients of a step.
 
     Example::
 
@@ -126,7 +126,7 @@ class RpcTrainer(Trainer):
         self.optimizer_calls.set_optimizers(reply.parameters_of, self.model)
         self._validates_averages = reply.validates_averages
         self.pull = VersionPull(self.control, transport, self.model_copy, self.context, self.clock, reply.parameters_of)
-        self.push = GradientPush(self.pull, self.optimizer)
+        self.push = GradientPush(self.pull)
         self.resources.enter_context(closing(self.push.buckets))
         log.info("trainer %d: transport of parameters and gradients: %s", self.trainer_index, transport.name)
         if not transport.zero_copy:
@@ -188,7 +188,7 @@ class RpcTrainer(Trainer):
             self.pull.pull_now(report.version)
         used = self.push.finish_buckets()
         buffers = self.model_copy.pack_buffers() if self.pull.grant.wants_buffers else None
-        result = self.finish_step(self.push.send(self.make_push(report, used, buffers)))
+        result = self.finish_step(self.push.send(self.optimizer, self.make_push(report, used, buffers)))
         if report.optimizer:
             self.pull.load_updated(report.optimizer, result.step)
             self.clock.lap("pull")

@@ -5,7 +5,7 @@ from collections import Counter
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from paramserver.trainers import DdpTrainer, RpcTrainer
+from paramserver.trainers import DdpTrainer, LocalTrainer, RpcTrainer, ServedTrainer
 
 
 class Counts:
@@ -66,3 +66,65 @@ class PaddedDdp(DdpTrainer):
     @property
     def sampler_kwargs(self):
         return {"pad": True, "shuffle": False}
+
+
+class StoresMore:
+    """Stores a number of its own in each part of a checkpoint, and logs the one that it got back."""
+
+    restored = 0
+
+    def state_dict(self):
+        return {**super().state_dict(), "own": 7 + self.trainer_index}
+
+    def load_state_dict(self, part):
+        self.restored = part["own"]
+        super().load_state_dict(part)
+
+    def leave(self, totals, decision):
+        self.log("restored", self.restored, reduce="none")
+        super().leave(totals, decision)
+
+
+class StoresMoreLocal(StoresMore, LocalTrainer):
+    pass
+
+
+class StoresMoreDdp(StoresMore, DdpTrainer):
+    pass
+
+
+class StoresMoreRpc(StoresMore, RpcTrainer):
+    pass
+
+
+class Wrapped:
+    """An optimizer in another one, whose steps it counts."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.count = optimizer, 0
+
+    def step(self, *arguments):
+        self.count += 1
+        return self.optimizer.step(*arguments)
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+
+class WrapsOptimizer:
+    """Replaces the optimizer once it exists, and logs the steps of the one that it put there."""
+
+    def on_after_setup_optimizers(self):
+        self.optimizer = Wrapped(self.optimizer)
+
+    def leave(self, totals, decision):
+        self.log("stepped", self.optimizer.count, reduce="none")
+        super().leave(totals, decision)
+
+
+class WrapsRpc(WrapsOptimizer, RpcTrainer):
+    pass
+
+
+class WrapsServed(WrapsOptimizer, ServedTrainer):
+    pass

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launching import launch, train
+from launching import launch, resume, train
 from own_trainers import METHODS
 
 import paramserver
@@ -108,6 +108,27 @@ def test_a_trainer_that_is_derived_by_the_former_name_trains_and_one_line_names_
     assert (done.code, done.summary["steps"]) == (0, 2), done.output
     assert done.output.count("trainers is now paramserver.trainers") == 1
     assert done.log(1 if mode == "rpc" else 0).count("trainers is now paramserver.trainers") == 1
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.processes
+@pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("ddp", 2), ("rpc", 2)])
+def test_what_a_trainer_adds_to_its_part_of_a_checkpoint_is_given_back_at_a_resume(tmp_path, mode, trainers):
+    trainer = f"{OWN}:StoresMore{mode.capitalize()}"
+    begun = train(tmp_path, mode, trainers, trainer=trainer, training={"max_steps": 2})
+    assert {value for (_, name), value in counts(begun).items() if name == "restored"} == {0}
+    more = resume(begun, "--set", "training.max_steps=4")
+    assert more.code == 0, more.output
+    found = {trainer: value for (trainer, name), value in counts(more).items() if name == "restored"}
+    assert found == {index: 7 + index for index in range(trainers)}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("trainer", "compute"), [("WrapsRpc", "trainer"), ("WrapsServed", "server")])
+def test_an_optimizer_that_a_trainer_puts_in_place_of_its_own_is_stepped(tmp_path, trainer, compute):
+    options = {"trainer": f"{OWN}:{trainer}", "server": {"compute": compute}, "training": {"max_steps": STEPS}}
+    found = counts(train(tmp_path, "rpc", 2, **options))
+    assert [found[index, "stepped"] for index in (0, 1)] == [STEPS, STEPS]
 
 
 @pytest.mark.parametrize("table", ["plugin", "tutorial"])

@@ -36,7 +36,7 @@ def test_the_trained_parameters_are_in_the_order_of_the_layout(model):
 def test_a_change_of_a_trained_parameter_is_refused(model, copy):
     copy.check_unchanged()
     assert copy.refused == []
-    with pytest.raises(TaskError, match=r"parameter 0\.bias was changed"), copy.hooks_called(server_waits=True):
+    with pytest.raises(TaskError, match=r"parameter 0\.bias was changed"), copy.hooks_called(are_waiting=True):
         model[1].bias.data += 1
     assert copy.refused == [True]
 
@@ -65,7 +65,7 @@ def test_frozen_parameters_are_sent_once_they_have_changed(model, copy):
 def test_of_a_model_that_stays_on_the_server_there_is_nothing():
     copy = ModelCopy(nn.Module(), {})
     copy.keeps_buffers = True
-    with copy.hooks_called(server_waits=False):
+    with copy.hooks_called(are_waiting=False):
         copy.check_unchanged()
     assert copy.changed_buffers() is None
     assert copy.extra_state() == {}

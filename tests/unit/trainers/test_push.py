@@ -216,7 +216,7 @@ def test_bytes_that_go_again_are_counted_again():
     server = SimpleNamespace(send_bucket=lambda *_: SimpleNamespace(wait=lambda: None))
     pull = SimpleNamespace(server=server, transport=transport, version=3, wire_bytes=0)
     pull.model_copy = SimpleNamespace(parameters={})
-    push = GradientPush(pull, None)
+    push = GradientPush(pull)
     transport.buckets = defaultdict(list)
     for early, counted in (
         (GradientBucket(0, 1), 0),
