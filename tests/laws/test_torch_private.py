@@ -40,8 +40,8 @@ USED = {
         "torch._foreach_add_",
         "torch._foreach_div_",
         "torch._foreach_mul_",
-        "torch._foreach_norm",
     },
+    "paramserver.optim.clipping": {"torch._foreach_norm"},
     "paramserver.distributed.rpc_agent": {
         "torch._C._distributed_c10d.HashStore",
         "torch._C._distributed_c10d.Store",
