@@ -365,7 +365,7 @@ class RouterSocket:
             opening.callback(self._unfinished.close)
             self._bind(host, config, port)
             self._opened = opening.pop_all()
-        endpoint: bytes = self._router.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
+        endpoint: bytes = self._router.getsockopt(zmq.LAST_ENDPOINT)
         self.address = endpoint.decode().rstrip("\0")
 
     def _bind(self, host: str, config: SimulationsConfig, port: int | None) -> None:
