@@ -93,7 +93,7 @@ def step_command(launcher: str, environ: Environ, tasks: int) -> list[str]:
     Raises:
         UnsupportedConfiguration: srun is not on the PATH.
     """
-    if launcher == "local" or (launcher == "auto" and not in_slurm_allocation(environ)):
+    if launcher != "srun" and not (launcher == "auto" and in_slurm_allocation(environ)):
         return []
     if shutil.which("srun", path=environ.get("PATH")) is None:
         raise UnsupportedConfiguration(

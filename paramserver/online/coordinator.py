@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,16 @@ from paramserver.online.tracker import (
     TrackerEvent,
 )
 from paramserver.online.tracker_managed import ManagedSimulations
+
+_MAX_MESSAGES_AT_ONCE = 256
+_POLL_INTERVAL_S = 0.5
+# Time for the processes to end: 2 s after SIGTERM the guard kills the group, 1 s later the runner kills the guard.
+_KILL_TIMEOUT_S = 6.0
+
+_log = logging.getLogger("paramserver.coordinator")
+
+OnEvent = Callable[[str, Mapping[str, Any]], None]
+"""Called with (kind, details): started, restarted, given_up, complete, silent, exited, refused, finish."""
 
 
 class CoordinatorJournal:
@@ -82,17 +93,6 @@ class CoordinatorJournal:
     def _append(self, entry: dict[str, Any]) -> None:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
-
-
-_MAX_MESSAGES_AT_ONCE = 256
-_POLL_INTERVAL_S = 0.5
-# Time for the processes to end: 2 s after SIGTERM the guard kills the group, 1 s later the runner kills the guard.
-_KILL_TIMEOUT_S = 6.0
-
-_log = logging.getLogger("paramserver.coordinator")
-
-OnEvent = Callable[[str, Mapping[str, Any]], None]
-"""Called with (kind, details): started, restarted, given_up, complete, silent, exited, refused, finish."""
 
 
 class SimulationCoordinator:
@@ -349,13 +349,12 @@ class RouterSocket:
         self._max_bytes = _MAX_MESSAGE_BYTES
         if config.count is not None:
             self._max_bytes = min(self._max_bytes, _SPARE_BYTES + _BYTES_PER_SIMULATION * config.count)
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._security: ServerSecurity | None = None
-        self._unfinished: UnfinishedMessages | None = None
-        self._router = self._context.socket(zmq.ROUTER)
-        try:
-            self._security = ServerSecurity(self._context, config.keys)
-            self._security.protect(self._router)
+        with ExitStack() as opening:
+            context: zmq.Context[Any] = zmq.Context()
+            opening.callback(context.term)
+            security = opening.enter_context(ServerSecurity(context, config.keys))
+            self._router = opening.enter_context(context.socket(zmq.ROUTER))
+            security.protect(self._router)
             self._router.linger = _LINGER_MS
             self._router.sndtimeo = 0  # the thread that serves all peers must not wait for one of them
             self._router.maxmsgsize = self._max_bytes
@@ -363,11 +362,10 @@ class RouterSocket:
             self._router.router_handover = True
             self._router.ipv6 = ":" in host
             self._unfinished = UnfinishedMessages(self._router, self._max_bytes, self._max_bytes)
+            opening.callback(self._unfinished.close)
             self._bind(host, config, port)
-        except BaseException:
-            self.close()
-            raise
-        endpoint: bytes = self._router.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
+            self._opened = opening.pop_all()
+        endpoint: bytes = self._router.getsockopt(zmq.LAST_ENDPOINT)
         self.address = endpoint.decode().rstrip("\0")
 
     def _bind(self, host: str, config: SimulationsConfig, port: int | None) -> None:
@@ -392,14 +390,12 @@ class RouterSocket:
 
     def poll(self, descriptors: Iterable[int], timeout_s: float) -> None:
         """Wait until a message has arrived, a file descriptor is readable, or the time is over."""
-        assert self._unfinished is not None
         watched: list[Any] = [self._router, self._unfinished.events, *descriptors]
         timeout_s = min(timeout_s, max(0.0, self._unfinished.check_at - time.monotonic()))
         zmq.zmq_poll([(one, zmq.POLLIN) for one in watched], math.ceil(1000 * timeout_s))
 
     def receive(self, max_messages: int) -> Iterable[tuple[Message, str]]:
         """The messages that have arrived, up to a number, each with the host that it came from; does not block."""
-        assert self._unfinished is not None
         for _ in range(max_messages):
             frames = receive_parts(self._router, _MAX_PARTS, self._max_bytes)
             if frames is None:
@@ -417,9 +413,4 @@ class RouterSocket:
 
     def close(self) -> None:
         """Close the socket; messages have a second to leave."""
-        if self._unfinished is not None:
-            self._unfinished.close()
-        self._router.close()
-        if self._security is not None:
-            self._security.close()
-        self._context.term()
+        self._opened.close()

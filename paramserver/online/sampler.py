@@ -44,12 +44,12 @@ class Uniform:
     """
 
     def __init__(self, ranges: Ranges, seed: int, count: int) -> None:
-        self._bounds = _Bounds(ranges)
+        self._ranges = ranges
         self._seed = seed
 
     def draw(self, index: int) -> list[float]:
-        unit = np.random.default_rng([_STREAM, self._seed, index]).random(self._bounds.size)
-        return self._bounds.scale(unit)
+        unit = np.random.default_rng([_STREAM, self._seed, index]).random(len(self._ranges))
+        return _scaled(unit, self._ranges)
 
 
 class LatinHypercube:
@@ -59,15 +59,15 @@ class LatinHypercube:
     """
 
     def __init__(self, ranges: Ranges, seed: int, count: int) -> None:
-        self._bounds = _Bounds(ranges)
-        engine = _qmc("lhs").LatinHypercube(self._bounds.size, seed=np.random.default_rng([_STREAM, seed]))
+        self._ranges = ranges
+        engine = _qmc("lhs").LatinHypercube(len(ranges), seed=np.random.default_rng([_STREAM, seed]))
         self._unit_points: npt.NDArray[np.float64] = engine.random(count)
         self._beyond = Uniform(ranges, seed, count)
 
     def draw(self, index: int) -> list[float]:
-        return (
-            self._bounds.scale(self._unit_points[index]) if index < len(self._unit_points) else self._beyond.draw(index)
-        )
+        if index < len(self._unit_points):
+            return _scaled(self._unit_points[index], self._ranges)
+        return self._beyond.draw(index)
 
 
 class Halton:
@@ -77,13 +77,13 @@ class Halton:
     """
 
     def __init__(self, ranges: Ranges, seed: int, count: int) -> None:
-        self._bounds = _Bounds(ranges)
+        self._ranges = ranges
         self._qmc = _qmc("halton")
         self._seed = seed
 
     def draw(self, index: int) -> list[float]:
-        engine = self._qmc.Halton(self._bounds.size, seed=np.random.default_rng([_STREAM, self._seed]))
-        return self._bounds.scale(engine.fast_forward(index).random(1)[0])
+        engine = self._qmc.Halton(len(self._ranges), seed=np.random.default_rng([_STREAM, self._seed]))
+        return _scaled(engine.fast_forward(index).random(1)[0], self._ranges)
 
 
 class CheckedSampler:
@@ -141,15 +141,9 @@ def make_sampler(name: str, ranges: Ranges, seed: int, count: int, folders: Sequ
     return CheckedSampler(sampler, ranges, name)
 
 
-class _Bounds:
-    def __init__(self, ranges: Ranges) -> None:
-        self.size = len(ranges)
-        self._low = np.array([low for _, low, _ in ranges])
-        self._high = np.array([high for _, _, high in ranges])
-
-    def scale(self, unit: npt.NDArray[np.float64]) -> list[float]:
-        """Map points of the unit cube to the ranges."""
-        return list((self._low + unit * (self._high - self._low)).tolist())
+def _scaled(unit: npt.NDArray[np.float64], ranges: Ranges) -> list[float]:
+    """Map a point of the unit cube to the ranges."""
+    return [low + u * (high - low) for u, (_, low, high) in zip(unit.tolist(), ranges, strict=True)]
 
 
 def _qmc(name: str) -> Any:

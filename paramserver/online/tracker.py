@@ -159,6 +159,8 @@ Action = StartProcess | KillProcess | TrackerEvent
 # When its clients have ended well all samples of a simulation are acknowledged, and the trainers' next reports count
 # them. Reports that were in flight at that moment may not, so two of each trainer are awaited.
 _REPORTS_TO_SETTLE = 2
+# Numbers of simulations in one message.
+_MOST_SHOWN = 10
 
 
 def log_file(logs: Path, simulation: int) -> Path:
@@ -166,10 +168,10 @@ def log_file(logs: Path, simulation: int) -> Path:
     return logs / f"simulation-{simulation}.log"
 
 
-def format_simulations(ids: list[int], most: int = 10) -> str:
-    shown = ", ".join(str(i) for i in ids[:most])
+def format_simulations(ids: list[int]) -> str:
+    shown = ", ".join(map(str, ids[:_MOST_SHOWN]))
     noun = "simulation" if len(ids) == 1 else "simulations"
-    return f"{noun} {shown}" + (f" and {len(ids) - most} more" if len(ids) > most else "")
+    return f"{noun} {shown}" + (f" and {len(ids) - _MOST_SHOWN} more" if len(ids) > _MOST_SHOWN else "")
 
 
 class SimulationTracker(ABC):

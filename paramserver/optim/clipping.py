@@ -49,16 +49,7 @@ class Clipping(ABC):
 
 
 class NormClipping(Clipping):
-    """Scales all gradients so that their Euclidean norm is at most ``max_norm``, as ``clip_grad_norm_`` does.
-
-    Example::
-
-        >>> parameter = nn.Parameter(torch.zeros(2))
-        >>> parameter.grad = torch.tensor([3.0, 4.0])
-        >>> NormClipping(2.5).clip([parameter], version=1)
-        >>> parameter.grad
-        tensor([1.5000, 2.0000])
-    """
+    """Scales all gradients so that their Euclidean norm is at most ``max_norm``, as ``clip_grad_norm_`` does."""
 
     why_not_by_bucket = "training.clip_grad_norm needs the norm of all gradients"
 

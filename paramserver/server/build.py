@@ -15,6 +15,7 @@ from paramserver.context import StopRequest
 from paramserver.devices import place_parameters
 from paramserver.distributed.local_calls import LocalCallServer
 from paramserver.distributed.membership import Member
+from paramserver.optim.clipping import clipping_of
 from paramserver.parameters.model import frozen_state_dict
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.server.aggregator import Aggregator
@@ -101,7 +102,7 @@ def build_server(
         submit,
         generation=checkpoints.generation,
         seed=config.seed,
-        clipping=store.updater.clipping,
+        clipping=clipping_of(config.training),
         attach=shared_memory.gradients,
         snapshot=snapshot if servers == 1 else None,
     )

@@ -77,12 +77,9 @@ class Roster:
         # Contexts of distributed autograd that a process would leave behind if it died (docs/torch-notes.md).
         self._contexts: dict[TrainerId, int] = {}
         self._ends_without = False  # a stop is overdue: whatever ``server.on_loss`` is, the others end without the lost
-        run.on_failure(self._pop_waiters)
+        run.on_failure(lambda: list(self._joins.pop_all()[1].values()))
         coordinator.on_ready = self._start_if_complete
         coordinator.on_lost = lambda member, reason: self._change_generation(f"{member} is lost: {reason}")
-
-    def _pop_waiters(self) -> list[Future]:
-        return [*self._joins.pop_all()[1].values()]
 
     # Who calls. With the lock.
 

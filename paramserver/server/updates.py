@@ -15,6 +15,7 @@ from paramserver.config import Config
 from paramserver.consistency import Decision, Update
 from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import ParamserverError
+from paramserver.optim.clipping import clipping_of
 from paramserver.optim.named_optimizers import joined_states, with_states
 from paramserver.optim.shard_updater import staleness_factor
 from paramserver.optim.updater import Updater
@@ -77,6 +78,7 @@ class Updates:
         on_unreachable: Callable[[int, RuntimeError], ParamserverError],
     ) -> None:
         self._config = config
+        self._clipping = clipping_of(config.training)
         self._store = store
         self._shard = shard
         self._shards = shards
@@ -123,7 +125,7 @@ class Updates:
             # Without the lock: a schedule is code of the user.
             self._run.compute(finish, lambda _: on_applied())
 
-        if (clipping := self._store.updater.clipping) is not None:
+        if (clipping := self._clipping) is not None:
 
             def apply_clipped(measured: Sequence[Tensor]) -> None:
                 # Refused before the first parameter changes, so that the version stays as it was.
