@@ -360,6 +360,8 @@ def peak_rss_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+# What several trainers log in the same step, combined into one value.
+
 Reduction = Literal["mean", "sum", "max", "none"]
 
 _OPERATIONS: dict[str, Callable[[list[tuple[float, float]]], float]] = {

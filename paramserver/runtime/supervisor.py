@@ -545,13 +545,11 @@ class Supervisor:
             self._limit(self._deadlines.ended_s)
             self._ended_at = self._ended_at or time.monotonic()
             interrupted = self._summary is not None and self._summary["status"] == "interrupted"
+            overdue = [rank for rank in self._ranks if self._is_late(rank)]
             if self._signal is not None and interrupted and time.monotonic() - self._ended_at > GRACE_S:
-                # They do not react; a scheduler would soon kill all.
-                for rank in self._ranks[1:]:
-                    if signal.SIGKILL not in rank.sent:
-                        rank.send_signal(signal.SIGKILL)
-            for rank in self._ranks:
-                if self._is_late(rank) and signal.SIGKILL not in rank.sent:
+                overdue = self._ranks[1:]  # they do not react; a scheduler would soon kill all
+            for rank in overdue:
+                if signal.SIGKILL not in rank.sent:
                     rank.send_signal(signal.SIGKILL)
             return
         trainers = [r for r in self._ranks[1:] if r.role.kind == "trainer" and not r.left]

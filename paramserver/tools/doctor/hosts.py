@@ -56,6 +56,8 @@ from paramserver.version import __version__
 
 T = TypeVar("T")
 
+# One link.
+
 CONNECT_S = 5.0
 """For a connection to be accepted, and for an answer."""
 
@@ -188,6 +190,8 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 def _reason(error: OSError) -> str:
     return f"no answer within {CONNECT_S:g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
 
+
+# All hosts.
 
 _POLL_S = 0.05
 # For the other processes to read the result, before rank 0 ends and its store with it.

@@ -34,6 +34,8 @@ from paramserver.tools.report.results import COMPLETED, RESULTS_FILE, CaseResult
 from paramserver.tools.report.tables import Table
 from paramserver.transport.compression import make_codec
 
+# From measured runs to a deployment that can be simulated: its compute, its size, and the costs that explain it.
+
 JITTER = 0.05
 """By what the compute of a step varies where nothing else is known; without it trainers would stay in step for ever."""
 
@@ -139,6 +141,8 @@ def _descend(loss: Callable[[dict[str, float]], float], start: dict[str, float])
                         best, values, improved = found, candidate, True
     return values
 
+
+# The command.
 
 SIMULATED = "Simulated, not measured"
 _ROUNDS = 200  # of steps of an all-reduce with random compute

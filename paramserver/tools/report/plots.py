@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+# Drawing with matplotlib.
+
 # Okabe and Ito's palette, "Color Universal Design", 2008, without its yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 # The cycles have different lengths, so that 45 lines differ in stroke or marker without colour.
@@ -127,6 +129,8 @@ def named_rows(names: Sequence[str]) -> tuple[Figure, Axes, list[float]]:
     return figure, axes, middles
 
 
+# Curves of several repeats.
+
 Curve: TypeAlias = list[tuple[float, float]]
 SAMPLES, SECONDS = 0, 1
 _POINTS = 60
@@ -195,6 +199,8 @@ def _thinned(curve: Curve) -> Curve:
     parts = [curve[a:b] for a, b in itertools.pairwise(edges)]
     return [(statistics.fmean(x for x, _ in part), statistics.fmean(y for _, y in part)) for part in parts]
 
+
+# The plots.
 
 _LEGEND_LINE = 0.21
 _LATE = 40  # gradients of this staleness or more are counted together

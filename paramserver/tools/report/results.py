@@ -1,13 +1,12 @@
-"""``results.jsonl``: the result of each case of a benchmark, one line for each repeat, and the target of a run."""
+"""``results.jsonl``: the result of each case of a benchmark, a line for each repeat; and the target of validations."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +311,8 @@ def _end_last_line(file: Any) -> None:
         file.truncate(len(head) + len(end))
 
 
+# The value that a validation metric is to reach.
+
 # A metric whose name contains one of these is better when it is smaller.
 _SMALLER = ("loss", "error", "perplexity", "mse", "mae")
 
@@ -367,6 +368,4 @@ def first_reached(validation: Sequence[tuple[float, float, Numbers]], target: Ta
 
 def with_target(result: CaseResult, target: Target) -> CaseResult:
     samples, seconds = first_reached(result.validation, target) or (None, None)
-    return dataclasses.replace(
-        result, target={target.name: target.value}, time_to_target_s=seconds, samples_to_target=samples
-    )
+    return replace(result, target={target.name: target.value}, time_to_target_s=seconds, samples_to_target=samples)

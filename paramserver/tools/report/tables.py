@@ -1,4 +1,4 @@
-"""The tables of a report: the figures of each case, the fastest case first; and under which conditions they are."""
+"""The tables of a report: the figures of each case, the fastest case first; and the conditions of the results."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ from paramserver.tools.report.formatting import (
 )
 from paramserver.tools.report.results import CaseResult
 from paramserver.tools.report.statistics import Estimate, efficiency
+
+# The conditions of a set of results, with which they can be measured again.
 
 
 def machine_names(cases: Sequence[ReportCase]) -> list[str]:
@@ -170,6 +172,8 @@ def _date(seconds: float) -> str:
     except (ValueError, OverflowError, OSError):  # a clock may be wrong
         return format_number(seconds)
 
+
+# Tables.
 
 Cell = Callable[[ReportCase], str]
 
