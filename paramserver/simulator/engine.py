@@ -38,7 +38,6 @@ from paramserver.distributed.membership import Member
 from paramserver.distributed.rpc_calls import RemoteError, is_numbered, is_repeatable
 from paramserver.errors import GenerationChanged, ParamserverError, PeerFailed, PeerLost, RunEnded
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
-from paramserver.optim.clipping import clipping_of
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
 from paramserver.parameters.sharding import full_shard
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
@@ -97,7 +96,6 @@ class Store:
             on_validation_end=lambda version, means, since: None,
             state_dict=dict,
             lr=(0.1,),
-            clipping=clipping_of(node.world.config.training),
         )
         self.held: set[int] = set()
         self.update: tuple[int, Sequence[PendingPush]] = 0, ()  # that is in progress
