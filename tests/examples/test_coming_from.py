@@ -47,6 +47,7 @@ def run_page(name, folder):
     return torch.load(folder / "before.pt"), FinishedRun(0, "", folder / "runs" / "after")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page", ["ddp", "rpc-tutorial"])
 def test_the_programs_of_a_page_end_with_equal_parameters(tmp_path, page):
     before, after = run_page(page, tmp_path)
@@ -56,6 +57,7 @@ def test_the_programs_of_a_page_end_with_equal_parameters(tmp_path, page):
     assert after.summary["status"] == "completed"
 
 
+@pytest.mark.nightly
 def test_the_program_of_the_page_on_a_script_learns(tmp_path):
     before, after = run_page("script", tmp_path)
     assert before.keys() == after.load("model").keys()

@@ -434,6 +434,7 @@ def test_training_on_stored_simulations_lowers_the_error(tmp_path, launched):
     assert last_loss(finished) < 0.5 * finished.of_kind("validation")[0]["values"]["loss"]
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_the_comparison_leaves_results_a_table_and_a_plot(heat, tmp_path, capsys, own_environ):
     folder = tmp_path / "results"

@@ -132,15 +132,18 @@ def is_fast(item: pytest.Item) -> bool:
 def sample(items: Sequence[pytest.Item], only_fast: bool = False) -> set[pytest.Item]:
     """Return the tests that run in each session, which are not all cases of a test that takes seconds for each.
 
-    Of a test that is marked ``sampled(every)`` that is one of so many cases. Of any other test that starts processes,
-    and with ``only_fast`` of every test, it is two cases, which its name chooses: of three modes, say, other ones in
-    another test.
+    A test that is marked ``nightly`` is left out: it takes many seconds and shows with other processes what shorter
+    ones show. Of a test that is marked ``sampled(every)`` one of so many cases is run. Of any other test that starts
+    processes, and with ``only_fast`` of every test, it is two cases, which its name chooses: of three modes, say, other
+    ones in another test.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(f"{place_of(item.path)}::{item.name.partition('[')[0]}", []).append(item)
     chosen: set[pytest.Item] = set()
     for test, own in cases.items():
+        if own[0].get_closest_marker("nightly"):
+            continue
         if mark := own[0].get_closest_marker("sampled"):
             chosen.update(own[:: mark.args[0]])
         elif len(own) > 2 and (only_fast or own[0].get_closest_marker("processes")):

@@ -155,6 +155,7 @@ def test_a_host_that_waits_for_another_ends_its_trainer_too(tmp_path):
         assert not trainer.is_running()
 
 
+@pytest.mark.nightly
 def test_torchrun_starts_a_server_with_each_trainer(tmp_path):
     file = write_config(tmp_path, mode="rpc", cluster=COLOCATED, logging={"name": "run"})
     words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]

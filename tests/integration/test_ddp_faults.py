@@ -200,6 +200,7 @@ def settings(mode, name):
     }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mode", "batch", "begins_at"), [("ddp", 17, 14), ("ddp", 3, 0), ("rpc", 17, 14)])
 def test_torchrun_restarts_the_ranks_and_they_continue_the_run(tmp_path, mode, batch, begins_at):
     """From the last checkpoint; from its beginning where there is none yet. It ends as if nothing had happened."""
@@ -214,6 +215,7 @@ def test_torchrun_restarts_the_ranks_and_they_continue_the_run(tmp_path, mode, b
     assert_equal_runs(whole, finished, trainers=2)
 
 
+@pytest.mark.nightly
 def test_torchrun_that_resumes_a_checkpoint_continues_from_the_newest_after_a_loss(tmp_path):
     mark = tmp_path / "mark"
     mark.touch()  # no fault yet

@@ -43,6 +43,7 @@ def supervised(tmp_path_factory):
     return train(tmp_path_factory.mktemp("supervised"), "rpc", 2, **config)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mode", "order"), [("rpc", (2, 1, 0)), ("ddp", (1, 0))])
 def test_one_rank_per_terminal_in_any_order_is_the_same_run(tmp_path, supervised, mode, order):
     """In ddp too: with two trainers the result is bit-identical."""
@@ -249,6 +250,7 @@ def test_a_missing_rank_0_is_named(tmp_path):
     assert f"found no rank 0 at 127.0.0.1:{port}" in output
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_ranks_started_by_hand_name_the_lost_rank_last(tmp_path, lost):
     """How a collective failed is printed before."""
@@ -306,6 +308,7 @@ def test_the_console_script(words, code, expected):
     assert expected in done.stdout + done.stderr
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("flags", [[], ["--dry_run"]])
 def test_an_allocation_whose_gpus_are_not_visible_is_refused_at_the_start(flags, tmp_path):
     gpus = {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": ""}

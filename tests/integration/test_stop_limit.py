@@ -158,6 +158,7 @@ def test_a_step_of_the_optimizer_ends_at_the_limit_and_names_its_server(tmp_path
     assert resumed(finished, tmp_path).summary["samples"] == 256
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.claim("stuck-hook")
 @pytest.mark.parametrize("how", ["lock", "call"])
 def test_local_saves_in_another_thread(tmp_path, fork_server, how):
@@ -168,6 +169,7 @@ def test_local_saves_in_another_thread(tmp_path, fork_server, how):
     assert done.summary["samples"] == 256
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.claim("stuck-hook")
 @pytest.mark.parametrize(("hook", "count"), [("state_dict", 3), ("get_extra_state", 3), ("write", 4)])
 def test_local_ends_where_what_it_would_save_waits_for_the_hook(tmp_path, fork_server, hook, count):

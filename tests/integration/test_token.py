@@ -85,6 +85,7 @@ def assert_not_shown(folder, *outputs):
         assert SECRET.encode() not in content
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mode", "world_size", "servers"), [("rpc", 3, 1), ("rpc", 4, 2), ("ddp", 2, 1)])
 def test_ranks_with_the_token_train(tmp_path, mode, world_size, servers):
     token = tmp_path / "token"
@@ -152,6 +153,7 @@ def test_a_file_that_others_can_read_is_refused_before_a_rank_starts(tmp_path):
     assert not (tmp_path / "runs" / "run").exists()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kill", ["server", "trainer"])
 def test_ranks_that_start_again_prove_the_token_again(tmp_path, kill):
     finished = launch(

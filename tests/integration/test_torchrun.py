@@ -99,6 +99,7 @@ if os.environ["RANK"] == "1":
 """
 
 
+@pytest.mark.nightly
 def test_a_node_whose_rank_dies_before_the_rendezvous_joins_the_node_that_waits(tmp_path):
     """One agent counts a restart and the other none."""
     write_config(
@@ -120,6 +121,7 @@ def test_a_node_whose_rank_dies_before_the_rendezvous_joins_the_node_that_waits(
     assert finished.summary["status"] == "completed"
 
 
+@pytest.mark.nightly
 def test_a_host_that_joins_takes_its_share_of_what_is_left(tmp_path):
     """Each sample is applied once: alone, or in the mean of two trainers."""
     write_config(

@@ -46,6 +46,7 @@ exit_process(0)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.claim("forked-workers")
 @pytest.mark.parametrize(
     "left_open",

@@ -49,6 +49,7 @@ def runs_of(kind: str) -> list[SimulatedRun]:
     return [run_of(kind, seed) for seed in SEEDS]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("first", range(0, len(SEEDS), 40))
 def test_whatever_happens_the_run_ends_as_it_must(kind, first):
@@ -62,6 +63,7 @@ def test_hypothesis_finds_no_run_that_breaks_a_rule(random, kind):
     SimulatedRun(random, kind).run()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("churn", [0.02, 0.1, 0.3])
 def test_whatever_happens_while_trainers_leave_and_join_the_run_ends_as_it_must(kind, churn):

@@ -65,6 +65,7 @@ def gone(pids, timeout_s=10.0):
     return True
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Noisy, NoisyGroups, LateNoise])
 def test_samples_are_the_same_with_and_without_workers(kind):
     torch.manual_seed(1)

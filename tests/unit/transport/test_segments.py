@@ -469,6 +469,7 @@ V2 = "30 1 0:1 {top} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 V1 = "31 1 0:2 {top} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n32 1 0:3 / /cpu rw - cgroup cgroup rw,cpu\n"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mounts", "own", "groups", "expected_mib"),
     [

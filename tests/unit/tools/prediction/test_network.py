@@ -153,6 +153,7 @@ def test_jitter_keeps_the_mean_and_costs_sync_the_slowest():
     assert several.step_s > 1.3 * COMPUTE_S
 
 
+@pytest.mark.nightly
 def test_transfers_that_vary_keep_their_mean_and_bring_trainers_out_of_step():
     alone = deployment(1, 1, clip_grad_norm=1.0)
     varied = simulate(replace(alone, transfer_jitter=0.3), updates=200, warm=1)
@@ -174,6 +175,7 @@ def test_failures_cost_the_time_of_the_missing_trainers(server):
     assert 0.85 < kept < 1.0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("consistency", ["sync", "async"])
 @pytest.mark.parametrize("trainers", [16, 64])
 def test_with_many_trainers_failures_cost_the_time_of_those_that_are_missing(trainers, consistency):

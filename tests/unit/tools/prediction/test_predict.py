@@ -57,6 +57,7 @@ def results(tmp_path_factory):
     return file
 
 
+@pytest.mark.nightly
 def test_what_two_trainers_show_predicts_more(results):
     base, notes = calibrated(usable(read_results(results)), "results.jsonl")
     assert base.forward_s == pytest.approx(COMPUTE_S)
