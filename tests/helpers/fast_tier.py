@@ -134,8 +134,8 @@ def sample(items: Sequence[pytest.Item], only_fast: bool = False) -> set[pytest.
 
     A test that is marked ``nightly`` is left out: it takes many seconds and shows with other processes what shorter
     ones show. Of a test that is marked ``sampled(every)`` one of so many cases is run. Of any other test that starts
-    processes, and with ``only_fast`` of every test, it is two cases, which its name chooses: of three modes, say, other
-    ones in another test.
+    processes it is one case, or two if there are four or more, and with ``only_fast`` two of every test. Its name
+    chooses them: of three modes, say, another one in another test.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -146,9 +146,10 @@ def sample(items: Sequence[pytest.Item], only_fast: bool = False) -> set[pytest.
             continue
         if mark := own[0].get_closest_marker("sampled"):
             chosen.update(own[:: mark.args[0]])
-        elif len(own) > 2 and (only_fast or own[0].get_closest_marker("processes")):
+        elif only_fast or own[0].get_closest_marker("processes"):
+            count = 2 if only_fast or len(own) > 3 else 1
             first = zlib.crc32(test.encode())
-            chosen.update(own[(first + turn * len(own) // 2) % len(own)] for turn in range(2))
+            chosen.update(own[(first + turn * len(own) // count) % len(own)] for turn in range(count))
         else:
             chosen.update(own)
     return chosen
