@@ -172,11 +172,14 @@ class Task(Hooks):
         """
         raise TaskError(_missing(self, "build_model"))
 
-    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]:
+    def build_optimizer(
+        self, model: nn.Module
+    ) -> torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]:
         """Return the optimizer of the parameters. Called where they live: on the server in mode rpc.
 
-        Several optimizers, each of parameters of its own, are returned in a dictionary, by name; see
-        ``self.trainer.optimize``.
+        Several optimizers have parameters of their own each. Those of a list step together, from the loss that
+        ``training_step`` returns: Adam for one part of the model, say, and another one for the rest. Those of a
+        dictionary take turns, each with losses of its own; see ``self.trainer.optimize``.
         """
         raise TaskError(_missing(self, "build_optimizer"))
 
@@ -192,7 +195,7 @@ class Task(Hooks):
     def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor | None:
         """Return the loss of a batch: a scalar, the mean over its samples. Called for every batch of a trainer.
 
-        With several optimizers it calls ``self.trainer.optimize(name, loss)`` instead, and returns None.
+        With a dictionary of optimizers it calls ``self.trainer.optimize(name, loss)`` instead, and returns None.
         """
         raise TaskError(_missing(self, "training_step"))
 
@@ -202,9 +205,10 @@ class Task(Hooks):
         """Return a learning-rate scheduler, which is stepped once per global step; None for none.
 
         A dictionary chooses another interval: ``{"scheduler": s, "every": "epoch"}`` or
-        ``{"scheduler": s, "every": "validation", "metric": "loss"}``. Called after ``build_optimizer``. With several
-        optimizers, ``optimizer`` and the result are dictionaries by their names; a scheduler that is not of another
-        interval is stepped after each update with its optimizer.
+        ``{"scheduler": s, "every": "validation", "metric": "loss"}``. Called after ``build_optimizer``. With a
+        list of optimizers, ``optimizer`` is that list, and the result may be a list with one entry for each, None for
+        one without a scheduler. With a dictionary of optimizers, ``optimizer`` and the result are dictionaries by their
+        names; a scheduler that is not of another interval is stepped after each update with its optimizer.
         """
         return None
 

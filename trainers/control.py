@@ -230,8 +230,8 @@ class OptimizerCalls:
         """
         if not self.parameters_of:
             raise TaskError(
-                f"trainer.optimize({name!r}) must have several optimizers, and build_optimizer returned one; return a "
-                "dict of optimizers from it, or the loss from training_step"
+                f"trainer.optimize({name!r}) must have a dict of optimizers, and build_optimizer returned none; "
+                "return one from it, or the loss from training_step"
             )
         if self.made < 0:
             raise TaskError(f"trainer.optimize({name!r}) must be called in training_step, where there is a batch")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paramserver.optim.clipping import Clipping
-from paramserver.optim.named_optimizers import NamedOptimizers
+from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import ELEMENTWISE, ParallelStep, copy_optimizer
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.flat import TensorSlot, gradient_leaf
@@ -27,7 +27,7 @@ def why_not_by_bucket(optimizer: torch.optim.Optimizer, clipping: Clipping | Non
     """Return why an update must wait for the gradients of all buckets; None if each can be updated by itself."""
     if clipping is not None:
         return clipping.why_not_by_bucket
-    if isinstance(optimizer, NamedOptimizers):
+    if optimizers_of(optimizer) != [optimizer]:
         return "there are several optimizers"
     name = type(optimizer).__name__
     if type(optimizer) not in ELEMENTWISE:

@@ -1,21 +1,31 @@
-"""Several optimizers of one model, each of its own parameters: where ``Task.build_optimizer`` returns a dictionary."""
+"""Several optimizers of one model, each of its own parameters.
+
+``Task.build_optimizer`` returns a dictionary of them, which take turns, or a list of them, which step together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from paramserver.errors import CheckpointError
 
+# The entry of a stored state that has those of a list of optimizers, in order.
+_LIST = "optimizers"
 
-class NamedOptimizers(torch.optim.Optimizer):
-    """Optimizers by name, for code that handles one: their groups follow each other.
 
-    A step is that of the optimizers whose parameters have gradients, which is the one whose turn it is. No parameter is
-    in two of them.
+class SeveralOptimizers(torch.optim.Optimizer):
+    """Optimizers for code that handles one: their groups follow each other. No parameter is in two of them.
+
+    ``by_name`` has those of a list by their positions in it.
     """
+
+    takes_turns: ClassVar[bool]
+    """Whether an update is of one of them, which is called by its name; otherwise it is of all of them."""
 
     def __init__(self, by_name: Mapping[str, torch.optim.Optimizer]) -> None:
         # The base class would collect groups and states of its own.
@@ -25,26 +35,77 @@ class NamedOptimizers(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return [group for optimizer in self.by_name.values() for group in optimizer.param_groups]
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for optimizer in self.by_name.values():
-            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-                optimizer.step()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         for optimizer in self.by_name.values():
             optimizer.zero_grad(set_to_none)
 
+    @abstractmethod
+    def pack(self, by_name: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a value of each optimizer as the dictionary that a checkpoint stores; see ``unpacked``."""
+
     def state_dict(self) -> dict[str, Any]:
-        return {name: optimizer.state_dict() for name, optimizer in self.by_name.items()}
+        return self.pack({name: optimizer.state_dict() for name, optimizer in self.by_name.items()})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise ``CheckpointError``: each state is loaded into its own optimizer."""
         raise CheckpointError("the states of several optimizers are loaded one by one")
 
 
+class NamedOptimizers(SeveralOptimizers):
+    """Those of a dictionary. A step is of those whose parameters have gradients: of the one whose turn it is."""
+
+    takes_turns = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.by_name.values():
+            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+                optimizer.step()
+
+    def pack(self, by_name: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(by_name)
+
+
+class JointOptimizer(SeveralOptimizers):
+    """Those of a list. A step is of all of them, in order, with the gradients of one loss.
+
+    Example::
+
+        >>> dense, table = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(2, 1))
+        >>> optimizers = [torch.optim.SGD([dense], lr=0.5), torch.optim.SGD([table], lr=0.25)]
+        >>> joint = JointOptimizer(by_position(optimizers))
+        >>> dense.grad, table.grad = torch.ones(1), torch.ones(2, 1)
+        >>> joint.step()
+        >>> dense.item(), table.tolist()
+        (0.5, [[0.75], [0.75]])
+        >>> [state["param_groups"][0]["lr"] for state in joint.state_dict()["optimizers"]]
+        [0.5, 0.25]
+    """
+
+    takes_turns = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        # Also those without any gradient, as an optimizer by itself is stepped then: their schedules expect it.
+        for optimizer in self.by_name.values():
+            optimizer.step()
+
+    def pack(self, by_name: Mapping[str, Any]) -> dict[str, Any]:
+        return {_LIST: [by_name.get(name) for name in self.by_name]}
+
+
+def by_position(values: Sequence[Any]) -> dict[str, Any]:
+    """Return the values of a list of optimizers by their positions, which are names of a ``JointOptimizer``."""
+    return {str(position): value for position, value in enumerate(values)}
+
+
+def unpacked(packed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of each optimizer by its name, or by its position in a list: undoes ``pack``."""
+    values = packed.get(_LIST)
+    return by_position(values) if isinstance(values, list) else dict(packed)
+
+
 def optimizers_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that this one stands for, or itself."""
-    return list(optimizer.by_name.values()) if isinstance(optimizer, NamedOptimizers) else [optimizer]
+    return list(optimizer.by_name.values()) if isinstance(optimizer, SeveralOptimizers) else [optimizer]
 
 
 def count_parameters(optimizer: torch.optim.Optimizer) -> int:
@@ -63,13 +124,13 @@ def joined_states(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) ->
         >>> joined_states(both, with_states(both, states)) == states
         True
     """
-    if not isinstance(optimizer, NamedOptimizers):
+    if not isinstance(optimizer, SeveralOptimizers):
         return dict(state["state"])
     joined: dict[int, Any] = {}
-    first = 0
+    first, by_name = 0, unpacked(state)
     for name, own in optimizer.by_name.items():
         # An entry that is of no parameter has a key that is no number.
-        of_parameters = {number: v for number, v in state[name]["state"].items() if isinstance(number, int)}
+        of_parameters = {number: v for number, v in by_name[name]["state"].items() if isinstance(number, int)}
         joined |= {first + number: value for number, value in of_parameters.items()}
         first += count_parameters(own)
     return joined
@@ -77,20 +138,29 @@ def joined_states(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) ->
 
 def with_states(optimizer: torch.optim.Optimizer, states: Mapping[int, Any]) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with these states of the parameters: undoes ``joined_states``."""
-    if not isinstance(optimizer, NamedOptimizers):
+    if not isinstance(optimizer, SeveralOptimizers):
         return {**optimizer.state_dict(), "state": dict(sorted(states.items()))}
-    state: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     first = 0
     for name, own in optimizer.by_name.items():
         end = first + count_parameters(own)
         part = {number - first: value for number, value in sorted(states.items()) if first <= number < end}
-        state[name] = {**own.state_dict(), "state": part}
+        by_name[name] = {**own.state_dict(), "state": part}
         first = end
-    return state
+    return optimizer.pack(by_name)
 
 
-def shared_parameters(by_name: Mapping[str, torch.optim.Optimizer]) -> Sequence[tuple[str, str]]:
-    """Return the names of each two optimizers that have a parameter in common."""
-    ids = {name: {id(p) for g in optimizer.param_groups for p in g["params"]} for name, optimizer in by_name.items()}
-    names = list(ids)
-    return [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if ids[a] & ids[b]]
+def stored_groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the parameter groups in the ``state_dict()`` of one optimizer, or of several."""
+    states = {"": state} if "param_groups" in state else unpacked(state)
+    return [group for own in states.values() for group in own["param_groups"]]
+
+
+def shared_parameters(by_name: Mapping[str, torch.optim.Optimizer]) -> Iterator[tuple[Tensor, str, str]]:
+    """Yield each parameter that is in two optimizers, and their names."""
+    owners: dict[int, str] = {}
+    for name, optimizer in by_name.items():
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            owner = owners.setdefault(id(parameter), name)
+            if owner != name:
+                yield parameter, owner, name

@@ -20,7 +20,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from paramserver.errors import TaskError
 from paramserver.optim.averaging import has_foreign_hooks
-from paramserver.optim.named_optimizers import NamedOptimizers, optimizers_of
+from paramserver.optim.named_optimizers import optimizers_of
+from paramserver.optim.row_wise_adagrad import RowWiseAdagrad
 from paramserver.rng import update_generators
 
 _OPTIM = torch.optim
@@ -30,7 +31,7 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 )
 """Optimizers that update each element independently, apart from scalars of the whole parameter."""
 
-PER_PARAMETER: tuple[type[torch.optim.Optimizer], ...] = (_OPTIM.Adafactor, _OPTIM.Muon)
+PER_PARAMETER: tuple[type[torch.optim.Optimizer], ...] = (_OPTIM.Adafactor, _OPTIM.Muon, RowWiseAdagrad)
 """Optimizers that update each parameter independently, but only as a whole."""
 
 _ATTRIBUTE = "updates_each"
@@ -47,8 +48,8 @@ def is_elementwise(optimizer: torch.optim.Optimizer, servers: int) -> bool:
     Raises:
         TaskError: the optimizer does not declare it.
     """
-    if isinstance(optimizer, NamedOptimizers):
-        kinds = [is_elementwise(own, servers) for own in optimizer.by_name.values()]  # each is checked
+    if (several := optimizers_of(optimizer)) != [optimizer]:
+        kinds = [is_elementwise(own, servers) for own in several]  # each is checked
         return all(kinds)
     kind = type(optimizer)
     if any(
@@ -154,31 +155,39 @@ class ParallelStep:
 
     @staticmethod
     def supports(optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the optimizer is one of torch's that steps parameters independently, without hooks."""
-        hooks = has_foreign_hooks(optimizer) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        return type(optimizer) in (*ELEMENTWISE, *PER_PARAMETER) and not hooks and _steps_itself(optimizer)
+        """Return whether it is known to step parameters independently, without hooks; of several, whether all are."""
+        if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+            return False
+        return all(
+            type(own) in (*ELEMENTWISE, *PER_PARAMETER) and not has_foreign_hooks(own) and _steps_itself(own)
+            for own in optimizers_of(optimizer)
+        )
 
     def __call__(self) -> None:
         if not self.supports(self._optimizer):  # a hook was added since
             self._optimizer.step()
             return
-        stepped = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        fresh = [p for p in stepped if p not in self._optimizer.state]
-        self._team.run([self._part(ids).step for ids in _balance(stepped, self._team.size)])
+        for optimizer in optimizers_of(self._optimizer):
+            self._step(optimizer)
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        fresh = [p for p in stepped if p not in optimizer.state]
+        self._team.run([_part(optimizer, ids).step for ids in _balance(stepped, self._team.size)])
         # A new state is inserted when its thread gets there; restore the order of the parameters.
-        state = self._optimizer.state
+        state = optimizer.state
         for parameter in fresh:
             if parameter in state:
                 state[parameter] = state.pop(parameter)
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule checks it
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule checks it
 
-    def _part(self, ids: set[int]) -> torch.optim.Optimizer:
-        part = copy_optimizer(self._optimizer)
-        groups = [
-            {**group, "params": [p for p in group["params"] if id(p) in ids]} for group in self._optimizer.param_groups
-        ]
-        part.param_groups = [group for group in groups if group["params"]]
-        return part
+
+def _part(optimizer: torch.optim.Optimizer, ids: set[int]) -> torch.optim.Optimizer:
+    """Return a copy that steps the parameters with these ids."""
+    part = copy_optimizer(optimizer)
+    groups = [{**group, "params": [p for p in group["params"] if id(p) in ids]} for group in optimizer.param_groups]
+    part.param_groups = [group for group in groups if group["params"]]
+    return part
 
 
 def copy_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -196,10 +205,10 @@ def generators_of_update(
     """Return a context for the step of an optimizer that makes ``version``; see ``rng.update_generators``.
 
     Its gradients get memory of their own too: an optimizer may keep one until its next step, and the memory of the run
-    (the buckets of DDP, a segment) has the next gradient then. Neither is done where the optimizer is one of torch's
-    and has no hooks, as these draw no random numbers and keep no gradient.
+    (the buckets of DDP, a segment) has the next gradient then. Neither is done where the optimizer is one of those
+    that are known and has no hooks, as these draw no random numbers and keep no gradient.
     """
-    if all(ParallelStep.supports(own) for own in optimizers_of(optimizer)):
+    if ParallelStep.supports(optimizer):
         yield
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

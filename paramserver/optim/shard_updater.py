@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.optim.clipping import Clipping
-from paramserver.optim.named_optimizers import NamedOptimizers, optimizers_of
+from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import ParallelStep, ThreadTeam, generators_of_update
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
 from paramserver.parameters.sharding import Shard, States, optimizer_indices
@@ -62,7 +62,7 @@ class ShardUpdater:
     def use_threads(self, team: ThreadTeam) -> None:
         """Add gradients with all threads of ``team`` from now on, and step parameters if the optimizer allows it."""
         self._team = team
-        if not isinstance(self.optimizer, NamedOptimizers) and ParallelStep.supports(self.optimizer):
+        if ParallelStep.supports(self.optimizer):
             self._parallel_step = ParallelStep(self.optimizer, team)
 
     # An update.

@@ -17,7 +17,16 @@ from paramserver.errors import CheckpointError, TaskError, UnsupportedConfigurat
 from paramserver.limits import is_due
 from paramserver.optim.averaging import AverageParameters, averages, drop_averages, rename_averages
 from paramserver.optim.clipping import clipping_of
-from paramserver.optim.named_optimizers import NamedOptimizers, joined_states, optimizers_of, shared_parameters
+from paramserver.optim.named_optimizers import (
+    JointOptimizer,
+    NamedOptimizers,
+    SeveralOptimizers,
+    by_position,
+    joined_states,
+    optimizers_of,
+    shared_parameters,
+    unpacked,
+)
 from paramserver.optim.parallel_step import generators_of_update
 from paramserver.task import Task
 
@@ -42,9 +51,9 @@ class Updater:
         names = {id(p): name for name, p in model.named_parameters()}
         self._names = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
         self._averages_parameters = training.ema_decay is not None
-        # The names of the parameters of each optimizer, by its name; empty if there is one without a name.
+        # The names of the parameters of each optimizer, by its name; empty if all are stepped together.
         self.parameters_of: dict[str, tuple[str, ...]] = {}
-        if isinstance(self.optimizer, NamedOptimizers):
+        if isinstance(self.optimizer, SeveralOptimizers) and self.optimizer.takes_turns:
             if training.accumulate_batches > 1:
                 raise UnsupportedConfiguration(
                     f"training.accumulate_batches ({training.accumulate_batches}) must be 1 with several optimizers "
@@ -76,7 +85,7 @@ class Updater:
     def apply(self, step: int, optimizer: str = "") -> None:
         """Apply the gradients in ``.grad`` of the parameters of an optimizer as update number ``step``.
 
-        Its name is empty if there is one optimizer without a name.
+        Its name is empty if all are stepped together.
 
         Raises:
             NotFinite: gradients are clipped and their norm is NaN or infinite; nothing was applied.
@@ -105,10 +114,10 @@ class Updater:
             parameter.grad = None
 
     def on_update(self, optimizer: str = "") -> None:
-        """Step the schedule of an optimizer that has been stepped."""
-        schedule = self._schedules.get(optimizer)
-        if schedule is not None and schedule.every == "step":
-            schedule.scheduler.step()
+        """Step the schedule of an optimizer that has been stepped; of all of them if the name is empty."""
+        for name, schedule in self._schedules.items():
+            if optimizer in ("", name) and schedule.every == "step":
+                schedule.scheduler.step()
 
     def on_epoch_end(self) -> None:
         """Step schedules of epochs."""
@@ -155,7 +164,7 @@ class Updater:
         return averages(states, self._names)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of ``optimizer`` and ``scheduler`` (None without one); of several of them, by name.
+        """Return the states of ``optimizer`` and ``scheduler`` (None without one); of several, by name or in a list.
 
         Optimizers that have modes are in ``eval()``. Their ``parameters`` are then given as they are in ``eval()``,
         which belong to that state, and as they are trained.
@@ -185,7 +194,7 @@ class Updater:
 
     def _state_dict(self) -> dict[str, Any]:
         states = {name: schedule.scheduler.state_dict() for name, schedule in self._schedules.items()}
-        scheduler = states if self.parameters_of else states.get("")
+        scheduler = self.optimizer.pack(states) if isinstance(self.optimizer, SeveralOptimizers) else states.get("")
         return {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -195,12 +204,14 @@ class Updater:
             CheckpointError: it is of another optimizer or scheduler.
         """
         by_name, stored, schedules = {"": self.optimizer}, {"": state["optimizer"]}, {"": state.get("scheduler")}
-        if isinstance(self.optimizer, NamedOptimizers):
-            by_name, stored, schedules = self.optimizer.by_name, state["optimizer"], state.get("scheduler") or {}
+        if isinstance(self.optimizer, SeveralOptimizers):
+            by_name, stored = self.optimizer.by_name, unpacked(state["optimizer"])
+            schedules = unpacked(state.get("scheduler") or {})
             if stored.keys() != by_name.keys():
+                found = "one optimizer" if "param_groups" in stored else f"optimizers {', '.join(map(str, stored))}"
                 raise CheckpointError(
-                    f"the stored state has optimizers {', '.join(map(str, stored))}, and build_optimizer returns "
-                    f"{', '.join(by_name)}; resume with the task and the task_args that it was stored with"
+                    f"the stored state has {found}, and build_optimizer returns {', '.join(by_name)}; resume with the "
+                    "task and the task_args that it was stored with"
                 )
         parameters = state.get("parameters", {})
         for switched in self._with_modes:
@@ -285,17 +296,23 @@ def build_optimizer(task: Task, model: nn.Module, training: TrainingConfig) -> t
     Raises:
         TaskError: it needs a closure, or is not an optimizer of this model.
     """
-    built, task_name = task.build_optimizer(model), type(task).__name__
-    by_name = dict(built) if isinstance(built, Mapping) else {"": built}
-    for optimizer in by_name.values():
-        _check_optimizer(optimizer, model, task_name)
+    built: Any = task.build_optimizer(model)
+    task_name, where = type(task).__name__, ""
+    kind: type[SeveralOptimizers] | None = None
+    by_name: dict[str, torch.optim.Optimizer] = {"": built}
+    if isinstance(built, Mapping):
+        kind, by_name = NamedOptimizers, dict(built)
+    elif isinstance(built, (list, tuple)):
+        kind, by_name, where = JointOptimizer, by_position(built), " at position {} of a list"
+    for name, optimizer in by_name.items():
+        _check_optimizer(optimizer, model, task_name, where.format(name))
         _initialize(optimizer)
         if training.ema_decay is not None:
             optimizer.register_step_post_hook(AverageParameters(training.ema_decay))
-    if not isinstance(built, Mapping):
-        return built
-    _check_names(by_name, task_name)
-    return NamedOptimizers(by_name)
+    if kind is None:
+        return by_name[""]
+    _check_names(by_name, model, task_name)
+    return kind(by_name)
 
 
 def _initialize(optimizer: torch.optim.Optimizer) -> None:
@@ -311,25 +328,27 @@ def _initialize(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _check_names(by_name: Mapping[str, torch.optim.Optimizer], task_name: str) -> None:
-    wrong = [name for name in by_name if not isinstance(name, str) or not name]
-    if wrong or not by_name:
+def _check_names(by_name: Mapping[str, torch.optim.Optimizer], model: nn.Module, task_name: str) -> None:
+    if not by_name:
+        raise TaskError(f"{task_name}.build_optimizer returned no optimizer; it must return at least one")
+    if any(not isinstance(name, str) or not name for name in by_name):
         raise TaskError(
             f"{task_name}.build_optimizer returned a dict with the keys {list(by_name)}; they must be the names of the "
-            "optimizers, as text that is not empty, at least one"
+            "optimizers, as text that is not empty"
         )
-    for first, second in shared_parameters(by_name):
+    names = {id(p): name for name, p in model.named_parameters()}
+    for parameter, first, second in shared_parameters(by_name):
         raise TaskError(
-            f"{task_name}.build_optimizer gives a parameter to two optimizers ({first}, {second}); give each parameter "
-            "to one of them, and add the losses where both should change it"
+            f"{task_name}.build_optimizer gives {names[id(parameter)]} to two optimizers ({first}, {second}); give "
+            "each parameter to one of them"
         )
 
 
-def _check_optimizer(optimizer: object, model: nn.Module, task_name: str) -> None:
+def _check_optimizer(optimizer: object, model: nn.Module, task_name: str, where: str = "") -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(
-            f"{task_name}.build_optimizer returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer, "
-            "or a dict of them by name"
+            f"{task_name}.build_optimizer returned {type(optimizer).__name__}{where}; it must return a "
+            "torch.optim.Optimizer, a list of them that step together, or a dict of them by name"
         )
     if hasattr(optimizer, "consolidate_state_dict"):
         raise TaskError(
@@ -364,7 +383,9 @@ class _Schedule:
 
 def _schedules_of(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, _Schedule]:
     """Return the schedule of each optimizer that has one, by its name; empty is that of a single one."""
-    if not isinstance(optimizer, NamedOptimizers):
+    if isinstance(optimizer, JointOptimizer):
+        built = _schedulers_of_list(task.build_scheduler(optimizers_of(optimizer)), optimizers_of(optimizer))
+    elif not isinstance(optimizer, NamedOptimizers):
         built = {"": task.build_scheduler(optimizer)}
     else:
         built = task.build_scheduler(optimizer.by_name) or {}
@@ -374,6 +395,19 @@ def _schedules_of(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, _Sc
                 f"({', '.join(optimizer.by_name)}); got {built!r}"
             )
     return {name: _schedule_of(own) for name, own in built.items() if own is not None}
+
+
+def _schedulers_of_list(built: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return the schedulers of a list of optimizers; a single one is that of the optimizer that it was built with."""
+    if not isinstance(built, (list, tuple)):
+        own = getattr(built.get("scheduler") if isinstance(built, dict) else built, "optimizer", None)
+        return {str(next((n for n, optimizer in enumerate(optimizers) if optimizer is own), 0)): built}
+    if len(built) != len(optimizers):
+        raise TaskError(
+            f"build_scheduler returned a list of {len(built)}; it must have one entry for each of the "
+            f"{len(optimizers)} optimizers, None for one without a scheduler"
+        )
+    return by_position(built)
 
 
 def _schedule_of(built: Any) -> _Schedule:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from paramserver.optim.named_optimizers import stored_groups
+
 if TYPE_CHECKING:
     from torch.distributed.optim import DistributedOptimizer
 
@@ -80,5 +82,4 @@ class SharedOptimizer(DistributedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self.client.optimizer_state()["param_groups"]
-        return groups
+        return stored_groups(self.client.optimizer_state())

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from paramserver import Task
+from paramserver.optim import RowWiseAdagrad
 
 
 class Networks(nn.Module):
@@ -144,3 +145,79 @@ class Misused(Adversarial):
     def on_batch_start(self, batch_idx):
         if self.how == "hook":
             self.trainer.optimize("judge", torch.zeros(()))
+
+
+class Tables(nn.Module):
+    """An embedding table with a bias for each row of it, and dense layers, of which several servers may split one."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        self.table = nn.Embedding(300, 8, sparse=sparse)
+        self.bias = nn.Embedding(300, 1, sparse=sparse)
+        self.hidden = nn.Linear(16, 200)
+        self.norm = nn.BatchNorm1d(200)
+        self.last = nn.Linear(200, 1)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, pairs):
+        hidden = self.norm(self.hidden(self.table(pairs).flatten(1))).relu()
+        return (self.last(hidden) + self.bias(pairs).sum(dim=1)).squeeze(1) * self.scale
+
+
+class Joint(Task):
+    """A list of three optimizers: one for the dense layers, one for the tables, one for the scale.
+
+    Args:
+        tables: the optimizer of the tables.
+        schedule: whether two of the three have schedulers.
+        how: what ``build_optimizer`` returns instead, to be refused.
+    """
+
+    def __init__(self, tables="rows", schedule=True, sparse=False, samples=96, how=None):
+        self.tables, self.schedule, self.sparse, self.samples, self.how = tables, schedule, sparse, samples, how
+
+    def build_model(self):
+        return Tables(self.sparse)
+
+    def build_optimizer(self, model):
+        dense = [p for part in (model.hidden, model.norm, model.last) for p in part.parameters()]
+        kind = RowWiseAdagrad if self.tables == "rows" else torch.optim.Adagrad
+        optimizers = [
+            torch.optim.Adam([{"params": dense[:2], "lr": 0.002}, {"params": dense[2:]}], lr=0.01),
+            kind([model.table.weight, model.bias.weight], lr=0.05),
+            torch.optim.SGD([model.scale], lr=0.01, momentum=0.9),
+        ]
+        if self.how == "bias":
+            optimizers[1] = RowWiseAdagrad([model.table.weight, model.last.bias])
+        if self.how == "shared":
+            optimizers[2].add_param_group({"params": [model.last.bias]})
+        return {
+            "empty": [],
+            "element": [*optimizers, model],
+            "dict": [optimizers[0], {"tables": optimizers[1]}],
+            "one": optimizers[0],
+        }.get(self.how, optimizers)
+
+    def build_scheduler(self, optimizers):
+        if not self.schedule:
+            return None
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[1], factor=0.5, patience=0)
+        by_validation = {"scheduler": plateau, "every": "validation", "metric": "loss"}
+        return [torch.optim.lr_scheduler.StepLR(optimizers[0], 3, 0.9), by_validation, None]
+
+    def train_source(self, partition):
+        return self.pairs(self.samples, 5)
+
+    def validation_source(self, partition):
+        return self.pairs(20, 6)
+
+    def pairs(self, count, seed):
+        pairs = torch.randint(300, (count, 2), generator=torch.Generator().manual_seed(seed))
+        return TensorDataset(pairs, (pairs.sum(dim=1) % 7).float())
+
+    def training_step(self, model, batch, batch_idx):
+        pairs, targets = batch
+        return F.mse_loss(model(pairs), targets)
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        return {"loss": F.mse_loss(model(batch[0]), batch[1])}

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
 from paramserver.errors import TaskError
+from paramserver.optim import RowWiseAdagrad
 from paramserver.optim.parallel_step import ELEMENTWISE, PER_PARAMETER, is_elementwise
 
 LBFGS, SPARSE = torch.optim.LBFGS, torch.optim.SparseAdam  # refused with any number of servers
@@ -39,7 +40,7 @@ def step(self, closure=None):
 
 def test_every_optimizer_of_torch_has_a_verdict():
     classes = {c for c in vars(torch.optim).values() if isinstance(c, type) and c is not torch.optim.Optimizer}
-    assert classes == {*ELEMENTWISE, *PER_PARAMETER, LBFGS, SPARSE}
+    assert {*classes, RowWiseAdagrad} == {*ELEMENTWISE, *PER_PARAMETER, LBFGS, SPARSE}
     assert [kind for kind in ELEMENTWISE if not is_elementwise(made(kind), 2)] == []
     assert [kind for kind in PER_PARAMETER if is_elementwise(made(kind), 2)] == []
     assert refuses(made(LBFGS))

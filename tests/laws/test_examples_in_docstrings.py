@@ -11,7 +11,8 @@ from source_tree import modules
 
 MODULES = [module.name for module in modules()]
 # What docs/interface.md and docs/api.md promise. Other folders export names for the rest of the package.
-PACKAGES = ("paramserver", "paramserver.buffers", "paramserver.server", "paramserver.sources", "paramserver.trainers")
+FOLDERS = ("buffers", "optim", "server", "sources", "trainers")
+PACKAGES = ("paramserver", *(f"paramserver.{folder}" for folder in FOLDERS))
 PUBLIC = [(package, name) for package in PACKAGES for name in import_module(package).__all__]
 PUBLIC += [("paramserver.metrics", "Sink"), ("paramserver.metrics", "scalars")]
 # The modules of each folder, as one test needs minutes for all of them on a busy machine.

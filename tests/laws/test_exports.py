@@ -20,6 +20,7 @@ PUBLIC = {
     ],
     "paramserver.trainers": ["DdpTrainer", "LocalTrainer", "RpcTrainer", "ServedTrainer", "Trainer"],
     "paramserver.buffers": ["Batch", "Buffer", "BufferInfo", "Fifo", "Firo", "Reservoir", "make_buffer"],
+    "paramserver.optim": ["RowWiseAdagrad"],
     "paramserver.sources": [
         "DatasetSource",
         "Feeder",

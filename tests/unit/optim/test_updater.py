@@ -162,8 +162,8 @@ def test_each_group_has_its_rate():
 
 
 def test_what_is_no_optimizer_is_refused():
-    with pytest.raises(TaskError, match=r"Given\.build_optimizer returned list; it must return a torch\.optim"):
-        made(lambda model: [model])
+    with pytest.raises(TaskError, match=r"Given\.build_optimizer returned Line; it must return a torch\.optim"):
+        made(lambda model: model)
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused():
