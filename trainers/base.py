@@ -38,7 +38,7 @@ from paramserver.metrics.records import (
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import autocast
 from paramserver.parameters.model_tree import ModelTree
-from paramserver.parameters.numerics import check_loss, name_float64, to_number
+from paramserver.parameters.numerics import check_loss, explain_errors, to_number
 from paramserver.rng import random_states, restore_random_states, seed_all
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.runs.monitor import RunMonitor
@@ -703,7 +703,7 @@ class TrainingLoop:
         for number, (batch, trainer.current_step.batch_samples) in enumerate(batches, start=1):
             last = number == len(batches)
             with (
-                name_float64("training_step", batch, trainer.model),
+                explain_errors("training_step", batch, trainer.model),
                 nullcontext() if last else trainer.block_backward_sync(),
             ):
                 value, loss = trainer.forward_batch(batch)
@@ -730,7 +730,7 @@ class TrainingLoop:
         for hooks in trainer.hooks:
             hooks.on_batch_start(batch_idx)
         calls.made = 0
-        with name_float64("training_step", batch, trainer.model), trainer.autocast:
+        with explain_errors("training_step", batch, trainer.model), trainer.autocast:
             returned = trainer.task.training_step(trainer.model, batch, batch_idx)
         if returned is not None or not calls.made:
             what = "returned a value" if returned is not None else "did not call it"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ class ModelCopy:
 
     What else a task changes is sent to server 0: module buffers and frozen parameters. ``parameters`` are the trained
     ones, by name, in the order of the server's layout; with ``shares_memory`` they are the server's memory.
-    ``before_refusal`` is called before a change of the task is refused.
+    ``before_refusal`` is called before a change of the task is refused. ``tables`` are the names of embedding tables.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class ModelCopy:
         parameters: Mapping[str, Tensor],
         shares_memory: bool = False,
         before_refusal: Callable[[], object] = lambda: None,
+        tables: Collection[str] = (),
     ) -> None:
         self.parameters = parameters
         self.tree = ModelTree(model)
@@ -38,7 +39,8 @@ class ModelCopy:
         self._model = model
         self._shares_memory = shares_memory
         self._before_refusal = before_refusal
-        self.loaded = LoadedParameters(parameters, owned=not shares_memory)
+        self._tables = frozenset(tables)
+        self.loaded = LoadedParameters(parameters, owned=not shares_memory, tables=self._tables)
         self._known_buffers: PackedBuffers | None = None  # that the server sent, or was sent, last
         trained = {id(parameter) for parameter in parameters.values()}
         self._frozen = {n: p for n, p in model.named_parameters() if id(p) not in trained}
@@ -72,9 +74,23 @@ class ModelCopy:
 
     def check_gradients(self) -> None:
         """Refuse, by name, what would be lost."""
-        for name, trained in self.parameters.items():
-            if trained.grad is not None and trained.grad.layout is not torch.strided:
-                raise TaskError(f"the gradient of parameter {name} is sparse; use dense ones (sparse=False)")
+        for name, gradient in ((name, trained.grad) for name, trained in self.parameters.items()):
+            if gradient is None or gradient.layout is (torch.sparse_coo if name in self._tables else torch.strided):
+                if gradient is not None and gradient.is_sparse and gradient.sparse_dim() != 1:
+                    raise TaskError(
+                        f"the gradient of table {name} must have one sparse dimension, its rows, and has "
+                        f"{gradient.sparse_dim()}; make it with to_sparse(1)"
+                    )
+            elif name in self._tables:
+                raise TaskError(
+                    f"the gradient of table {name} is dense, and the module has sparse=True; use the table in its "
+                    "module only, or set sparse=False"
+                )
+            else:
+                raise TaskError(
+                    f"the gradient of parameter {name} is sparse, and that of no nn.Embedding or nn.EmbeddingBag with "
+                    "sparse=True; use one of these, or dense gradients (sparse=False)"
+                )
 
     # Module buffers, and what else the server lacks.
 

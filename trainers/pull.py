@@ -181,10 +181,13 @@ def make_transport(control: ServerControl, reply: JoinReply, parameters: Sequenc
         key = socket_key(index, reply.incarnation)
         server.use_local(LocalConnection(attach_socket(address, key, timeout_s)))
         return SharedMemoryTrainerTransport(layout, parameters, address, slots, index, timeout_s, reply.incarnation)
-    if control.config.server.must_share_memory:
+    if control.config.server.must_share_memory or layout.tables:
+        what, cure = "server.transport (shared_memory)", "use auto or rpc"
+        if layout.tables:
+            what, cure = f"the embedding table {layout.slots[layout.tables[0]].name}", "set sparse=False"
         raise UnsupportedConfiguration(
-            f"server.transport (shared_memory) must have all ranks on one host; trainer {index} "
-            f"({control.rendezvous.host_and_pid}) cannot reach the server's memory; use auto or rpc"
+            f"{what} must have all ranks on one host; trainer {index} ({control.rendezvous.host_and_pid}) cannot reach "
+            f"the server's memory; {cure}"
         )
     if reply.shards:
         server.use_shards(len(reply.shards))

@@ -101,7 +101,9 @@ class GradientBuckets:
         views, gradients = [], []
         for number in numbers:
             view, gradient = self._transport.gradient_views[number], self._parameters[number].grad
-            if gradient is None:
+            if number in self._transport.tables:
+                self._transport.rows.write(number, gradient)
+            elif gradient is None:
                 view.zero_()
             else:
                 views.append(view)

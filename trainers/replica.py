@@ -11,6 +11,7 @@ from paramserver.consistency import Announcement, Decision, decide
 from paramserver.limits import Limits
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model_tree import ModelTree
+from paramserver.parameters.tables import describe_large
 from paramserver.trainers.base import Trainer
 from paramserver.trainers.control import ReplicaControl
 
@@ -26,6 +27,8 @@ class ReplicaTrainer(Trainer):
 
     def make_optimizer(self, model: nn.Module) -> None:
         """Make the optimizer of ``model``, which has the start's parameters."""
+        if self.control.monitor is not None and (large := describe_large(model)) is not None:
+            self.control.monitor.note(large)
         self.updater = Updater(self.task, model, self.config.training, self.config.seed)
         self.tree = ModelTree(model)
         self.optimizer_calls.set_optimizers(self.updater.parameters_of, model)

@@ -119,7 +119,11 @@ class RpcTrainer(Trainer):
         trained = find_trained(self.model, reply.parameter_layout)
         transport = make_transport(self.control, reply, list(trained.values()))
         self.model_copy = ModelCopy(
-            self.model, trained, transport.shares_parameters, lambda: self.control.flush_records().wait()
+            self.model,
+            trained,
+            transport.shares_parameters,
+            lambda: self.control.flush_records().wait(),
+            [reply.parameter_layout.slots[number].name for number in reply.parameter_layout.tables],
         )
         self.tree = self.model_copy.tree
         self.record("transport", transport=transport.name)

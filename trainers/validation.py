@@ -18,7 +18,7 @@ from paramserver.errors import TaskError
 from paramserver.importing import name_user_error
 from paramserver.metrics.records import WeightedSums
 from paramserver.parameters.model import autocast
-from paramserver.parameters.numerics import name_float64, to_number
+from paramserver.parameters.numerics import explain_errors, to_number
 from paramserver.rng import validation_generators
 from paramserver.sources.base import Partition
 from paramserver.sources.data_loader import is_map_style, resolve_reading
@@ -236,7 +236,7 @@ def evaluate(
     with eval_mode(model), autocast(device, precision):
         for valid_batch_idx, (batch, samples) in enumerate(batches):
             batch = as_input(batch)
-            with name_float64("validation_step", batch, model):
+            with explain_errors("validation_step", batch, model):
                 values = task.validation_step(model, batch, valid_batch_idx, batch_idx)
             where = f"validation_step, batch {valid_batch_idx}"
             if not isinstance(values, Mapping):

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from paramserver.config import TrainingConfig
 from paramserver.parameters.numerics import check_gradient_norm
+from paramserver.parameters.tables import with_values
 
 
 class Clipping(ABC):
-    """One kind of clipping. Gradients are those in ``.grad`` of parameters, which may be None.
+    """One kind of clipping. Gradients are those in ``.grad`` of parameters, which may be None or sparse and coalesced.
 
     A process with all gradients calls ``clip``. Of several servers each has a shard: it measures that, server 0 merges
     what they have measured, and each clips its shard with the result. So an update takes two rounds of calls.
@@ -57,11 +58,11 @@ class NormClipping(Clipping):
         self._max_norm = max_norm
 
     def clip(self, parameters: Sequence[Tensor], version: int) -> None:
-        check_gradient_norm(float(nn.utils.clip_grad_norm_(parameters, self._max_norm)), version)
+        check_gradient_norm(float(nn.utils.clip_grad_norm_(map(with_values, parameters), self._max_norm)), version)
 
     def measure(self, parameters: Sequence[Tensor], is_everything: bool) -> Tensor:
         """Return the norm of the gradients of a shard."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in map(with_values, parameters) if p.grad is not None]
         if is_everything or not gradients:
             return nn.utils.get_total_norm(gradients)
         norms: Any = torch._foreach_norm(gradients)
@@ -81,7 +82,7 @@ class NormClipping(Clipping):
         return norm
 
     def clip_shard(self, parameters: Sequence[Tensor], merged: Tensor) -> None:
-        nn.utils.clip_grads_with_norm_(parameters, self._max_norm, merged)
+        nn.utils.clip_grads_with_norm_(map(with_values, parameters), self._max_norm, merged)
 
 
 def clipping_of(training: TrainingConfig) -> Clipping | None:

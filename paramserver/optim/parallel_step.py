@@ -31,7 +31,12 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 )
 """Optimizers that update each element independently, apart from scalars of the whole parameter."""
 
-PER_PARAMETER: tuple[type[torch.optim.Optimizer], ...] = (_OPTIM.Adafactor, _OPTIM.Muon, RowWiseAdagrad)
+PER_PARAMETER: tuple[type[torch.optim.Optimizer], ...] = (
+    _OPTIM.Adafactor,
+    _OPTIM.Muon,
+    _OPTIM.SparseAdam,
+    RowWiseAdagrad,
+)
 """Optimizers that update each parameter independently, but only as a whole."""
 
 _ATTRIBUTE = "updates_each"

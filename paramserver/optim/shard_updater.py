@@ -16,6 +16,7 @@ from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import ParallelStep, ThreadTeam, generators_of_update
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
 from paramserver.parameters.sharding import Shard, States, optimizer_indices
+from paramserver.parameters.tables import mean_of_rows
 
 
 class ShardUpdater:
@@ -35,6 +36,7 @@ class ShardUpdater:
         parameters: Sequence[Tensor],
         optimizer: torch.optim.Optimizer,
     ) -> None:
+        self.layout = layout
         self.shard = shard
         self.ranges = list(ranges)
         self.optimizer = optimizer
@@ -45,6 +47,9 @@ class ShardUpdater:
         # A pull needs them as targets of gradients only, never a copy.
         self.leaves = [gradient_leaf(flat) for flat in self.ranges]
         views = shard.layout.views(self.ranges)
+        # The ranges that are embedding tables, each with the number of its slot. Their gradients are sparse.
+        tables = {number: slot.group for number, slot in enumerate(layout.slots) if number in layout.tables}
+        self.tables = {own: number for number, group in tables.items() for own in shard.ranges_of(group)}
         # Slot, name and optimizer parameter of each owned slice.
         self.owned: list[tuple[int, str, Tensor]] = []
         split: dict[int, Tensor] = {}
@@ -62,7 +67,7 @@ class ShardUpdater:
     def use_threads(self, team: ThreadTeam) -> None:
         """Add gradients with all threads of ``team`` from now on, and step parameters if the optimizer allows it."""
         self._team = team
-        if ParallelStep.supports(self.optimizer):
+        if not self.tables and ParallelStep.supports(self.optimizer):
             self._parallel_step = ParallelStep(self.optimizer, team)
 
     # An update.
@@ -70,23 +75,38 @@ class ShardUpdater:
     def average(self, gradients: Sequence[Sequence[Tensor]], factors: Sequence[float]) -> list[Tensor]:
         """Return the mean of the scaled gradients; it overwrites the first.
 
-        They are added in the order given, not of arrival: in float32 the sum depends on the order.
+        They are added in the order given, not of arrival: in float32 the sum depends on the order. The gradient of a
+        range that is a table is sparse.
         """
+        mean = list(gradients[0])
+        assert not self.tables or all(factor == 1 for factor in factors), "tables need lockstep"
+        for number in self.tables:
+            mean[number] = mean_of_rows([flats[number] for flats in gradients])
+        gradients = [self._dense(flats) for flats in gradients]
+        if not gradients[0]:
+            return mean
         if self._team is None:
             _average(gradients, factors)
         else:
             # Each thread adds all gradients within its own range, in the same order: the bits do not depend on the
             # number of threads.
-            parts = [[_cut(flats, cuts) for flats in gradients] for cuts in self._team.slices(self.ranges)]
+            slices = self._team.slices(self._dense(self.ranges))
+            parts = [[_cut(flats, cuts) for flats in gradients] for cuts in slices]
             self._team.run([partial(_average, part, factors) for part in parts])
-        return list(gradients[0])
+        return mean
+
+    def _dense(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        return [flat for number, flat in enumerate(flats) if number not in self.tables]
 
     def assign_gradients(self, mean: Sequence[Tensor], used: tuple[bool, ...] | None) -> None:
         """Set ``.grad`` of each parameter; None if no trainer had one, so that torch.optim does not step it."""
-        views = self.shard.layout.views(mean)
+        tables = {slot: mean[number] for number, slot in self.tables.items()}
+        # In the place of a table's gradient, which has no views, that of its parameter; it is not used.
+        flats = [own if n in self.tables else flat for n, (flat, own) in enumerate(zip(mean, self.ranges, strict=True))]
+        views = self.shard.layout.views(flats)
         for slot, name, parameter in self.owned:
             # Views of the mean: clipping scales the mean itself, so no copy is needed.
-            parameter.grad = views[name] if used is None or used[slot] else None
+            parameter.grad = tables.get(slot, views[name]) if used is None or used[slot] else None
 
     def clear_gradients(self) -> None:
         """Release the memory of the gradients."""

@@ -28,6 +28,7 @@ from paramserver.optim.named_optimizers import (
     unpacked,
 )
 from paramserver.optim.parallel_step import generators_of_update
+from paramserver.parameters.tables import coalesce_gradients, opt_out_of_checks
 from paramserver.task import Task
 
 _EVERY = ("step", "epoch", "validation")
@@ -90,6 +91,7 @@ class Updater:
         Raises:
             NotFinite: gradients are clipped and their norm is NaN or infinite; nothing was applied.
         """
+        coalesce_gradients(self.parameters)
         if self.clipping is not None:
             # Refused before the first parameter changes, so that the version stays as it was.
             self.clipping.clip(self.parameters, step)
@@ -296,6 +298,7 @@ def build_optimizer(task: Task, model: nn.Module, training: TrainingConfig) -> t
     Raises:
         TaskError: it needs a closure, or is not an optimizer of this model.
     """
+    opt_out_of_checks(model)
     built: Any = task.build_optimizer(model)
     task_name, where = type(task).__name__, ""
     kind: type[SeveralOptimizers] | None = None

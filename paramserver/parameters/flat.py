@@ -6,8 +6,8 @@ A version is then copied, sent and averaged in a few operations, whatever the nu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -41,33 +41,49 @@ class FlatLayout:
     dtypes: tuple[torch.dtype, ...]  # of each flat tensor; several have the same dtype if they are sent as buckets
     sizes: tuple[int, ...]  # of each flat tensor, in elements
     slots: tuple[TensorSlot, ...]
+    # The slots of embedding tables, by their numbers. Each is in a flat tensor of its own; these follow all others.
+    tables: tuple[int, ...] = ()
+    num_sparse: int = 0  # of the last flat tensors, which take memory in a segment only where they are written
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, Tensor]], flat_bytes: float = math.inf) -> FlatLayout:
+    def of(
+        cls, tensors: Iterable[tuple[str, Tensor]], flat_bytes: float = math.inf, tables: Collection[str] = ()
+    ) -> FlatLayout:
         """Return the layout of ``tensors`` in their order, in flat tensors of ``flat_bytes`` at most.
 
-        A single tensor that is larger gets one of its own.
+        A single tensor that is larger gets one of its own, and so does each of ``tables``, given by name.
 
         Raises:
             UnsupportedConfiguration: a tensor is sparse.
         """
         dtypes: list[torch.dtype] = []
         sizes: list[int] = []
-        slots: list[TensorSlot] = []
+        slots: dict[str, TensorSlot] = {}
         filling: dict[torch.dtype, int] = {}
-        for name, tensor in tensors:
+        in_order = dict(tensors)
+        for name, tensor in sorted(in_order.items(), key=lambda item: item[0] in tables):
             if tensor.is_sparse or tensor.layout is not torch.strided:
                 raise UnsupportedConfiguration(f"{name} is a sparse tensor; parameters and buffers must be dense")
             step = max(ALIGNMENT_BYTES // tensor.element_size(), 1)
             size = -(-tensor.numel() // step) * step
-            group = filling.get(tensor.dtype)
+            group = None if name in tables else filling.get(tensor.dtype)
             if group is None or (sizes[group] and (sizes[group] + size) * tensor.element_size() > flat_bytes):
                 group = filling[tensor.dtype] = len(sizes)
                 dtypes.append(tensor.dtype)
                 sizes.append(0)
-            slots.append(TensorSlot(name, group, sizes[group], tuple(tensor.shape), _dense_stride(tensor)))
+            slots[name] = TensorSlot(name, group, sizes[group], tuple(tensor.shape), _dense_stride(tensor))
             sizes[group] += size
-        return cls(tuple(dtypes), tuple(sizes), tuple(slots))
+        numbers = tuple(number for number, name in enumerate(in_order) if name in tables)
+        return cls(tuple(dtypes), tuple(sizes), tuple(slots[name] for name in in_order), numbers)
+
+    def of_gradients(self) -> FlatLayout:
+        """Return the layout of gradients: this one, and a flat tensor for each table, with the rows of its gradient.
+
+        See ``RowSegment`` (parameters/tables.py).
+        """
+        rows = tuple(1 + self.slots[number].shape[0] for number in self.tables)
+        dtypes = (*self.dtypes, *(torch.int64 for _ in rows))
+        return replace(self, dtypes=dtypes, sizes=(*self.sizes, *rows), num_sparse=2 * len(rows))
 
     @property
     def total_bytes(self) -> int:
@@ -116,8 +132,8 @@ class FlatTensors:
     """Named tensors moved into flat tensors: afterwards each of them is a view of ``flats``.
 
     Tied parameters stay tied: ``named_parameters()`` names a shared tensor once, and its ``data`` is replaced in place.
-    ``others`` are further tensors of the model, by name, which stay where they are. ``allocate`` returns the flat
-    tensors; by default they are memory of this process.
+    ``others`` are further tensors of the model, by name, which stay where they are, and ``tables`` the names of
+    embedding tables. ``allocate`` returns the flat tensors; by default they are memory of this process.
 
     Raises:
         UnsupportedConfiguration: two tensors share memory, or one is sparse.
@@ -129,9 +145,10 @@ class FlatTensors:
         allocate: Callable[[FlatLayout], list[Tensor]] | None = None,
         flat_bytes: float = math.inf,
         others: Mapping[str, Tensor] | None = None,
+        tables: Collection[str] = (),
     ) -> None:
         _check_separate_memory(tensors, others or {})
-        self.layout = FlatLayout.of(tensors.items(), flat_bytes)
+        self.layout = FlatLayout.of(tensors.items(), flat_bytes, tables)
         self.tensors = dict(tensors)
         device = next((t.device for t in tensors.values()), torch.device("cpu"))
         self.flats = self.layout.allocate(device) if allocate is None else allocate(self.layout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -132,6 +132,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
 # A change through ``data`` shows in the values only. To compare these in each step would cost up to a tenth of it.
 _FIRST_WITH_VALUES = 8
 _VALUES_EVERY = 64
+_ROWS = 256  # of a table
 
 
 class LoadedParameters:
@@ -141,11 +142,13 @@ class LoadedParameters:
     ``data`` in place (``p.data.clamp_(-1, 1)``) is noticed where values are compared: in the first steps of a process,
     in each 64th, and around the hooks between steps. ``owned``: their memory is that of this process alone. A change
     that is undone, as by an optimizer of the task that looks at neighbouring points, is then none; in memory of the
-    server other trainers might have read it.
+    server other trainers might have read it. Of embedding ``tables`` the values of some rows are compared, as these may
+    be larger than all else.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], owned: bool) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], owned: bool, tables: Collection[str] = frozenset()) -> None:
         self._parameters = dict(parameters)
+        self._tables = tables
         self._owned = owned
         self._noted = 0
         self._tensor_versions: list[int] = []
@@ -159,12 +162,16 @@ class LoadedParameters:
         # The writes of a server come from another process and do not count as changes here.
         self._tensor_versions, self._places = self._read()
         is_due = self._noted <= _FIRST_WITH_VALUES or not self._noted % _VALUES_EVERY
-        self._sums = checksums(self._parameters) if values or is_due or self._are_restored else None
+        self._sums = self._checksums() if values or is_due or self._are_restored else None
 
     def _read(self) -> tuple[list[int], list[int]]:
         parameters = self._parameters.values()
         # On a GPU, modules such as LSTM move their parameters without a change.
         return [p._version for p in parameters], [p.data_ptr() if p.device.type == "cpu" else 0 for p in parameters]
+
+    def _checksums(self) -> dict[str, int]:
+        rows = {name: p[:: 1 + len(p) // _ROWS] for name, p in self._parameters.items() if name in self._tables}
+        return checksums({**self._parameters, **rows})
 
     def check(self, values: bool = True) -> None:
         """Check that the parameters are as they were noted.
@@ -184,7 +191,7 @@ class LoadedParameters:
             if self._owned and values and self._sums is not None:
                 changed, self._are_restored = None, True  # unless the values differ
         if changed is None and values and self._sums is not None:
-            now = checksums(self._parameters)
+            now = self._checksums()
             changed = next((name for name in now if now[name] != self._sums[name]), None)
             # Torch counts the changes of this process only. In memory of the server these may be of another trainer,
             # which reads the same version, so either of them may be the first to notice.

@@ -1,6 +1,6 @@
 """Checks for NaN and infinity: of each loss, of gradients by the norm that clipping computes, of what is saved.
 
-``name_float64`` explains errors of float64 batches.
+``explain_errors`` names what in a batch causes an error of torch: a float64 tensor, or an id without a row.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from paramserver.errors import NotFinite, TaskError, TrainingError, message_of
 from paramserver.importing import describe_user_error
+from paramserver.parameters.tables import describe_missing_row
 
 
 def check_gradient_norm(norm: float, step: int) -> None:
@@ -117,11 +118,13 @@ def check_loss(loss: object, trainer_index: int, batch_idx: int, optimizer: str 
 
 
 @contextmanager
-def name_float64(what: str, batch: Any, model: nn.Module) -> Iterator[None]:
-    """Raise a ``TaskError`` that names the float64 tensors of ``batch`` in place of an error that they cause."""
+def explain_errors(what: str, batch: Any, model: nn.Module) -> Iterator[None]:
+    """Raise a ``TaskError`` in place of an error that float64 tensors of ``batch`` cause, or an id without a row."""
     try:
         yield
-    except (RuntimeError, ValueError, TrainingError) as error:
+    except (RuntimeError, ValueError, IndexError, TrainingError) as error:
+        if (missing := describe_missing_row(error, model)) is not None:
+            raise TaskError(f"{what}: {missing}") from error
         # A TrainingError is that of a server which computes the forward; the traceback of the server follows its text.
         raised = (
             message_of(error).partition("\n")[0] if isinstance(error, TrainingError) else describe_user_error(error)

@@ -7,7 +7,7 @@ and join it again in the form that ``torch.optim`` saves.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
@@ -45,6 +45,10 @@ class Shard:
         """Return this shard's ranges as views of the flat tensors of all parameters."""
         return [flats[group][first:end] for group, first, end in self.ranges]
 
+    def ranges_of(self, group: int) -> list[int]:
+        """Return the numbers of the ranges of a flat tensor."""
+        return [number for number, (own, _, _) in enumerate(self.ranges) if own == group]
+
     def copy_flats(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return copies of the ranges, to be sent: with a view, RPC may send its whole storage."""
         return [part.detach().clone() for part in self.slice_flats(flats)]
@@ -69,7 +73,7 @@ def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Sha
     """Assign the parameters to servers, so that each owns about the same number of bytes; each element is in one shard.
 
     Tensors are ``splittable`` if the optimizer updates each element independently; only large ones are, at multiples of
-    64 bytes. A shard is at most as large as the mean and one largest unsplit part.
+    64 bytes, and no embedding tables. A shard is at most as large as the mean and one largest unsplit part.
 
     Raises:
         UnsupportedConfiguration: there are more servers than parts.
@@ -85,7 +89,7 @@ def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Sha
         if len(boundaries) < servers - 1:
             raise UnsupportedConfiguration(
                 f"cluster.num_servers ({servers}) must be at most {len(boundaries) + 1}, as the parameters of this "
-                "model fall into so many parts; lower it"
+                f"model fall into so many parts{' (a table is not divided)' if layout.tables else ''}; lower it"
             )
         for own, part in zip(parts, pairwise([first, *_nearest(boundaries, targets), end]), strict=True):
             own.append(part)
@@ -151,10 +155,10 @@ def _ends(layout: FlatLayout) -> list[int]:
     return list(accumulate(size * dtype.itemsize for size, dtype in zip(layout.sizes, layout.dtypes, strict=True)))
 
 
-def _spans(layout: FlatLayout) -> Iterator[tuple[int, int]]:
-    """Yield first byte and end of each tensor that has elements."""
+def _spans(layout: FlatLayout, without: Collection[int] = ()) -> Iterator[tuple[int, int]]:
+    """Yield first byte and end of each tensor that has elements, but for some, given by the numbers of their slots."""
     ends = _ends(layout)
-    for slot in layout.slots:
+    for slot in (slot for number, slot in enumerate(layout.slots) if number not in without):
         item_bytes = layout.dtypes[slot.group].itemsize
         before = ends[slot.group] - layout.sizes[slot.group] * item_bytes
         if slot.numel:
@@ -184,7 +188,7 @@ def _sections(layout: FlatLayout, servers: int) -> list[tuple[int, int]]:
 def _inside(layout: FlatLayout, targets: Sequence[float]) -> Iterator[int]:
     """Yield the aligned bytes nearest to the targets, if they are inside a large tensor."""
     large = min(_LARGE_BYTES, layout.total_bytes * _LARGE_SHARE)
-    for first, end in _spans(layout):
+    for first, end in _spans(layout, without=layout.tables):
         for target in targets if end - first > large else ():
             boundary = round(target / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             if first < boundary < end:

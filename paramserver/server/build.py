@@ -17,6 +17,7 @@ from paramserver.distributed.local_calls import LocalCallServer
 from paramserver.distributed.membership import Member
 from paramserver.optim.clipping import clipping_of
 from paramserver.parameters.model import frozen_state_dict
+from paramserver.parameters.tables import describe_large
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.server.aggregator import Aggregator
 from paramserver.server.coordinator import ShardCoordinator, split_over_servers
@@ -75,6 +76,8 @@ def build_server(
     in_place = (rules.lockstep or servers > 1) and segments is not None and device.type == "cpu"
     store = ParameterStore(task, config, shared_memory.allocate_parameters if in_place else None)
     check_optimizers(config, store)
+    if (large := describe_large(store.model)) is not None:
+        monitor.note(large)
     if store.updater.parameters_of:
         assert rules.waits_for_all, "check_optimizers refuses others"
         rules.several_updates = True

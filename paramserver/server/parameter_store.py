@@ -13,12 +13,13 @@ from torch import Tensor
 from paramserver.config import Config, num_servers_of
 from paramserver.consistency.factory import CLASSES
 from paramserver.devices import CPU, move_to_device, place_parameters
-from paramserver.errors import TaskError, UnsupportedConfiguration
-from paramserver.optim.named_optimizers import optimizers_of
+from paramserver.errors import UnsupportedConfiguration
+from paramserver.optim.row_steps import check_steps_rows
 from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout, FlatTensors, other_tensors, trainable_parameters
 from paramserver.parameters.model import build_model
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
+from paramserver.parameters.tables import find_tables
 from paramserver.task import Task
 
 Flats = list[Tensor]
@@ -29,10 +30,11 @@ _Rule = tuple[str, object, Sequence[object]]
 
 
 def check_optimizers(config: Config, store: ParameterStore) -> None:
-    """Refuse the keys with which several optimizers do not work, or one that has ``train()`` and ``eval()``.
+    """Refuse the keys with which embedding tables or several optimizers do not work, or one that has ``train()``.
 
     Raises:
         UnsupportedConfiguration: one of them has such a value.
+        TaskError: an optimizer cannot step a table.
     """
     server, updater = config.server, store.updater
     together = [name for name, rules in CLASSES.items() if rules.waits_for_all]
@@ -41,6 +43,13 @@ def check_optimizers(config: Config, store: ParameterStore) -> None:
     backup_trainers: _Rule = ("server.backup_trainers", server.backup_trainers, [0])
     num_servers: _Rule = ("cluster.num_servers", num_servers_of(config), [1])
     device: _Rule = ("device.server", store.device.type, ["cpu"])
+    check_steps_rows(updater.optimizer, {name: store.parameters.tensors[name] for name in store.tables})
+    if store.tables:
+        transport: _Rule = ("server.transport", server.transport, ["shared_memory", "auto"])
+        average: _Rule = ("training.ema_decay", config.training.ema_decay, [None])
+        reason = "as trainers read rows in the memory of the server, in lockstep, and an update writes few of them"
+        what = f"embedding tables ({', '.join(store.tables)})"
+        _require(what, reason, transport, consistency, backup_trainers, device, compute, average)
     if updater.parameters_of:
         names = ", ".join(updater.parameters_of)
         reason = "as all trainers make each update together, from the same parameters"
@@ -54,9 +63,13 @@ def _require(what: str, reason: str, *rules: _Rule) -> None:
     for key, value, allowed in rules:
         if value not in allowed:
             raise UnsupportedConfiguration(
-                f"{key} ({value}) must be {' or '.join(map(str, allowed))} with {what}, {reason}; set {key}: "
-                f"{allowed[0]}"
+                f"{key} ({_yaml(value)}) must be {' or '.join(map(_yaml, allowed))} with {what}, {reason}; set {key}: "
+                f"{_yaml(allowed[0])}"
             )
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value)
 
 
 class ParameterStore:
@@ -76,13 +89,11 @@ class ParameterStore:
         placement = place_parameters(config)
         self.device = placement.device
         self.model = build_model(task, config.seed, placement)
-        self.parameters = FlatTensors(
-            trainable_parameters(self.model), allocate, config.server.bucket_bytes, other_tensors(self.model)
-        )
+        self.tables = find_tables(self.model)
+        trained, others = trainable_parameters(self.model), other_tensors(self.model)
+        self.parameters = FlatTensors(trained, allocate, config.server.bucket_bytes, others, self.tables)
         self.updater = Updater(task, self.model, config.training, config.seed)
         self._tree = ModelTree(self.model)
-        if any(isinstance(optimizer, torch.optim.SparseAdam) for optimizer in optimizers_of(self.updater.optimizer)):
-            raise TaskError("SparseAdam needs sparse gradients, which cannot be averaged on a server; use Adam")
         # Covers the snapshots and the module buffers: a copy that is made while the optimizer writes, for a
         # trainer that joins meanwhile, must not be kept for the version after it. Taken after the lock of the server.
         self._snapshot_lock = threading.RLock()

@@ -22,6 +22,7 @@ from paramserver.optim.clipping import Clipping
 from paramserver.optim.parallel_step import WORTHWHILE_BYTES, ThreadTeam
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.sharding import Shard, States
+from paramserver.parameters.tables import RowSegment
 from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.transport.autograd import pull
@@ -127,7 +128,8 @@ class ParameterShard:
         self._reported: dict[int, PushId] = {}  # its present push, if parts of it are still on their way
         self._pushes: dict[int, tuple[PushId, list[Tensor]]] = {}  # its last complete one, gradients until applied
         self._pushed: dict[int, int] = {}  # the version of that
-        self._segments: dict[int, tuple[str, list[Tensor]]] = {}  # key and tensors of its shared gradients
+        # Key and ranges of its shared gradients, and those of tables.
+        self._segments: dict[int, tuple[str, list[Tensor], RowSegment]] = {}
         # Versions.
         self._retained: dict[int, list[Tensor]] = {}
         self._snapshot: list[Tensor] | None = None
@@ -492,10 +494,14 @@ class ParameterShard:
         known = self._segments.get(trainer_index)
         if known is None or known[0] != segment_key:
             assert self._attach is not None
-            flats = self.updater.shard.slice_flats(self._attach(segment_key))
-            known = self._segments[trainer_index] = segment_key, flats
+            flats = self._attach(segment_key)
+            rows = RowSegment(self.updater.layout, flats)
+            known = self._segments[trainer_index] = segment_key, self.updater.shard.slice_flats(flats), rows
+        _, own, rows = known
+        tables = {number: rows.read(slot) for number, slot in self.updater.tables.items()}
         # Without a copy, unless the parameters are on a GPU.
-        return [own.to(flat.device) for own, flat in zip(known[1], self.updater.ranges, strict=True)]
+        devices = [flat.device for flat in self.updater.ranges]
+        return [tables.get(n, flat).to(device) for n, (flat, device) in enumerate(zip(own, devices, strict=True))]
 
     def use_threads(self, team: ThreadTeam) -> None:
         """Make updates with all threads of ``team``, unless the shard is too small for that, or on a GPU."""

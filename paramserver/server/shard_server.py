@@ -21,6 +21,7 @@ from paramserver.optim.updater import build_optimizer
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.model import build_model
 from paramserver.parameters.sharding import States
+from paramserver.parameters.tables import find_tables
 from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.server.shard import ParameterShard, ShardHandlers
 from paramserver.task import Task
@@ -66,7 +67,7 @@ class ShardServer(ShardHandlers):
             generation,
             config.seed,
             clipping_of(config.training),
-            self._attach,
+            lambda key: self._attach(key, self._layout.of_gradients()),
         )
 
     @property
@@ -77,10 +78,10 @@ class ShardServer(ShardHandlers):
     def _check_segments(self, address: str | None) -> str | None:
         if address is None or can_attach(address, self.config.cluster.timeout_s):
             return address
-        if self.config.server.must_share_memory:
+        if self.config.server.must_share_memory or self._layout.tables:
             raise UnsupportedConfiguration(
                 f"server.transport (shared_memory) must have all ranks on one host; server {self.server_index} cannot "
-                "reach the memory of server 0; use auto or rpc"
+                "reach the memory of server 0; use auto or rpc, and sparse=False for embedding tables"
             )
         return None
 
@@ -88,7 +89,8 @@ class ShardServer(ShardHandlers):
         """Build model and optimizer, with memory for the owned parameters only."""
         model = build_model(task, self.config.seed, CPU)
         parameters = trainable_parameters(model)
-        if FlatLayout.of(parameters.items(), self.config.server.bucket_bytes) != self._layout:
+        tables = find_tables(model)
+        if FlatLayout.of(parameters.items(), self.config.server.bucket_bytes, tables) != self._layout:
             raise TrainingError(
                 f"server {self.server_index} built another model than server 0; build_model must give the same one in "
                 "every process"
@@ -96,7 +98,7 @@ class ShardServer(ShardHandlers):
         optimizer = build_optimizer(task, model, self.config.training)
         shard = assignment.shard
         if self.shares_memory:
-            flats = shard.slice_flats(self._attach(assignment.segments_key))
+            flats = shard.slice_flats(self._attach(assignment.segments_key, self._layout))
         else:
             flats = shard.layout.allocate()
             for own, initial in zip(flats, assignment.weights, strict=True):
@@ -114,9 +116,9 @@ class ShardServer(ShardHandlers):
         updater.load_states(assignment.states)
         return updater
 
-    def _attach(self, key: str) -> list[Tensor]:
+    def _attach(self, key: str, layout: FlatLayout) -> list[Tensor]:
         assert self._segments_address is not None
-        return attach(self._segments_address, key, self._layout, self.config.cluster.timeout_s)
+        return attach(self._segments_address, key, layout, self.config.cluster.timeout_s)
 
     # Handlers that trainers call.
 

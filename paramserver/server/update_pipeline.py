@@ -40,6 +40,8 @@ def plan_buckets(
         return (), "trainers do not wait for each other"
     if server_computes(config):
         return (), "the forward runs on the server"
+    if layout.tables:
+        return (), "embedding tables are updated by rows"
     reason = why_not_by_bucket(updater.optimizer, updater.clipping)
     if reason is not None:
         return (), reason

@@ -131,6 +131,8 @@ class ShardContent:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.shard = _SHARD
+        self.layout = _SHARD.layout
+        self.tables: dict[int, int] = {}
         self.ranges = _SHARD.layout.allocate()
         self.leaves = [gradient_leaf(flat) for flat in self.ranges]
 

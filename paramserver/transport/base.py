@@ -23,6 +23,7 @@ from torch import Tensor
 
 from paramserver.metrics.records import StepReport
 from paramserver.parameters.model_tree import PackedBuffers
+from paramserver.parameters.tables import RowSegment
 from paramserver.transport.messages import VersionView
 
 
@@ -93,6 +94,9 @@ class TrainerTransport(ABC):
     # Where the gradients of a step are put, one for each trained parameter in the order of the layout. They keep the
     # gradients of the last step until they are overwritten.
     gradient_views: Sequence[Tensor]
+    # Those of embedding tables, by their numbers, are put into ``rows`` instead.
+    tables: Collection[int] = ()
+    rows: RowSegment
     # All that a pull returns, one for each flat tensor of each server, with the parameters as in ``buckets``.
     ranges: Mapping[GradientBucket, Sequence[int]] = {}
     sends_unused = True  # also the gradients of a range none of whose parameters has one are sent

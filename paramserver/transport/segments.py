@@ -401,18 +401,19 @@ def _describe(layout: FlatLayout) -> str:
 def create_memfd(what: str, layout: FlatLayout) -> int:
     """Return the descriptor of new memory for ``layout``, filled with zeros.
 
-    All pages are allocated here, so that too little memory is an error of this call and not of the first access.
+    All pages are allocated here, so that too little memory is an error of this call and not of the first access; those
+    of sparse flat tensors when they are written.
 
     Raises:
         UnsupportedConfiguration: there is too little memory; ``what`` needs it.
     """
-    size_bytes = segment_bytes(layout)
-    require_memory(what, size_bytes)
+    size_bytes, needed_bytes = segment_bytes(layout), _dense_bytes(layout)
+    require_memory(what, needed_bytes)
     descriptor = os.memfd_create("paramserver-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with _out_of_memory_named(what, size_bytes):
             os.ftruncate(descriptor, size_bytes)
-            os.posix_fallocate(descriptor, 0, size_bytes)
+            os.posix_fallocate(descriptor, 0, needed_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(descriptor)
@@ -440,6 +441,11 @@ def map_memfd(what: str, descriptor: int, layout: FlatLayout) -> list[Tensor]:
 def segment_bytes(layout: FlatLayout) -> int:
     """Return the size of a segment; at least one cache line, because an empty mapping is an error."""
     return max([ALIGNMENT_BYTES, *(end for _, end in _extents(layout))])
+
+
+def _dense_bytes(layout: FlatLayout) -> int:
+    dense = _extents(layout)[: len(layout.sizes) - layout.num_sparse]
+    return max([ALIGNMENT_BYTES, *(end for _, end in dense)])
 
 
 @contextlib.contextmanager

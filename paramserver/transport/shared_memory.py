@@ -23,6 +23,7 @@ from paramserver.config import ServerConfig
 from paramserver.devices import CPU
 from paramserver.errors import ParamserverError, UnsupportedConfiguration
 from paramserver.parameters.flat import FlatLayout, has_gaps
+from paramserver.parameters.tables import RowSegment
 from paramserver.transport.autograd import pull
 from paramserver.transport.base import ServerTransport, TrainerTransport
 from paramserver.transport.compression import make_codec
@@ -260,8 +261,10 @@ class SharedMemoryTrainerTransport(TrainerTransport):
             list(layout.views(attach(address, parameters_key(slot), layout, timeout_s)).values())
             for slot in range(num_slots)
         ]
-        gradients = attach(address, gradients_key(trainer_index, incarnation), layout, timeout_s)
+        key = gradients_key(trainer_index, incarnation)
+        gradients = attach(address, key, layout.of_gradients(), timeout_s)
         self.gradient_views = list(layout.views(gradients).values())
+        self.tables, self.rows = layout.tables, RowSegment(layout, gradients)
         # Parameters with gaps in memory: kernels may round differently over the slot's memory, which has none.
         self._copied = [n for n, p in enumerate(parameters) if self._on_cpu and has_gaps(p, layout.slots[n])]
         self._slot: int | None = None
@@ -382,7 +385,7 @@ class ServerSharedMemory:
         The segments of its earlier incarnations are released, except ``in_use``: other servers may attach these yet.
         """
         key = gradients_key(trainer_index, incarnation)
-        gradients = self._allocate(lambda host: host.allocate(key, layout))
+        gradients = self._allocate(lambda host: host.allocate(key, layout.of_gradients()))
         if gradients is None or self._snapshots is None or self._host is None:
             return None
         earlier = self._gradient_keys.get(trainer_index, [])

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from paramserver.errors import NotFinite, TaskError
-from paramserver.parameters.numerics import check_loss, checksums, first_nonfinite, name_float64
+from paramserver.parameters.numerics import check_loss, checksums, explain_errors, first_nonfinite
 
 
 def loss_of(value: float) -> torch.Tensor:
@@ -79,7 +79,7 @@ def test_a_float64_tensor_of_a_batch_is_named(name):
     found = r'batch\["parameters"\], batch\["u"\]\[1\]\[3\] are float64, and the model is float32'
     cure = r'convert with batch\["parameters"\]\.to\(torch\.float32\)'
     wanted = pytest.raises(TaskError, match=rf"^training_step: \w+: .*; {found}: {cure}$")
-    with wanted, name_float64("training_step", batch, model):
+    with wanted, explain_errors("training_step", batch, model):
         model(*(tensor for _ in range(1 + (name == "bilinear"))))
 
 
@@ -88,7 +88,7 @@ def test_a_float64_target_that_the_backward_refuses_is_named():
     model = nn.Linear(4, 1)
     batch = torch.ones(2, 4), torch.ones(2, 1, dtype=torch.float64)
     wanted = pytest.raises(TaskError, match=r"batch\[1\] is float64, and the model is float32: convert with batch\[1\]")
-    with wanted, name_float64("training_step", batch, model):
+    with wanted, explain_errors("training_step", batch, model):
         nn.functional.binary_cross_entropy(model(batch[0]).sigmoid(), batch[1]).backward()
 
 
@@ -103,6 +103,6 @@ def test_a_float64_target_that_the_backward_refuses_is_named():
 )
 def test_an_error_that_no_float64_tensor_causes_is_that_of_the_task(batch, model, text):
     error = RuntimeError(text)
-    with pytest.raises(RuntimeError) as caught, name_float64("training_step", batch, model):
+    with pytest.raises(RuntimeError) as caught, explain_errors("training_step", batch, model):
         raise error
     assert caught.value is error

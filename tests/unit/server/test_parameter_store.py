@@ -18,7 +18,7 @@ from paramserver.optim.shard_updater import staleness_factor
 from paramserver.parameters.model import build_model
 from paramserver.parameters.model_tree import ModelTree
 from paramserver.server.coordinator import split_over_servers
-from paramserver.server.parameter_store import ParameterStore
+from paramserver.server.parameter_store import ParameterStore, check_optimizers
 from paramserver.server.server_run import ServerRun
 from paramserver.server.shard import ParameterShard
 from paramserver.server.updates import Updates
@@ -260,8 +260,8 @@ def test_an_optimizer_of_sparse_gradients_is_refused():
         def build_optimizer(self, model):
             return torch.optim.SparseAdam(list(model.parameters()))
 
-    with pytest.raises(TaskError, match="SparseAdam needs sparse gradients"):
-        ParameterStore(Sparse("SGD"), config())
+    with pytest.raises(TaskError, match="SparseAdam must step tables only"):
+        check_optimizers(config(), ParameterStore(Sparse("SGD"), config()))
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])

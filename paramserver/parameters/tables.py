@@ -1,0 +1,195 @@
+"""Embedding tables: weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` whose gradients are sparse.
+
+A batch uses few rows of a table. Its gradient has these rows only, and so do what a trainer pushes and what the
+optimizer steps. A sparse gradient is here one of ``torch.sparse_coo`` with one sparse dimension, the rows.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paramserver.errors import UnsupportedConfiguration
+from paramserver.parameters.flat import FlatLayout
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_LARGE_BYTES = 64 * 2**20
+
+
+def find_tables(model: nn.Module) -> list[str]:
+    """Return the names of the trained parameters that are tables.
+
+    Call it when the model is built. Tables that are tied to each other are one parameter, with one name.
+
+    Raises:
+        UnsupportedConfiguration: a module with a table has a setting for which torch has no sparse gradient, or which
+            changes rows in the forward; or another layer uses the table.
+    """
+    users: dict[int, list[tuple[str, nn.Module]]] = {}  # of each parameter, by its id
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            users.setdefault(id(parameter), []).append((f"{prefix}.{name}".lstrip("."), module))
+    tables = []
+    for name, parameter in model.named_parameters():
+        own = users[id(parameter)]
+        if not parameter.requires_grad or not any(_is_sparse(module) for _, module in own):
+            continue
+        for user, module in own:
+            _check_module(name, user, module)
+        tables.append(name)
+    return tables
+
+
+def describe_large(model: nn.Module) -> str | None:
+    """Return what a step costs because a large embedding has dense gradients; None if none is large."""
+    for name, module in model.named_modules():
+        if not isinstance(module, EMBEDDINGS) or _is_sparse(module) or not module.weight.requires_grad:
+            continue
+        if module.weight.nbytes >= _LARGE_BYTES:
+            return (
+                f"the gradient of {type(module).__name__} {name} is dense, and each step sends and applies all of its "
+                f"{module.weight.nbytes / 2**20:,.0f} MiB; with sparse=True it has the rows of the batch only"
+            )
+    return None
+
+
+def opt_out_of_checks(model: nn.Module) -> None:
+    """Opt out of checks of each sparse gradient of a model with tables, unless they are enabled.
+
+    Otherwise torch warns in the first step that it does not make them.
+    """
+    checks = torch.sparse.check_sparse_tensor_invariants
+    if any(map(_is_sparse, model.modules())) and not checks.is_enabled():  # type: ignore[no-untyped-call]
+        checks.disable()  # type: ignore[no-untyped-call]
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    return isinstance(module, EMBEDDINGS) and module.sparse
+
+
+def _check_module(table: str, user: str, module: nn.Module) -> None:
+    kind = type(module).__name__
+    if not _is_sparse(module):
+        raise UnsupportedConfiguration(
+            f"{user} ({kind}) must not be the table {table}, as its gradient is dense and that of the table is sparse; "
+            "give the layer a weight of its own, or set sparse=False for the table"
+        )
+    assert isinstance(module, EMBEDDINGS)
+    if module.max_norm is not None:
+        raise UnsupportedConfiguration(
+            f"max_norm ({module.max_norm}) of table {table} ({kind}) must be None, as it changes rows in the forward "
+            "of a trainer, and they belong to the server; normalize what the module returns instead"
+        )
+    if module.scale_grad_by_freq:
+        raise UnsupportedConfiguration(
+            f"scale_grad_by_freq of table {table} ({kind}) must be False with sparse=True, as torch has no such sparse "
+            "gradient; set one of them to False"
+        )
+    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+        raise UnsupportedConfiguration(
+            f"mode (max) of table {table} ({kind}) must be sum or mean with sparse=True, as torch has no sparse "
+            "gradient of a maximum; use one of them, or sparse=False"
+        )
+
+
+def describe_missing_row(error: BaseException, model: nn.Module) -> str | None:
+    """Return which table of ``model`` has no row for an id, and the id's place, if that is what ``error`` is about."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module, ids = frame.f_locals.get("self"), frame.f_locals.get("input")
+        if not isinstance(module, EMBEDDINGS) or not isinstance(ids, Tensor) or ids.is_floating_point():
+            continue
+        is_missing = (ids < 0) | (ids >= module.num_embeddings)
+        if not bool(is_missing.any()):
+            return None
+        place = is_missing.nonzero()[0].tolist()
+        name = next((name for name, own in model.named_modules() if own is module), "a module outside of the model")
+        return (
+            f"id {int(ids[tuple(place)])} at {place} of the input must be from 0 to {module.num_embeddings - 1}, the "
+            f"rows of {type(module).__name__} {name}; make the table larger, or correct the ids in the data set"
+        )
+    return None
+
+
+class RowSegment:
+    """The gradients of tables in flat tensors of ``FlatLayout.of_gradients``, which trainer and server share.
+
+    The rows of a gradient follow each other at the beginning of the table's flat tensor. A second one has their number,
+    and then the ids of the rows, ascending. So what is written is as large as the gradient, and not as the table.
+    ``layout`` is that of the parameters.
+    """
+
+    def __init__(self, layout: FlatLayout, flats: Sequence[Tensor]) -> None:
+        self._slots = {number: layout.slots[number] for number in layout.tables}
+        ids = flats[len(layout.sizes) :]
+        self._ids = dict(zip(layout.tables, ids, strict=True))
+        self._values = {number: flats[slot.group] for number, slot in self._slots.items()}
+
+    def write(self, number: int, gradient: Tensor | None) -> None:
+        """Write the gradient of a table, which is sparse, or None; ``number`` is that of its slot."""
+        ids = self._ids[number]
+        if gradient is None:
+            ids[0] = 0
+            return
+        gradient = gradient.coalesce()
+        rows, values = gradient._indices()[0], gradient._values()
+        ids[0] = len(rows)
+        ids[1 : 1 + len(rows)].copy_(rows)
+        self._values[number][: values.numel()].view(values.shape).copy_(values)
+
+    def read(self, number: int) -> Tensor:
+        """Return the gradient of a table that was written last, in the same memory."""
+        shape, ids = self._slots[number].shape, self._ids[number]
+        count = int(ids[0])
+        values = self._values[number][: count * math.prod(shape[1:])].view(count, *shape[1:])
+        return sparse_gradient(ids[1 : 1 + count], values, shape)
+
+
+def sparse_gradient(ids: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the gradient of a table: ``values`` of shape (n, width) for the rows ``ids``, ascending and different."""
+    # The invariants hold by construction, and checking them would sort the ids again.
+    return torch.sparse_coo_tensor(ids[None], values, tuple(shape), check_invariants=False, is_coalesced=True)
+
+
+def mean_of_rows(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the mean of coalesced sparse gradients, which is coalesced. A row that one of them lacks is zero there.
+
+    Values of a row are added in the order of ``gradients``. With one gradient, the mean is that one itself.
+    """
+    if len(gradients) == 1:
+        return gradients[0]
+    ids = torch.cat([gradient._indices()[0] for gradient in gradients])
+    rows, places = torch.unique(ids, return_inverse=True)
+    shape = gradients[0].shape
+    total = gradients[0]._values().new_zeros((len(rows), *shape[1:]))
+    first = 0
+    for gradient in gradients:
+        count = gradient._nnz()
+        # In one gradient each row occurs once, so these sums are in the order of the gradients.
+        total.index_add_(0, places[first : first + count], gradient._values())
+        first += count
+    return sparse_gradient(rows, total.div_(float(len(gradients))), shape)
+
+
+def with_values(parameter: Tensor) -> Tensor:
+    """Return a tensor with the values of a coalesced sparse ``.grad`` as its ``.grad``; otherwise the parameter itself.
+
+    Functions for dense gradients, such as clipping, then read and write the values of the sparse one in place. The norm
+    of the values is that of the gradient.
+    """
+    if parameter.grad is None or not parameter.grad.is_sparse:
+        return parameter
+    values = parameter.grad._values().detach()
+    stand_in = values.detach()
+    stand_in.grad = values
+    return stand_in
+
+
+def coalesce_gradients(parameters: Sequence[Tensor]) -> None:
+    """Add up values for the same row in sparse gradients, so that a step and a norm see each row once."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()

@@ -1,0 +1,148 @@
+"""Tasks with embedding tables: weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` with sparse gradients."""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from paramserver import Task
+from paramserver.optim import RowWiseAdagrad
+
+ROWS = 60
+SETTINGS = {"dtype": torch.float64, "sparse": True}
+
+
+class Scores(nn.Module):
+    """Tables of several widths, one of them in two modules, and a dense layer."""
+
+    def __init__(self, sparse=True, rare=True):
+        super().__init__()
+        settings = {**SETTINGS, "sparse": sparse}
+        self.users = nn.Embedding(ROWS, 4, padding_idx=0, **settings)
+        self.words = nn.EmbeddingBag(ROWS, 3, mode="mean", **settings)
+        self.weighted = nn.EmbeddingBag(ROWS, 5, mode="sum", **settings)
+        self.tied = nn.Embedding(ROWS, 5, **settings)
+        self.tied.weight = self.weighted.weight
+        self.rare = nn.Embedding(ROWS, 2, **settings) if rare else None
+        self.head = nn.Linear(19, 1, dtype=torch.float64)
+
+    def forward(self, ids, weights):
+        parts = [self.users(ids[:, 0]), self.words(ids), self.weighted(ids, per_sample_weights=weights)]
+        parts += [self.tied(ids[:, 1])]
+        # In many steps no trainer uses this table, or only some of them.
+        is_used = self.rare is not None and int(ids[0, 2]) % 3 == 0
+        parts += [self.rare(ids[:, 2]) if is_used else parts[0].new_zeros(len(ids), 2)]
+        return self.head(torch.cat(parts, 1))[:, 0]
+
+
+def build_optimizer(kind, parameters):
+    if kind in ("SparseAdam", "RowWiseAdagrad"):
+        tables = [p for p in parameters if len(p) == ROWS]
+        dense = torch.optim.Adam([p for p in parameters if len(p) != ROWS], lr=0.02)
+        return [dense, (RowWiseAdagrad if kind == "RowWiseAdagrad" else torch.optim.SparseAdam)(tables, lr=0.02)]
+    return getattr(torch.optim, kind)(parameters, lr=0.1)
+
+
+class Tables(Task):
+    """A regression on ids, of which few rows occur in most batches, and some of them twice.
+
+    Args:
+        rare: there is a table that some trainers do not use in a step, for which DDP has no sparse gradient.
+        die: trainer 1 kills itself in its sixth batch, once, if this file does not exist.
+    """
+
+    def __init__(self, kind="Adagrad", sparse=True, rare=True, samples=240, die=None):
+        self.kind, self.sparse, self.rare, self.samples, self.die = kind, sparse, rare, samples, die
+
+    def build_model(self):
+        return Scores(self.sparse, self.rare)
+
+    def build_optimizer(self, model):
+        return build_optimizer(self.kind, list(model.parameters()))
+
+    def train_source(self, partition):
+        return self._data(1)
+
+    def validation_source(self, partition):
+        return self._data(2)
+
+    def _data(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        uniform = torch.rand(self.samples, 4, generator=generator, dtype=torch.float64)
+        ids = (ROWS * uniform**3).long()
+        weights = torch.rand(self.samples, 4, generator=generator, dtype=torch.float64)
+        return TensorDataset(ids, weights, (ids.sum(1) % 5).double())
+
+    def training_step(self, model, batch, batch_idx):
+        ids, weights, target = batch
+        return F.mse_loss(model(ids, weights), target)
+
+    def die_once(self, batch_idx):
+        if self.die is not None and self.trainer.trainer_index == 1 and batch_idx == 5 and not Path(self.die).exists():
+            Path(self.die).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        return {"loss": self.training_step(model, batch, -1)}
+
+
+class Twins(Tables):
+    """A table and a dense weight with the same values and gradients: what is applied to one is applied to the other."""
+
+    def build_model(self):
+        table, twin = nn.Embedding(ROWS, 4, **SETTINGS), nn.Embedding(ROWS, 4, dtype=torch.float64)
+        twin.load_state_dict(table.state_dict())
+        return nn.ModuleDict({"table": table, "twin": twin})
+
+    def training_step(self, model, batch, batch_idx):
+        self.die_once(batch_idx)
+        return sum((model[name](batch[0]).sum((1, 2)) - batch[2]).square().mean() for name in ("table", "twin"))
+
+
+class OneTable(Tables):
+    """A model that is a table and another layer, changed by ``change`` in a way that is refused."""
+
+    def __init__(self, change, kind="Adagrad"):
+        super().__init__(kind)
+        self.change = change
+
+    def build_model(self):
+        change, table = self.change, nn.Embedding(ROWS, 4, **SETTINGS)
+        if change == "max_norm":
+            table.max_norm = 1.0
+        elif change == "scale_grad_by_freq":
+            table.scale_grad_by_freq = True
+        elif change == "max":
+            table = nn.EmbeddingBag(ROWS, 4, mode="max", dtype=torch.float64)
+            table.sparse = True
+        model = nn.ModuleDict({"table": table, "other": nn.Linear(4, ROWS, bias=False, dtype=torch.float64)})
+        if change == "tied":
+            model["other"].weight = table.weight
+        return model
+
+    def build_optimizer(self, model):
+        if self.kind == "SparseAdam":
+            return torch.optim.SparseAdam(model.parameters())
+        if self.change in ("momentum", "weight_decay", "fused"):
+            value = True if self.change == "fused" else 0.5
+            return torch.optim.SGD(model.parameters(), lr=0.1, **{self.change: value})
+        return super().build_optimizer(model)
+
+    def training_step(self, model, batch, batch_idx):
+        ids, table = batch[0], model["table"]
+        if self.change == "dense":
+            return table.weight.square().sum()
+        if self.change == "data":
+            table.weight.data.mul_(0.5)
+        if self.change == "to_sparse":
+            table.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.to_dense().to_sparse()))
+        if self.change == "functional":
+            return F.embedding(ids, model["other"].weight, sparse=True).square().sum()
+        return table(ids).square().sum()
+
+    def validation_source(self, partition):
+        return None

@@ -1,0 +1,117 @@
+"""Compares a step with an embedding table in `rpc` with that of DDP with sparse and with dense gradients.
+
+    python -m tests.measure.tables [--rows 1000000] [--ids 4096] [--width 16] [--steps 60] [--repeats 5]
+                                   [--cases rpc ddp dense]
+
+Two trainers with one thread each on this machine, and with `rpc` a server; the table is of float32, and its optimizer
+is Adagrad. Each trainer looks up so many random ids in a step. `dense` is `ddp` with `sparse=False`. The runs are fresh
+processes in turns. A step lasts from one `on_batch_start` to the next; the first `--warm` are left out; of two trainers
+the slower counts. Speeds are ratios of the mean steps of one repeat. The memory is the greatest sum of the proportional
+set sizes of all ranks that was read between the first and the last of these steps, in multiples of the table with its
+state; a run with 1,000 rows is subtracted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paramserver
+from paramserver import Task
+from tests.measure.common import measured_in_turn, now, origin, parsed, read_stamps, spread, write_stamps
+from tests.measure.memory import proportional_bytes
+from tests.measure.overhead import timing_of
+from tests.measure.soak import Sampler
+
+CASES = {"rpc": ("rpc", True), "ddp": ("ddp", True), "dense": ("ddp", False)}
+SMALL_ROWS = 1000
+
+
+class Lookup(Task):
+    """Looks up the ids of a batch, one id for each sample, in a table; next to no other arithmetic."""
+
+    def __init__(self, rows: int, width: int, ids: int, sparse: bool, folder: str) -> None:
+        self.rows, self.width, self.ids, self.sparse, self.folder = rows, width, ids, sparse, folder
+        self.stamps: list[Any] = []
+
+    def build_model(self) -> nn.Module:
+        return nn.Embedding(self.rows, self.width, sparse=self.sparse)
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(model.parameters(), lr=0.01)
+
+    def train_source(self, partition: Any) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        return TensorDataset(torch.randint(0, self.rows, (64, self.ids), generator=generator))
+
+    def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor:
+        output: Tensor = model(batch[0][0])
+        return output.square().mean()
+
+    def on_batch_start(self, batch_idx: int) -> None:
+        self.stamps.append(now())
+
+    def on_train_end(self) -> None:
+        write_stamps(Path(self.folder), self.trainer.trainer_index, self.stamps)
+
+
+def measure(case: str, rows: int, arguments: argparse.Namespace) -> tuple[float, float]:
+    """Return milliseconds of a step, and the bytes of all ranks."""
+    mode, sparse = CASES[case]
+    with tempfile.TemporaryDirectory() as folder:
+        task_args = {"rows": rows, "width": arguments.width, "ids": arguments.ids, "sparse": sparse, "folder": folder}
+        config = {
+            "mode": mode,
+            "task_args": task_args,
+            "cluster": {"num_trainers": 2},
+            "training": {"max_steps": arguments.steps, "batch_size": 1, "validate_every": 0},
+            "checkpoint": {"every": 0},
+            "logging": {"run_dir": folder, "name": "run", "tensorboard": False},
+        }
+        with Sampler(memory_of=proportional_bytes, every_s=0.2) as sampler, redirect_stdout(sys.stderr):
+            paramserver.run(Lookup, config)
+        stamps = read_stamps(Path(folder))
+    step_ms = max(timing_of(one, arguments.warm).mean_ms for one in stamps)
+    ranks = list(sampler.readings.values())
+    count = min(map(len, ranks))
+    sums = [sum(readings[number].memory_bytes for readings in ranks) for number in range(count)]
+    return step_ms, float(max(sums[count // 2 :], default=0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--ids", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--warm", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.set_defaults(child=None)
+    arguments = parsed(parser)
+    print(origin())
+    found = measured_in_turn(arguments.cases, arguments.repeats, lambda case: measure(case, arguments.rows, arguments))
+    small = {case: measure(case, SMALL_ROWS, arguments)[1] for case in arguments.cases}
+    table_bytes = 2 * 4 * arguments.width * arguments.rows
+    print(f"{arguments.rows:,} rows of {arguments.width}, {arguments.ids} ids for each trainer and step")
+    for case, figures in found.items():
+        steps = [step_ms for step_ms, _ in figures]
+        memory = [(total - small[case]) / table_bytes for _, total in figures]
+        row = f"  {case:6s} step {spread(steps)} ms, memory {spread(memory)} times the table"
+        if case != "rpc" and "rpc" in found:
+            row += (
+                f"; rpc is {spread([s / own for s, (own, _) in zip(steps, found['rpc'], strict=True)])} times as fast"
+            )
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
