@@ -48,8 +48,8 @@ class ShardUpdater:
         self.leaves = [gradient_leaf(flat) for flat in self.ranges]
         views = shard.layout.views(self.ranges)
         # The ranges that are embedding tables, each with the number of its slot. Their gradients are sparse.
-        tables = {number: slot.group for number, slot in enumerate(layout.slots) if number in layout.tables}
-        self.tables = {own: number for number, group in tables.items() for own in shard.ranges_of(group)}
+        slices = zip(shard.slices, shard.layout.slots, strict=True)
+        self.tables = {own.group: piece.slot for piece, own in slices if piece.slot in layout.tables}
         # Slot, name and optimizer parameter of each owned slice.
         self.owned: list[tuple[int, str, Tensor]] = []
         split: dict[int, Tensor] = {}

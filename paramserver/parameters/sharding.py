@@ -45,10 +45,6 @@ class Shard:
         """Return this shard's ranges as views of the flat tensors of all parameters."""
         return [flats[group][first:end] for group, first, end in self.ranges]
 
-    def ranges_of(self, group: int) -> list[int]:
-        """Return the numbers of the ranges of a flat tensor."""
-        return [number for number, (own, _, _) in enumerate(self.ranges) if own == group]
-
     def copy_flats(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return copies of the ranges, to be sent: with a view, RPC may send its whole storage."""
         return [part.detach().clone() for part in self.slice_flats(flats)]

@@ -51,8 +51,8 @@ def describe_large(model: nn.Module) -> str | None:
             continue
         if module.weight.nbytes >= _LARGE_BYTES:
             return (
-                f"the gradient of {type(module).__name__} {name} is dense, and each step sends and applies all of its "
-                f"{module.weight.nbytes / 2**20:,.0f} MiB; with sparse=True it has the rows of the batch only"
+                f"the gradient of {type(module).__name__} {name} is dense, and each step computes and applies all of "
+                f"its {module.weight.nbytes / 2**20:,.0f} MiB; with sparse=True it has the rows of the batch only"
             )
     return None
 
@@ -182,7 +182,7 @@ def with_values(parameter: Tensor) -> Tensor:
     """
     if parameter.grad is None or not parameter.grad.is_sparse:
         return parameter
-    values = parameter.grad._values().detach()
+    values = parameter.grad._values()
     stand_in = values.detach()
     stand_in.grad = values
     return stand_in

@@ -161,7 +161,7 @@ def test_a_large_embedding_with_dense_gradients_is_described():
     with torch.device("meta"):
         large = nn.ModuleDict({"small": nn.Embedding(10, 4), "users": nn.Embedding(2_000_000, 16)})
         sparse = nn.Embedding(2_000_000, 16, sparse=True)
-    assert "Embedding users is dense, and each step sends and applies all of its 122 MiB" in describe_large(large)
+    assert "Embedding users is dense, and each step computes and applies all of its 122 MiB" in describe_large(large)
     assert describe_large(sparse) is None
     large.requires_grad_(False)
     assert describe_large(large) is None
