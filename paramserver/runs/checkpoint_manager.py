@@ -236,12 +236,14 @@ class CheckpointManager:
         collect: Callable[[StagedCheckpoint], None],
         consistency: Mapping[str, Any] | None = None,
         ledger: Mapping[str, Any] | None = None,
+        in_place: bool = False,
     ) -> None:
         """Save a checkpoint: stage it here, collect every trainer's part, and commit it to the disk.
 
         To be called while model, optimizer and every trainer are at ``step``. Training may continue when this returns;
         with ``checkpoint.background`` the parts arrive and the files are written meanwhile. The caller makes sure that
-        nothing changes model and updater during this call. ``collect`` arranges that ``commit`` is called, once, with
+        nothing changes model and updater during this call, with ``in_place`` until it is written: very large tensors
+        are then not copied. ``collect`` arranges that ``commit`` is called, once, with
         the parts of all trainers; now or from any thread later. Without that call, as when a trainer dies, nothing is
         written.
 
@@ -252,7 +254,7 @@ class CheckpointManager:
         # A failed write ends the run at its next checkpoint, so that it does not train for long without a good one.
         self.writer.raise_error()
         # 1. Stage: one copy in memory. Nothing that training changes is read after this line.
-        staged = self.stage(step, model, updater, reason, since, consistency, ledger)
+        staged = self.stage(step, model, updater, reason, since, consistency, ledger, in_place)
         # 2. Collect: each trainer has staged its part of the same step, and sends it while training continues.
         # 3. ``commit``, when the last part is here: the writer brings every file to the disk, then the manifest, and
         #    renames the folder to its final name; then ``latest`` and ``best`` name it, and older ones are removed.
@@ -267,6 +269,7 @@ class CheckpointManager:
         since: float,
         consistency: Mapping[str, Any] | None = None,
         ledger: Mapping[str, Any] | None = None,
+        in_place: bool = False,
     ) -> StagedCheckpoint:
         """Copy, once, what rank 0 stores: model, optimizer, schedule and the state of the run. See ``save``."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -285,8 +288,8 @@ class CheckpointManager:
         if parameters is not None:
             weights = averaged_state_dict(model, parameters["eval"])
         objects = {
-            "model": stage_copy(weights, self._pool),
-            "optimizer": stage_copy(state["optimizer"], self._pool),
+            "model": stage_copy(weights, self._pool, in_place=in_place),
+            "optimizer": stage_copy(state["optimizer"], self._pool, in_place=in_place),
             "run": stage_copy(run_state),
         }
         if parameters is not None:
@@ -402,10 +405,12 @@ class PartCollector:
     Thread-safe. A trainer takes part in the next checkpoint only when its part of the last one has arrived, so one is
     collected at a time. Until then what is staged and the chunks that arrived are in memory, in addition to what the
     writer holds. The part of a trainer that is lost before it has arrived is replaced by its substitute.
+    ``on_committed`` is called after each commit.
     """
 
-    def __init__(self, checkpoints: CheckpointManager) -> None:
+    def __init__(self, checkpoints: CheckpointManager, on_committed: Callable[[], None] = lambda: None) -> None:
         self._checkpoints = checkpoints
+        self._on_committed = on_committed
         self._lock = threading.Lock()
         self._staged: StagedCheckpoint | None = None
         self._parts: dict[int, ChunkedFile | Mapping[str, Any]] = {}
@@ -472,6 +477,7 @@ class PartCollector:
             self._staged, self._parts, self._substitutes = None, {}, {}
         # Without the lock: without ``checkpoint.background`` this writes to disk.
         self._checkpoints.commit(staged, parts, pause_s)
+        self._on_committed()
 
     def _missing(self) -> set[int]:
         """Return the trainers whose parts have not arrived. Called with the lock held."""
