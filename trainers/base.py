@@ -31,6 +31,7 @@ from paramserver.metrics.records import (
     Reduction,
     StepReport,
     StepResult,
+    TableUse,
     TrainerTotals,
     make_record,
     peak_rss_mb,
@@ -75,6 +76,7 @@ class Step:
     is_open: bool = False  # a version is being made, to which records belong; otherwise they belong to the last one
     is_common: bool = False  # hooks are called that all trainers call, or all that have data
     in_batches: bool = False
+    batches: Sequence[Any] = ()  # while the version of the step is loaded
     batch_samples: int = 1  # of the batch that is computed; 1 between batches
     gathers: Counter[bool] = field(default_factory=Counter[bool])  # calls of ``all_gather``, by ``in_batches``
 
@@ -256,6 +258,10 @@ class Trainer(ABC):
     def step_scope(self) -> AbstractContextManager[Any]:
         """Return a context for the announcement and the step."""
         return nullcontext()
+
+    def table_uses(self) -> dict[str, TableUse]:
+        """Return what the gradients of this trainer had of each embedding table, where that is counted."""
+        return {}
 
     def load_version(self) -> None:
         """Load the parameters of this step's version into the model, after its batches have been taken."""
@@ -699,7 +705,7 @@ class TrainingLoop:
             batch, batch_samples = self._next_batch()
             batches.append((batch, batch_samples))
             samples += batch_samples
-        self._load(samples)
+        self._load(samples, [batch for batch, _ in batches])
         for number, (batch, trainer.current_step.batch_samples) in enumerate(batches, start=1):
             last = number == len(batches)
             with (
@@ -726,7 +732,7 @@ class TrainingLoop:
         trainer, calls, batch_idx = self.trainer, self.trainer.optimizer_calls, self.trainer.progress.batch_idx
         batch, samples = self._next_batch()
         trainer.current_step.batch_samples = samples
-        self._load(samples)
+        self._load(samples, [batch])
         for hooks in trainer.hooks:
             hooks.on_batch_start(batch_idx)
         calls.made = 0
@@ -763,11 +769,13 @@ class TrainingLoop:
         self.trainer.clock.lap("data")
         return batch, samples
 
-    def _load(self, samples: int) -> None:
+    def _load(self, samples: int, batches: Sequence[Any]) -> None:
         """Load the version of a step, once its batches are there, which have so many samples."""
+        self.trainer.current_step.batches = batches
         self.trainer.data.read_ahead()
         self.trainer.clock.lap("data")
         self.trainer.load_version()
+        self.trainer.current_step.batches = ()
         self.trainer.progress.samples_served += samples
 
     def _enter_epoch(self, samples: int) -> None:
@@ -873,6 +881,7 @@ class TrainingLoop:
             wire_bytes=trainer.wire_bytes,
             core_wait_share=self._core_wait.share(),
             threads=torch.get_num_threads(),
+            tables=trainer.table_uses(),
         )
 
 

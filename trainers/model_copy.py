@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from paramserver.checkpoint import stage_copy
 from paramserver.errors import TaskError
+from paramserver.metrics.records import TableUse
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.model import LoadedParameters, extra_state_dict
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
 from paramserver.parameters.numerics import checksums
+from paramserver.parameters.remote_tables import RemoteTable
 
 
 class ModelCopy:
@@ -35,12 +37,15 @@ class ModelCopy:
     ) -> None:
         self.parameters = parameters
         self.tree = ModelTree(model)
+        self.table_uses: dict[str, TableUse] = {}
         self.keeps_buffers = False  # a change of them between two steps is kept
         self._model = model
         self._shares_memory = shares_memory
         self._before_refusal = before_refusal
         self._tables = frozenset(tables)
-        self.loaded = LoadedParameters(parameters, owned=not shares_memory, tables=self._tables)
+        # Rows that are on the servers only cannot be changed here.
+        own = {name: parameter for name, parameter in parameters.items() if not isinstance(parameter, RemoteTable)}
+        self.loaded = LoadedParameters(own, owned=not shares_memory, tables=self._tables)
         self._known_buffers: PackedBuffers | None = None  # that the server sent, or was sent, last
         trained = {id(parameter) for parameter in parameters.values()}
         self._frozen = {n: p for n, p in model.named_parameters() if id(p) not in trained}
@@ -91,6 +96,18 @@ class ModelCopy:
                     f"the gradient of parameter {name} is sparse, and that of no nn.Embedding or nn.EmbeddingBag with "
                     "sparse=True; use one of these, or dense gradients (sparse=False)"
                 )
+
+    def coalesce_rows(self) -> None:
+        """Add up values for the same row in gradients of tables, and count the rows."""
+        for name in self._tables:
+            table = self.parameters[name]
+            if (gradient := table.grad) is None:
+                continue
+            table.grad = gradient.coalesce()
+            row_bytes = table.numel() // max(len(table), 1) * table.element_size()
+            use = self.table_uses.setdefault(name, TableUse(len(table), row_bytes))
+            use.ids += gradient._nnz()
+            use.used_rows += table.grad._nnz()
 
     # Module buffers, and what else the server lacks.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor
@@ -17,6 +18,7 @@ from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.sharding import full_shard
 from paramserver.server.client import CallFailed, InFlightCall
 from paramserver.trainers.model_copy import ModelCopy
+from paramserver.trainers.row_lookup import RowLookup
 from paramserver.trainers.server_control import ServerControl
 from paramserver.transport.base import GradientBucket, TrainerTransport
 from paramserver.transport.compression import make_codec
@@ -49,7 +51,8 @@ class StepContext:
 class VersionPull:
     """Pulls versions of the parameters, and loads them into a trainer's copy of the model.
 
-    ``parameters_of`` has the names of the parameters of each optimizer, if there are several.
+    ``parameters_of`` has the names of the parameters of each optimizer, if there are several. ``rows`` are those of
+    embedding tables, where their memory is not shared.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class VersionPull:
         context: StepContext,
         clock: PhaseClock,
         parameters_of: Mapping[str, Sequence[str]],
+        rows: RowLookup | None = None,
     ) -> None:
         self.grant = StepGrant()
         self.version = 0  # that the next push is for
@@ -72,6 +76,7 @@ class VersionPull:
         self.model_copy = model_copy
         self.context = context
         self.clock = clock
+        self._rows = rows
         self._timeout_s = control.config.cluster.timeout_s
         self._calls: list[InFlightCall[tuple[Tensor, ...]]] = []
         self._loaded: int | None = None  # the version that the model is known to hold
@@ -117,16 +122,19 @@ class VersionPull:
         )
         self.early = {}
 
-    def load(self) -> None:
-        """Load the version of this step, without gradients."""
+    def load(self, batches: Sequence[Any] = ()) -> None:
+        """Load the version of this step, for these batches, without gradients."""
         if not self._numbers_of:
             self.model_copy.check_unchanged(between_steps=True)
+            self._begin_rows(self.version, batches)
             if self.transport.zero_copy:
                 self.transport.map_version(self.grant.slot)
             else:
                 self.finish()
                 self.transport.load(self.pulled)
             self.model_copy.loaded.note()
+            if self._rows is not None:
+                self._rows.finish()
         elif self._loaded != self.version:
             self.load_step(self.version, values=False)
         for parameter in self.model_copy.parameters.values():
@@ -136,8 +144,19 @@ class VersionPull:
         """Load the parameters of the present version, which is that of ``step``, and return it."""
         view = self.server.view_version(step)
         self.load_view(view, values)
+        self.end_step()
         self._loaded = step
         return view
+
+    def end_step(self) -> None:
+        """Look up the newest rows from now on, as no step is in progress."""
+        self._begin_rows(None)
+
+    def _begin_rows(self, version: int | None, batches: Sequence[Any] = ()) -> None:
+        if self._rows is not None:
+            self.wire_bytes += self._rows.num_bytes
+            self._rows.num_bytes = 0
+            self._rows.begin(version, batches)
 
     def load_view(self, view: VersionView, values: bool = True) -> None:
         """Load the parameters of a view; with ``values`` later changes of values are noticed too."""
@@ -168,6 +187,7 @@ class VersionPull:
             view = self.server.view_version(step, self._left_out[optimizer])
             self.wire_bytes += sum(flat.nbytes for flat in view.parameters if flat.is_contiguous())
             self.wire_bytes += bytes_of(view.buffers)
+        self.end_step()
         self.transport.load_updated(view, self._numbers_of[optimizer])
         self.model_copy.loaded.note()
         self._loaded = step
@@ -180,14 +200,13 @@ def make_transport(control: ServerControl, reply: JoinReply, parameters: Sequenc
     if address is not None and can_attach(address, timeout_s) and (slots := server.share_segments()):
         key = socket_key(index, reply.incarnation)
         server.use_local(LocalConnection(attach_socket(address, key, timeout_s)))
-        return SharedMemoryTrainerTransport(layout, parameters, address, slots, index, timeout_s, reply.incarnation)
-    if control.config.server.must_share_memory or layout.tables:
-        what, cure = "server.transport (shared_memory)", "use auto or rpc"
-        if layout.tables:
-            what, cure = f"the embedding table {layout.slots[layout.tables[0]].name}", "set sparse=False"
+        return SharedMemoryTrainerTransport(
+            layout, parameters, address, slots, index, timeout_s, reply.incarnation, reply.lockstep
+        )
+    if control.config.server.must_share_memory:
         raise UnsupportedConfiguration(
-            f"{what} must have all ranks on one host; trainer {index} ({control.rendezvous.host_and_pid}) cannot reach "
-            f"the server's memory; {cure}"
+            f"server.transport (shared_memory) must have all ranks on one host; trainer {index} "
+            f"({control.rendezvous.host_and_pid}) cannot reach the server's memory; use auto or rpc"
         )
     if reply.shards:
         server.use_shards(len(reply.shards))

@@ -102,7 +102,7 @@ class GradientBuckets:
         for number in numbers:
             view, gradient = self._transport.gradient_views[number], self._parameters[number].grad
             if number in self._transport.tables:
-                self._transport.rows.write(number, gradient)
+                self._transport.write_rows(number, gradient)
             elif gradient is None:
                 view.zero_()
             else:
@@ -139,6 +139,7 @@ class GradientPush:
         """Send the rest of the buckets; return whether each parameter has a gradient, or None if all have."""
         self._pull.model_copy.check_gradients()
         self._pull.model_copy.check_unchanged()
+        self._pull.model_copy.coalesce_rows()
         return self.buckets.finish()
 
     def send(self, optimizer: SharedOptimizer, push: Push) -> StepGrant:

@@ -15,9 +15,11 @@ from paramserver.buffers.positions import AppliedPositions
 from paramserver.checkpoint import unpack
 from paramserver.consistency import Decision, Verdict, module_buffer_owner
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.metrics.records import StepReport, StepResult
+from paramserver.metrics.records import StepReport, StepResult, TableUse
 from paramserver.parameters.model import build_model, detached_state_dict, load_weights
 from paramserver.parameters.model_tree import PackedBuffers
+from paramserver.parameters.remote_tables import exclude_from_compile
+from paramserver.parameters.sharding import full_shard
 from paramserver.rng import seed_all
 from paramserver.server.client import ServerClient
 from paramserver.server.shared_optimizer import SharedOptimizer
@@ -26,6 +28,7 @@ from paramserver.trainers.base import Trainer, TrainerProgress, overrides
 from paramserver.trainers.model_copy import ModelCopy, find_trained
 from paramserver.trainers.pull import StepContext, VersionPull, make_transport
 from paramserver.trainers.push import GradientPush
+from paramserver.trainers.row_lookup import RowLookup
 from paramserver.trainers.server_control import ServerControl
 from paramserver.transport.messages import DataPosition, JoinReply, Push, StepGrant
 
@@ -69,7 +72,7 @@ class RpcTrainer(Trainer):
     # The connection.
 
     def init_connection(self) -> None:
-        self.model = build_model(self.task, self.config.seed, self.process.placement)
+        self.model = build_model(self.task, self.config.seed, self.process.placement, owns_tables=False)
         self.prepare_data()
         self.server = self.resources.enter_context(self.control.connected(lambda: self.data.blocks))
         self.start_from(self.control.join(self.data.epoch_samples))
@@ -118,18 +121,25 @@ class RpcTrainer(Trainer):
         load_weights(self.model, {**detached_state_dict(self.model), **reply.model}, "the server")
         trained = find_trained(self.model, reply.parameter_layout)
         transport = make_transport(self.control, reply, list(trained.values()))
+        layout, rows = reply.parameter_layout, None
+        if layout.tables and not transport.shares_rows:
+            shards = reply.shards or (full_shard(layout),)
+            rows = RowLookup(self.server, layout, shards, list(trained.values()), self.lockstep, self.clock)
+            exclude_from_compile(self.model)
         self.model_copy = ModelCopy(
             self.model,
             trained,
             transport.shares_parameters,
             lambda: self.control.flush_records().wait(),
-            [reply.parameter_layout.slots[number].name for number in reply.parameter_layout.tables],
+            [layout.slots[number].name for number in layout.tables],
         )
         self.tree = self.model_copy.tree
         self.record("transport", transport=transport.name)
         self.optimizer_calls.set_optimizers(reply.parameters_of, self.model)
         self._validates_averages = reply.validates_averages
-        self.pull = VersionPull(self.control, transport, self.model_copy, self.context, self.clock, reply.parameters_of)
+        self.pull = VersionPull(
+            self.control, transport, self.model_copy, self.context, self.clock, reply.parameters_of, rows
+        )
         self.push = GradientPush(self.pull)
         self.resources.enter_context(closing(self.push.buckets))
         log.info("trainer %d: transport of parameters and gradients: %s", self.trainer_index, transport.name)
@@ -169,7 +179,7 @@ class RpcTrainer(Trainer):
         self.pull.start(grant)
 
     def load_version(self) -> None:
-        self.pull.load()
+        self.pull.load(self.current_step.batches)
         self.clock.lap("pull")
 
     def hooks_between_steps(self) -> AbstractContextManager[None]:
@@ -193,6 +203,7 @@ class RpcTrainer(Trainer):
         used = self.push.finish_buckets()
         buffers = self.model_copy.pack_buffers() if self.pull.grant.wants_buffers else None
         result = self.finish_step(self.push.send(self.optimizer, self.make_push(report, used, buffers)))
+        self.pull.end_step()
         if report.optimizer:
             self.pull.load_updated(report.optimizer, result.step)
             self.clock.lap("pull")
@@ -219,6 +230,9 @@ class RpcTrainer(Trainer):
         self._next_grant = grant if has_grant else None
         self.clock.lap_shared("push", wait=grant.result.held_s + grant.held_s, apply=grant.result.apply_s)
         return grant.result
+
+    def table_uses(self) -> dict[str, TableUse]:
+        return self.model_copy.table_uses
 
     def idle(self, decision: Decision) -> int:
         """Wait for the version that the others make, which may be validated or saved next."""

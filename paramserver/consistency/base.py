@@ -216,6 +216,11 @@ class Consistency(ABC):
     def share_reported(self, trainer_index: int) -> None:
         """Note that a trainer has reported the share that it was to validate. If it leaves before, another does."""
 
+    def validate_at_barriers(self) -> None:
+        """Let all trainers wait for each other to validate: no version can be retained. Call it before the start."""
+        if every := self.terms.validate_every:
+            self.terms = replace(self.terms, barrier_every=(*self.terms.barrier_every, every), validate_every=0)
+
     @property
     def in_step(self) -> bool:
         """Whether a step in lockstep is in progress: a trainer without data waits for the version that it makes.

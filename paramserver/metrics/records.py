@@ -265,6 +265,20 @@ class TrainerTotals:
     wire_bytes: int = 0
     core_wait_share: float | None = None
     threads: int = 1
+    tables: dict[str, TableUse] = field(default_factory=dict)  # by name
+
+
+@dataclass
+class TableUse:
+    """What the gradients of a trainer had of an embedding table.
+
+    ``ids`` are all that were used, and ``used_rows`` the different ones of each step. ``rows`` are those of the table.
+    """
+
+    rows: int
+    row_bytes: int
+    ids: int = 0
+    used_rows: int = 0
 
 
 @dataclass

@@ -24,6 +24,7 @@ def totals_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
             for name in ((*PHASES, "hidden") if steps.count else ())
         },
         "wire_bytes_per_step": sum(t.wire_bytes for t in trainers) / steps.count if steps.count else None,
+        **({"tables": tables} if (tables := _tables_of(trainers, steps.count)) else {}),
         "buffer": {
             name: round(sum(t.buffer.get(name, 0) for t in trainers), 4)
             for name in ("puts", "gets", "put_wait_s", "get_wait_s")
@@ -32,6 +33,23 @@ def totals_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
         else None,
         "trainers": [_trainer(t) for t in trainers],
     }
+
+
+def _tables_of(trainers: Sequence[TrainerTotals], steps: int) -> dict[str, Any]:
+    """Return the figures of each embedding table, per step and trainer."""
+    tables = {}
+    for name in dict.fromkeys(name for one in trainers for name in one.tables):
+        uses = [one.tables[name] for one in trainers if name in one.tables]
+        rows, row_bytes = uses[0].rows, uses[0].row_bytes
+        used_rows = sum(use.used_rows for use in uses) / max(steps, 1)
+        tables[name] = {
+            "rows": rows,
+            "ids_per_step": round(sum(use.ids for use in uses) / max(steps, 1), 1),
+            "rows_per_step": round(used_rows, 1),
+            "bytes_per_step": round(used_rows * row_bytes),
+            "bytes_of_all_rows": rows * row_bytes,
+        }
+    return tables
 
 
 def _trainer(t: TrainerTotals) -> dict[str, Any]:
@@ -134,6 +152,13 @@ def _train_loss(summary: Summary) -> str:
 def _validation(summary: Summary) -> str:
     values = summary.get("validation") or {}
     return ", ".join(f"{name} {_number(value)}" for name, value in values.items())
+
+
+def _tables(summary: Summary) -> str:
+    return "; ".join(
+        f"{name} {own['rows_per_step']:,.0f} of {own['rows']:,} rows a step, for {own['ids_per_step']:,.0f} ids"
+        for name, own in (summary.get("tables") or {}).items()
+    )
 
 
 def _staleness(summary: Summary) -> str:
@@ -241,6 +266,7 @@ _LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("step", lambda summary: _statistics(summary.get("step_ms"), ("mean", "p50", "p95", "max"), " ms")),
     ("phases", _phases(_OWN_PATH)),
     ("overlapped", _phases(_OVERLAPPED)),
+    ("tables", _tables),
     ("staleness", _staleness),
     ("simulations", _simulations),
     ("received", _received),

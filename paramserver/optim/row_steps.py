@@ -1,14 +1,20 @@
-"""Which optimizers step the rows of a sparse gradient only, as embedding tables on a server need."""
+"""Steps of the rows of a sparse gradient, as embedding tables on a server need; and the optimizers that make them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from paramserver.errors import TaskError
+from paramserver.optim.averaging import has_foreign_hooks
 from paramserver.optim.named_optimizers import optimizers_of
+from paramserver.optim.parallel_step import ThreadTeam
+from paramserver.optim.row_wise_adagrad import RowWiseAdagrad
+from paramserver.parameters.tables import sparse_gradient
 
 _ALL_ROWS = "it would change all of its rows in each step"
 _NOT_FUSED = "torch has no fused step with a sparse gradient"
@@ -58,3 +64,80 @@ def _check_group(optimizer: torch.optim.Optimizer, group: Mapping[str, object], 
                 f"{key} ({group[key]}) of {kind.__name__} must not be set for table {table} with sparse=True, as "
                 f"{reason}; leave it out for the table, or set sparse=False"
             )
+
+
+# Their state is made in the first step of a parameter, and has numbers and tensors with an entry for each row only.
+_KNOWN = (*_STEPS_ROWS, RowWiseAdagrad)
+# Smaller tables stay in the caches of a processor, or nearly so.
+_LARGE_BYTES = 16 * 2**20
+
+
+class RowStep:
+    """Steps an optimizer over copies of the rows that have gradients, and writes them back.
+
+    The optimizers of torch go through the rows of parameter and state several times, and in a large table nearly every
+    access misses the caches. Here the rows are read once and written once, by all threads of ``team``. The optimizer
+    makes the same operations with each row, so no bit changes. Other optimizers than those that are known, and those
+    with hooks, step the whole table.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.team: ThreadTeam | None = None
+        self._optimizer = optimizer
+        self._has_state: set[int] = set()  # ids of parameters; an optimizer makes their states in their first steps
+
+    def __call__(self) -> None:
+        with ExitStack() as copies, torch.no_grad():
+            for own in optimizers_of(self._optimizer):
+                if type(own) not in _KNOWN or has_foreign_hooks(own):
+                    continue
+                for group in own.param_groups:
+                    for parameter in group["params"]:
+                        gradient = parameter.grad
+                        if gradient is None or not gradient.is_sparse or parameter.nbytes < _LARGE_BYTES:
+                            continue
+                        if id(parameter) in self._has_state:
+                            copies.enter_context(self._copied_rows(own, parameter))
+                        self._has_state.add(id(parameter))
+            self._optimizer.step()
+
+    @contextmanager
+    def _copied_rows(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> Iterator[None]:
+        """Let a parameter, its gradient and its state be copies of the rows of the gradient in this context."""
+        gradient, data, state = parameter.grad, parameter.data, optimizer.state.get(parameter, {})
+        assert gradient is not None
+        rows = gradient._indices()[0]
+        wholes = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.shape[:1] == parameter.shape[:1]
+        }
+        parameter.grad = None
+        parameter.data = self._read(data, rows)
+        numbers = torch.arange(len(rows))
+        parameter.grad = sparse_gradient(numbers, gradient._values(), (len(rows), *data.shape[1:]))
+        state.update({name: self._read(whole, rows) for name, whole in wholes.items()})
+        try:
+            yield
+            for whole, own in [(data, parameter.data), *((wholes[name], state[name]) for name in wholes)]:
+                self._write(whole, rows, own)
+        finally:
+            parameter.grad = None
+            parameter.data = data
+            state.update(wholes)
+
+    def _read(self, whole: Tensor, rows: Tensor) -> Tensor:
+        own = whole.new_empty((len(rows), *whole.shape[1:]))
+        self._run(lambda part: torch.index_select(whole, 0, rows[part], out=own[part]), len(rows))
+        return own
+
+    def _write(self, whole: Tensor, rows: Tensor, own: Tensor) -> None:
+        self._run(lambda part: whole.index_copy_(0, rows[part], own[part]), len(rows))
+
+    def _run(self, work: Callable[[slice], object], count: int) -> None:
+        """Do ``work`` for each row."""
+        if self.team is None:
+            work(slice(count))
+            return
+        share = max(-(-count // self.team.size), 1)
+        self.team.run([partial(work, slice(first, first + share)) for first in range(0, count, share)])

@@ -14,9 +14,10 @@ from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.optim.clipping import Clipping
 from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import ParallelStep, ThreadTeam, generators_of_update
+from paramserver.optim.row_steps import RowStep
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
 from paramserver.parameters.sharding import Shard, States, optimizer_indices
-from paramserver.parameters.tables import mean_of_rows
+from paramserver.parameters.tables import mean_of_rows, table_ranges
 
 
 class ShardUpdater:
@@ -43,13 +44,15 @@ class ShardUpdater:
         self._is_everything = shard.layout is layout
         self._team: ThreadTeam | None = None
         self._parallel_step: ParallelStep | None = None
+        self._row_step = RowStep(optimizer) if layout.tables else None
         self.optimizer_indices = optimizer_indices(optimizer, parameters)
         # A pull needs them as targets of gradients only, never a copy.
         self.leaves = [gradient_leaf(flat) for flat in self.ranges]
         views = shard.layout.views(self.ranges)
-        # The ranges that are embedding tables, each with the number of its slot. Their gradients are sparse.
-        slices = zip(shard.slices, shard.layout.slots, strict=True)
-        self.tables = {own.group: piece.slot for piece, own in slices if piece.slot in layout.tables}
+        # The ranges that have rows of embedding tables. Their gradients are sparse.
+        self.tables = {own.flat_index: own for own in table_ranges(layout, [shard])}
+        slots = [shard.layout.slots[number] for number in shard.layout.tables]
+        self._rows = {slot.group: views[slot.name].detach() for slot in slots}
         # Slot, name and optimizer parameter of each owned slice.
         self.owned: list[tuple[int, str, Tensor]] = []
         split: dict[int, Tensor] = {}
@@ -67,6 +70,8 @@ class ShardUpdater:
     def use_threads(self, team: ThreadTeam) -> None:
         """Add gradients with all threads of ``team`` from now on, and step parameters if the optimizer allows it."""
         self._team = team
+        if self._row_step is not None:
+            self._row_step.team = team
         if not self.tables and ParallelStep.supports(self.optimizer):
             self._parallel_step = ParallelStep(self.optimizer, team)
 
@@ -79,9 +84,8 @@ class ShardUpdater:
         range that is a table is sparse.
         """
         mean = list(gradients[0])
-        assert not self.tables or all(factor == 1 for factor in factors), "tables need lockstep"
         for number in self.tables:
-            mean[number] = mean_of_rows([flats[number] for flats in gradients])
+            mean[number] = mean_of_rows([flats[number] for flats in gradients], factors)
         gradients = [self._dense(flats) for flats in gradients]
         if not gradients[0]:
             return mean
@@ -100,7 +104,7 @@ class ShardUpdater:
 
     def assign_gradients(self, mean: Sequence[Tensor], used: tuple[bool, ...] | None) -> None:
         """Set ``.grad`` of each parameter; None if no trainer had one, so that torch.optim does not step it."""
-        tables = {slot: mean[number] for number, slot in self.tables.items()}
+        tables = {own.slot: mean[number] for number, own in self.tables.items()}
         # In the place of a table's gradient, which has no views, that of its parameter; it is not used.
         flats = [own if n in self.tables else flat for n, (flat, own) in enumerate(zip(mean, self.ranges, strict=True))]
         views = self.shard.layout.views(flats)
@@ -126,10 +130,8 @@ class ShardUpdater:
         if groups is not None:
             for group, own in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update(own)
-        if self._parallel_step is None:
-            self.optimizer.step()
-        else:
-            self._parallel_step()
+        step = self._row_step or self._parallel_step or self.optimizer.step
+        step()
         # Otherwise the next update would apply these to a parameter for which no trainer has a gradient.
         self.clear_gradients()
 
@@ -138,8 +140,16 @@ class ShardUpdater:
         return generators_of_update(self.optimizer, seed, version, server_index)
 
     def clone(self) -> list[Tensor]:
-        """Return a copy of the parameters of the shard, immutable by convention."""
+        """Return a copy of the parameters of the shard without embedding tables, immutable by convention."""
+        return self.shard.layout.clone_dense(self.ranges)
+
+    def clone_all(self) -> list[Tensor]:
+        """Return a copy of the parameters of the shard."""
         return [flat.detach().clone() for flat in self.ranges]
+
+    def look_up(self, number: int, rows: Tensor) -> Tensor:
+        """Return a copy of rows of the embedding table in range ``number``, which are numbered from the first there."""
+        return self._rows[number].index_select(0, rows)
 
     # The state.
 

@@ -36,7 +36,7 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The places of named tensors in flat tensors."""
+    """The places of named tensors in flat tensors. The first of these has no embedding table, and may be empty."""
 
     dtypes: tuple[torch.dtype, ...]  # of each flat tensor; several have the same dtype if they are sent as buckets
     sizes: tuple[int, ...]  # of each flat tensor, in elements
@@ -56,11 +56,13 @@ class FlatLayout:
         Raises:
             UnsupportedConfiguration: a tensor is sparse.
         """
-        dtypes: list[torch.dtype] = []
-        sizes: list[int] = []
+        in_order = dict(tensors)
+        # The gradient of the first flat tensor is sent in another way than those of tables.
+        has_dense = not tables or in_order.keys() - set(tables)
+        dtypes: list[torch.dtype] = [] if has_dense else [torch.float32]
+        sizes: list[int] = [] if has_dense else [0]
         slots: dict[str, TensorSlot] = {}
         filling: dict[torch.dtype, int] = {}
-        in_order = dict(tensors)
         for name, tensor in sorted(in_order.items(), key=lambda item: item[0] in tables):
             if tensor.is_sparse or tensor.layout is not torch.strided:
                 raise UnsupportedConfiguration(f"{name} is a sparse tensor; parameters and buffers must be dense")
@@ -71,7 +73,9 @@ class FlatLayout:
                 group = filling[tensor.dtype] = len(sizes)
                 dtypes.append(tensor.dtype)
                 sizes.append(0)
-            slots[name] = TensorSlot(name, group, sizes[group], tuple(tensor.shape), _dense_stride(tensor))
+            # The elements of a row of a table follow each other.
+            stride = torch.empty(tensor.shape, device="meta").stride() if name in tables else _dense_stride(tensor)
+            slots[name] = TensorSlot(name, group, sizes[group], tuple(tensor.shape), tuple(stride))
             sizes[group] += size
         numbers = tuple(number for number, name in enumerate(in_order) if name in tables)
         return cls(tuple(dtypes), tuple(sizes), tuple(slots[name] for name in in_order), numbers)
@@ -85,6 +89,12 @@ class FlatLayout:
         dtypes = (*self.dtypes, *(torch.int64 for _ in rows))
         return replace(self, dtypes=dtypes, sizes=(*self.sizes, *rows), num_sparse=2 * len(rows))
 
+    def without_tables(self) -> FlatLayout:
+        """Return the layout without embedding tables, for the flat tensors that precede theirs."""
+        slots = tuple(slot for number, slot in enumerate(self.slots) if number not in self.tables)
+        count = len(self.sizes) - len(self.tables)
+        return FlatLayout(self.dtypes[:count], self.sizes[:count], slots)
+
     @property
     def total_bytes(self) -> int:
         """Size of all flat tensors."""
@@ -95,11 +105,22 @@ class FlatLayout:
         return [torch.zeros(n, dtype=dtype, device=device) for n, dtype in zip(self.sizes, self.dtypes, strict=True)]
 
     def views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return each named tensor as a view of ``flats``, which may be views themselves."""
+        """Return each named tensor as a view of ``flats``, which may be views themselves.
+
+        An embedding table whose flat tensor is empty, as in a snapshot, is left out.
+        """
         starts = [flat.storage_offset() for flat in flats]
+        empty = [n for n in self.tables if self.slots[n].numel and not len(flats[self.slots[n].group])]
         return {
-            s.name: torch.as_strided(flats[s.group], s.shape, s.stride, starts[s.group] + s.offset) for s in self.slots
+            s.name: torch.as_strided(flats[s.group], s.shape, s.stride, starts[s.group] + s.offset)
+            for number, s in enumerate(self.slots)
+            if number not in empty
         }
+
+    def clone_dense(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Return a copy of flat tensors, in which those of embedding tables are empty."""
+        tables = {self.slots[number].group for number in self.tables}
+        return [(flat[:0] if n in tables else flat).detach().clone() for n, flat in enumerate(flats)]
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -177,8 +198,8 @@ class FlatTensors:
                 own.copy_(new)
 
     def clone(self) -> list[Tensor]:
-        """Return a snapshot, which is immutable by convention."""
-        return [flat.detach().clone() for flat in self.flats]
+        """Return a snapshot without embedding tables, which is immutable by convention."""
+        return self.layout.clone_dense(self.flats)
 
 
 def gradient_leaf(flat: Tensor) -> Tensor:

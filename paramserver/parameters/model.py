@@ -15,25 +15,30 @@ from paramserver.devices import Placement
 from paramserver.errors import CheckpointError, TaskError
 from paramserver.parameters.model_tree import is_writable, set_buffer
 from paramserver.parameters.numerics import checksums
+from paramserver.parameters.unowned_tables import tables_without_memory
 from paramserver.rng import seed_all
 from paramserver.task import Task
 
 
-def build_model(task: Task, seed: int, placement: Placement) -> nn.Module:
+def build_model(task: Task, seed: int, placement: Placement, owns_tables: bool = True) -> nn.Module:
     """Build the task's model with initial weights from ``seed``: the same in every process and mode.
 
-    A process with one device moves the model there; a task with several (``self.devices``) places it itself.
+    A process with one device moves the model there; a task with several (``self.devices``) places it itself. Without
+    ``owns_tables`` large embedding tables have neither memory nor values.
 
     Raises:
         TaskError: ``build_model`` returns no module, or one without trainable parameters.
     """
     task.devices = placement.devices
     seed_all(seed)
-    model = task.build_model()
+    with nullcontext() if owns_tables else tables_without_memory() as own_untrained:
+        model = task.build_model()
     if not isinstance(model, nn.Module):
         raise TaskError(
             f"{type(task).__name__}.build_model returned {type(model).__name__}; it must return a torch.nn.Module"
         )
+    if own_untrained is not None:
+        own_untrained(model)
     lazy = next((name for name, t in chain(model.named_parameters(), model.named_buffers()) if is_lazy(t)), None)
     if lazy is not None:
         raise TaskError(
@@ -121,7 +126,8 @@ def frozen_state_dict(model: nn.Module) -> dict[str, Any]:
 
 def extra_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the part of the state that modules define by ``get_extra_state``."""
-    return {name: value for name, value in model.state_dict().items() if name.endswith("_extra_state")}
+    # keep_vars: tables whose rows are on servers cannot be detached.
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if name.endswith("_extra_state")}
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:

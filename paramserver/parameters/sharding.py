@@ -6,8 +6,9 @@ and join it again in the form that ``torch.optim`` saves.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
@@ -36,10 +37,13 @@ class ShardSlice:
 class Shard:
     """What one server owns."""
 
-    # ``(group, first element, end)`` of each range of a flat tensor; empty only if the flat tensor is.
+    # ``(group, first element, end)`` of each range of a flat tensor. The first has no embedding table, and is empty if
+    # the server owns nothing else.
     ranges: tuple[tuple[int, int, int], ...]
     slices: tuple[ShardSlice, ...]  # of tensors, one after the other in the ranges
-    layout: FlatLayout  # of the slices in the ranges: a whole tensor has its own shape, a part of one has one dimension
+    # Of the slices in the ranges: a whole tensor has its own shape, a part of one has one dimension, and one of a table
+    # some of its rows.
+    layout: FlatLayout
 
     def slice_flats(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return this shard's ranges as views of the flat tensors of all parameters."""
@@ -69,7 +73,8 @@ def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Sha
     """Assign the parameters to servers, so that each owns about the same number of bytes; each element is in one shard.
 
     Tensors are ``splittable`` if the optimizer updates each element independently; only large ones are, at multiples of
-    64 bytes, and no embedding tables. A shard is at most as large as the mean and one largest unsplit part.
+    64 bytes. Embedding tables are divided between rows, which their optimizers update independently. A shard is at most
+    as large as the mean and one largest unsplit part.
 
     Raises:
         UnsupportedConfiguration: there are more servers than parts.
@@ -77,15 +82,15 @@ def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Sha
     if servers == 1:
         return (full_shard(layout),)
     parts: list[list[tuple[int, int]]] = [[] for _ in range(servers)]
-    starts = sorted(start for start, _ in _spans(layout))[1:]
-    for first, end in _sections(layout, servers) if splittable else [(0, layout.total_bytes)]:
+    starts = sorted(start for _, start, _ in _spans(layout))[1:]
+    for first, end in _sections(layout, servers) if splittable or layout.tables else [(0, layout.total_bytes)]:
         targets = [first + (end - first) * k / servers for k in range(1, servers)]
         between = [start for start in starts if first < start < end]
-        boundaries = sorted({*between, *(_inside(layout, targets) if splittable else ())})
+        boundaries = sorted({*between, *_inside(layout, targets, splittable)})
         if len(boundaries) < servers - 1:
             raise UnsupportedConfiguration(
                 f"cluster.num_servers ({servers}) must be at most {len(boundaries) + 1}, as the parameters of this "
-                f"model fall into so many parts{' (a table is not divided)' if layout.tables else ''}; lower it"
+                "model fall into so many parts; lower it"
             )
         for own, part in zip(parts, pairwise([first, *_nearest(boundaries, targets), end]), strict=True):
             own.append(part)
@@ -151,14 +156,14 @@ def _ends(layout: FlatLayout) -> list[int]:
     return list(accumulate(size * dtype.itemsize for size, dtype in zip(layout.sizes, layout.dtypes, strict=True)))
 
 
-def _spans(layout: FlatLayout, without: Collection[int] = ()) -> Iterator[tuple[int, int]]:
-    """Yield first byte and end of each tensor that has elements, but for some, given by the numbers of their slots."""
+def _spans(layout: FlatLayout) -> Iterator[tuple[int, int, int]]:
+    """Yield the number of each slot whose tensor has elements, with its first byte and its end."""
     ends = _ends(layout)
-    for slot in (slot for number, slot in enumerate(layout.slots) if number not in without):
+    for number, slot in enumerate(layout.slots):
         item_bytes = layout.dtypes[slot.group].itemsize
         before = ends[slot.group] - layout.sizes[slot.group] * item_bytes
         if slot.numel:
-            yield before + slot.offset * item_bytes, before + (slot.offset + slot.numel) * item_bytes
+            yield number, before + slot.offset * item_bytes, before + (slot.offset + slot.numel) * item_bytes
 
 
 # More sections are smaller messages, and gain nothing once each server has gradients early in backward.
@@ -171,7 +176,7 @@ def _sections(layout: FlatLayout, servers: int) -> list[tuple[int, int]]:
     # A server's part of a section is at least as large as a tensor that is not split.
     least = max(layout.total_bytes / _SECTIONS, servers * _LARGE_BYTES)
     cuts, has_large = [0], False
-    if not (spans := sorted(_spans(layout))):
+    if not (spans := sorted((first, end) for _, first, end in _spans(layout))):
         return [(0, 0)]
     for (first, end), following in zip(spans, [*(start for start, _ in spans[1:]), layout.total_bytes], strict=True):
         has_large = has_large or end - first > large
@@ -181,12 +186,18 @@ def _sections(layout: FlatLayout, servers: int) -> list[tuple[int, int]]:
     return [*pairwise([*cuts[:-1], layout.total_bytes])] if len(cuts) > 1 else [(0, layout.total_bytes)]
 
 
-def _inside(layout: FlatLayout, targets: Sequence[float]) -> Iterator[int]:
-    """Yield the aligned bytes nearest to the targets, if they are inside a large tensor."""
+def _inside(layout: FlatLayout, targets: Sequence[float], splittable: bool) -> Iterator[int]:
+    """Yield the aligned bytes nearest to the targets, if they are inside a large tensor or between rows of a table."""
     large = min(_LARGE_BYTES, layout.total_bytes * _LARGE_SHARE)
-    for first, end in _spans(layout, without=layout.tables):
-        for target in targets if end - first > large else ():
-            boundary = round(target / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    for number, first, end in _spans(layout):
+        unit = ALIGNMENT_BYTES
+        if number in layout.tables:
+            slot = layout.slots[number]
+            unit = math.lcm(unit, max(math.prod(slot.shape[1:]), 1) * layout.dtypes[slot.group].itemsize)
+        elif not splittable or end - first <= large:
+            continue
+        for target in targets:
+            boundary = first + round((target - first) / unit) * unit
             if first < boundary < end:
                 yield boundary
 
@@ -208,12 +219,15 @@ def _nearest(boundaries: Sequence[int], targets: Sequence[float]) -> list[int]:
 def _shard(layout: FlatLayout, parts: Sequence[tuple[int, int]]) -> Shard:
     """Return the shard of some parts, given by first byte and end; a tensor is in at most one of them."""
     ranges: list[tuple[int, int, int]] = []
+    table_groups = {layout.slots[number].group for number in layout.tables}
     for first_byte, end_byte in parts:
         for group, (end, size) in enumerate(zip(_ends(layout), layout.sizes, strict=True)):
             item_bytes = layout.dtypes[group].itemsize
             before = end - size * item_bytes
             first, last = max(first_byte, before), min(end_byte, end)
             if first < last:
+                if not ranges and group in table_groups:
+                    ranges.append((0, 0, 0))
                 ranges.append((group, (first - before) // item_bytes, (last - before) // item_bytes))
     slices, slots = [], []
     for number, slot in enumerate(layout.slots):
@@ -223,9 +237,30 @@ def _shard(layout: FlatLayout, parts: Sequence[tuple[int, int]]) -> Shard:
                 slices.append(ShardSlice(number, begin - slot.offset, stop - begin))
                 whole = stop - begin == slot.numel
                 shape, stride = (slot.shape, slot.stride) if whole else ((stop - begin,), (1,))
+                if number in layout.tables:
+                    shape, stride = (len(rows_of(slices[-1], slot)), *slot.shape[1:]), slot.stride
                 slots.append(TensorSlot(slot.name, own_number, begin - first, shape, stride))
+    return _shard_of(layout, ranges, slices, slots)
+
+
+def _shard_of(
+    layout: FlatLayout,
+    ranges: Sequence[tuple[int, int, int]],
+    slices: Sequence[ShardSlice],
+    slots: Sequence[TensorSlot],
+) -> Shard:
     dtypes = tuple(layout.dtypes[group] for group, _, _ in ranges)
-    return Shard(tuple(ranges), tuple(slices), FlatLayout(dtypes, tuple(e - f for _, f, e in ranges), tuple(slots)))
+    sizes = tuple(end - first for _, first, end in ranges)
+    tables = tuple(number for number, piece in enumerate(slices) if piece.slot in layout.tables)
+    return Shard(tuple(ranges), tuple(slices), FlatLayout(dtypes, sizes, tuple(slots), tables))
+
+
+def rows_of(piece: ShardSlice, table: TensorSlot) -> range:
+    """Return the rows of an embedding table that a slice of it has."""
+    if piece.length == table.numel:
+        return range(table.shape[0])
+    width = math.prod(table.shape[1:])
+    return range(piece.start // width, (piece.start + piece.length) // width)
 
 
 def _with_empty_tensors(layout: FlatLayout, shards: Sequence[Shard]) -> tuple[Shard, ...]:
@@ -250,10 +285,7 @@ def _with_empty_tensors(layout: FlatLayout, shards: Sequence[Shard]) -> tuple[Sh
     made = []
     for own_ranges, own in zip(ranges, owned, strict=True):
         own.sort(key=lambda entry: entry[0].slot)
-        dtypes = tuple(layout.dtypes[group] for group, _, _ in own_ranges)
-        sizes = tuple(end - first for _, first, end in own_ranges)
-        own_layout = FlatLayout(dtypes, sizes, tuple(slot for _, slot in own))
-        made.append(Shard(tuple(own_ranges), tuple(piece for piece, _ in own), own_layout))
+        made.append(_shard_of(layout, own_ranges, [piece for piece, _ in own], [slot for _, slot in own]))
     return tuple(made)
 
 
@@ -276,40 +308,48 @@ def get_hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def _sliced(value: Any, slot: TensorSlot, piece: ShardSlice) -> Any:
+def _sliced(value: Any, slot: TensorSlot, piece: ShardSlice, is_table: bool) -> Any:
     """Return what a slice of a parameter has of the state of the whole.
 
     A tensor of the parameter's shape, also in a container, is sliced like the parameter, in the order of its memory;
-    everything else is for the whole parameter, and is kept.
+    of an embedding table also one that has an entry for each row. Everything else is for the whole parameter, and is
+    kept.
     """
     if isinstance(value, dict):
-        return {name: _sliced(item, slot, piece) for name, item in value.items()}
+        return {name: _sliced(item, slot, piece, is_table) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)([_sliced(item, slot, piece) for item in value])
+        return type(value)([_sliced(item, slot, piece, is_table) for item in value])
     if not isinstance(value, Tensor):
         return value
+    if is_table and value.shape[:1] == slot.shape[:1]:
+        rows = rows_of(piece, slot)
+        return value.detach()[rows.start : rows.stop].clone()
     if piece.length == slot.numel or tuple(value.shape) != slot.shape:
         return value.detach().clone()
     ordered = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype).copy_(value.detach())
     return ordered.as_strided((piece.length,), (1,), piece.start).clone()
 
 
-def join_state(parts: Sequence[tuple[ShardSlice, Mapping[str, Any]]], slot: TensorSlot) -> State:
+def join_state(
+    parts: Sequence[tuple[ShardSlice, Mapping[str, Any]]], slot: TensorSlot, is_table: bool = False
+) -> State:
     """Return the state of a parameter from those of its slices."""
     first, state = parts[0]
     if first.length == slot.numel:
         return dict(state)
     pieces = [piece for piece, _ in parts]
-    return {name: _joined([own[name] for _, own in parts], pieces, slot) for name in state}
+    return {name: _joined([own[name] for _, own in parts], pieces, slot, is_table) for name in state}
 
 
-def _joined(values: Sequence[Any], pieces: Sequence[ShardSlice], slot: TensorSlot) -> Any:
+def _joined(values: Sequence[Any], pieces: Sequence[ShardSlice], slot: TensorSlot, is_table: bool) -> Any:
     """Return a value of the whole parameter from those of its slices: undoes ``_sliced``."""
     value = values[0]
     if isinstance(value, dict):
-        return {name: _joined([own[name] for own in values], pieces, slot) for name in value}
+        return {name: _joined([own[name] for own in values], pieces, slot, is_table) for name in value}
     if isinstance(value, (list, tuple)):
-        return type(value)([_joined(items, pieces, slot) for items in zip(*values, strict=True)])
+        return type(value)([_joined(items, pieces, slot, is_table) for items in zip(*values, strict=True)])
+    if is_table and isinstance(value, Tensor) and value.shape[:1] == (len(rows_of(pieces[0], slot)),):
+        return torch.cat(list(values))
     if not isinstance(value, Tensor) or tuple(value.shape) != (pieces[0].length,):
         return value
     memory = torch.empty(slot.numel, dtype=value.dtype)
@@ -330,7 +370,8 @@ def split_state(
         index = indices[piece.slot]
         if index is not None and index in states:
             slot = layout.slots[piece.slot]
-            parts[index] = {name: _sliced(value, slot, piece) for name, value in states[index].items()}
+            is_table = piece.slot in layout.tables
+            parts[index] = {name: _sliced(value, slot, piece, is_table) for name, value in states[index].items()}
     return parts
 
 
@@ -344,5 +385,7 @@ def merge_state(
             index = indices[piece.slot]
             if index is not None and index in states:
                 found.setdefault(piece.slot, []).append((piece, states[index]))
-    joined = {indices[slot]: join_state(pieces, layout.slots[slot]) for slot, pieces in found.items()}
+    joined = {
+        indices[slot]: join_state(pieces, layout.slots[slot], slot in layout.tables) for slot, pieces in found.items()
+    }
     return {index: state for index, state in sorted(joined.items()) if index is not None}

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.parameters.flat import FlatLayout
+from paramserver.parameters.sharding import Shard, rows_of
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _LARGE_BYTES = 64 * 2**20
@@ -129,12 +131,11 @@ class RowSegment:
         self._values = {number: flats[slot.group] for number, slot in self._slots.items()}
 
     def write(self, number: int, gradient: Tensor | None) -> None:
-        """Write the gradient of a table, which is sparse, or None; ``number`` is that of its slot."""
+        """Write the gradient of a table, which is coalesced, or None; ``number`` is that of its slot."""
         ids = self._ids[number]
         if gradient is None:
             ids[0] = 0
             return
-        gradient = gradient.coalesce()
         rows, values = gradient._indices()[0], gradient._values()
         ids[0] = len(rows)
         ids[1 : 1 + len(rows)].copy_(rows)
@@ -148,17 +149,63 @@ class RowSegment:
         return sparse_gradient(ids[1 : 1 + count], values, shape)
 
 
-def sparse_gradient(ids: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the gradient of a table: ``values`` of shape (n, width) for the rows ``ids``, ascending and different."""
-    # The invariants hold by construction, and checking them would sort the ids again.
-    return torch.sparse_coo_tensor(ids[None], values, tuple(shape), check_invariants=False, is_coalesced=True)
+def sparse_gradient(ids: Tensor, values: Tensor, shape: Sequence[int], is_coalesced: bool = True) -> Tensor:
+    """Return the gradient of a table: ``values`` of shape (n, width) for the rows ``ids``.
 
-
-def mean_of_rows(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the mean of coalesced sparse gradients, which is coalesced. A row that one of them lacks is zero there.
-
-    Values of a row are added in the order of ``gradients``. With one gradient, the mean is that one itself.
+    They are ascending and different if it ``is_coalesced``.
     """
+    # The invariants hold by construction, and checking them would sort the ids again.
+    return torch.sparse_coo_tensor(ids[None], values, tuple(shape), check_invariants=False, is_coalesced=is_coalesced)
+
+
+def no_rows(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return the gradient of a table of which no row was used."""
+    return sparse_gradient(torch.zeros(0, dtype=torch.int64), torch.zeros((0, *shape[1:]), dtype=dtype), shape)
+
+
+def cut_gradient(gradient: Tensor, rows: range) -> Tensor:
+    """Return the gradient of some rows of a table, numbered from the first of them, in the same memory."""
+    if len(rows) == len(gradient):
+        return gradient
+    ids = gradient._indices()[0]
+    first, end = torch.searchsorted(ids, torch.tensor([rows.start, rows.stop])).tolist()
+    return sparse_gradient(ids[first:end] - rows.start, gradient._values()[first:end], (len(rows), *gradient.shape[1:]))
+
+
+def nbytes_of_rows(gradient: Tensor) -> int:
+    """Return the size of a sparse gradient: its values and the ids of their rows."""
+    return gradient._values().nbytes + gradient._indices().nbytes
+
+
+@dataclass(frozen=True)
+class TableRange:
+    """Where rows of a table are: the range ``flat_index`` of a server has ``rows`` of the table of slot ``slot``."""
+
+    slot: int
+    server_index: int
+    flat_index: int
+    rows: range
+
+
+def table_ranges(layout: FlatLayout, shards: Sequence[Shard]) -> list[TableRange]:
+    """Return where the rows of all tables are, ascending for each table; ``layout`` is that of the parameters."""
+    return [
+        TableRange(piece.slot, server_index, own.group, rows_of(piece, layout.slots[piece.slot]))
+        for server_index, shard in enumerate(shards)
+        for piece, own in zip(shard.slices, shard.layout.slots, strict=True)
+        if piece.slot in layout.tables
+    ]
+
+
+def mean_of_rows(gradients: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
+    """Return the mean of scaled, coalesced sparse gradients, which is coalesced. A row that one lacks is zero there.
+
+    Values of a row are added in the order of ``gradients``, which are overwritten. With one gradient, the mean is that
+    one itself.
+    """
+    for gradient, factor in zip(gradients, factors, strict=True):
+        if factor != 1.0:
+            gradient._values().mul_(factor)
     if len(gradients) == 1:
         return gradients[0]
     ids = torch.cat([gradient._indices()[0] for gradient in gradients])

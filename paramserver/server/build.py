@@ -78,6 +78,8 @@ def build_server(
     check_optimizers(config, store)
     if (large := describe_large(store.model)) is not None:
         monitor.note(large)
+    if store.tables:
+        rules.validate_at_barriers()
     if store.updater.parameters_of:
         assert rules.waits_for_all, "check_optimizers refuses others"
         rules.several_updates = True

@@ -345,6 +345,10 @@ class ShardCoordinatorClient(ServerConnection):
         """Join the run and return the shard that this server owns."""
         return self.call(ShardCoordinator.join, member)
 
+    def weights(self) -> list[Tensor]:
+        """Return the shard's ranges, which are in memory that this process cannot reach."""
+        return self.call(ShardCoordinator.weights, self.index)
+
     def report_ready(self, shares_memory: bool) -> None:
         """Report that the shard is in place, in the memory of server 0 or in that of this process."""
         self.call(ShardCoordinator.shard_ready, self.index, shares_memory)
@@ -467,6 +471,17 @@ class ServerClient(ServerConnection):
         part = self._id, version, bucket.flat_index, gradient, revision, has_all
         call = partial(send_deferred, server_name(bucket.server_index), ShardHandlers.receive_bucket, *part)
         return InFlightCall(self, call, "receive_bucket", repeatable=is_repeatable(ShardHandlers.receive_bucket))
+
+    def look_up(
+        self, version: int | None, rows: Mapping[int, Mapping[int, Tensor]]
+    ) -> dict[int, InFlightCall[tuple[int, dict[int, Tensor]]]]:
+        """Request rows of embedding tables, by server and range; see ``ParameterShard.look_up``."""
+        handler, calls = ShardHandlers.look_up, {}
+        for server_index, own in rows.items():
+            call = partial(send_deferred, server_name(server_index), handler, self._id, version, own)
+            # An update may be computed first, as long as it takes.
+            calls[server_index] = InFlightCall(self, call, "look_up", repeatable=is_repeatable(handler))
+        return calls
 
     def backward(self, context_id: int, root: Tensor) -> None:
         """Push by the distributed backward of ``root``.

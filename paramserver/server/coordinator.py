@@ -12,7 +12,7 @@ from paramserver.config import Config, num_servers_of
 from paramserver.consistency import Decision
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member, Members
-from paramserver.distributed.rpc_calls import RemoteError
+from paramserver.distributed.rpc_calls import RemoteError, repeatable
 from paramserver.errors import GenerationChanged, ParamserverError, PeerLost
 from paramserver.optim.parallel_step import is_elementwise
 from paramserver.optim.shard_updater import ShardUpdater
@@ -138,13 +138,19 @@ class ShardCoordinator:
                 raise GenerationChanged(f"{member} joins again; the run returns to its last checkpoint")
             self._members.join(member)
             layout, shard = self._store.parameters.layout, self._shards[index]
-            weights = shard.copy_flats(self._store.parameters.flats)
+            segments = self._segments()
+            weights = shard.copy_flats(self._store.parameters.flats) if segments[0] is None else []
             buckets = self._buckets[index] if self._buckets else None
             states = self._states.pop(index)
-            reply = ShardAssignment(shard, layout, weights, states, self._step, *self._segments(), buckets)
+            reply = ShardAssignment(shard, layout, weights, states, self._step, *segments, buckets)
         # Without the lock: the callback takes it, in a thread of the RPC agent.
         self._network.watch(member.name, lambda reason: self._on_disconnect(member, reason))
         return reply
+
+    @repeatable
+    def weights(self, server_index: int) -> list[Tensor]:
+        """Return the ranges of a server that cannot reach their memory. No update is made before it is ready."""
+        return self._shards[server_index].copy_flats(self._store.parameters.flats)
 
     def shard_ready(self, server_index: int, shares_memory: bool) -> None:
         """A server holds its shard, in the memory of server 0 (``shares_memory``) or in its own."""

@@ -79,6 +79,11 @@ class TutorialMethods(nn.Module):
                 f"cluster.num_servers ({num_servers_of(self.config)}) must be 1 for ParameterServer.forward, "
                 "get_dist_gradients and get_param_rrefs, as no server holds the whole model; lower it"
             )
+        if tables := self.aggregator.store.tables:
+            raise UnsupportedConfiguration(
+                f"embedding tables ({', '.join(tables)}) must have sparse=False for ParameterServer.forward, "
+                "get_dist_gradients and get_param_rrefs, which send all parameters"
+            )
 
     def _current_parameters(self) -> list[Tensor]:
         """Return the parameters of the current version; the caller waits while an update is computed."""
@@ -261,6 +266,12 @@ class ParameterServer(TutorialMethods, ShardHandlers):
         with self._lock:
             self.roster.admit(sender)
             return self.aggregator.receive_bucket(sender, version, number, gradient, revision, has_all)
+
+    @repeatable
+    def look_up(self, sender: TrainerId, version: int | None, rows: Mapping[int, Tensor]) -> Future:
+        with self._lock:
+            self.roster.admit(sender)
+            return self.shard.look_up(sender, version, rows)
 
     @repeatable
     def push(self, push: Push, has_gradients: bool = False) -> torch.futures.Future[StepGrant]:

@@ -45,11 +45,10 @@ def check_optimizers(config: Config, store: ParameterStore) -> None:
     device: _Rule = ("device.server", store.device.type, ["cpu"])
     check_steps_rows(updater.optimizer, {name: store.parameters.tensors[name] for name in store.tables})
     if store.tables:
-        transport: _Rule = ("server.transport", server.transport, ["shared_memory", "auto"])
         average: _Rule = ("training.ema_decay", config.training.ema_decay, [None])
-        reason = "as trainers read rows in the memory of the server, in lockstep, and an update writes few of them"
+        reason = "as trainers look up single rows of the newest version, and an update writes few of them"
         what = f"embedding tables ({', '.join(store.tables)})"
-        _require(what, reason, transport, consistency, backup_trainers, device, compute, average)
+        _require(what, reason, backup_trainers, device, compute, average)
     if updater.parameters_of:
         names = ", ".join(updater.parameters_of)
         reason = "as all trainers make each update together, from the same parameters"

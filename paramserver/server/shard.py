@@ -22,7 +22,7 @@ from paramserver.optim.clipping import Clipping
 from paramserver.optim.parallel_step import WORTHWHILE_BYTES, ThreadTeam
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.sharding import Shard, States
-from paramserver.parameters.tables import RowSegment
+from paramserver.parameters.tables import RowSegment, cut_gradient
 from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.transport.autograd import pull
@@ -69,6 +69,11 @@ class ShardHandlers(ABC):
         self, sender: TrainerId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
     ) -> Future:
         """Accept a part of a push while the trainer's backward continues; see ``ParameterShard.receive_bucket``."""
+
+    @abstractmethod
+    @repeatable
+    def look_up(self, sender: TrainerId, version: int | None, rows: Mapping[int, Tensor]) -> Future:
+        """Reply with rows of embedding tables, outside of the trainer's context; see ``ParameterShard.look_up``."""
 
 
 class ParameterShard:
@@ -137,6 +142,7 @@ class ParameterShard:
         self._request: ApplyRequest | None = None
         self._reply: Future | None = None
         self._groups: list[dict[str, Any]] | None = None  # hyper-parameters of the one that is clipped
+        self._num_computing = 0  # jobs without the lock that have not ended
         self._preparation: _Preparation | None = None
         self._made_of: set[PushId] = set()  # the pushes of the current version, if it was made bucket by bucket
         self.pipeline = None
@@ -180,6 +186,33 @@ class ParameterShard:
         if version is None or version == self.version:
             return tuple(without_values(self.sent_version(), without))
         return tuple(self._find(version))
+
+    def look_up(self, sender: TrainerId, version: int | None, rows: Mapping[int, Tensor]) -> Future:
+        """Reply with rows of embedding tables, and the version that they are of.
+
+        They are given and returned by the numbers of the ranges, in each of which rows are numbered from 0. ``version``
+        is the only one that the server may have while trainers take steps together. None is for the current one: the
+        next version if that is being computed.
+
+        Raises:
+            TrainingError: the version is not ``version``.
+        """
+        self.admit(sender)
+        if version not in (None, self.version):
+            raise TrainingError(
+                f"server {self.server_index} holds version {self.version}, and rows of {version} no more"
+            )
+
+        def read() -> tuple[int, dict[int, Tensor]]:
+            return self.version, {number: self.updater.look_up(number, own) for number, own in rows.items()}
+
+        # A row is never read while the optimizer may write it, and no handler waits for that.
+        reply: Future = torch.futures.Future()
+        if self._num_computing:
+            self._compute(read, reply.set_result, reply)
+        else:
+            reply.set_result(read())
+        return reply
 
     def _current(self) -> list[Tensor]:
         if self.pipeline is not None:
@@ -424,11 +457,14 @@ class ParameterShard:
             try:
                 result = work()
                 with self._lock:
+                    self._num_computing -= 1
                     then(result)
             except BaseException as error:  # noqa: BLE001 - returned to server 0; the thread must continue
+                # No row is looked up any more: the run fails.
                 who = f"server {self.server_index}" if self.server_index else "the server"
                 reply.set_result(RemoteError.of(error, who))
 
+        self._num_computing += 1
         self._submit(job)
 
     def _retain(self, request: ApplyRequest) -> None:
@@ -498,7 +534,7 @@ class ParameterShard:
             rows = RowSegment(self.updater.layout, flats)
             known = self._segments[trainer_index] = segment_key, self.updater.shard.slice_flats(flats), rows
         _, own, rows = known
-        tables = {number: rows.read(slot) for number, slot in self.updater.tables.items()}
+        tables = {number: cut_gradient(rows.read(own.slot), own.rows) for number, own in self.updater.tables.items()}
         # Without a copy, unless the parameters are on a GPU.
         devices = [flat.device for flat in self.updater.ranges]
         return [tables.get(n, flat).to(device) for n, (flat, device) in enumerate(zip(own, devices, strict=True))]
@@ -513,7 +549,7 @@ class ParameterShard:
 
     def collect_state(self, weights: bool) -> tuple[list[Tensor] | None, States]:
         """Return what a checkpoint stores of this shard. Server 0 requests no update meanwhile."""
-        return self.updater.clone() if weights else None, self.updater.owned_states
+        return self.updater.clone_all() if weights else None, self.updater.owned_states
 
     def pop_waiters(self) -> list[Future]:
         """Remove and return the futures of all calls that wait, as the run ends; the caller replies to them."""

@@ -46,7 +46,7 @@ def serve_shard(
             client.start_heartbeat()
             updates = stack.enter_context(closing(UpdateExecutor(config.cluster.timeout_s)))
             client.stuck_place = updates.stuck_place
-            server = ShardServer(task, config, index, assignment, rendezvous.generation, updates.submit)
+            server = ShardServer(task, config, index, assignment, rendezvous.generation, updates.submit, client.weights)
             register_server(server)
             client.report_ready(server.shares_memory)
             return _wait_for_end(server, client, process, updates)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class ShardServer(ShardHandlers):
     """A server other than server 0: it owns a shard, and applies the updates that server 0 requests.
 
     Its handlers never block; errors are returned as values. Consistency, schedule and module buffers are on server 0.
+    ``fetch_weights`` returns what ``assignment.weights`` lacks if the memory of server 0 cannot be reached.
 
     Raises:
         UnsupportedConfiguration: the memory of server 0 must be shared and cannot be reached.
@@ -47,6 +48,7 @@ class ShardServer(ShardHandlers):
         assignment: ShardAssignment,
         generation: int = 1,
         submit: SubmitFn = run_now,
+        fetch_weights: Callable[[], list[Tensor]] = list,
     ) -> None:
         self.config = config
         self.server_index = server_index
@@ -57,7 +59,7 @@ class ShardServer(ShardHandlers):
         self._layout = assignment.parameter_layout
         self._segments_address = self._check_segments(assignment.segments_address)
         self.shard = ParameterShard(
-            self._build(task, assignment),
+            self._build(task, assignment, fetch_weights),
             make_codec(config.server),
             self._lock,
             assignment.step,
@@ -78,16 +80,18 @@ class ShardServer(ShardHandlers):
     def _check_segments(self, address: str | None) -> str | None:
         if address is None or can_attach(address, self.config.cluster.timeout_s):
             return address
-        if self.config.server.must_share_memory or self._layout.tables:
+        if self.config.server.must_share_memory:
             raise UnsupportedConfiguration(
                 f"server.transport (shared_memory) must have all ranks on one host; server {self.server_index} cannot "
-                "reach the memory of server 0; use auto or rpc, and sparse=False for embedding tables"
+                "reach the memory of server 0; use auto or rpc"
             )
         return None
 
-    def _build(self, task: Task, assignment: ShardAssignment) -> ShardUpdater:
+    def _build(
+        self, task: Task, assignment: ShardAssignment, fetch_weights: Callable[[], list[Tensor]]
+    ) -> ShardUpdater:
         """Build model and optimizer, with memory for the owned parameters only."""
-        model = build_model(task, self.config.seed, CPU)
+        model = build_model(task, self.config.seed, CPU, owns_tables=False)
         parameters = trainable_parameters(model)
         tables = find_tables(model)
         if FlatLayout.of(parameters.items(), self.config.server.bucket_bytes, tables) != self._layout:
@@ -101,7 +105,7 @@ class ShardServer(ShardHandlers):
             flats = shard.slice_flats(self._attach(assignment.segments_key, self._layout))
         else:
             flats = shard.layout.allocate()
-            for own, initial in zip(flats, assignment.weights, strict=True):
+            for own, initial in zip(flats, assignment.weights or fetch_weights(), strict=True):
                 own.copy_(initial)
         updater = ShardUpdater(self._layout, shard, flats, list(parameters.values()), optimizer)
         views = shard.layout.views(flats)
@@ -139,6 +143,11 @@ class ShardServer(ShardHandlers):
     ) -> Future:
         with self._lock:
             return self.shard.receive_bucket(sender, version, number, gradient, revision, has_all)
+
+    @repeatable
+    def look_up(self, sender: TrainerId, version: int | None, rows: Mapping[int, Tensor]) -> Future:
+        with self._lock:
+            return self.shard.look_up(sender, version, rows)
 
     @repeatable
     def report_push(self, push: PushId, version: int) -> None:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from paramserver.metrics.records import StepReport
 from paramserver.parameters.model_tree import PackedBuffers
-from paramserver.parameters.tables import RowSegment
 from paramserver.transport.messages import VersionView
 
 
@@ -94,9 +93,9 @@ class TrainerTransport(ABC):
     # Where the gradients of a step are put, one for each trained parameter in the order of the layout. They keep the
     # gradients of the last step until they are overwritten.
     gradient_views: Sequence[Tensor]
-    # Those of embedding tables, by their numbers, are put into ``rows`` instead.
+    # Those of embedding tables, by their numbers, are given to ``write_rows`` instead.
     tables: Collection[int] = ()
-    rows: RowSegment
+    shares_rows = False  # the tables of the model are the server's memory
     # All that a pull returns, one for each flat tensor of each server, with the parameters as in ``buckets``.
     ranges: Mapping[GradientBucket, Sequence[int]] = {}
     sends_unused = True  # also the gradients of a range none of whose parameters has one are sent
@@ -105,8 +104,15 @@ class TrainerTransport(ABC):
     buckets: Mapping[GradientBucket, Sequence[int]] = {}
 
     def bucket_tensor(self, bucket: GradientBucket) -> Tensor:
-        """Return what a bucket carries, from ``gradient_views``. Do not change it before the step is applied."""
+        """Return what a bucket carries, from ``gradient_views``, or the rows that it has of the gradient of a table.
+
+        Do not change it before the step is applied.
+        """
         raise AssertionError("this transport has no buckets")
+
+    @abstractmethod
+    def write_rows(self, number: int, gradient: Tensor | None) -> None:
+        """Put the gradient of a table, which is coalesced, where that of a step is put; None if it has none."""
 
     @abstractmethod
     def map_version(self, slot: int) -> None:

@@ -62,7 +62,7 @@ class ShardAssignment:
 
     shard: Shard
     parameter_layout: FlatLayout
-    weights: list[Tensor]  # the shard's ranges
+    weights: list[Tensor]  # the shard's ranges; empty where the server may reach the memory that has them
     states: States  # the optimizer's states of the shard
     step: int
     segments_address: str | None  # where the memory of server 0 is attached; None if it is not shared

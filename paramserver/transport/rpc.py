@@ -17,6 +17,7 @@ from paramserver.devices import pins_memory, to_cpu
 from paramserver.parameters.flat import FlatLayout, has_gaps
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.sharding import Shard
+from paramserver.parameters.tables import cut_gradient, nbytes_of_rows, no_rows, table_ranges
 from paramserver.transport.autograd import push_root
 from paramserver.transport.base import GradientBucket, ServerTransport, TrainerTransport
 from paramserver.transport.compression import WireCodec
@@ -79,7 +80,8 @@ class PushAssembly:
         """Add a received bucket, unless it is here with this or a later revision; return the one that is kept."""
         known = self._buckets.get(flat_index)
         if known is None or known[0] < revision:
-            gradient = self._codec.decode(gradient.contiguous(), self._leaves[flat_index].dtype)
+            if not gradient.is_sparse:  # rows of tables are sent as they are
+                gradient = self._codec.decode(gradient.contiguous(), self._leaves[flat_index].dtype)
             known = self._buckets[flat_index] = revision, gradient
         return known[1]
 
@@ -145,6 +147,9 @@ class RpcTrainerTransport(TrainerTransport):
         }
         self.buckets = {bucket: numbers for bucket, numbers in self.ranges.items() if bucket.flat_index}
         self._numbers = list(self.ranges.values())
+        self.tables = layout.tables
+        self._rows = {self._first[own.server_index] + own.flat_index: own for own in table_ranges(layout, shards)}
+        self._row_gradients: dict[int, Tensor | None] = {}  # of a step, by the number of the parameter
 
     def _map_gradients(self, wire: FlatLayout, pinned: bool) -> list[Tensor]:
         """Allocate what is sent, a tensor for each range, and return a view of it for each parameter.
@@ -152,18 +157,23 @@ class RpcTrainerTransport(TrainerTransport):
         All ranges of a dtype are parts of one tensor, so that a parameter in several of them is one view too.
         """
         wholes = [
-            torch.zeros(size, dtype=t, pin_memory=pinned) for size, t in zip(wire.sizes, wire.dtypes, strict=True)
+            torch.zeros(size, dtype=t, pin_memory=pinned)
+            for size, t in zip(wire.without_tables().sizes, wire.dtypes, strict=False)  # tables follow all others
         ]
+        wholes += [torch.zeros(0, dtype=t) for t in wire.dtypes[len(wholes) :]]
         self._outgoing = [
             _part(wholes[group], first, end) for shard in self._shards for group, first, end in shard.ranges
         ]
         for shard in self._shards:
             for piece in shard.slices:
+                if piece.slot in self._layout.tables:
+                    continue
                 is_whole = shard.is_whole(piece, self._layout)
                 self._targets.append((piece.slot, piece.start, None if is_whole else piece.length))
                 if not is_whole:
                     self._make_dense(piece.slot)
-        return list(wire.views(wholes).values())
+        views = wire.views(wholes)
+        return [views.get(slot.name, wholes[slot.group]) for slot in self._layout.slots]
 
     def _make_dense(self, number: int) -> None:
         """Give a split parameter, or a copy of it, its slot's strides: a slice of memory is then a server's."""
@@ -190,13 +200,15 @@ class RpcTrainerTransport(TrainerTransport):
     def _load(self, flats: Sequence[Tensor], numbers: Set[int] | None) -> None:
         sources: list[Tensor] = []
         for first, shard in zip(self._first, self._shards, strict=True):
-            sources += shard.layout.views(flats[first : first + len(shard.ranges)]).values()
+            # No values of tables are received.
+            sources += shard.layout.without_tables().views(flats[first : first + len(shard.ranges)]).values()
         pairs = [
             (self._target(number, start, length), source)
             for (number, start, length), source in zip(self._targets, sources, strict=True)
             if numbers is None or number in numbers
         ]
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        if pairs:
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
         for number, dense in self._dense.items():
             if numbers is None or number in numbers:
                 self._parameters[number].copy_(dense)
@@ -204,6 +216,10 @@ class RpcTrainerTransport(TrainerTransport):
     def _target(self, number: int, start: int, length: int | None) -> Tensor:
         parameter = self._parameters[number]
         return parameter if length is None else _slice(self._dense.get(number, parameter.detach()), start, length)
+
+    def write_rows(self, number: int, gradient: Tensor | None) -> None:
+        # On the CPU, as all that is sent.
+        self._row_gradients[number] = None if gradient is None else gradient.cpu()
 
     def bucket_tensor(self, bucket: GradientBucket) -> Tensor:
         return self._gather(self._first[bucket.server_index] + bucket.flat_index)
@@ -214,18 +230,25 @@ class RpcTrainerTransport(TrainerTransport):
     def _gather(self, index: int) -> Tensor:
         """Return one outgoing tensor, checked."""
         flat = self._outgoing[index]
+        if (own := self._rows.get(index)) is not None:
+            gradient = self._row_gradients[own.slot]
+            slot = self._layout.slots[own.slot]
+            # In the dtype of the table, as its rows are sent.
+            empty = no_rows(slot.shape, self._layout.dtypes[slot.group])
+            return cut_gradient(empty if gradient is None else gradient, own.rows)
         if self._is_left_out(index):
             return without_values([flat], [0])[0]
         if self._is_lossy and not bool(flat.isfinite().all()):
             # Gradients that were infinite before are the trainer's error to report, so only rounding is refused here.
             for slot, view, parameter in zip(self._layout.slots, self.gradient_views, self._parameters, strict=True):
-                if parameter.grad is not None:
+                if parameter.grad is not None and not parameter.grad.is_sparse:
                     self._codec.check_fits(f"the gradient of parameter {slot.name}", parameter.grad, view)
         return flat
 
     def step_bytes(self, pulled: Sequence[Tensor]) -> int:
         sent = [flat for index, flat in enumerate(self._outgoing) if not self._is_left_out(index)]
-        return sum(flat.nbytes for flat in (*pulled, *sent))
+        rows = [gradient for index in self._rows if (gradient := self._gather(index))._nnz()]
+        return sum(flat.nbytes for flat in (*pulled, *sent)) + sum(map(nbytes_of_rows, rows))
 
     def _is_left_out(self, index: int) -> bool:
         """Return whether an outgoing tensor has no gradient, and is not sent then."""
@@ -236,7 +259,7 @@ def _part(whole: Tensor, first: int, end: int) -> Tensor:
     """Return elements of a tensor, as a tensor over the same memory that RPC sends without a copy."""
     # By numpy, which keeps the memory alive: RPC would copy a view, as it sends storages.
     item = whole.itemsize
-    if first == end:  # numpy's strides of nothing are no tensor's
+    if first == end or not len(whole):  # numpy's strides of nothing are no tensor's; tables have no memory here
         return whole[first:end].clone()
     return torch.from_numpy(whole.view(torch.uint8)[first * item : end * item].numpy()).view(whole.dtype)
 

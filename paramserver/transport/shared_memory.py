@@ -198,7 +198,7 @@ class RingSnapshots(SnapshotSource):
             slot = self._ring.publish(version)
             # Under the server's lock: no update is applied, and no trainer pins the slot, until the copy is complete.
             with torch.no_grad():
-                for snapshot, flat in zip(self._flats[slot], flats, strict=True):
+                for snapshot, flat in zip(self._flats[slot], flats, strict=False):  # tables follow all others
                     snapshot.copy_(flat)
             self._version = version
         return self._ring.pin(version)[0]
@@ -238,7 +238,8 @@ class SharedMemoryServerTransport(ServerTransport):
 class SharedMemoryTrainerTransport(TrainerTransport):
     """Makes the model's parameters views of the server's snapshots, or copies of them on another device.
 
-    The parameters are in the order of the layout. ``timeout_s`` is for each segment.
+    The parameters are in the order of the layout. ``timeout_s`` is for each segment. Embedding tables are among them if
+    this process reads the parameters themselves: in ``lockstep`` and on the CPU.
     """
 
     name = "shared_memory"
@@ -253,20 +254,26 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         trainer_index: int,
         timeout_s: float,
         incarnation: int = 1,
+        lockstep: bool = True,
     ) -> None:
-        self._layout = layout
-        self._parameters = list(parameters)
-        self._on_cpu = self.shares_parameters = all(p.device.type == "cpu" for p in parameters)
-        self._snapshots = [
-            list(layout.views(attach(address, parameters_key(slot), layout, timeout_s)).values())
-            for slot in range(num_slots)
-        ]
         key = gradients_key(trainer_index, incarnation)
         gradients = attach(address, key, layout.of_gradients(), timeout_s)
         self.gradient_views = list(layout.views(gradients).values())
-        self.tables, self.rows = layout.tables, RowSegment(layout, gradients)
+        self.tables, self._rows = layout.tables, RowSegment(layout, gradients)
+        self._on_cpu = self.shares_parameters = all(p.device.type == "cpu" for p in parameters)
+        dense = layout.without_tables()
+        attached = layout if lockstep else dense
+        snapshots = [attach(address, parameters_key(slot), attached, timeout_s) for slot in range(num_slots)]
+        self.shares_rows = lockstep and self._on_cpu
+        if not self.shares_rows:  # tables follow all others
+            parameters = [p for number, p in enumerate(parameters) if number not in layout.tables]
+            layout, snapshots = dense, [flats[: len(dense.sizes)] for flats in snapshots]
+        self._layout = layout
+        self._parameters = list(parameters)
+        self._snapshots = [list(layout.views(flats).values()) for flats in snapshots]
         # Parameters with gaps in memory: kernels may round differently over the slot's memory, which has none.
-        self._copied = [n for n, p in enumerate(parameters) if self._on_cpu and has_gaps(p, layout.slots[n])]
+        slots = enumerate(zip(parameters, layout.slots, strict=True))
+        self._copied = [n for n, (p, s) in slots if self._on_cpu and n not in layout.tables and has_gaps(p, s)]
         self._slot: int | None = None
         # The leaf requires a gradient: the context of a step holds it once its backward has run.
         self._leaf, self._token = torch.zeros((), requires_grad=True), torch.zeros(())
@@ -311,6 +318,9 @@ class SharedMemoryTrainerTransport(TrainerTransport):
     def _copy(self, numbers: Iterable[int], views: Sequence[Tensor]) -> None:
         for number in numbers:
             self._parameters[number].copy_(views[number])
+
+    def write_rows(self, number: int, gradient: Tensor | None) -> None:
+        self._rows.write(number, gradient)
 
     def backward_root(self, pulled: Sequence[Tensor]) -> Tensor:
         return pulled[0]
@@ -371,7 +381,8 @@ class ServerSharedMemory:
         if self._in_place:
             self._snapshots = self._allocate(lambda _: LiveParameters())
         else:
-            self._snapshots = self._allocate(lambda host: RingSnapshots(host, layout, num_trainers, current))
+            dense = layout.without_tables()
+            self._snapshots = self._allocate(lambda host: RingSnapshots(host, dense, num_trainers, current))
 
     def make_transport(
         self,

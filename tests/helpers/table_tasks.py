@@ -2,12 +2,13 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from paramserver import Task
 from paramserver.optim import RowWiseAdagrad
@@ -90,6 +91,27 @@ class Tables(Task):
         return {"loss": self.training_step(model, batch, -1)}
 
 
+class Turns(Tables):
+    """Two named optimizers, each with a table and a dense layer, that are stepped in turns."""
+
+    def build_model(self):
+        parts = {"one": Scores(self.sparse, self.rare), "two": Scores(self.sparse, self.rare)}
+        return nn.ModuleDict(parts)
+
+    def build_optimizer(self, model):
+        return {name: torch.optim.Adagrad(part.parameters(), lr=0.1) for name, part in model.items()}
+
+    def training_step(self, model, batch, batch_idx):
+        ids, weights, target = batch
+        for name in ("one", "two"):
+            other = model["two" if name == "one" else "one"](ids, weights).detach()
+            self.trainer.optimize(name, F.mse_loss(model[name](ids, weights), target + 0.1 * other))
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        ids, weights, target = batch
+        return {"loss": F.mse_loss(model["one"](ids, weights) + model["two"](ids, weights), target)}
+
+
 class Twins(Tables):
     """A table and a dense weight with the same values and gradients: what is applied to one is applied to the other."""
 
@@ -101,6 +123,82 @@ class Twins(Tables):
     def training_step(self, model, batch, batch_idx):
         self.die_once(batch_idx)
         return sum((model[name](batch[0]).sum((1, 2)) - batch[2]).square().mean() for name in ("table", "twin"))
+
+
+class Counts(Twins):
+    """Twins whose gradients count the samples of each row, whatever the values are. With SGD they are exact."""
+
+    def build_model(self):
+        model = super().build_model()
+        for layer in model.values():
+            nn.init.zeros_(layer.weight)
+        return model
+
+    def training_step(self, model, batch, batch_idx):
+        self.die_once(batch_idx)
+        time.sleep(0.005)  # so that faults meet a run that lasts
+        return sum(model[name](batch[0]).sum((1, 2)).mean() for name in ("table", "twin"))
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        rows = {name: model[name](batch[0]) for name in ("table", "twin")}
+        return {"difference": (rows["table"] - rows["twin"]).abs().max(), "sum": rows["twin"].sum()}
+
+
+class Others(Tables):
+    """Models of other forms, by ``kind``; with "hooks" they are used between two steps."""
+
+    def __init__(self, kind, uneven=False):
+        super().__init__("Adagrad")
+        self.form, self.uneven = kind, uneven
+
+    def build_model(self):
+        layers = {"bag": nn.EmbeddingBag(ROWS, 4, mode="sum", **SETTINGS)}
+        if self.form == "column":
+            layers["table"] = nn.Embedding(ROWS, 4, **SETTINGS)
+            layers["table"].weight = nn.Parameter(torch.randn(4, ROWS, dtype=torch.float64).t())
+        elif self.form == "small":
+            layers |= {"one": nn.Embedding(1, 4, **SETTINGS), "no_width": nn.Embedding(ROWS, 0, **SETTINGS)}
+        if self.form != "only":
+            layers["dense"] = nn.Linear(4, 4, dtype=torch.float64)
+        return nn.ModuleDict(layers)
+
+    def train_source(self, partition):
+        data = self._data(1)
+        return Subset(data, range(200)) if self.uneven else data
+
+    def training_step(self, model, batch, batch_idx):
+        ids, _, target = batch
+        values = model["bag"](ids)
+        if "table" in model:
+            values = values + model["table"](ids[:, 0])
+        if "one" in model:
+            empty = model["bag"](ids[:0]).sum()
+            values = values + model["one"](ids[:, 0] * 0) + model["no_width"](ids[:, 1]).sum() + empty
+        if "dense" in model:
+            values = model["dense"](values)
+        return F.mse_loss(values.sum(1), target)
+
+    def use_model(self, *_):
+        if self.form == "hooks":
+            with torch.no_grad():
+                assert self.trainer.model["bag"](torch.tensor([[1, 2]])).isfinite().all()
+
+    on_train_start = on_epoch_start = on_epoch_end = on_validation_end = on_checkpoint = on_train_end = use_model
+
+
+class Large(Tables):
+    """One table of 70 MB, from which each update takes 1.6 in all."""
+
+    def build_model(self):
+        return nn.ModuleDict(
+            {"table": nn.Embedding(2_200_000, 4, _weight=torch.zeros(2_200_000, 4).double(), sparse=True)}
+        )
+
+    def training_step(self, model, batch, batch_idx):
+        return model["table"](batch[0]).sum((1, 2)).mean()
+
+    def validation_source(self, partition):
+        return None
 
 
 class OneTable(Tables):

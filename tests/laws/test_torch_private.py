@@ -65,6 +65,7 @@ USED = {
         "torch.utils._pytree.tree_map",
         "torch.utils._pytree.tree_unflatten",
     },
+    "paramserver.trainers.row_lookup": {"torch.utils._pytree.tree_leaves"},
     "paramserver.trainers.push": {"torch._foreach_copy_"},
     "paramserver.trainers.ddp_control": {"torch._C._distributed_c10d.PrefixStore"},
 }

@@ -7,8 +7,8 @@ Two trainers with one thread each on this machine, and with `rpc` a server; the 
 is Adagrad. Each trainer looks up so many random ids in a step. `dense` is `ddp` with `sparse=False`. The runs are fresh
 processes in turns. A step lasts from one `on_batch_start` to the next; the first `--warm` are left out; of two trainers
 the slower counts. Speeds are ratios of the mean steps of one repeat. The memory is the greatest sum of the proportional
-set sizes of all ranks that was read between the first and the last of these steps, in multiples of the table with its
-state; a run with 1,000 rows is subtracted.
+set sizes of all ranks that was read during the run, in multiples of the table with its state; that of a run with 1,000
+rows is subtracted.
 """
 
 from __future__ import annotations
@@ -73,17 +73,25 @@ def measure(case: str, rows: int, arguments: argparse.Namespace) -> tuple[float,
             "task_args": task_args,
             "cluster": {"num_trainers": 2},
             "training": {"max_steps": arguments.steps, "batch_size": 1, "validate_every": 0},
-            "checkpoint": {"every": 0},
+            "checkpoint": {"every": 0, "background": arguments.background},
             "logging": {"run_dir": folder, "name": "run", "tensorboard": False},
         }
-        with Sampler(memory_of=proportional_bytes, every_s=0.2) as sampler, redirect_stdout(sys.stderr):
+        with Sampler(memory_of=proportional_bytes, every_s=0.1) as sampler, redirect_stdout(sys.stderr):
             paramserver.run(Lookup, config)
         stamps = read_stamps(Path(folder))
     step_ms = max(timing_of(one, arguments.warm).mean_ms for one in stamps)
-    ranks = list(sampler.readings.values())
-    count = min(map(len, ranks))
-    sums = [sum(readings[number].memory_bytes for readings in ranks) for number in range(count)]
-    return step_ms, float(max(sums[count // 2 :], default=0))
+    return step_ms, float(peak_bytes(sampler))
+
+
+def peak_bytes(sampler: Sampler) -> int:
+    """Return the greatest sum of what all ranks had at one time."""
+    readings = sorted((one.time, rank, one.memory_bytes) for rank, own in sampler.readings.items() for one in own)
+    last: dict[int, tuple[float, int]] = {}
+    peak = 0
+    for at, rank, memory_bytes in readings:
+        last[rank] = at, memory_bytes
+        peak = max(peak, sum(memory for since, memory in last.values() if at - since < 2 * sampler.every_s))
+    return peak
 
 
 def main() -> None:
@@ -95,6 +103,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--background", action="store_true", help="copy the state for the checkpoint at the end")
     parser.set_defaults(child=None)
     arguments = parsed(parser)
     print(origin())

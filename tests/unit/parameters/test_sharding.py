@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.optim import RowWiseAdagrad
 from paramserver.optim.clipping import NormClipping
 from paramserver.optim.parallel_step import ELEMENTWISE, is_elementwise
 from paramserver.optim.shard_updater import ShardUpdater
@@ -21,6 +22,7 @@ from paramserver.parameters.sharding import (
     plan_shards,
     split_state,
 )
+from paramserver.parameters.tables import cut_gradient, sparse_gradient, table_ranges
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
@@ -102,6 +104,77 @@ def test_more_servers_than_parts_are_refused():
     assert [len(shard.slices) for shard in plan_shards(layout, 2, False)] == [1, 2]  # what is empty is last
     with pytest.raises(UnsupportedConfiguration, match=r"cluster.num_servers \(3\) must be at most 2"):
         plan_shards(layout, 3, False)
+
+
+TABLES = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 20), st.sampled_from(DTYPES)), min_size=1, max_size=4)
+
+
+@pytest.mark.claim("tables")
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(TABLES, st.lists(SHAPES, max_size=3), st.integers(1, 5), st.booleans())
+def test_every_row_of_a_table_has_one_owner(tables, dense, servers, splittable):
+    tensors = [(f"t{n}", torch.empty(rows, width, dtype=dtype)) for n, (rows, width, dtype) in enumerate(tables)]
+    tensors += [(f"d{n}", torch.empty(shape)) for n, shape in enumerate(dense)]
+    layout = FlatLayout.of(tensors, tables=[f"t{n}" for n in range(len(tables))])
+    try:
+        shards = plan_shards(layout, servers, splittable)
+    except UnsupportedConfiguration:
+        return
+    owned = {number: [] for number in layout.tables}
+    for place in table_ranges(layout, shards):
+        owned[place.slot] += place.rows
+        shard = shards[place.server_index]
+        assert place.flat_index > 0  # the first range is sent in another way
+        assert shard.slots_of_range(place.flat_index) == [place.slot]
+        (own,) = [shard.layout.slots[n] for n in shard.layout.tables if shard.layout.slots[n].group == place.flat_index]
+        assert own.shape == (len(place.rows), tables[place.slot][1])
+    assert all(owned[number] == list(range(tables[number][0])) for number in owned)
+
+
+@pytest.mark.claim("tables")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("servers", [2, 3, 4])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam, RowWiseAdagrad])
+def test_optimizers_over_some_rows_make_the_updates_of_one(kind, servers):
+    """Also when the state is joined and divided again in the middle."""
+    torch.manual_seed(0)
+    first = nn.ParameterList([nn.Parameter(torch.randn(rows, width)) for rows, width in ((900, 7), (2000, 3))])
+    models = [first, copy.deepcopy(first)]
+    names = [name for name, _ in first.named_parameters()]
+    flats = [FlatTensors(dict(model.named_parameters()), tables=names) for model in models]
+    layout, states = flats[0].layout, {}
+    generator = torch.Generator().manual_seed(1)
+    one = kind(models[0].parameters(), lr=0.1)
+    for number in (servers, servers + 1, 1):
+        shards = plan_shards(layout, number, False)
+        parameters = list(flats[1].tensors.values())
+        optimizers = [kind(models[1].parameters(), lr=0.1) for _ in shards]
+        indices = optimizer_indices(optimizers[0], parameters)
+        updaters = []
+        for shard, optimizer in zip(shards, optimizers, strict=True):
+            updater = ShardUpdater(layout, shard, shard.slice_flats(flats[1].flats), parameters, optimizer)
+            updater.load_states(split_state(states or dict(enumerate_states(one)), indices, layout, shard))
+            updaters.append(updater)
+        for _ in range(3):
+            gradients = []
+            for parameter in models[0].parameters():
+                ids = torch.randperm(len(parameter), generator=generator)[:50].sort().values
+                values = torch.randn(50, parameter.shape[1], generator=generator)
+                gradients.append(sparse_gradient(ids, values, parameter.shape))
+                parameter.grad = gradients[-1].clone()
+            one.step()
+            for updater in updaters:
+                own = [flat.new_zeros(0) for flat in updater.ranges]
+                for flat_index, place in updater.tables.items():
+                    own[flat_index] = cut_gradient(gradients[place.slot], place.rows)
+                updater.assign_gradients(updater.average([own], [1.0]), None)
+                updater.step()
+        states = merge_state([(u.shard, u.owned_states) for u in updaters], indices, layout)
+    assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
+    expected = dict(enumerate_states(one))
+    assert states.keys() == expected.keys()
+    for number, state in expected.items():
+        assert all(torch.equal(torch.as_tensor(state[key]), torch.as_tensor(states[number][key])) for key in state)
 
 
 # Optimizers.

@@ -87,12 +87,12 @@ def test_a_server_reads_the_rows_that_a_trainer_wrote():
         trainer = RowSegment(layout, attach(host.address, "rows", layout.of_gradients(), 5.0))
         (number,) = layout.tables
         for seed, count in enumerate([7, 0, 200, 1]):
-            written = gradient(seed, count)
+            written = gradient(seed, count).coalesce()
             trainer.write(number, written)
             read = server.read(number)
             assert read.is_coalesced()
-            assert torch.equal(read._indices(), written.coalesce()._indices())
-            assert torch.equal(read._values(), written.coalesce()._values())
+            assert torch.equal(read._indices(), written._indices())
+            assert torch.equal(read._values(), written._values())
         trainer.write(number, None)
         assert server.read(number)._nnz() == 0
 
@@ -113,12 +113,14 @@ def test_the_mean_is_that_of_dense_gradients_in_order():
     total = parts[0].to_dense()
     for part in parts[1:]:
         total = total + part.to_dense()
-    mean = mean_of_rows(parts)
+    mean = mean_of_rows(parts, [1.0] * 3)
     assert mean.is_coalesced()
     assert torch.equal(mean.to_dense(), total / 3)
     used = {int(row) for part in parts for row in part._indices()[0]}
     assert mean._indices()[0].tolist() == sorted(used)
-    assert mean_of_rows(parts[:1]) is parts[0]
+    expected = (0.5 * parts[0].to_dense() + parts[2].to_dense()) / 3
+    assert torch.equal(mean_of_rows([part.clone() for part in parts], [0.5, 1.0, 1.0]).to_dense(), expected)
+    assert mean_of_rows(parts[:1], [1.0]) is parts[0]
 
 
 def test_rows_are_clipped_with_the_norm_of_all_gradients():

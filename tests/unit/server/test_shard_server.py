@@ -3,12 +3,14 @@
 import pytest
 import torch
 from servers import SumOfOutputs
+from torch import nn
 
 from paramserver.config import Config
 from paramserver.consistency import PushId, TrainerId
 from paramserver.errors import Evicted, TrainingError
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.sharding import full_shard, get_hyperparameters
+from paramserver.parameters.tables import sparse_gradient
 from paramserver.server.shard_server import ShardServer
 from paramserver.transport.autograd import push_root
 from paramserver.transport.messages import ApplyRequest, ShardAssignment
@@ -232,3 +234,52 @@ def test_the_report_of_a_push_that_server_0_dropped_does_not_name_the_gradients_
     server.report_push(present, 1)
     assert reply.done()
     assert served.weight == -4.0
+
+
+class RowsTask(SumOfOutputs):
+    """A table and a dense layer."""
+
+    def build_model(self):
+        return nn.ModuleDict({"table": nn.Embedding(20, 2, sparse=True), "dense": nn.Linear(2, 1)})
+
+
+@pytest.mark.claim("tables")
+def test_rows_are_those_of_one_version_and_wait_for_an_update():
+    """A row that is looked up while an update is computed is read after it; a handler never waits."""
+    jobs = []
+    task = RowsTask(2, 1)
+    parameters = trainable_parameters(task.build_model())
+    layout = FlatLayout.of(parameters.items(), tables=["table.weight"])
+    weights = [torch.arange(size).float() for size in layout.sizes]
+    assignment = ShardAssignment(full_shard(layout), layout, weights, {}, 3, None, "", None)
+    server = ShardServer(task, Config(), 1, assignment, GENERATION, submit=jobs.append)
+    sender, rows = TrainerId(0, GENERATION, 1), {1: torch.tensor([0, 7])}
+    before = torch.tensor([[0.0, 1.0], [14.0, 15.0]])
+
+    def found(reply):
+        version, values = reply.value()
+        return version, values[1].tolist()
+
+    assert found(server.look_up(sender, None, rows)) == found(server.look_up(sender, 3, rows)) == (3, before.tolist())
+    with pytest.raises(TrainingError, match="server 1 holds version 3, and rows of 2 no more"):
+        server.look_up(sender, 2, rows)
+    push = PushId(0, GENERATION, 1, 1)
+    server.report_push(push, 3)
+    gradient = sparse_gradient(torch.tensor([7]), torch.ones(1, 2), (20, 2))
+    server.receive_bucket(sender, 3, 1, gradient)
+    pulled = server.pull(sender, 3)
+    assert pulled[1].numel() == 0
+    push_root([torch.zeros_like(pulled[0])], pulled[:1]).backward()
+    applied = server.apply(ApplyRequest(4, ((push, None),), (1.0,), None, [{"lr": 1.0}], frozenset()))
+    waiting = server.look_up(sender, None, rows)
+    assert not waiting.done()
+    jobs.pop(0)()
+    assert applied.value() is None
+    assert not waiting.done()  # an update may be computed next, and this is in its place
+    second = server.look_up(sender, 4, rows)
+    for job in jobs:
+        job()
+    after = before - torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    assert found(waiting) == found(second) == (4, after.tolist())
+    with pytest.raises(Evicted):
+        server.look_up(TrainerId(0, GENERATION, 0), None, rows)
