@@ -134,7 +134,7 @@ class VersionPull:
                 self.transport.load(self.pulled)
             self.model_copy.loaded.note()
             if self._rows is not None:
-                self._rows.finish()
+                self._rows.wait()
         elif self._loaded != self.version:
             self.load_step(self.version, values=False)
         for parameter in self.model_copy.parameters.values():
@@ -156,7 +156,7 @@ class VersionPull:
         if self._rows is not None:
             self.wire_bytes += self._rows.num_bytes
             self._rows.num_bytes = 0
-            self._rows.begin(version, batches)
+            self._rows.prefetch(version, batches)
 
     def load_view(self, view: VersionView, values: bool = True) -> None:
         """Load the parameters of a view; with ``values`` later changes of values are noticed too."""

@@ -1,4 +1,4 @@
-"""How a trainer gets the rows of embedding tables that a batch uses, where it does not share the server's memory."""
+"""How a trainer gets the rows of embedding tables that a batch uses, where its tables are not the servers' memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paramserver.metrics.records import PhaseClock
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.remote_tables import make_remote
 from paramserver.parameters.sharding import Shard
-from paramserver.parameters.tables import TableRange, no_rows, table_ranges
+from paramserver.parameters.tables import TableRange, empty_gradient, table_ranges
 from paramserver.server.client import InFlightCall, ServerClient
 
 
@@ -79,25 +79,25 @@ class RowLookup:
         self._clock = clock
         self._version: int | None = None  # of the step; None between two steps
         self._num_rows = {number: layout.slots[number].shape[0] for number in layout.tables}
-        self._no_rows = {n: no_rows(parameters[n].shape, parameters[n].dtype)._values() for n in layout.tables}
+        self._no_rows = {n: empty_gradient(parameters[n].shape, parameters[n].dtype)._values() for n in layout.tables}
         self._ranges: dict[int, list[TableRange]] = {number: [] for number in layout.tables}
         for own in table_ranges(layout, shards):
             self._ranges[own.slot].append(own)
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # of each table: rows of this step, ascending, and values
         self._leaves: list[list[Tensor]] = []  # of the batches of this step: their tensors of integers
-        self._used: dict[_IdsInBatch, None] = {}  # in this step
-        self._begun: _Lookup | None = None
+        self._ids_in_batches: dict[_IdsInBatch, None] = {}  # in this step
+        self._prefetched: _Lookup | None = None
         for number in layout.tables:
             table = parameters[number]
             assert isinstance(table, nn.Parameter)
             make_remote(table, layout.slots[number].name, partial(self._find, number))
 
-    def begin(self, version: int | None, batches: Iterable[Any] = ()) -> None:
+    def prefetch(self, version: int | None, batches: Iterable[Any] = ()) -> None:
         """Forget the rows of earlier versions, and request those that the batches of a step will probably use.
 
         ``version`` is that of the step. Between two steps it is None, and the newest rows are looked up.
         """
-        self._begun = None
+        self._prefetched = None
         self._version = version
         self._known.clear()
         self._leaves = [
@@ -110,7 +110,7 @@ class RowLookup:
         ]
         if not self._leaves:  # no step
             return
-        used, self._used = self._used, {}
+        used, self._ids_in_batches = self._ids_in_batches, {}
         wanted: dict[int, list[Tensor]] = defaultdict(list)
         for own in used:
             wanted[own.table] += [ids.flatten() for leaves in self._leaves if (ids := own.read(leaves)) is not None]
@@ -120,19 +120,21 @@ class RowLookup:
             table: own for table, own in rows.items() if len(own) and 0 <= own[0] <= own[-1] < self._num_rows[table]
         }
         if rows:
-            self._begun = self._request(rows)
+            self._prefetched = self._request(rows)
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait for the rows that were requested."""
-        if self._begun is not None:
-            begun, self._begun = self._begun, None
-            self._known.update({table: (begun.rows[table], values) for table, values in self._receive(begun).items()})
+        if self._prefetched is not None:
+            prefetched, self._prefetched = self._prefetched, None
+            self._known.update(
+                {table: (prefetched.rows[table], values) for table, values in self._receive(prefetched).items()}
+            )
 
     def _find(self, table: int, ids: Tensor, rows: Tensor) -> Tensor:
         """Return the values of rows, which are ascending and different; look up those that are not known."""
         for leaves in self._leaves:
             if (place := _IdsInBatch.find(table, ids, leaves)) is not None:
-                self._used[place] = None
+                self._ids_in_batches[place] = None
         rows, no_values = rows.cpu(), self._no_rows[table]
         if not len(rows) or 0 in no_values.shape[1:]:
             return no_values.new_zeros((len(rows), *no_values.shape[1:]))

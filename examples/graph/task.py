@@ -5,7 +5,7 @@ What it shows:
 - A table of an ``nn.Embedding`` with ``sparse=True`` has a row for each node. Both ends of an edge, and the nodes with
   which it is contrasted, are rows of the same table.
 - ``server.consistency: async``: a trainer looks up the newest rows of its batch, and its gradients are applied at once.
-  Two batches rarely have the same nodes, so hardly any gradient is stale.
+  Two batches share about one node in seven, so few rows have changed when a stale gradient is applied.
 - ``RowWiseAdagrad`` keeps one number for each node.
 - The graph is generated, so the best AUC that any model can reach is known: it is that of the communities themselves.
 

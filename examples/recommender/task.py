@@ -3,7 +3,7 @@
 What it shows:
 
 - ``sparse=True`` makes a table of an ``nn.Embedding``: a step reads the rows of its batch in the memory of the server
-  and pushes gradients of these rows. A table of a million rows costs a step no more than a small one.
+  and pushes gradients of these rows. What a step costs hardly depends on the number of rows.
 - The data are generated: users and items follow a Zipf distribution, and the probability of a click is known.
   So the best AUC that any model can reach is known too: it is that of the true probabilities.
 - ``Auc`` is a metric over all samples of a validation, whichever trainer evaluated them.

@@ -67,7 +67,7 @@ def _check_group(optimizer: torch.optim.Optimizer, group: Mapping[str, object], 
 
 
 # Their state is made in the first step of a parameter, and has numbers and tensors with an entry for each row only.
-_KNOWN = (*_STEPS_ROWS, RowWiseAdagrad)
+_STATE_BY_ROWS = (*_STEPS_ROWS, RowWiseAdagrad)
 # Smaller tables stay in the caches of a processor, or nearly so.
 _LARGE_BYTES = 16 * 2**20
 
@@ -89,7 +89,7 @@ class RowStep:
     def __call__(self) -> None:
         with ExitStack() as copies, torch.no_grad():
             for own in optimizers_of(self._optimizer):
-                if type(own) not in _KNOWN or has_foreign_hooks(own):
+                if type(own) not in _STATE_BY_ROWS or has_foreign_hooks(own):
                     continue
                 for group in own.param_groups:
                     for parameter in group["params"]:

@@ -25,7 +25,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     written. The result is the same: a row whose gradient is zero does not change.
 
     The state of a parameter of shape ``(rows, D)`` is ``sum``, of shape ``(rows,)``, in float32 or in the type of the
-    parameter if that has more digits. Each row is updated by itself, and each parameter is on one server as a whole.
+    parameter if that has more digits. Each row is updated by itself. With several servers each parameter is on one of
+    them, but for embedding tables, which are divided between rows.
 
     Args:
         params: parameters of two dimensions, or groups of them.

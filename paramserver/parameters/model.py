@@ -31,14 +31,14 @@ def build_model(task: Task, seed: int, placement: Placement, owns_tables: bool =
     """
     task.devices = placement.devices
     seed_all(seed)
-    with nullcontext() if owns_tables else tables_without_memory() as own_untrained:
+    with nullcontext() if owns_tables else tables_without_memory() as allocate_untrained:
         model = task.build_model()
     if not isinstance(model, nn.Module):
         raise TaskError(
             f"{type(task).__name__}.build_model returned {type(model).__name__}; it must return a torch.nn.Module"
         )
-    if own_untrained is not None:
-        own_untrained(model)
+    if allocate_untrained is not None:
+        allocate_untrained(model)
     lazy = next((name for name, t in chain(model.named_parameters(), model.named_buffers()) if is_lazy(t)), None)
     if lazy is not None:
         raise TaskError(

@@ -15,7 +15,7 @@ from paramserver.errors import TaskError
 from paramserver.parameters.tables import EMBEDDINGS, sparse_gradient
 
 LookupFn = Callable[[Tensor, Tensor], Tensor]
-"""Returns rows of a table, given the ids as they are used and as int64, ascending and different: (ids, width)."""
+"""Returns rows of a table, (number of rows, width), given the ids as they are used, and as int64, sorted and unique."""
 
 _EMBED = {embed: inspect.signature(embed) for embed in (F.embedding, F.embedding_bag)}
 # What neither reads nor writes the values of a parameter. ``backward`` and ``grad`` may be called with ``inputs``.
@@ -44,7 +44,7 @@ _VALUES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})  # the other
 class RemoteTable(nn.Parameter):
     """A parameter without memory: ``nn.Embedding`` and ``nn.EmbeddingBag`` read the rows of their ids on the servers.
 
-    What else reads or writes its values is refused. Its gradient is sparse, as that of the table would be. A parameter
+    Any other read or write of its values is refused. Its gradient is sparse, as that of the table would be. A parameter
     that a model has becomes one by ``make_remote``, so that the references to it stay.
     """
 
@@ -70,7 +70,7 @@ class RemoteTable(nn.Parameter):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         table = next((f"table {own.table}" for own in args if isinstance(own, RemoteTable)), "an embedding table")
         raise TaskError(
-            f"{name} of {table} must not be called in a trainer, as its rows are on the servers, and "
+            f"{name} of {table} must not be used in a trainer, as its rows are on the servers, and "
             "nn.Embedding and nn.EmbeddingBag look up those of a batch; read the table in the model.pt of a checkpoint"
         )
 
@@ -101,7 +101,7 @@ def _use_rows(arguments: dict[str, Any]) -> None:
         raise TaskError(f"table {table.table} must be used with sparse=True and without scale_grad_by_freq")
     rows, places = torch.unique(ids, return_inverse=True)
     if rows.numel() and not 0 <= int(rows[0]) <= int(rows[-1]) < len(table):
-        raise IndexError("index out of range in self")  # as torch says it; see ``describe_missing_row``
+        raise IndexError("index out of range in self")  # the message of torch; see ``describe_missing_row``
     rows = rows.to(torch.int64)
     padding = arguments.get("padding_idx")
     if padding is not None:

@@ -158,12 +158,12 @@ def sparse_gradient(ids: Tensor, values: Tensor, shape: Sequence[int], is_coales
     return torch.sparse_coo_tensor(ids[None], values, tuple(shape), check_invariants=False, is_coalesced=is_coalesced)
 
 
-def no_rows(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty_gradient(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return the gradient of a table of which no row was used."""
     return sparse_gradient(torch.zeros(0, dtype=torch.int64), torch.zeros((0, *shape[1:]), dtype=dtype), shape)
 
 
-def cut_gradient(gradient: Tensor, rows: range) -> Tensor:
+def slice_gradient(gradient: Tensor, rows: range) -> Tensor:
     """Return the gradient of some rows of a table, numbered from the first of them, in the same memory."""
     if len(rows) == len(gradient):
         return gradient

@@ -1,6 +1,6 @@
 """Building a model in a process that owns no rows of its embedding tables: a large one takes next to no memory.
 
-A table is then memory in which the same few pages follow each other again and again. Whatever ``build_model`` does to
+A table is then memory in which the same few pages are mapped repeatedly. Whatever ``build_model`` does to
 it takes the same random numbers as elsewhere, so that everything else in the model is the same in every process. Its
 own values are of no use; the process gets those that it needs from the servers.
 """
@@ -37,7 +37,7 @@ def tables_without_memory() -> Iterator[Callable[[nn.Module], None]]:
     """
     made: list[Tensor] = []
 
-    def own_untrained(model: nn.Module) -> None:
+    def allocate_untrained(model: nn.Module) -> None:
         places = {table.data_ptr() for table in made}
         for parameter in model.parameters():
             if parameter.data_ptr() in places and not parameter.requires_grad:
@@ -48,7 +48,7 @@ def tables_without_memory() -> Iterator[Callable[[nn.Module], None]]:
     try:
         for kind, init in inits.items():
             kind.__init__ = _replace(init, made)  # type: ignore[method-assign]
-        yield own_untrained
+        yield allocate_untrained
     finally:
         for kind, init in inits.items():
             kind.__init__ = init  # type: ignore[method-assign]
@@ -79,7 +79,7 @@ def _replace(init: Callable[..., None], made: list[Tensor]) -> Callable[..., Non
 
 
 def repeated_memory(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor over a few pages of memory that follow each other again and again; its values are of no use."""
+    """Return a tensor over a few pages of memory that are mapped repeatedly; its values are of no use."""
     num_bytes = shape[0] * shape[1] * dtype.itemsize
     chunk = max(_CHUNK_BYTES, -(-num_bytes // _MOST_CHUNKS // mmap.PAGESIZE) * mmap.PAGESIZE)
     total = -(-num_bytes // chunk) * chunk

@@ -22,7 +22,7 @@ from paramserver.optim.clipping import Clipping
 from paramserver.optim.parallel_step import WORTHWHILE_BYTES, ThreadTeam
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.sharding import Shard, States
-from paramserver.parameters.tables import RowSegment, cut_gradient
+from paramserver.parameters.tables import RowSegment, slice_gradient
 from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.transport.autograd import pull
@@ -190,7 +190,7 @@ class ParameterShard:
     def look_up(self, sender: TrainerId, version: int | None, rows: Mapping[int, Tensor]) -> Future:
         """Reply with rows of embedding tables, and the version that they are of.
 
-        They are given and returned by the numbers of the ranges, in each of which rows are numbered from 0. ``version``
+        They are given and returned by range, in each of which rows are numbered from its start. ``version``
         is the only one that the server may have while trainers take steps together. None is for the current one: the
         next version if that is being computed.
 
@@ -534,7 +534,7 @@ class ParameterShard:
             rows = RowSegment(self.updater.layout, flats)
             known = self._segments[trainer_index] = segment_key, self.updater.shard.slice_flats(flats), rows
         _, own, rows = known
-        tables = {number: cut_gradient(rows.read(own.slot), own.rows) for number, own in self.updater.tables.items()}
+        tables = {number: slice_gradient(rows.read(own.slot), own.rows) for number, own in self.updater.tables.items()}
         # Without a copy, unless the parameters are on a GPU.
         devices = [flat.device for flat in self.updater.ranges]
         return [tables.get(n, flat).to(device) for n, (flat, device) in enumerate(zip(own, devices, strict=True))]

@@ -17,7 +17,7 @@ from paramserver.devices import pins_memory, to_cpu
 from paramserver.parameters.flat import FlatLayout, has_gaps
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.sharding import Shard
-from paramserver.parameters.tables import cut_gradient, nbytes_of_rows, no_rows, table_ranges
+from paramserver.parameters.tables import empty_gradient, nbytes_of_rows, slice_gradient, table_ranges
 from paramserver.transport.autograd import push_root
 from paramserver.transport.base import GradientBucket, ServerTransport, TrainerTransport
 from paramserver.transport.compression import WireCodec
@@ -234,8 +234,8 @@ class RpcTrainerTransport(TrainerTransport):
             gradient = self._row_gradients[own.slot]
             slot = self._layout.slots[own.slot]
             # In the dtype of the table, as its rows are sent.
-            empty = no_rows(slot.shape, self._layout.dtypes[slot.group])
-            return cut_gradient(empty if gradient is None else gradient, own.rows)
+            empty = empty_gradient(slot.shape, self._layout.dtypes[slot.group])
+            return slice_gradient(empty if gradient is None else gradient, own.rows)
         if self._is_left_out(index):
             return without_values([flat], [0])[0]
         if self._is_lossy and not bool(flat.isfinite().all()):

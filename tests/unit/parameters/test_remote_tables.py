@@ -140,7 +140,7 @@ READS = {
 @pytest.mark.parametrize("read", READS)
 def test_other_uses_of_its_values_are_refused_by_name(read):
     _, remote, _ = pair("embedding")
-    with torch.no_grad(), pytest.raises(TaskError, match="of table table must not be called in a trainer, as its rows"):
+    with torch.no_grad(), pytest.raises(TaskError, match="of table table must not be used in a trainer, as its rows"):
         READS[read](remote.weight)
 
 

@@ -22,7 +22,7 @@ from paramserver.parameters.sharding import (
     plan_shards,
     split_state,
 )
-from paramserver.parameters.tables import cut_gradient, sparse_gradient, table_ranges
+from paramserver.parameters.tables import slice_gradient, sparse_gradient, table_ranges
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
@@ -166,7 +166,7 @@ def test_optimizers_over_some_rows_make_the_updates_of_one(kind, servers):
             for updater in updaters:
                 own = [flat.new_zeros(0) for flat in updater.ranges]
                 for flat_index, place in updater.tables.items():
-                    own[flat_index] = cut_gradient(gradients[place.slot], place.rows)
+                    own[flat_index] = slice_gradient(gradients[place.slot], place.rows)
                 updater.assign_gradients(updater.average([own], [1.0]), None)
                 updater.step()
         states = merge_state([(u.shard, u.owned_states) for u in updaters], indices, layout)

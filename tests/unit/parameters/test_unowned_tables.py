@@ -33,9 +33,9 @@ def bytes_of_tables():
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_a_large_table_takes_no_memory_and_the_same_random_numbers(kind):
     expected, drawn = build(kind), torch.get_rng_state()
-    with tables_without_memory() as own_untrained:
+    with tables_without_memory() as allocate_untrained:
         model = build(kind)
-        own_untrained(model)
+        allocate_untrained(model)
     assert 0 < bytes_of_tables() < LARGE_BYTES / 6
     assert torch.equal(torch.get_rng_state(), drawn)
     table = model["table"]
@@ -49,7 +49,7 @@ def test_a_large_table_takes_no_memory_and_the_same_random_numbers(kind):
 
 
 def test_a_frozen_table_and_what_is_no_large_table_have_memory_of_their_own():
-    with tables_without_memory() as own_untrained:
+    with tables_without_memory() as allocate_untrained:
         given = torch.zeros(ROWS, 7)
         layers = {
             "frozen": nn.Embedding(ROWS, 7, sparse=True).requires_grad_(False),
@@ -58,7 +58,7 @@ def test_a_frozen_table_and_what_is_no_large_table_have_memory_of_their_own():
             "small": nn.Embedding(10, 7, sparse=True),
         }
         model = nn.ModuleDict(layers)
-        own_untrained(model)
+        allocate_untrained(model)
     for name, module in layers.items():
         with torch.no_grad():
             module.weight[0], module.weight[-1] = 1.0, 2.0

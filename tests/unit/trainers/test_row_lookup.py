@@ -55,8 +55,8 @@ class Trainer:
     def step(self, version, batch, use):
         """The calls of a step: when it begins, and in all."""
         self.servers.calls = []
-        self.lookup.begin(version, [batch])
-        self.lookup.finish()
+        self.lookup.prefetch(version, [batch])
+        self.lookup.wait()
         begun = list(self.servers.calls)
         for name, ids in use(batch):
             assert torch.equal(self.model[name](ids), self.values[list(ROWS).index(name)][ids])
@@ -132,7 +132,7 @@ def test_a_use_without_ids_comes_before_others():
 def test_between_steps_the_newest_rows_are_looked_up():
     trainer = Trainer()
     trainer.step(4, batch_of(0), FORMS["columns"])
-    trainer.lookup.begin(None)
+    trainer.lookup.prefetch(None)
     trainer.model["users"](torch.tensor([3]))
     assert trainer.servers.calls[-1][0] is None
 
@@ -140,8 +140,8 @@ def test_between_steps_the_newest_rows_are_looked_up():
 def test_a_validation_keeps_what_was_learned_and_its_rows_are_those_of_its_version():
     trainer = Trainer()
     trainer.step(0, batch_of(0), FORMS["columns"])
-    trainer.lookup.begin(1)
-    trainer.lookup.finish()
+    trainer.lookup.prefetch(1)
+    trainer.lookup.wait()
     with torch.no_grad():
         trainer.model["users"](torch.tensor([3]))
     assert trainer.servers.calls[-1][0] == 1
