@@ -327,7 +327,9 @@ class ServerConnection(ABC):
 
 
 # Handlers that a step waits for. They are called over the socket where there is one, and again over RPC if that fails.
-_LOCAL = frozenset({ParameterServer.announce, ParameterServer.push, ParameterServer.wait_version})
+_LOCAL = frozenset(
+    {ParameterServer.announce, ParameterServer.look_up, ParameterServer.push, ParameterServer.wait_version}
+)
 
 
 class ShardCoordinatorClient(ServerConnection):
@@ -478,6 +480,9 @@ class ServerClient(ServerConnection):
         """Request rows of embedding tables, by server and range; see ``ParameterShard.look_up``."""
         handler, calls = ShardHandlers.look_up, {}
         for server_index, own in rows.items():
+            if server_index == 0:
+                calls[0] = self.begin_deferred(ParameterServer.look_up, self._id, version, own)
+                continue
             call = partial(send_deferred, server_name(server_index), handler, self._id, version, own)
             # An update may be computed first, as long as it takes.
             calls[server_index] = InFlightCall(self, call, "look_up", repeatable=is_repeatable(handler))
