@@ -21,19 +21,9 @@ _EMBED = {embed: inspect.signature(embed) for embed in (F.embedding, F.embedding
 # What neither reads nor writes the values of a parameter. ``backward`` and ``grad`` may be called with ``inputs``.
 _METHODS = frozenset(
     {
-        *(
-            "__hash__",
-            "__len__",
-            "backward",
-            "dim",
-            "element_size",
-            "get_device",
-            "grad",
-            "is_complex",
-            "is_contiguous",
-        ),
-        *("is_floating_point", "is_shared", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook"),
-        *("requires_grad_", "size", "storage_offset", "stride"),
+        *("__hash__", "__len__", "backward", "dim", "element_size", "get_device", "grad", "nelement", "numel", "size"),
+        *("is_complex", "is_contiguous", "is_floating_point", "is_shared", "storage_offset", "stride"),
+        *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_"),
         *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
         *("empty_like", "full_like", "ones_like", "zeros_like"),
     }
