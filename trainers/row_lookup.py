@@ -169,7 +169,7 @@ class RowLookup:
         return _Lookup(dict(rows), parts, self._server.look_up(version, wanted))
 
     def _receive(self, lookup: _Lookup) -> dict[int, Tensor]:
-        found = {server_index: call.wait()[1] for server_index, call in lookup.calls.items()}
+        found = {server_index: call.wait() for server_index, call in lookup.calls.items()}
         values = {
             table: torch.cat([found[own.server_index][own.flat_index] for own in parts])
             for table, parts in lookup.parts.items()
@@ -184,4 +184,4 @@ class _Lookup:
 
     rows: dict[int, Tensor]
     parts: dict[int, list[TableRange]]
-    calls: Mapping[int, InFlightCall[tuple[int, dict[int, Tensor]]]]
+    calls: Mapping[int, InFlightCall[dict[int, Tensor]]]

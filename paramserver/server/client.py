@@ -476,7 +476,7 @@ class ServerClient(ServerConnection):
 
     def look_up(
         self, version: int | None, rows: Mapping[int, Mapping[int, Tensor]]
-    ) -> dict[int, InFlightCall[tuple[int, dict[int, Tensor]]]]:
+    ) -> dict[int, InFlightCall[dict[int, Tensor]]]:
         """Request rows of embedding tables, by server and range; see ``ParameterShard.look_up``."""
         handler, calls = ShardHandlers.look_up, {}
         for server_index, own in rows.items():

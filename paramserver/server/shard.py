@@ -188,7 +188,7 @@ class ParameterShard:
         return tuple(self._find(version))
 
     def look_up(self, sender: TrainerId, version: int | None, rows: Mapping[int, Tensor]) -> Future:
-        """Reply with rows of embedding tables, and the version that they are of.
+        """Reply with rows of embedding tables.
 
         They are given and returned by range, in each of which rows are numbered from its start. ``version``
         is the only one that the server may have while trainers take steps together. None is for the current one: the
@@ -203,8 +203,8 @@ class ParameterShard:
                 f"server {self.server_index} holds version {self.version}, and rows of {version} no more"
             )
 
-        def read() -> tuple[int, dict[int, Tensor]]:
-            return self.version, {number: self.updater.look_up(number, own) for number, own in rows.items()}
+        def read() -> dict[int, Tensor]:
+            return {number: self.updater.look_up(number, own) for number, own in rows.items()}
 
         # A row is never read while the optimizer may write it, and no handler waits for that.
         reply: Future = torch.futures.Future()

@@ -38,7 +38,7 @@ class Servers:
                 assert len(own)
                 assert 0 <= int(own.min()) <= int(own.max()) < len(place.rows)
                 found[flat_index] = self.values[place.slot][own + place.rows.start]
-            replies[server_index] = Reply((version, found))
+            replies[server_index] = Reply(found)
         return replies
 
 
