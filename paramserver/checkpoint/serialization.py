@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from paramserver.checkpoint.row_stream import StreamingFile
 from paramserver.errors import CheckpointError, TaskError
 
 # Small enough that other messages on the same connection hardly wait for one, large enough that a call costs little.
@@ -40,8 +41,15 @@ class Writable(Protocol):
 
 
 def write_archive(obj: Any, file: Writable) -> None:
-    """``torch.save`` of ``obj`` in one pass. It never seeks, so the digest of what is written is that of the file."""
-    torch.save(obj, cast(IO[bytes], file))
+    """``torch.save`` of ``obj`` in one pass. It never seeks, so the digest of what is written is that of the file.
+
+    Raises:
+        Exception: of ``torch.save``, or of a ``RowStream`` in ``obj``.
+    """
+    streaming = StreamingFile(file)
+    content = streaming.with_placeholders(obj)
+    torch.save(content, cast(IO[bytes], streaming if streaming.has_streams else file))
+    streaming.finish()
 
 
 def write_chunks(obj: Any, send: Callable[[npt.NDArray[np.uint8]], None]) -> None:

@@ -17,7 +17,6 @@ import torch
 from paramserver.errors import TaskError
 
 _LARGE_BYTES = 2**20
-_IN_PLACE_BYTES = 64 * 2**20
 
 
 class StagingPool:
@@ -71,18 +70,17 @@ _NESTED = (dict, list, tuple)
 _Memo = dict[Hashable, torch.Tensor]
 
 
-def stage_copy(obj: Any, pool: StagingPool | None = None, what: str = "a state", in_place: bool = False) -> Any:
+def stage_copy(obj: Any, pool: StagingPool | None = None, what: str = "a state") -> Any:
     """Copy nested dict, list and tuple of tensors so that the copy shares nothing that can change with the original.
 
-    Large copies are made in the pool, or in fresh memory. With ``in_place`` very large tensors that have memory of
-    their own are not copied: the caller makes sure that they do not change. Return the same structure; classes of
-    dictionaries and named tuples, and a ``state_dict``'s ``_metadata``, are kept.
+    Large copies are made in the pool, or in fresh memory. Return the same structure; classes of dictionaries and named
+    tuples, and a ``state_dict``'s ``_metadata``, are kept.
 
     Raises:
         TaskError: it contains itself, or is nested too deeply.
     """
     try:
-        return _copied(obj, {}, pool, in_place)
+        return _copied(obj, {}, pool)
     except RecursionError:
         pass
     raise TaskError(
@@ -107,30 +105,22 @@ def _why_too_deep(obj: Any) -> str:
     return "more nested levels than can be copied"
 
 
-def _copied(obj: Any, memo: _Memo, pool: StagingPool | None, in_place: bool) -> Any:
+def _copied(obj: Any, memo: _Memo, pool: StagingPool | None) -> Any:
     if isinstance(obj, torch.Tensor):
-        own = obj.detach()
-        return own if in_place and _has_much_memory(own) else _copied_tensor(own, memo, pool)
+        return _copied_tensor(obj.detach(), memo, pool)
     if isinstance(obj, np.ndarray | set | bytearray):
         return obj.copy()
     if isinstance(obj, dict):
         fresh = copy.copy(obj)  # keeps the class, a defaultdict's factory and the attributes of a state_dict
         for key, value in obj.items():
-            fresh[key] = _copied(value, memo, pool, in_place)
+            fresh[key] = _copied(value, memo, pool)
         return fresh
     if isinstance(obj, list):
-        return [_copied(item, memo, pool, in_place) for item in obj]
+        return [_copied(item, memo, pool) for item in obj]
     if isinstance(obj, tuple):
-        items = [_copied(item, memo, pool, in_place) for item in obj]
+        items = [_copied(item, memo, pool) for item in obj]
         return type(obj)(*items) if hasattr(obj, "_fields") else tuple(items)
     return obj
-
-
-def _has_much_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is very large, and what is stored with it is next to nothing else."""
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.nbytes < _IN_PLACE_BYTES:
-        return False
-    return tensor.untyped_storage().nbytes() < 1.01 * tensor.nbytes
 
 
 def _copied_tensor(tensor: torch.Tensor, memo: _Memo, pool: StagingPool | None) -> torch.Tensor:

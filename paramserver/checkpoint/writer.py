@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -135,6 +135,12 @@ class CheckpointWriter:
         # Callbacks of the future, which run in the writing thread, do not count.
         jobs = [job for job in jobs if not job.future.done()]
         return [job.objects for job in sorted(jobs, key=lambda job: job.step, reverse=True)]
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until what was submitted is written, replaced, or has failed; ``timeout_s`` seconds at most."""
+        with self._changed:
+            jobs = [*self._waiting, *([] if self._current is None else [self._current])]
+        wait([job.future for job in jobs], timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Write what waits, then end the thread. Closing again only raises the failure again.

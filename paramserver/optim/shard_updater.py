@@ -14,10 +14,15 @@ from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.optim.clipping import Clipping
 from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import ParallelStep, ThreadTeam, generators_of_update
+from paramserver.optim.row_snapshot import RowSnapshot
 from paramserver.optim.row_steps import RowStep
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
 from paramserver.parameters.sharding import Shard, States, optimizer_indices
 from paramserver.parameters.tables import mean_of_rows, table_ranges
+from paramserver.parameters.unowned_tables import LARGE_BYTES
+
+WEIGHT = ""
+"""The name of the weights of a table in its snapshot; the others are those of the optimizer's state."""
 
 
 class ShardUpdater:
@@ -45,6 +50,8 @@ class ShardUpdater:
         self._team: ThreadTeam | None = None
         self._parallel_step: ParallelStep | None = None
         self._row_step = RowStep(optimizer) if layout.tables else None
+        # Of checkpoints that are being written, by their numbers: that of each large table, by its slot.
+        self.table_snapshots: dict[int, dict[int, RowSnapshot]] = {}
         self.optimizer_indices = optimizer_indices(optimizer, parameters)
         # A pull needs them as targets of gradients only, never a copy.
         self.leaves = [gradient_leaf(flat) for flat in self.ranges]
@@ -130,6 +137,10 @@ class ShardUpdater:
         if groups is not None:
             for group, own in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update(own)
+        for snapshots in list(self.table_snapshots.values()):
+            for slot, _, parameter in self.owned:
+                if slot in snapshots and parameter.grad is not None:
+                    snapshots[slot].keep(parameter.grad._indices()[0])
         step = self._row_step or self._parallel_step or self.optimizer.step
         step()
         # Otherwise the next update would apply these to a parameter for which no trainer has a gradient.
@@ -143,15 +154,25 @@ class ShardUpdater:
         """Return a copy of the parameters of the shard without embedding tables, immutable by convention."""
         return self.shard.layout.clone_dense(self.ranges)
 
-    def clone_all(self) -> list[Tensor]:
-        """Return a copy of the parameters of the shard."""
-        return [flat.detach().clone() for flat in self.ranges]
-
     def look_up(self, number: int, rows: Tensor) -> Tensor:
         """Return a copy of rows of the embedding table in range ``number``, which are numbered from the first there."""
         return self._rows[number].index_select(0, rows)
 
     # The state.
+
+    def snapshot_tables(self) -> dict[int, RowSnapshot]:
+        """Return a snapshot of each large table by its slot: of ``WEIGHT``, and of the state that has its rows."""
+        found = {}
+        states = {id(p): optimizer.state.get(p, {}) for optimizer, p in self._numbered()}
+        for slot, _, parameter in self.owned:
+            if slot in self.layout.tables and parameter.nbytes >= LARGE_BYTES and parameter.is_contiguous():
+                by_rows = {
+                    name: value
+                    for name, value in states.get(id(parameter), {}).items()
+                    if isinstance(value, Tensor) and value.shape[:1] == parameter.shape[:1] and value.is_contiguous()
+                }
+                found[slot] = RowSnapshot({WEIGHT: parameter, **by_rows})
+        return found
 
     @property
     def states(self) -> States:

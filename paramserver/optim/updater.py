@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paramserver.checkpoint.row_stream import RowStream
 from paramserver.config import TrainingConfig
 from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration
 from paramserver.limits import is_due
@@ -99,6 +100,14 @@ class Updater:
             self.optimizer.step()
         # After the optimizer: torch warns, and skips the first learning rate, in the other order.
         self.on_update(optimizer)
+
+    @property
+    def tables(self) -> dict[str, RowStream]:
+        """The tables that a checkpoint reads while its files are written: none, see ``UpdaterState``."""
+        return {}
+
+    def release(self) -> None:
+        """Do nothing: a checkpoint has copies of everything."""
 
     @property
     def validates_averages(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from paramserver.checkpoint.row_stream import RowStream, concatenate
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout, TensorSlot
 
@@ -348,6 +349,8 @@ def _joined(values: Sequence[Any], pieces: Sequence[ShardSlice], slot: TensorSlo
         return {name: _joined([own[name] for own in values], pieces, slot, is_table) for name in value}
     if isinstance(value, (list, tuple)):
         return type(value)([_joined(items, pieces, slot, is_table) for items in zip(*values, strict=True)])
+    if isinstance(value, RowStream):
+        return concatenate(values)
     if is_table and isinstance(value, Tensor) and value.shape[:1] == (len(rows_of(pieces[0], slot)),):
         return torch.cat(list(values))
     if not isinstance(value, Tensor) or tuple(value.shape) != (pieces[0].length,):

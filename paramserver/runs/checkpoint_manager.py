@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from paramserver.checkpoint import (
     stage_copy,
     unpack,
 )
+from paramserver.checkpoint.row_stream import RowStream
 from paramserver.checkpoint.save import restore_best_pointer
 from paramserver.checkpoint.serialization import check_mapping
 from paramserver.config import Config, num_trainers_of, world_size_of
@@ -49,7 +50,7 @@ class StagedCheckpoint:
     """Private copies of what rank 0 stores in a checkpoint; the trainers' parts are not in it.
 
     The objects are by the name of their file, without ``.pt``; the first trainer stopped at ``since``
-    (``time.perf_counter()``).
+    (``time.perf_counter()``). Streams in them may be read until ``release`` is called.
     """
 
     step: int
@@ -57,6 +58,7 @@ class StagedCheckpoint:
     is_best: bool
     reason: str
     since: float
+    release: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +104,16 @@ def load_for_resume(config: Config, run: RunDir) -> ResumeState:
 
 
 class UpdaterState(Protocol):
-    """The state of optimizer and schedule."""
+    """The state of optimizer and schedule.
+
+    Large embedding tables on servers, by name, and optimizer state with their rows, are streams that may be read until
+    ``release``, which any thread may call.
+    """
+
+    @property
+    def tables(self) -> Mapping[str, RowStream]: ...
+
+    def release(self) -> None: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -236,14 +247,12 @@ class CheckpointManager:
         collect: Callable[[StagedCheckpoint], None],
         consistency: Mapping[str, Any] | None = None,
         ledger: Mapping[str, Any] | None = None,
-        in_place: bool = False,
     ) -> None:
         """Save a checkpoint: stage it here, collect every trainer's part, and commit it to the disk.
 
         To be called while model, optimizer and every trainer are at ``step``. Training may continue when this returns;
         with ``checkpoint.background`` the parts arrive and the files are written meanwhile. The caller makes sure that
-        nothing changes model and updater during this call, with ``in_place`` until it is written: very large tensors
-        are then not copied. ``collect`` arranges that ``commit`` is called, once, with
+        nothing changes model and updater during this call. ``collect`` arranges that ``commit`` is called, once, with
         the parts of all trainers; now or from any thread later. Without that call, as when a trainer dies, nothing is
         written.
 
@@ -254,7 +263,7 @@ class CheckpointManager:
         # A failed write ends the run at its next checkpoint, so that it does not train for long without a good one.
         self.writer.raise_error()
         # 1. Stage: one copy in memory. Nothing that training changes is read after this line.
-        staged = self.stage(step, model, updater, reason, since, consistency, ledger, in_place)
+        staged = self.stage(step, model, updater, reason, since, consistency, ledger)
         # 2. Collect: each trainer has staged its part of the same step, and sends it while training continues.
         # 3. ``commit``, when the last part is here: the writer brings every file to the disk, then the manifest, and
         #    renames the folder to its final name; then ``latest`` and ``best`` name it, and older ones are removed.
@@ -269,11 +278,11 @@ class CheckpointManager:
         since: float,
         consistency: Mapping[str, Any] | None = None,
         ledger: Mapping[str, Any] | None = None,
-        in_place: bool = False,
     ) -> StagedCheckpoint:
         """Copy, once, what rank 0 stores: model, optimizer, schedule and the state of the run. See ``save``."""
+        tables = {name: self._checked(name, table, step) for name, table in updater.tables.items()}
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        check_parameters_finite(trained, step, self.run.resume_command if self.last_checkpoint else None)
+        self._check_finite({name: p for name, p in trained.items() if name not in tables}, step)
         state = updater.state_dict()
         run_state = {
             **self.monitor.state_dict(),
@@ -287,9 +296,13 @@ class CheckpointManager:
         parameters, weights = state.get("parameters"), detached_state_dict(model)
         if parameters is not None:
             weights = averaged_state_dict(model, parameters["eval"])
+        if tables:
+            # A table that is tied to others has a name for each.
+            places = {trained[name].data_ptr(): table for name, table in tables.items()}
+            weights = {n: places.get(v.data_ptr(), v) if isinstance(v, Tensor) else v for n, v in weights.items()}
         objects = {
-            "model": stage_copy(weights, self._pool, in_place=in_place),
-            "optimizer": stage_copy(state["optimizer"], self._pool, in_place=in_place),
+            "model": stage_copy(weights, self._pool),
+            "optimizer": stage_copy(state["optimizer"], self._pool),
             "run": stage_copy(run_state),
         }
         if parameters is not None:
@@ -297,7 +310,20 @@ class CheckpointManager:
         if self.config.training.ema_decay is not None:
             objects["ema"] = stage_copy(averaged_state_dict(model, updater.averages()), self._pool)
         self._pool.trim()
-        return StagedCheckpoint(step, objects, self.monitor.improved_step == step, reason, since)
+        return StagedCheckpoint(step, objects, self.monitor.improved_step == step, reason, since, updater.release)
+
+    def _check_finite(self, parameters: Mapping[str, Tensor], step: int) -> None:
+        check_parameters_finite(parameters, step, self.run.resume_command if self.last_checkpoint else None)
+
+    def _checked(self, name: str, table: RowStream, step: int) -> RowStream:
+        """Return the stream of a table that checks each range of rows."""
+
+        def read(first: int, end: int) -> Tensor:
+            rows = table.read(first, end)
+            self._check_finite({name: rows}, step)
+            return rows
+
+        return replace(table, read=read)
 
     def commit(
         self, staged: StagedCheckpoint, parts: Mapping[int, Mapping[str, Any] | ChunkedFile], pause_s: float
@@ -335,6 +361,8 @@ class CheckpointManager:
         self.pauses_s.append(pause_s)
         reason = staged.reason  # the callback must not keep ``staged``, and with it the copies, alive
         future.add_done_callback(lambda done: self._record_written(done, pause_s, reason))
+        release = staged.release
+        future.add_done_callback(lambda _: release())
 
     def _task_state(self, trainer_index: int) -> Any:
         part = self.trainer_part(trainer_index, newest=True)
@@ -405,12 +433,10 @@ class PartCollector:
     Thread-safe. A trainer takes part in the next checkpoint only when its part of the last one has arrived, so one is
     collected at a time. Until then what is staged and the chunks that arrived are in memory, in addition to what the
     writer holds. The part of a trainer that is lost before it has arrived is replaced by its substitute.
-    ``on_committed`` is called after each commit.
     """
 
-    def __init__(self, checkpoints: CheckpointManager, on_committed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, checkpoints: CheckpointManager) -> None:
         self._checkpoints = checkpoints
-        self._on_committed = on_committed
         self._lock = threading.Lock()
         self._staged: StagedCheckpoint | None = None
         self._parts: dict[int, ChunkedFile | Mapping[str, Any]] = {}
@@ -477,7 +503,6 @@ class PartCollector:
             self._staged, self._parts, self._substitutes = None, {}, {}
         # Without the lock: without ``checkpoint.background`` this writes to disk.
         self._checkpoints.commit(staged, parts, pause_s)
-        self._on_committed()
 
     def _missing(self) -> set[int]:
         """Return the trainers whose parts have not arrived. Called with the lock held."""

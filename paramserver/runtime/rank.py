@@ -853,6 +853,9 @@ def _serve(
         server.roster.members.wait_for_disconnects(_DISCONNECT_S)  # no live trainer needs this server any more
     finally:
         totals.extend(server.roster.all_totals())
+        if num_servers_of(config) > 1:
+            with process.stop_limit.paused():
+                checkpoints.writer.wait(LAST_WRITE_S)  # it may read rows of the other servers
         server.roster.coordinator.shut_down(server.run.error or server.run.last_decision, _DISCONNECT_S)
         # While the agent still runs: without it trainers would take the end for a loss.
         release_liveness_calls()

@@ -290,12 +290,13 @@ class Aggregator:
         self._exclusive.append(task)
         self._process()
 
-    def with_updater_state(self, then: Callable[[UpdaterState], None]) -> None:
+    def with_updater_state(self, then: Callable[[UpdaterState], None], streams_tables: bool = False) -> None:
         """Call ``then`` with the state of optimizer and schedule, once the model holds all parameters.
 
-        Without the lock, in the update thread, while no update is applied.
+        Without the lock, in the update thread, while no update is applied. With ``streams_tables`` the state has
+        streams in the place of large tables, which may be read afterwards.
         """
-        self.run_exclusively(lambda release: self._updates.with_state(then, release))
+        self.run_exclusively(lambda release: self._updates.with_state(then, release, streams_tables))
 
     def _grant(self, trainer_index: int, decision: Decision) -> None:
         future, announced = self._announcements.pop(trainer_index)

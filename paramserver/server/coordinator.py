@@ -20,7 +20,7 @@ from paramserver.parameters.sharding import Shard, States, full_shard, plan_shar
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.server_run import Network, ServerRun
 from paramserver.server.shard_server import ShardServer
-from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment
+from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment, SnapshotRows
 
 _log = logging.getLogger("paramserver")
 
@@ -68,9 +68,20 @@ class RemoteShard:
         """Update buckets of the next version as their gradients arrive."""
         return self._network.send_deferred(self._name(), ShardServer.begin_update, version, trainers, groups)
 
-    def collect_state(self, weights: bool) -> Future:
+    def collect_state(self, weights: bool, snapshot: int | None = None) -> Future:
         """Return what a checkpoint stores of the shard."""
-        return self._network.send(self._name(), self._timeout_s, ShardServer.collect_state, weights)
+        return self._network.send(self._name(), self._timeout_s, ShardServer.collect_state, weights, snapshot)
+
+    def read_rows(self, snapshot: int, rows: SnapshotRows, first: int, end: int) -> Future:
+        """Return rows of a snapshot that ``collect_state`` has made."""
+        return self._network.send(self._name(), self._timeout_s, ShardServer.read_rows, snapshot, rows, first, end)
+
+    def release_rows(self, snapshot: int) -> None:
+        """Let the shard keep the rows of a snapshot no more."""
+        try:
+            self._network.send(self._name(), self._timeout_s, ShardServer.release_rows, snapshot)
+        except RuntimeError as unreachable:  # it ended before
+            _log.debug("%s keeps no rows any more: %s", self._name(), unreachable)
 
 
 class ShardCoordinator:

@@ -20,14 +20,14 @@ from paramserver.errors import Evicted, TrainingError
 from paramserver.optim.bucket_updates import BucketUpdates
 from paramserver.optim.clipping import Clipping
 from paramserver.optim.parallel_step import WORTHWHILE_BYTES, ThreadTeam
-from paramserver.optim.shard_updater import ShardUpdater
-from paramserver.parameters.sharding import Shard, States
+from paramserver.optim.shard_updater import WEIGHT, ShardUpdater
+from paramserver.parameters.sharding import Shard
 from paramserver.parameters.tables import RowSegment, slice_gradient
 from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.transport.autograd import pull
 from paramserver.transport.compression import WireCodec
-from paramserver.transport.messages import ApplyRequest, Future
+from paramserver.transport.messages import ApplyRequest, Future, ShardState, SnapshotRows
 from paramserver.transport.rpc import PushAssembly, WireVersion, without_values
 
 log = logging.getLogger("paramserver")
@@ -547,9 +547,40 @@ class ParameterShard:
 
     # The end.
 
-    def collect_state(self, weights: bool) -> tuple[list[Tensor] | None, States]:
-        """Return what a checkpoint stores of this shard. Server 0 requests no update meanwhile."""
-        return self.updater.clone_all() if weights else None, self.updater.owned_states
+    def collect_state(self, weights: bool, snapshot: int | None = None) -> ShardState:
+        """Return what a checkpoint stores of this shard. Server 0 requests no update meanwhile.
+
+        With the number of a ``snapshot`` large tables are not copied: their rows are kept for ``read_rows`` until
+        ``release_rows``, while updates continue.
+        """
+        states, tables = self.updater.owned_states, {}
+        if snapshot is not None:
+            self.updater.table_snapshots[snapshot] = self.updater.snapshot_tables()
+            for slot, taken in self.updater.table_snapshots[snapshot].items():
+                described = {n: SnapshotRows(slot, n, tuple(t.shape), t.dtype) for n, t in taken.tensors.items()}
+                tables[slot] = described.pop(WEIGHT)
+                if (index := self.updater.optimizer_indices[slot]) in states:
+                    states[index] = {**states[index], **described}
+        copies: list[Tensor | None] | None = None
+        if weights:
+            kept = {number for number, own in self.updater.tables.items() if own.slot in tables}
+            copies = [None if n in kept else flat.detach().clone() for n, flat in enumerate(self.updater.ranges)]
+        return ShardState(copies, states, tables)
+
+    def read_rows(self, snapshot: int, rows: SnapshotRows, first: int, end: int) -> Tensor:
+        """Return rows of a snapshot; the next ones are read next. The lock need not be held.
+
+        Raises:
+            TrainingError: the snapshot is released.
+        """
+        tables = self.updater.table_snapshots.get(snapshot)
+        if tables is None:
+            raise TrainingError(f"server {self.server_index} keeps the rows of checkpoint {snapshot} no more")
+        return tables[rows.slot].read(rows.name, first, end)
+
+    def release_rows(self, snapshot: int) -> None:
+        """Keep rows no more: the checkpoint is written, or will not be."""
+        self.updater.table_snapshots.pop(snapshot, None)
 
     def pop_waiters(self) -> list[Future]:
         """Remove and return the futures of all calls that wait, as the run ends; the caller replies to them."""

@@ -20,13 +20,12 @@ from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.optim.updater import build_optimizer
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.model import build_model
-from paramserver.parameters.sharding import States
 from paramserver.parameters.tables import find_tables
 from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.server.shard import ParameterShard, ShardHandlers
 from paramserver.task import Task
 from paramserver.transport.compression import make_codec
-from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment
+from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment, ShardState, SnapshotRows
 from paramserver.transport.segments import attach, can_attach
 
 
@@ -172,10 +171,18 @@ class ShardServer(ShardHandlers):
         with self._lock:
             return self.shard.apply_clipped(norm)
 
-    def collect_state(self, weights: bool) -> tuple[list[Tensor] | None, States]:
+    def collect_state(self, weights: bool, snapshot: int | None) -> ShardState:
         """Return what a checkpoint stores of this shard. Server 0 requests no update meanwhile."""
         with self._lock:
-            return self.shard.collect_state(weights)
+            return self.shard.collect_state(weights, snapshot)
+
+    def read_rows(self, snapshot: int, rows: SnapshotRows, first: int, end: int) -> Tensor:
+        """Return rows of a snapshot that ``collect_state`` has made."""
+        return self.shard.read_rows(snapshot, rows, first, end)
+
+    def release_rows(self, snapshot: int) -> None:
+        """Keep the rows of a snapshot no more."""
+        self.shard.release_rows(snapshot)
 
     def release_context(self, context_id: int) -> None:
         """Release a context of distributed autograd whose process is dead."""

@@ -26,9 +26,9 @@ class Staging(JointCall):
     """Stages a checkpoint when all trainers have called for it, and collects their parts.
 
     Every call holds the lock of the server, except where noted. No trainer steps again before model and optimizer
-    are copied, so these and all parts are of one version. The trainers send their parts while training continues.
-    Without ``checkpoint.background`` very large tensors, such as embedding tables, are written without a copy, and no
-    update is applied until that is done. With ``saves_alone`` no trainer is left, and what is applied is being saved.
+    are copied, so these and all parts are of one version. Large embedding tables are not copied but read when they are
+    written (``RowSnapshot``). The trainers send their parts while training continues. With ``saves_alone`` no trainer
+    is left, and what is applied is being saved.
     """
 
     def __init__(
@@ -49,10 +49,7 @@ class Staging(JointCall):
         self._reason = ""
         # What was saved last. A trainer that joined afterwards does not do it again.
         self._staged = (checkpoints.monitor.step if checkpoints.resumes else -1, False)
-        self._parts = PartCollector(checkpoints, self._continue)
-        self._writes_in_place = not checkpoints.config.checkpoint.background
-        self._is_written = True
-        self._release: Callable[[], None] | None = None  # lets updates be applied again
+        self._parts = PartCollector(checkpoints)
         # Of each trainer: when the last chunk of its part arrived, or could first be sent; infinite while it waits for
         # the copy of model and optimizer.
         self._chunk_at: dict[int, float] = {}
@@ -103,25 +100,7 @@ class Staging(JointCall):
             self._parts.commit_if_complete()  # at once if every trainer was lost meanwhile
 
         with self._run.lock:
-            self._is_written = False
-            self._aggregator.with_updater_state(stage_and_reply)
-            if self._writes_in_place:
-                self._aggregator.run_exclusively(self._hold)
-
-    def _hold(self, release: Callable[[], None]) -> None:
-        """Hold updates back until the checkpoint that was staged is written."""
-        if self._is_written:
-            release()
-        else:
-            self._release = release
-
-    def _continue(self) -> None:
-        """The checkpoint was handed to the writer, which has written it if it does not work in the background."""
-        with self._run.lock:
-            self._is_written = True
-            release, self._release = self._release, None
-            if release is not None:
-                release()
+            self._aggregator.with_updater_state(stage_and_reply, streams_tables=True)
 
     def _stage(self, updater: UpdaterState, since: float, senders: Sequence[TrainerId]) -> None:
         """Stage a checkpoint of the current version, of which these trainers send their parts.
@@ -142,8 +121,7 @@ class Staging(JointCall):
                 self._parts.start(staged, present, substitutes)
 
         model = self._aggregator.store.model
-        in_place = self._writes_in_place
-        self._checkpoints.save(rules.step, model, updater, self._reason, since, collect, *states, in_place)
+        self._checkpoints.save(rules.step, model, updater, self._reason, since, collect, *states)
 
     def save_alone(self, stop: StopRequest) -> None:
         """Save what is applied, and end the run as ``stop`` requests: no trainer is left. The lock need not be held."""
@@ -165,7 +143,9 @@ class Staging(JointCall):
             return {}
 
         with self._run.lock:
-            self._aggregator.with_updater_state(lambda updater: self._run.complete({}, lambda: save(updater)))
+            self._aggregator.with_updater_state(
+                lambda updater: self._run.complete({}, lambda: save(updater)), streams_tables=True
+            )
 
     # Parts.
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from paramserver.checkpoint.row_stream import RowStream, concatenate
 from paramserver.config import Config
 from paramserver.consistency import Decision, Update
 from paramserver.distributed.rpc_calls import RemoteError
@@ -19,12 +20,20 @@ from paramserver.optim.clipping import clipping_of
 from paramserver.optim.named_optimizers import joined_states, with_states
 from paramserver.optim.shard_updater import staleness_factor
 from paramserver.optim.updater import Updater
-from paramserver.parameters.sharding import Shard, States, get_hyperparameters, merge_state
+from paramserver.parameters.sharding import Shard, get_hyperparameters, merge_state
 from paramserver.runs.checkpoint_manager import UpdaterState
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.server_run import ServerRun
 from paramserver.server.shard import ParameterShard
-from paramserver.transport.messages import ApplyRequest, Future, PendingPush, merge_used, push_id
+from paramserver.transport.messages import (
+    ApplyRequest,
+    Future,
+    PendingPush,
+    ShardState,
+    SnapshotRows,
+    merge_used,
+    push_id,
+)
 
 log = logging.getLogger("paramserver")
 
@@ -41,13 +50,21 @@ class OtherShard(Protocol):
 
     def begin_update(self, version: int, trainers: Sequence[int], groups: list[dict[str, Any]]) -> Future: ...
 
-    def collect_state(self, weights: bool) -> Future: ...
+    def collect_state(self, weights: bool, snapshot: int | None = None) -> Future: ...
+
+    def read_rows(self, snapshot: int, rows: SnapshotRows, first: int, end: int) -> Future: ...
+
+    def release_rows(self, snapshot: int) -> None: ...
 
 
 class _CollectedState:
-    """The state of optimizer and schedule, of all servers."""
+    """The state of optimizer and schedule, of all servers; see ``UpdaterState``."""
 
-    def __init__(self, state: dict[str, Any], updater: Updater) -> None:
+    def __init__(
+        self, state: dict[str, Any], updater: Updater, tables: Mapping[str, RowStream], release: Callable[[], None]
+    ) -> None:
+        self.tables = tables
+        self.release = release
         self._state = state
         self._updater = updater
 
@@ -86,6 +103,7 @@ class Updates:
         self._run = run
         self._shares_memory = shares_memory
         self._on_unreachable = on_unreachable
+        self._num_snapshots = 0
         self._begun = _NOTHING_BEGUN
         self._unconfirmed: list[Future] = []  # of the last update, if the other servers had prepared it
 
@@ -191,36 +209,74 @@ class Updates:
 
     # The state.
 
-    def with_state(self, then: Callable[[UpdaterState], None], done: Callable[[], None]) -> None:
+    def with_state(
+        self, then: Callable[[UpdaterState], None], done: Callable[[], None], streams_tables: bool = False
+    ) -> None:
         """Call ``then`` with the state of optimizer and schedule, once the model holds all parameters, then ``done``.
 
-        ``then`` is a job of the update thread, without the lock. No update may be applied before ``done``.
+        ``then`` is a job of the update thread, without the lock. No update may be applied before ``done``. With
+        ``streams_tables`` the state has streams in the place of large tables, which may be read afterwards.
         """
+        snapshot: int | None = None
+        if streams_tables and self._store.tables:
+            snapshot = self._num_snapshots = self._num_snapshots + 1
 
         def collect(_: Sequence[Any]) -> None:
             weights = not self._shares_memory()
-            replies = [other.collect_state(weights) for other in self._others]
+            replies = [other.collect_state(weights, snapshot) for other in self._others]
             # In the order of calls: what server 0 has to write for the others comes before it is read.
-            self._when_all(replies, lambda parts: self._run.compute(lambda: then(self._merge(parts)), lambda _: done()))
+            self._when_all(
+                replies, lambda parts: self._run.compute(lambda: then(self._merge(parts, snapshot)), lambda _: done())
+            )
 
         unconfirmed, self._unconfirmed = self._unconfirmed, []
         self._when_all(unconfirmed, collect)  # a request for the state must not overtake the last update
 
-    def _merge(self, parts: Sequence[tuple[list[Tensor] | None, States]]) -> UpdaterState:
-        store, updater = self._store, self._shard.updater
-        if not parts:
+    def _merge(self, others: Sequence[ShardState], snapshot: int | None) -> UpdaterState:
+        store, updater, layout = self._store, self._shard.updater, self._store.parameters.layout
+        if not others and snapshot is None:
             return store.updater
-        for shard, (weights, _) in zip(self._shards[1:], parts, strict=True):
-            if weights is not None:
-                for own, collected in zip(shard.slice_flats(store.parameters.flats), weights, strict=True):
+        for shard, part in zip(self._shards[1:], others, strict=True):
+            for own, collected in zip(shard.slice_flats(store.parameters.flats), part.weights or (), strict=False):
+                if collected is not None:
                     own.copy_(collected)
-        own_states = updater.states
-        by_shard: list[tuple[Shard, Mapping[int, Mapping[str, Any]]]] = [(self._shards[0], own_states)]
-        by_shard += [(shard, states) for shard, (_, states) in zip(self._shards[1:], parts, strict=True)]
-        merged = merge_state(by_shard, updater.optimizer_indices, store.parameters.layout)
+        parts = [self._shard.collect_state(False, snapshot), *others]
+        by_shard = []
+        tables: dict[str, list[RowStream]] = {}
+        for number, (shard, part) in enumerate(zip(self._shards, parts, strict=True)):
+            streamed = partial(self._with_streams, number, snapshot)
+            by_shard.append((shard, {index: streamed(state) for index, state in part.states.items()}))
+            for slot, stream in streamed(part.tables).items():
+                tables.setdefault(layout.slots[slot].name, []).append(stream)
+        merged = merge_state(by_shard, updater.optimizer_indices, layout)
         state = store.updater.state_dict()
-        state["optimizer"] = with_states(updater.optimizer, {**own_states, **merged})
-        return _CollectedState(state, store.updater)
+        state["optimizer"] = with_states(updater.optimizer, {**updater.states, **merged})
+        joined = {name: concatenate(streams) for name, streams in tables.items()}
+        return _CollectedState(state, store.updater, joined, partial(self._release_rows, snapshot))
+
+    def _with_streams(self, server_index: int, snapshot: int | None, values: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return values with streams in the place of rows that a server keeps."""
+
+        def read(rows: SnapshotRows, first: int, end: int) -> Tensor:
+            assert snapshot is not None
+            if server_index == 0:
+                return self._shard.read_rows(snapshot, rows, first, end)
+            reply: Tensor = self._value(
+                server_index, self._others[server_index - 1].read_rows(snapshot, rows, first, end)
+            )
+            return reply
+
+        return {
+            key: RowStream(value.shape, value.dtype, partial(read, value)) if isinstance(value, SnapshotRows) else value
+            for key, value in values.items()
+        }
+
+    def _release_rows(self, snapshot: int | None) -> None:
+        """Let all servers keep the rows of a snapshot no more."""
+        if snapshot is not None:
+            self._shard.release_rows(snapshot)
+            for other in self._others:
+                other.release_rows(snapshot)
 
     # Replies.
 
@@ -250,7 +306,7 @@ class Updates:
 
     def _value(self, server_index: int, future: Future) -> Any:
         try:
-            value = future.value()
+            value = future.wait()
         except RuntimeError as error:
             raise self._on_unreachable(server_index, error) from error
         if isinstance(value, RemoteError):

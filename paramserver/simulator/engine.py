@@ -239,7 +239,6 @@ class Checkpoints(CheckpointManager):
         since: float,
         consistency: Mapping[str, Any] | None = None,
         ledger: Mapping[str, Any] | None = None,
-        in_place: bool = False,
     ) -> StagedCheckpoint:
         self.node.world.check(step == self.node.store.version, f"a checkpoint of {step} is staged at another version")
         state = {
@@ -257,8 +256,6 @@ class Checkpoints(CheckpointManager):
             i: pickle.loads(b"".join(part)) if isinstance(part, ChunkedFile) else part for i, part in parts.items()
         }
         world = self.node.world
-        if not self.config.checkpoint.background:
-            world.check(self.node.store.version == staged.step, f"version {staged.step} changed before it was written")
         world.check_manifest(state)
         self.writing.append(pickle.dumps(state))
         world.after(world.rng.uniform(0.0, 0.3), self._write)

@@ -72,6 +72,31 @@ class ShardAssignment:
 
 
 @dataclass(frozen=True)
+class SnapshotRows:
+    """In a ``ShardState``, in the place of a tensor of a snapshot that the shard keeps: see ``RowSnapshot``.
+
+    ``name`` is that of the optimizer's state, or ``WEIGHT``.
+    """
+
+    slot: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """What a checkpoint stores of a shard.
+
+    The weights are its ranges, None for those in ``tables``; without any where they are read in shared memory.
+    """
+
+    weights: list[Tensor | None] | None
+    states: States  # of the optimizer; ``SnapshotRows`` for what has the rows of a table in ``tables``
+    tables: dict[int, SnapshotRows]  # the weights of large tables, by slot
+
+
+@dataclass(frozen=True)
 class ApplyRequest:
     """Server 0's request to a shard server to make ``version`` out of the version before."""
 

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from paramserver import Task
-from paramserver.config import Config
 from paramserver.server.server_run import Network
 from paramserver.transport.autograd import push_root
 
@@ -34,7 +33,6 @@ class SumOfOutputs(Task):
 def no_checkpoints(monitor):
     """The CheckpointManager of a run that starts, as far as a ParameterServer asks it."""
     return SimpleNamespace(
-        config=Config(),
         monitor=monitor,
         generation=1,
         resumes=False,

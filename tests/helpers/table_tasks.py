@@ -201,6 +201,20 @@ class Large(Tables):
         return None
 
 
+class Repeated(Tables):
+    """A table of 70 MB, of which each push has 1,000 rows with the gradient 1; the same rows in each third push."""
+
+    def build_model(self):
+        weight = torch.zeros(2_200_000, 4, dtype=torch.float64)
+        return nn.ModuleDict({"table": nn.Embedding(2_200_000, 4, _weight=weight, sparse=True)})
+
+    def training_step(self, model, batch, batch_idx):
+        return model["table"](torch.arange(batch_idx % 3, 2_200_000, 2200)).sum()
+
+    def validation_source(self, partition):
+        return None
+
+
 class OneTable(Tables):
     """A model that is a table and another layer, changed by ``change`` in a way that is refused."""
 

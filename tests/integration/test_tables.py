@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from cli_errors import error_message
 from hosts import Hosts, start_ranks
 from launching import (
@@ -132,17 +133,29 @@ def differing_twins(run):
     return differing_tensors({"": model["table.weight"]}, {"": model["twin.weight"]})
 
 
-@pytest.mark.parametrize("consistency", ["sync", "async"])
-def test_a_large_table_is_written_in_place_and_is_of_one_version(tmp_path, consistency):
-    """Without checkpoint.background: it is not copied, and no update is applied meanwhile."""
-    training = {"max_steps": 12, "clip_grad_norm": None, "validate_every": 0}
-    config = {
-        **tables("Large", kind="SGD", training=training),
-        "checkpoint": {"every": 3, "keep": 9, "background": False},
-    }
-    run = train(tmp_path, "rpc", 2, **config, server={"consistency": consistency})
-    for step in (3, 6, 9, 12):
-        assert float(run.load("model", step)["table.weight"].sum()) == pytest.approx(-1.6 * step, rel=1e-9)
+@pytest.mark.claim("tables")
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize(("transport", "servers"), [("auto", 1), ("auto", 2), ("rpc", 3)])
+def test_a_table_that_changes_while_it_is_written_is_of_one_version(tmp_path, transport, servers, background):
+    """Adagrad makes the weight of a row from the number of its gradients, which its state has."""
+    training = {"max_steps": 400, "clip_grad_norm": None, "validate_every": 0}
+    checkpoint = {"every": 25, "keep": 20, "background": background}
+    config = {**tables("Repeated", training=training), "checkpoint": checkpoint}
+    server = {"consistency": "async", "transport": transport}
+    run = train(tmp_path, "rpc", 2, **config, server=server, cluster={"num_servers": servers})
+    # With a learning rate of 0.1, after k gradients of 1.
+    weights = -0.1 * torch.rsqrt(torch.arange(1, 1000, dtype=torch.float64)).cumsum(0)
+    written = run.of_kind("checkpoint")
+    assert len(written) > 2
+    for step in [record["step"] for record in written]:
+        weight, state = run.load("model", step)["table.weight"], run.load("optimizer", step)["state"][0]["sum"]
+        counts = state[:, 0].long()
+        assert int(counts.sum()) == 1000 * step
+        assert torch.equal(state, counts[:, None].expand(-1, 4).double())
+        assert torch.allclose(weight, torch.cat([torch.zeros(1).double(), weights])[counts, None].expand(-1, 4))
+    # Steps were made while a checkpoint was written.
+    seen = [(record["kind"], record.get("step", 0)) for record in run.records]
+    assert any(kind == "checkpoint" and step < max(s for _, s in seen[:at]) for at, (kind, step) in enumerate(seen))
 
 
 @pytest.mark.parametrize("kind", ["only", "column", "small", "hooks"])

@@ -11,7 +11,7 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ class Scenario:
         kinds = ("crash trainer", "freeze trainer", "replace trainer", "partition", "crash server", "pause server")
         chosen = rng.choice((kinds, kinds, kinds[:1], kinds[1:4], kinds[2:3], kinds[4:5]))
         faults = {rng.randint(1, FAULTY_EVENTS): rng.choice(chosen) for _ in range(rng.choice((0, 1, 2, 3, 6)))}
-        drawn = cls(
+        return cls(
             config,
             tuple(rng.randint(1, 9) for _ in range(trainers)),
             faults,
@@ -119,8 +119,6 @@ class Scenario:
             gives_up=rng.random() < 0.05,
             update_s=rng.choice((0.0, 0.0, 0.1, 2 * LOST_AFTER_S)),
         )
-        checkpoint = replace(config.checkpoint, background=rng.random() < 0.6)
-        return replace(drawn, config=replace(config, checkpoint=checkpoint))
 
 
 @dataclass
