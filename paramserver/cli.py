@@ -13,6 +13,7 @@ from paramserver.config.schema import closest_match
 from paramserver.errors import ClientError, UnsupportedConfiguration
 from paramserver.launch import normalize_flags, report_error
 from paramserver.process_utils import exit_process, print_output
+from paramserver.tools import export
 from paramserver.tools.bench import command as benchmark
 from paramserver.tools.chaos import command as chaos
 from paramserver.tools.doctor import command as doctor
@@ -86,6 +87,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "chaos": chaos.main,
     "doctor": doctor.main,
     "evaluate": evaluate.main,
+    "export": export.main,
     "join": elastic.join_main,
     "keys": keys_main,
     "launch": launch.main,
@@ -103,6 +105,7 @@ commands:
   launch     train a task; the same as python -m paramserver.launch (paramserver launch --help)
   evaluate   validate the model of a checkpoint (paramserver evaluate --help)
   predict    write the outputs of the model of a checkpoint (paramserver predict --help)
+  export     write the rows of embedding tables that have changed since a step (paramserver export --help)
   benchmark  measure and compare ways to train a task (paramserver benchmark --help); with compare, two benchmarks;
              with predict, simulate other numbers of trainers and servers (paramserver benchmark predict --help)
   join       be one more trainer of a running job (paramserver join --help)

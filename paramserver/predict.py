@@ -74,10 +74,7 @@ def predict_run(run_dir: Path, source: str, out: Path, which: str = "latest", ov
         >>> predict_run(Path("runs/digits"), "task.py:test_images", Path("out.npz"), "best")  # doctest: +SKIP
         'out.npz: output (360x10, float32), by step-00001200'
     """
-    if out.suffix not in (".npz", ".pt"):
-        raise UnsupportedConfiguration(f"--out ({out}) must end in .npz or .pt; choose one of them")
-    if not out.parent.is_dir() or out.is_dir():
-        raise UnsupportedConfiguration(f"--out ({out}) must be a file in a folder that exists; make the folder first")
+    check_out(out)
     restored = restore(run_dir, which, overrides)
     samples = load_object(source, "--source", [Path.cwd(), *restored.folders])
     try:
@@ -89,7 +86,7 @@ def predict_run(run_dir: Path, source: str, out: Path, which: str = "latest", ov
     with name_user_error(f"--source ({source})"):
         returned = samples()
     outputs = _predict(restored, returned)
-    _write_outputs(out, outputs)
+    write_tensors(out, outputs)
     kinds = [
         f"{name} ({'x'.join(map(str, tensor.shape))}, {str(tensor.dtype).removeprefix('torch.')})"
         for name, tensor in outputs.items()
@@ -179,7 +176,24 @@ def _named_tensors(value: Any, name: str = "") -> dict[str, Tensor]:
     }
 
 
-def _write_outputs(out: Path, outputs: Mapping[str, Tensor]) -> None:
+def check_out(out: Path) -> None:
+    """Check a file that is to be written by ``write_tensors``.
+
+    Raises:
+        UnsupportedConfiguration: it has another ending than ``.npz`` and ``.pt``, or its folder does not exist.
+    """
+    if out.suffix not in (".npz", ".pt"):
+        raise UnsupportedConfiguration(f"--out ({out}) must end in .npz or .pt; choose one of them")
+    if not out.parent.is_dir() or out.is_dir():
+        raise UnsupportedConfiguration(f"--out ({out}) must be a file in a folder that exists; make the folder first")
+
+
+def write_tensors(out: Path, outputs: Mapping[str, Tensor]) -> None:
+    """Write tensors by name as numpy arrays (``.npz``) or with ``torch.save`` (``.pt``); replace the file at the end.
+
+    Raises:
+        UnsupportedConfiguration: the file cannot be written.
+    """
     import numpy as np
     import torch
 

@@ -150,6 +150,22 @@ def with_states(optimizer: torch.optim.Optimizer, states: Mapping[int, Any]) -> 
     return optimizer.pack(by_name)
 
 
+def states_by_position(state: Mapping[str, Any]) -> dict[int, Any]:
+    """Return the states in the ``state_dict()`` of one optimizer, or of several, numbered over all parameters.
+
+    Example::
+
+        >>> states_by_position({"state": {0: {"step": 3}}, "param_groups": [{"params": [0, 1]}]})
+        {0: {'step': 3}}
+    """
+    found: dict[int, Any] = {}
+    first = 0
+    for own in [state] if "param_groups" in state else unpacked(state).values():
+        found |= {first + number: value for number, value in own["state"].items() if isinstance(number, int)}
+        first += sum(len(group["params"]) for group in own["param_groups"])
+    return found
+
+
 def stored_groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the parameter groups in the ``state_dict()`` of one optimizer, or of several."""
     states = {"": state} if "param_groups" in state else unpacked(state)

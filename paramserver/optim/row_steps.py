@@ -13,6 +13,7 @@ from paramserver.errors import TaskError
 from paramserver.optim.averaging import has_foreign_hooks
 from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import ThreadTeam
+from paramserver.optim.row_versions import ROW_VERSION
 from paramserver.optim.row_wise_adagrad import RowWiseAdagrad
 from paramserver.parameters.tables import sparse_gradient
 
@@ -110,7 +111,7 @@ class RowStep:
         wholes = {
             name: value
             for name, value in state.items()
-            if isinstance(value, Tensor) and value.shape[:1] == parameter.shape[:1]
+            if isinstance(value, Tensor) and value.shape[:1] == parameter.shape[:1] and name != ROW_VERSION
         }
         parameter.grad = None
         parameter.data = self._read(data, rows)

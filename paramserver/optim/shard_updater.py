@@ -16,6 +16,7 @@ from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import ParallelStep, ThreadTeam, generators_of_update
 from paramserver.optim.row_snapshot import RowSnapshot
 from paramserver.optim.row_steps import RowStep
+from paramserver.optim.row_versions import record_rows
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
 from paramserver.parameters.sharding import Shard, States, optimizer_indices
 from paramserver.parameters.tables import mean_of_rows, table_ranges
@@ -132,8 +133,11 @@ class ShardUpdater:
         """Clip the gradients, given what was measured on all servers."""
         clipping.clip_shard([p for _, _, p in self.owned], merged)
 
-    def step(self, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Step the optimizer, after setting the hyper-parameters ``groups`` if given."""
+    def step(self, groups: Sequence[Mapping[str, Any]] | None = None, version: int = 0) -> None:
+        """Step the optimizer, after setting the hyper-parameters ``groups`` if given.
+
+        ``version`` is the one that it makes, which is recorded for the rows of tables that change.
+        """
         if groups is not None:
             for group, own in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update(own)
@@ -143,6 +147,8 @@ class ShardUpdater:
                     snapshots[slot].keep(parameter.grad._indices()[0])
         step = self._row_step or self._parallel_step or self.optimizer.step
         step()
+        if self.tables:
+            record_rows(self.optimizer, version)
         # Otherwise the next update would apply these to a parameter for which no trainer has a gradient.
         self.clear_gradients()
 

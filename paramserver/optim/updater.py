@@ -29,6 +29,7 @@ from paramserver.optim.named_optimizers import (
     unpacked,
 )
 from paramserver.optim.parallel_step import generators_of_update
+from paramserver.optim.row_versions import record_rows
 from paramserver.parameters.tables import coalesce_gradients, opt_out_of_checks
 from paramserver.task import Task
 
@@ -98,8 +99,14 @@ class Updater:
             self.clipping.clip(self.parameters, step)
         with generators_of_update(self.optimizer, self._seed, step):
             self.optimizer.step()
+        record_rows(self.optimizer, step)
         # After the optimizer: torch warns, and skips the first learning rate, in the other order.
         self.on_update(optimizer)
+
+    @property
+    def parameter_names(self) -> Sequence[str]:
+        """The names of the parameters, in the order in which their states are numbered."""
+        return self._names
 
     @property
     def tables(self) -> dict[str, RowStream]:

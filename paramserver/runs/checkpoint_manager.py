@@ -104,11 +104,14 @@ def load_for_resume(config: Config, run: RunDir) -> ResumeState:
 
 
 class UpdaterState(Protocol):
-    """The state of optimizer and schedule.
+    """The state of optimizer and schedule, and the names of the parameters in the order of the optimizer.
 
     Large embedding tables on servers, by name, and optimizer state with their rows, are streams that may be read until
     ``release``, which any thread may call.
     """
+
+    @property
+    def parameter_names(self) -> Sequence[str]: ...
 
     @property
     def tables(self) -> Mapping[str, RowStream]: ...
@@ -292,6 +295,7 @@ class CheckpointManager:
             "consistency": dict(consistency or {}),
             "ledger": dict(ledger or {"rows": {}}),
             "late_buffers": self.late_buffers(model),
+            "parameters": list(updater.parameter_names),
         }
         parameters, weights = state.get("parameters"), detached_state_dict(model)
         if parameters is not None:

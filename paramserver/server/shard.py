@@ -504,7 +504,7 @@ class ParameterShard:
 
     def _step(self, version: int, groups: Sequence[Mapping[str, Any]] | None) -> None:
         with self._generators(version):
-            self.updater.step(groups)
+            self.updater.step(groups, version)
 
     def _generators(self, version: int) -> AbstractContextManager[None]:
         return self.updater.generators(self._seed, version, self.server_index)

@@ -65,6 +65,7 @@ class _CollectedState:
     ) -> None:
         self.tables = tables
         self.release = release
+        self.parameter_names = updater.parameter_names
         self._state = state
         self._updater = updater
 

@@ -1,0 +1,37 @@
+"""The version that changed each row of an embedding table last, as an int32 for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from paramserver.optim.named_optimizers import optimizers_of
+
+ROW_VERSION = "row_version"
+"""In the optimizer's state of a table, so that it is sharded, staged, stored and restored like that."""
+
+
+def record_rows(optimizer: torch.optim.Optimizer, version: int) -> None:
+    """Record that ``version`` has changed the rows for which the sparse gradients in ``.grad`` have values.
+
+    They are coalesced. Call it after the step, as an optimizer may make its state in the first one only if it is empty.
+    Rows of which nothing was recorded before, as in a checkpoint of an earlier release, count as changed by the version
+    before.
+    """
+    for own in optimizers_of(optimizer):
+        for parameter in (p for group in own.param_groups for p in group["params"]):
+            if parameter.grad is None or not parameter.grad.is_sparse:
+                continue
+            state = own.state[parameter]
+            if ROW_VERSION not in state:
+                state[ROW_VERSION] = torch.full(
+                    (len(parameter),), version - 1, dtype=torch.int32, device=parameter.device
+                )
+            state[ROW_VERSION].index_fill_(0, parameter.grad._indices()[0], version)
+
+
+def row_versions(states: Mapping[int, Mapping[str, Any]]) -> dict[int, torch.Tensor]:
+    """Return what is recorded in an optimizer's states, by the index of the parameter."""
+    return {n: own[ROW_VERSION] for n, own in states.items() if isinstance(own, Mapping) and ROW_VERSION in own}
