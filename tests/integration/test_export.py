@@ -72,7 +72,8 @@ def test_the_versions_are_those_of_a_local_run_also_after_a_resume(tmp_path):
         export_rows(run.run_dir, 15, files[-1])
     own, other = (np.load(file) for file in files)
     assert sorted(own) == sorted(other)
-    assert all(np.array_equal(own[name], other[name]) for name in own)
+    # With several servers the norm of the gradients is rounded in another way.
+    assert all(np.allclose(own[name], other[name], rtol=1e-12, atol=0) for name in own)
     assert 0 < len(own["users.weight.rows"]) < 60
 
 

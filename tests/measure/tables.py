@@ -1,7 +1,7 @@
 """Compares a step with an embedding table in `rpc` with that of DDP with sparse and with dense gradients.
 
     python -m tests.measure.tables [--rows 1000000] [--ids 4096] [--width 16] [--steps 60] [--repeats 5]
-                                   [--cases rpc ddp dense]
+                                   [--cases rpc ddp dense] [--servers 1] [--checkpoint_every 0]
 
 Two trainers with one thread each on this machine, and with `rpc` a server; the table is of float32, and its optimizer
 is Adagrad. Each trainer looks up so many random ids in a step. `dense` is `ddp` with `sparse=False`. The runs are fresh
@@ -71,9 +71,9 @@ def measure(case: str, rows: int, arguments: argparse.Namespace) -> tuple[float,
         config = {
             "mode": mode,
             "task_args": task_args,
-            "cluster": {"num_trainers": 2},
+            "cluster": {"num_trainers": 2, "num_servers": arguments.servers if mode == "rpc" else 1},
             "training": {"max_steps": arguments.steps, "batch_size": 1, "validate_every": 0},
-            "checkpoint": {"every": 0, "background": arguments.background},
+            "checkpoint": {"every": arguments.checkpoint_every, "keep": 1},
             "logging": {"run_dir": folder, "name": "run", "tensorboard": False},
         }
         with Sampler(memory_of=proportional_bytes, every_s=0.1) as sampler, redirect_stdout(sys.stderr):
@@ -103,7 +103,8 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--background", action="store_true", help="copy the state for the checkpoint at the end")
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--checkpoint_every", type=int, default=0, help="steps; 0 for one checkpoint, at the end")
     parser.set_defaults(child=None)
     arguments = parsed(parser)
     print(origin())
