@@ -133,10 +133,10 @@ class ShardUpdater:
         """Clip the gradients, given what was measured on all servers."""
         clipping.clip_shard([p for _, _, p in self.owned], merged)
 
-    def step(self, groups: Sequence[Mapping[str, Any]] | None = None, version: int = 0) -> None:
+    def step(self, groups: Sequence[Mapping[str, Any]] | None = None, version: int | None = None) -> None:
         """Step the optimizer, after setting the hyper-parameters ``groups`` if given.
 
-        ``version`` is the one that it makes, which is recorded for the rows of tables that change.
+        ``version`` is the one that it makes, which is recorded for the rows of tables that change, if it is given.
         """
         if groups is not None:
             for group, own in zip(self.optimizer.param_groups, groups, strict=True):
@@ -147,7 +147,7 @@ class ShardUpdater:
                     snapshots[slot].keep(parameter.grad._indices()[0])
         step = self._row_step or self._parallel_step or self.optimizer.step
         step()
-        if self.tables:
+        if self.tables and version is not None:
             record_rows(self.optimizer, version)
         # Otherwise the next update would apply these to a parameter for which no trainer has a gradient.
         self.clear_gradients()

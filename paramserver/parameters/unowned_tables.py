@@ -13,15 +13,17 @@ import inspect
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from paramserver.parameters.tables import EMBEDDINGS
 
+_VALUES = {torch.full_like: None, torch.zeros_like: 0, torch.ones_like: 1}  # None for an argument
 LARGE_BYTES = 16 * 2**20
 _CHUNK_BYTES = 2 * 2**20
 _PROT_NONE, _MAP_FIXED = 0, 0x10  # of mmap(2) on Linux; Python's mmap has no names for them
@@ -76,6 +78,33 @@ def _replace(init: Callable[..., None], made: list[Tensor]) -> Callable[..., Non
         own["self"].reset_parameters()  # as without ``_weight``
 
     return replaced
+
+
+class StateWithoutMemory(TorchFunctionMode):
+    """While it is entered, tensors that are made like a large table, with one value, take next to no memory.
+
+    An optimizer that makes its state when it is built, as ``Adagrad`` does, would make that of all rows. What is made
+    must be copied in part before anything is written to it.
+
+    Example::
+
+        >>> with StateWithoutMemory([table := torch.zeros(500_000, 16)]):
+        ...     state = torch.full_like(table, 0.5)
+        >>> state.shape, state[:2, 0]
+        (torch.Size([500000, 16]), tensor([0.5000, 0.5000]))
+    """
+
+    def __init__(self, tables: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._places = {table.data_ptr(): table.shape for table in tables if table.nbytes >= LARGE_BYTES}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _VALUES and args and self._places.get(args[0].data_ptr()) == args[0].shape:
+            made = repeated_memory(tuple(args[0].shape), kwargs.get("dtype") or args[0].dtype)
+            value = _VALUES[func]
+            return made.fill_((kwargs["fill_value"] if len(args) < 2 else args[1]) if value is None else value)
+        return func(*args, **kwargs)
 
 
 def repeated_memory(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -74,7 +74,8 @@ def build_server(
     # Other processes access the parameters themselves in lockstep, and whenever servers own them together; trainers
     # that run freely, or whose server has them on a GPU, read snapshots instead.
     in_place = (rules.lockstep or servers > 1) and segments is not None and device.type == "cpu"
-    store = ParameterStore(task, config, shared_memory.allocate_parameters if in_place else None)
+    allocate = shared_memory.allocate_parameters if in_place else None
+    store = ParameterStore(task, config, allocate, checkpoints.resumes)
     check_optimizers(config, store)
     if (large := describe_large(store.model)) is not None:
         monitor.note(large)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -25,8 +26,10 @@ from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment
 _log = logging.getLogger("paramserver")
 
 
-def split_over_servers(store: ParameterStore, servers: int) -> tuple[tuple[Shard, ...], ShardUpdater, list[States]]:
-    """Return what each server owns, the updater of server 0, and the optimizer's states of the other servers.
+def split_over_servers(
+    store: ParameterStore, servers: int
+) -> tuple[tuple[Shard, ...], ShardUpdater, list[Callable[[], States]]]:
+    """Return what each server owns, the updater of server 0, and functions that copy the states of the other servers.
 
     Afterwards the optimizer of the store steps shard 0 only. Call it when the checkpoint has been loaded.
     """
@@ -37,11 +40,12 @@ def split_over_servers(store: ParameterStore, servers: int) -> tuple[tuple[Shard
         return (whole.shard,), whole, []
     states, indices = whole.states, whole.optimizer_indices
     shards = plan_shards(layout, servers, is_elementwise(optimizer, servers))
-    parts = [split_state(states, indices, layout, shard) for shard in shards]
+    parts: list[Callable[[], States]]
+    parts = [partial(split_state, states, indices, layout, shard) for shard in shards]
     updater = ShardUpdater(layout, shards[0], shards[0].slice_flats(flats), parameters, optimizer)
     # Server 0 keeps the states of parameters that no shard holds, such as frozen ones in the optimizer.
-    assigned = {number for part in parts for number in part}
-    updater.load_states(parts[0] | {n: s for n, s in states.items() if n not in assigned})
+    assigned = {indices[piece.slot] for shard in shards for piece in shard.slices}
+    updater.load_states(parts[0]() | {n: s for n, s in states.items() if n not in assigned})
     return shards, updater, parts[1:]
 
 
@@ -103,7 +107,7 @@ class ShardCoordinator:
         stop: StopRequest,
         store: ParameterStore,
         shards: Sequence[Shard],
-        states: Sequence[States],
+        states: Sequence[Callable[[], States]],
         buckets: Sequence[Shard],
         step: int,
         segments: Callable[[], tuple[str | None, str]],
@@ -152,7 +156,7 @@ class ShardCoordinator:
             segments = self._segments()
             weights = shard.copy_flats(self._store.parameters.flats) if segments[0] is None else []
             buckets = self._buckets[index] if self._buckets else None
-            states = self._states.pop(index)
+            states = self._states.pop(index)()  # copied now, so that few copies exist at a time
             reply = ShardAssignment(shard, layout, weights, states, self._step, *segments, buckets)
         # Without the lock: the callback takes it, in a thread of the RPC agent.
         self._network.watch(member.name, lambda reason: self._on_disconnect(member, reason))

@@ -20,6 +20,7 @@ from paramserver.parameters.flat import FlatLayout, FlatTensors, other_tensors, 
 from paramserver.parameters.model import build_model
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
 from paramserver.parameters.tables import find_tables
+from paramserver.parameters.unowned_tables import StateWithoutMemory
 from paramserver.task import Task
 
 Flats = list[Tensor]
@@ -79,11 +80,15 @@ class ParameterStore:
     replaces it and never writes to it. So a gradient is exact for the version it was computed at, whatever is applied
     meanwhile. What reads snapshots and module buffers is thread-safe, and nothing else. With ``allocate`` other
     processes read the parameters in place, on the CPU only. What a trainer sends is moved to ``device`` when it
-    arrives.
+    arrives. With ``is_restored`` the state of a checkpoint will be loaded.
     """
 
     def __init__(
-        self, task: Task, config: Config, allocate: Callable[[FlatLayout], list[Tensor]] | None = None
+        self,
+        task: Task,
+        config: Config,
+        allocate: Callable[[FlatLayout], list[Tensor]] | None = None,
+        is_restored: bool = False,
     ) -> None:
         placement = place_parameters(config)
         self.device = placement.device
@@ -91,7 +96,11 @@ class ParameterStore:
         self.tables = find_tables(self.model)
         trained, others = trainable_parameters(self.model), other_tensors(self.model)
         self.parameters = FlatTensors(trained, allocate, config.server.bucket_bytes, others, self.tables)
-        self.updater = Updater(task, self.model, config.training, config.seed)
+        # The state that an optimizer has from the beginning is replaced by that of a checkpoint, or each of several
+        # servers gets a copy of its part.
+        is_replaced = is_restored or num_servers_of(config) > 1
+        with StateWithoutMemory(self.parameters.tensors[name] for name in (self.tables if is_replaced else ())):
+            self.updater = Updater(task, self.model, config.training, config.seed)
         self._tree = ModelTree(self.model)
         # Covers the snapshots and the module buffers: a copy that is made while the optimizer writes, for a
         # trainer that joins meanwhile, must not be kept for the version after it. Taken after the lock of the server.

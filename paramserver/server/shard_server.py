@@ -21,6 +21,7 @@ from paramserver.optim.updater import build_optimizer
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.model import build_model
 from paramserver.parameters.tables import find_tables
+from paramserver.parameters.unowned_tables import StateWithoutMemory
 from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.server.shard import ParameterShard, ShardHandlers
 from paramserver.task import Task
@@ -98,7 +99,8 @@ class ShardServer(ShardHandlers):
                 f"server {self.server_index} built another model than server 0; build_model must give the same one in "
                 "every process"
             )
-        optimizer = build_optimizer(task, model, self.config.training)
+        with StateWithoutMemory(parameters[name] for name in tables):
+            optimizer = build_optimizer(task, model, self.config.training)
         shard = assignment.shard
         if self.shares_memory:
             flats = shard.slice_flats(self._attach(assignment.segments_key, self._layout))

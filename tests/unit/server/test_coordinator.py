@@ -22,7 +22,7 @@ class Store:
 def make_coordinator():
     config, shard = Config(cluster=ClusterConfig(num_servers=2)), full_shard(FlatLayout.of([]))
     return ShardCoordinator(
-        config, ServerRun(), NoNetwork(), StopRequest(), Store, (shard, shard), ({},), (), 0, lambda: (None, "")
+        config, ServerRun(), NoNetwork(), StopRequest(), Store, (shard, shard), (dict,), (), 0, lambda: (None, "")
     )
 
 
