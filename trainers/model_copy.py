@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,8 @@ class ModelCopy:
 
     What else a task changes is sent to server 0: module buffers and frozen parameters. ``parameters`` are the trained
     ones, by name, in the order of the server's layout; with ``shares_memory`` they are the server's memory.
-    ``before_refusal`` is called before a change of the task is refused. ``tables`` are the names of embedding tables.
+    ``before_refusal`` is called before a change of the task is refused. ``tables`` are the embedding tables, by name,
+    and where the rows of each server end.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class ModelCopy:
         parameters: Mapping[str, Tensor],
         shares_memory: bool = False,
         before_refusal: Callable[[], object] = lambda: None,
-        tables: Collection[str] = (),
+        tables: Mapping[str, list[int]] | None = None,
     ) -> None:
         self.parameters = parameters
         self.tree = ModelTree(model)
@@ -42,10 +43,10 @@ class ModelCopy:
         self._model = model
         self._shares_memory = shares_memory
         self._before_refusal = before_refusal
-        self._tables = frozenset(tables)
+        self._tables = dict(tables or {})
         # Rows that are on the servers only cannot be changed here.
         own = {name: parameter for name, parameter in parameters.items() if not isinstance(parameter, RemoteTable)}
-        self.loaded = LoadedParameters(own, owned=not shares_memory, tables=self._tables)
+        self.loaded = LoadedParameters(own, owned=not shares_memory, tables=self._tables.keys())
         self._known_buffers: PackedBuffers | None = None  # that the server sent, or was sent, last
         trained = {id(parameter) for parameter in parameters.values()}
         self._frozen = {n: p for n, p in model.named_parameters() if id(p) not in trained}
@@ -105,9 +106,9 @@ class ModelCopy:
                 continue
             table.grad = gradient.coalesce()
             row_bytes = table.numel() // max(len(table), 1) * table.element_size()
-            use = self.table_uses.setdefault(name, TableUse(len(table), row_bytes))
-            use.ids += gradient._nnz()
-            use.used_rows += table.grad._nnz()
+            if name not in self.table_uses:
+                self.table_uses[name] = TableUse(len(table), row_bytes, self._tables[name])
+            self.table_uses[name].add(gradient._nnz(), table.grad._indices()[0].cpu().numpy())
 
     # Module buffers, and what else the server lacks.
 

@@ -20,6 +20,7 @@ from paramserver.parameters.model import build_model, detached_state_dict, load_
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.remote_tables import exclude_from_compile
 from paramserver.parameters.sharding import full_shard
+from paramserver.parameters.tables import row_ends
 from paramserver.rng import seed_all
 from paramserver.server.client import ServerClient
 from paramserver.server.shared_optimizer import SharedOptimizer
@@ -122,8 +123,8 @@ class RpcTrainer(Trainer):
         trained = find_trained(self.model, reply.parameter_layout)
         transport = make_transport(self.control, reply, list(trained.values()))
         layout, rows = reply.parameter_layout, None
+        shards = reply.shards or (full_shard(layout),)
         if layout.tables and not transport.shares_rows:
-            shards = reply.shards or (full_shard(layout),)
             rows = RowLookup(self.server, layout, shards, list(trained.values()), self.lockstep, self.clock)
             exclude_from_compile(self.model)
         self.model_copy = ModelCopy(
@@ -131,7 +132,7 @@ class RpcTrainer(Trainer):
             trained,
             transport.shares_parameters,
             lambda: self.control.flush_records().wait(),
-            [layout.slots[number].name for number in layout.tables],
+            row_ends(layout, shards),
         )
         self.tree = self.model_copy.tree
         self.record("transport", transport=transport.name)

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from paramserver.errors import TaskError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from paramserver.buffers.positions import Key
 
 
@@ -268,17 +271,46 @@ class TrainerTotals:
     tables: dict[str, TableUse] = field(default_factory=dict)  # by name
 
 
+TABLE_RANGES = 64
+"""The use of a table is counted in so many ranges of rows, of the same size."""
+
+
 @dataclass
 class TableUse:
     """What the gradients of a trainer had of an embedding table.
 
-    ``ids`` are all that were used, and ``used_rows`` the different ones of each step. ``rows`` are those of the table.
+    ``rows`` are those of the table, and ``ends`` where the rows of each server end. ``ids`` are all that were used, and
+    the rest counts the different rows of each step: by range of the table, and by server.
     """
 
     rows: int
     row_bytes: int
+    ends: list[int]
     ids: int = 0
     used_rows: int = 0
+    by_range: list[int] = field(default_factory=lambda: [0] * TABLE_RANGES)
+    by_server: list[int] = field(default_factory=list)
+
+    def add(self, num_ids: int, rows: npt.NDArray[np.int64]) -> None:
+        """Count a gradient for ``rows``, ascending, that was computed with so many ids.
+
+        Example::
+
+            >>> import numpy as np
+            >>> use = TableUse(rows=640, row_bytes=8, ends=[320, 640])
+            >>> use.add(5, np.array([0, 9, 10, 639]))
+            >>> use.ids, use.used_rows, use.by_range[:2], use.by_server
+            (5, 4, [2, 1], [3, 1])
+        """
+        import numpy as np  # here, as a launcher imports this module
+
+        self.ids += num_ids
+        self.used_rows += len(rows)
+        edges = np.arange(TABLE_RANGES + 1) * self.rows // TABLE_RANGES
+        in_ranges = np.diff(np.searchsorted(rows, edges)).tolist()
+        self.by_range = [total + count for total, count in zip(self.by_range, in_ranges, strict=True)]
+        in_servers = np.diff(np.searchsorted(rows, [0, *self.ends])).tolist()
+        self.by_server = [a + b for a, b in zip(self.by_server or [0] * len(self.ends), in_servers, strict=True)]
 
 
 @dataclass

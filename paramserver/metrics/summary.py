@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paramserver.metrics.records import PHASES, DurationHistogram, TrainerTotals
+from paramserver.metrics.records import PHASES, TABLE_RANGES, DurationHistogram, TableUse, TrainerTotals
 
 
 def totals_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
@@ -48,8 +48,24 @@ def _tables_of(trainers: Sequence[TrainerTotals], steps: int) -> dict[str, Any]:
             "rows_per_step": round(used_rows, 1),
             "bytes_per_step": round(used_rows * row_bytes),
             "bytes_of_all_rows": rows * row_bytes,
+            **_places_of(uses),
         }
     return tables
+
+
+def _places_of(uses: Sequence[TableUse]) -> dict[str, Any]:
+    """Return which range of a table is used most, and what each server has of the used rows."""
+    total = sum(use.used_rows for use in uses)
+    if not total:
+        return {}
+    by_range = [sum(counts) for counts in zip(*(use.by_range for use in uses), strict=True)]
+    busiest, rows = by_range.index(max(by_range)), uses[0].rows
+    by_server = [sum(counts) for counts in zip(*(use.by_server for use in uses if use.by_server), strict=True)]
+    return {
+        "busiest_rows": [edge * rows // TABLE_RANGES for edge in (busiest, busiest + 1)],
+        "busiest_share": round(by_range[busiest] / total, 4),
+        "server_shares": [round(count / total, 4) for count in by_server],
+    }
 
 
 def _trainer(t: TrainerTotals) -> dict[str, Any]:

@@ -197,6 +197,18 @@ def table_ranges(layout: FlatLayout, shards: Sequence[Shard]) -> list[TableRange
     ]
 
 
+def row_ends(layout: FlatLayout, shards: Sequence[Shard]) -> dict[str, list[int]]:
+    """Return of each table, by its name, where the rows of each server end; a server may have none."""
+    ranges = table_ranges(layout, shards)
+    return {
+        layout.slots[number].name: [
+            max([own.rows.stop for own in ranges if own.slot == number and own.server_index <= server_index], default=0)
+            for server_index in range(len(shards))
+        ]
+        for number in layout.tables
+    }
+
+
 def mean_of_rows(gradients: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
     """Return the mean of scaled, coalesced sparse gradients, which is coalesced. A row that one lacks is zero there.
 

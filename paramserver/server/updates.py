@@ -219,7 +219,7 @@ class Updates:
         ``streams_tables`` the state has streams in the place of large tables, which may be read afterwards.
         """
         snapshot: int | None = None
-        if streams_tables and self._store.tables:
+        if streams_tables and any(shard.layout.tables for shard in self._shards):
             snapshot = self._num_snapshots = self._num_snapshots + 1
 
         def collect(_: Sequence[Any]) -> None:

@@ -149,7 +149,7 @@ class ShardContent:
     def generators(self, seed: int, version: int, server_index: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def step(self, groups: Any) -> None:
+    def step(self, groups: Any, version: int) -> None:
         """Do nothing: the shard counts its versions."""
 
     def clone(self) -> list[Tensor]:

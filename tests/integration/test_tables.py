@@ -84,6 +84,11 @@ def test_rows_are_divided_over_servers_and_sent(tmp_path, kind, accumulate_batch
         assert words["ids_per_step"] == pytest.approx(24 * accumulate_batches, rel=0.05)
         assert 1 < words["rows_per_step"] < words["ids_per_step"]
         assert (words["rows"], words["bytes_of_all_rows"]) == (60, 60 * 3 * 8)
+        first, end = words["busiest_rows"]
+        assert (0 <= first < end <= 60, end - first) == (True, 1)
+        assert 1 / 60 < words["busiest_share"] < 0.5
+        assert len(words["server_shares"]) == (servers if run is other else 1)
+        assert sum(words["server_shares"]) == pytest.approx(1, abs=1e-3)
         assert words["bytes_per_step"] == pytest.approx(words["rows_per_step"] * 3 * 8, abs=2)
         assert re.search(r"tables +.*words.weight \d+ of 60 rows a step", run.output)
     # With several servers the norm of the gradients is rounded in another way.

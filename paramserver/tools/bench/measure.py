@@ -363,6 +363,7 @@ def _outcome(
         "peak_rss_mb": {k: max((p[k] for p in peaks if p[k] is not None), default=None) for k in ("server", "trainer")},
         "staleness": summaries[0]["staleness"],
         "transports": summaries[0]["transports"],
+        "tables": summaries[0].get("tables", {}),
         "model_bytes": stamps[0].model_bytes,
         "predicted": _predicted(case, method, stamps[0], found["wire_bytes_per_step"]),
         **(_wire_bytes(case, stamps, window, wire) if case.mode.has_process_group else {}),

@@ -295,6 +295,7 @@ def _result(run: Run, case: str, repeat: int, varying: set[str], baseline: str |
         **{name: summary.get(name) for name in ("seconds", "steps", "samples", "samples_per_second", "step_ms")},
         **{name: summary.get(name) for name in ("phases_ms", "wire_bytes_per_step", "staleness", "peak_rss_mb")},
         "transports": run.transports,
+        "tables": summary.get("tables") or {},
         **learning_curves(run.records, summary),
         "environment": {
             **{name: environment.get(name) for name in ("versions", "host", "command")},

@@ -63,6 +63,7 @@ class CaseResult:
     wire_bytes_source: str | None = None
     model_bytes: int | None = None
     staleness: Mapping[str, Any] | None = None
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     cpu_s: Numbers = field(default_factory=dict)
     peak_rss_mb: Numbers = field(default_factory=dict)
     loss: tuple[tuple[float, float, float | None], ...] = ()
@@ -141,6 +142,13 @@ def _is_staleness(value: Any) -> bool:
     return figures and all(_are_counts(part.get("histogram") or {}, 9) for part in parts)
 
 
+def _are_tables(value: Any) -> bool:
+    if not isinstance(value, dict) or not all(isinstance(own, dict) for own in value.values()):
+        return False
+    figures = [figure for own in value.values() for figure in own.values()]
+    return all(_is_number(x) or (isinstance(x, list) and all(map(_is_number, x))) for x in figures)
+
+
 _NAME: Rule = (lambda v: isinstance(v, str) and bool(v), "a name")
 _TEXT: Rule = (lambda v: isinstance(v, str), "text")
 _COUNT: Rule = (_is_count, "a whole number from 0 on")
@@ -175,6 +183,7 @@ _OPTIONAL: dict[str, Rule] = {
     "wire_bytes_per_step": _FIGURE,
     "wire_bytes_source": _TEXT,
     "staleness": (_is_staleness, "a mapping with mean, p95, max, histogram and trainers"),
+    "tables": (_are_tables, "a mapping of names to the figures of an embedding table"),
     "loss": (_points_of(lambda v: v is None or _is_number(v)), "a list of [samples, seconds, loss]"),
     "validation": (_points_of(_is_numbers), "a list of [samples, seconds, {name: value}]"),
     "target": _NUMBERS,

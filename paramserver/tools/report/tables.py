@@ -318,6 +318,42 @@ def staleness_figures(counts: Mapping[int, int]) -> tuple[str, str, str, str]:
     return format_number(sum(value * n for value, n in counts.items()) / total), str(p95), str(max(counts)), str(total)
 
 
+def embedding_table(cases: Sequence[ReportCase]) -> Table:
+    """What a step of a trainer used of each embedding table, in the last repeat of each case."""
+    titles = (
+        "case",
+        "table",
+        "rows",
+        "ids per step",
+        "rows per step",
+        "rows per step (KiB)",
+        "all rows (KiB)",
+        "busiest 64th of the rows",
+        "its share of the use",
+        "share of each server",
+    )
+    rows = []
+    for case in by_speed(cases):
+        for name, own in case.completed[-1].tables.items() if case.completed else ():
+            busiest = own.get("busiest_rows")
+            rows.append(
+                (
+                    quoted_name(case),
+                    quoted(name),
+                    *(format_number(own.get(figure)) for figure in ("rows", "ids_per_step", "rows_per_step")),
+                    *(_kib(own.get(figure)) for figure in ("bytes_per_step", "bytes_of_all_rows")),
+                    f"{busiest[0]} to {busiest[1] - 1}" if busiest else DASH,
+                    format_number(own.get("busiest_share")),
+                    " / ".join(format_number(share) for share in own.get("server_shares") or ()) or DASH,
+                )
+            )
+    return Table(titles, rows)
+
+
+def _kib(size_bytes: float | None) -> str:
+    return format_number(None if size_bytes is None else size_bytes / 1024)
+
+
 def resources_table(cases: Sequence[ReportCase]) -> Table:
     def wire(case: ReportCase) -> str:
         """Bytes on the wire, and their source where the trainers did not count them."""
