@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 # Errors of file systems that do not support fsync of a folder, such as some network file systems. Nothing else helps.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
@@ -50,6 +50,14 @@ def then_resume(path: Path) -> str:
     except OSError:  # a disk that cannot be read either
         return "then --resume"
     return "then start it again under another logging.name, as it has no checkpoint to resume from"
+
+
+class Writable(Protocol):
+    """What ``torch.save`` needs of a file."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> int: ...
+
+    def flush(self) -> None: ...
 
 
 class HashingFile:

@@ -8,14 +8,13 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from paramserver.checkpoint.serialization import Writable
+from paramserver.fileio import Writable
 
 # Little enough that an update hardly waits for a range that is being copied.
 _RANGE_BYTES = 2 * 2**20

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from paramserver.checkpoint.row_stream import StreamingFile
 from paramserver.errors import CheckpointError, TaskError
+from paramserver.fileio import Writable
 
 # Small enough that other messages on the same connection hardly wait for one, large enough that a call costs little.
 CHUNK_BYTES = 8 * 2**20
@@ -30,14 +31,6 @@ _NUMPY_FUNCTIONS: list[Any] = [np.zeros(0).__reduce__()[0], np.float64(0).__redu
 _NUMPY_TYPES: list[Any] = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDGSUVmM"}]
 _NUMPY: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [*_NUMPY_FUNCTIONS, *_NUMPY_TYPES]
 _NUMPY_NAMES = {f"{known.__module__}.{known.__name__}" for known in (*_NUMPY_FUNCTIONS, *_NUMPY_TYPES)}
-
-
-class Writable(Protocol):
-    """What ``torch.save`` needs of a file."""
-
-    def write(self, data: bytes | bytearray | memoryview) -> int: ...
-
-    def flush(self) -> None: ...
 
 
 def write_archive(obj: Any, file: Writable) -> None:

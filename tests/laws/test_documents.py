@@ -26,6 +26,7 @@ from paramserver import cli, elastic, evaluate, predict
 from paramserver.config import KEYS, SECTIONS, config_from_mapping, describe_keys, load_config
 from paramserver.launch import make_parser
 from paramserver.online.spec import IngestSpec
+from paramserver.tools import export
 from paramserver.tools.bench import command as benchmark
 from paramserver.tools.chaos import command as chaos
 from paramserver.tools.doctor import command as doctor
@@ -177,6 +178,7 @@ def all_help():
         make_parser,
         evaluate.make_parser,
         predict.make_parser,
+        export.make_parser,
         cli.make_keys_parser,
         cli.make_ping_parser,
     ]
