@@ -234,9 +234,10 @@ class Updates:
         self._when_all(unconfirmed, collect)  # a request for the state must not overtake the last update
 
     def _merge(self, others: Sequence[ShardState], snapshot: int | None) -> UpdaterState:
-        store, updater, layout = self._store, self._shard.updater, self._store.parameters.layout
+        store, updater = self._store, self._shard.updater
         if not others and snapshot is None:
             return store.updater
+        layout = store.parameters.layout
         for shard, part in zip(self._shards[1:], others, strict=True):
             for own, collected in zip(shard.slice_flats(store.parameters.flats), part.weights or (), strict=False):
                 if collected is not None:
