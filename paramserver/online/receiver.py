@@ -348,7 +348,9 @@ class _ReceiverLoop:
                 raise _source_error(
                     f"trainer {self.spec.trainer_index} was refused by the coordinator on rank 0: {self._refusal}"
                 )
-            keys = "" if self.spec.keys is None else f", or its keys are not those of this host ({self.spec.keys})"
+            keys = ", or it has keys, and simulations.keys is null here"
+            if self.spec.keys is not None:
+                keys = f", or its keys are not those of this host ({self.spec.keys})"
             raise _source_error(
                 f"trainer {self.spec.trainer_index} received nothing from the coordinator at "
                 f"{self.spec.coordinator_address} for {self.spec.timeout_s:g} s; rank 0 is gone or cannot be "
