@@ -29,8 +29,8 @@ def find_ratings() -> Path:
     package = find_spec("recbole")
     if package is None or package.origin is None:
         raise FileNotFoundError(
-            "MovieLens-100k: python -m pip install --no-deps recbole==1.2.1, which has it, or set task_args.ratings to a "
-            "file with the columns user_id, item_id, rating and timestamp"
+            "MovieLens-100k is not here: python -m pip install --no-deps recbole==1.2.1, which has it, or set "
+            "task_args.ratings to a file with the columns user_id, item_id, rating and timestamp"
         )
     return Path(package.origin).parent / "dataset_example" / "ml-100k" / "ml-100k.inter"
 
@@ -65,7 +65,7 @@ class MovieLens(Task):
         lr: of Adagrad.
     """
 
-    def __init__(self, ratings: str | None = None, width: int = 32, lr: float = 0.1) -> None:
+    def __init__(self, ratings: str | None = None, width: int = 16, lr: float = 0.05) -> None:
         self.users, self.films = read_ratings(ratings or find_ratings())
         self.width, self.lr = width, lr
         num_users, num_films = int(self.users.max()) + 1, int(self.films.max()) + 1
