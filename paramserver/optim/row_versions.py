@@ -21,6 +21,8 @@ def record_rows(optimizer: torch.optim.Optimizer, version: int) -> None:
     before.
     """
     for own in optimizers_of(optimizer):
+        if not isinstance(getattr(own, "state", None), Mapping):
+            continue  # a wrapper with a state of its own kind
         for parameter in (p for group in own.param_groups for p in group["params"]):
             if parameter.grad is None or not parameter.grad.is_sparse:
                 continue
