@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from task import FactorisationMachine
+from factorisation import FactorisationMachine
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 

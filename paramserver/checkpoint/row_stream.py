@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -27,9 +27,9 @@ _DIRECTORY = b"PK\1\2"
 
 @dataclass(frozen=True, eq=False)
 class RowStream:
-    """A tensor in a state, in the place of which a file gets what ``read`` returns: rows first to end, exclusive.
+    """Stands for a tensor in a state. ``read`` returns its rows when the file is written: from first to end, exclusive.
 
-    They are read once, in order, as contiguous tensors on the CPU.
+    They are read once, in order, as tensors on the CPU.
 
     Example::
 
@@ -85,6 +85,42 @@ def concatenate(parts: Sequence[RowStream]) -> RowStream:
     return RowStream((ends[-1], *parts[0].shape[1:]), parts[0].dtype, read)
 
 
+def replace_tensors(state: Any, streams: Mapping[int, RowStream]) -> Any:
+    """Return a nested structure with streams in the place of the tensors that have their addresses and shapes.
+
+    What has none of them is the same object.
+
+    Example::
+
+        >>> table, step = torch.zeros(2, 3), torch.tensor(4.0)
+        >>> stream = RowStream((2, 3), torch.float32, lambda first, end: table[first:end])
+        >>> replaced = replace_tensors({"sum": table, "step": step}, {table.data_ptr(): stream})
+        >>> replaced["sum"] is stream, replaced["step"]
+        (True, tensor(4.))
+    """
+
+    def replace(value: Any) -> Any:
+        stream = streams.get(value.data_ptr()) if isinstance(value, Tensor) else None
+        return stream if stream is not None and stream.shape == tuple(value.shape) else value
+
+    return _map(replace, state)
+
+
+def _map(function: Callable[[Any], Any], state: Any) -> Any:
+    """Return a nested structure with ``function`` of each value; what it leaves as it is is the same object."""
+    if isinstance(state, dict):
+        items = {key: _map(function, value) for key, value in state.items()}
+        if all(items[key] is value for key, value in state.items()):
+            return state
+        fresh = copy.copy(state)  # keeps the class and the attributes of a state_dict
+        fresh.update(items)
+        return fresh
+    if type(state) in (list, tuple):
+        values = [_map(function, value) for value in state]
+        return state if all(own is value for own, value in zip(values, state, strict=True)) else type(state)(values)
+    return function(state)
+
+
 class StreamingFile:
     """A file for ``torch.save`` that gets the rows of streams in the place of their placeholders.
 
@@ -103,26 +139,19 @@ class StreamingFile:
         self._is_streamed = False  # the last write was of a stream
 
     def with_placeholders(self, state: Any) -> Any:
-        """Return a nested structure with a placeholder for each stream; whatever has none is the same object."""
-        if isinstance(state, RowStream):
-            for known, placeholder in self._streams.values():
-                if known is state:
-                    return placeholder
-            placeholder = state.placeholder()
-            if state.nbytes:
-                self._streams[placeholder.data_ptr()] = state, placeholder
-            return placeholder
-        if isinstance(state, dict):
-            items = {key: self.with_placeholders(value) for key, value in state.items()}
-            if all(items[key] is value for key, value in state.items()):
-                return state
-            fresh = copy.copy(state)  # keeps the class and the attributes of a state_dict
-            fresh.update(items)
-            return fresh
-        if type(state) in (list, tuple):
-            values = [self.with_placeholders(value) for value in state]
-            return state if all(own is value for own, value in zip(values, state, strict=True)) else type(state)(values)
-        return state
+        """Return a nested structure with a placeholder for each stream; what has none is the same object."""
+        return _map(self._placeholder, state)
+
+    def _placeholder(self, value: Any) -> Any:
+        if not isinstance(value, RowStream):
+            return value
+        for known, placeholder in self._streams.values():
+            if known is value:
+                return placeholder
+        placeholder = value.placeholder()
+        if value.nbytes:
+            self._streams[placeholder.data_ptr()] = value, placeholder
+        return placeholder
 
     @property
     def has_streams(self) -> bool:

@@ -32,7 +32,7 @@ from paramserver.checkpoint.format import (
     unfinished_writes,
     why_incomplete,
 )
-from paramserver.errors import StorageError, TrainingError, UnsupportedConfiguration, kind_and_message
+from paramserver.errors import ParamserverError, StorageError, TrainingError, UnsupportedConfiguration, kind_and_message
 from paramserver.fileio import DISK_CURES, HashingFile, atomic_rename, atomic_write_text, fsync_folder, then_resume
 
 if TYPE_CHECKING:
@@ -130,6 +130,8 @@ def _write_object(obj: Any, file: HashingFile, name: str) -> None:
 
     try:
         write_archive(obj, file)
+    except ParamserverError:
+        raise  # of a stream: a server is lost, or a row is not finite
     except Exception as error:  # pickle and torch raise many types for what they cannot store
         cause = kind_and_message(error)
         raise TrainingError(f"checkpoint object {name} must be savable ({cause}); {_WHAT_TO_KEEP}") from error

@@ -14,7 +14,7 @@ from typing import Any
 
 from paramserver.checkpoint.format import read_manifest
 from paramserver.checkpoint.save import apply_retention, mark_best, write_checkpoint
-from paramserver.errors import DeadlineExceeded, ParamserverError, UnsupportedConfiguration
+from paramserver.errors import DeadlineExceeded, ParamserverError, PeerLost, UnsupportedConfiguration
 
 _log = logging.getLogger(__name__)
 _WAKE_S = 5.0
@@ -61,6 +61,8 @@ class CheckpointWriter:
         self.keep = keep
         self.written: list[WrittenCheckpoint] = []
         self.superseded = 0
+        # What ended the last write, if a server was lost whose rows it read; the checkpoint before it is the newest.
+        self.lost: PeerLost | None = None
         self._changed = threading.Condition()
         # ``_changed`` guards ``_waiting``, ``_current``, ``_closed`` and ``superseded``. At most one best and one other
         # job wait.
@@ -189,11 +191,17 @@ class CheckpointWriter:
             return
         try:
             written = self._write(job)
+        except PeerLost as lost:
+            # Not an error of the writer: the run returns to the checkpoint before.
+            _log.warning("checkpoint of step %d is not written: %s", job.step, lost)
+            self.lost = lost
+            job.future.set_exception(lost)
         except BaseException as error:  # noqa: BLE001 - kept: the next submit and close raise it
             # Before the future: a caller that waits for it and then submits must get this error. Same below.
             self._error = self._error or error
             job.future.set_exception(error)
         else:
+            self.lost = None
             self.written.append(written)
             job.future.set_result(written)
 

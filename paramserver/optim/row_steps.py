@@ -15,7 +15,7 @@ from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import ThreadTeam
 from paramserver.optim.row_versions import ROW_VERSION
 from paramserver.optim.row_wise_adagrad import RowWiseAdagrad
-from paramserver.parameters.tables import sparse_gradient
+from paramserver.parameters.tables import LARGE_BYTES, sparse_gradient
 
 _ALL_ROWS = "it would change all of its rows in each step"
 _NOT_FUSED = "torch has no fused step with a sparse gradient"
@@ -69,17 +69,15 @@ def _check_group(optimizer: torch.optim.Optimizer, group: Mapping[str, object], 
 
 # Their state is made in the first step of a parameter, and has numbers and tensors with an entry for each row only.
 _STATE_BY_ROWS = (*_STEPS_ROWS, RowWiseAdagrad)
-# Smaller tables stay in the caches of a processor, or nearly so.
-_LARGE_BYTES = 16 * 2**20
 
 
 class RowStep:
     """Steps an optimizer over copies of the rows that have gradients, and writes them back.
 
-    The optimizers of torch go through the rows of parameter and state several times, and in a large table nearly every
-    access misses the caches. Here the rows are read once and written once, by all threads of ``team``. The optimizer
-    makes the same operations with each row, so no bit changes. Other optimizers than those that are known, and those
-    with hooks, step the whole table.
+    The optimizers of torch go through the rows of parameter and state several times, and in a large table, which does
+    not stay in the caches of a processor, nearly every access misses them. Here the rows are read once and written
+    once, by all threads of ``team``. The optimizer makes the same operations with each row, so no bit changes. Other
+    optimizers than those that are known, and those with hooks, step the whole table.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -95,7 +93,7 @@ class RowStep:
                 for group in own.param_groups:
                     for parameter in group["params"]:
                         gradient = parameter.grad
-                        if gradient is None or not gradient.is_sparse or parameter.nbytes < _LARGE_BYTES:
+                        if gradient is None or not gradient.is_sparse or parameter.nbytes < LARGE_BYTES:
                             continue
                         if id(parameter) in self._has_state:
                             copies.enter_context(self._copied_rows(own, parameter))
@@ -125,6 +123,7 @@ class RowStep:
         finally:
             parameter.grad = None
             parameter.data = data
+            parameter.grad = gradient
             state.update(wholes)
 
     def _read(self, whole: Tensor, rows: Tensor) -> Tensor:

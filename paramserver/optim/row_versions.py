@@ -17,8 +17,6 @@ def record_rows(optimizer: torch.optim.Optimizer, version: int) -> None:
     """Record that ``version`` has changed the rows for which the sparse gradients in ``.grad`` have values.
 
     They are coalesced. Call it after the step, as an optimizer may make its state in the first one only if it is empty.
-    Rows of which nothing was recorded before, as in a checkpoint of an earlier release, count as changed by the version
-    before.
     """
     for own in optimizers_of(optimizer):
         if not isinstance(getattr(own, "state", None), Mapping):
@@ -28,9 +26,7 @@ def record_rows(optimizer: torch.optim.Optimizer, version: int) -> None:
                 continue
             state = own.state[parameter]
             if ROW_VERSION not in state:
-                state[ROW_VERSION] = torch.full(
-                    (len(parameter),), version - 1, dtype=torch.int32, device=parameter.device
-                )
+                state[ROW_VERSION] = torch.zeros(len(parameter), dtype=torch.int32, device=parameter.device)
             state[ROW_VERSION].index_fill_(0, parameter.grad._indices()[0], version)
 
 

@@ -19,11 +19,10 @@ from paramserver.optim.row_steps import RowStep
 from paramserver.optim.row_versions import record_rows
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
 from paramserver.parameters.sharding import Shard, States, optimizer_indices
-from paramserver.parameters.tables import mean_of_rows, table_ranges
-from paramserver.parameters.unowned_tables import LARGE_BYTES
+from paramserver.parameters.tables import large_tables, mean_of_rows, table_ranges
 
 WEIGHT = ""
-"""The name of the weights of a table in its snapshot; the others are those of the optimizer's state."""
+"""The name of the weights of a table in its snapshot, which no entry of an optimizer's state has."""
 
 
 class ShardUpdater:
@@ -52,7 +51,7 @@ class ShardUpdater:
         self._parallel_step: ParallelStep | None = None
         self._row_step = RowStep(optimizer) if layout.tables else None
         # Of checkpoints that are being written, by their numbers: that of each large table, by its slot.
-        self.table_snapshots: dict[int, dict[int, RowSnapshot]] = {}
+        self.snapshots: dict[int, dict[int, RowSnapshot]] = {}
         self.optimizer_indices = optimizer_indices(optimizer, parameters)
         # A pull needs them as targets of gradients only, never a copy.
         self.leaves = [gradient_leaf(flat) for flat in self.ranges]
@@ -141,10 +140,10 @@ class ShardUpdater:
         if groups is not None:
             for group, own in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update(own)
-        for snapshots in list(self.table_snapshots.values()):
+        for by_slot in list(self.snapshots.values()):
             for slot, _, parameter in self.owned:
-                if slot in snapshots and parameter.grad is not None:
-                    snapshots[slot].keep(parameter.grad._indices()[0])
+                if slot in by_slot and parameter.grad is not None:
+                    by_slot[slot].copy_before_update(parameter.grad._indices()[0])
         step = self._row_step or self._parallel_step or self.optimizer.step
         step()
         if self.tables and version is not None:
@@ -168,10 +167,10 @@ class ShardUpdater:
 
     def snapshot_tables(self) -> dict[int, RowSnapshot]:
         """Return a snapshot of each large table by its slot: of ``WEIGHT``, and of the state that has its rows."""
-        found = {}
+        found, large = {}, large_tables(self.layout)
         states = {id(p): optimizer.state.get(p, {}) for optimizer, p in self._numbered()}
         for slot, _, parameter in self.owned:
-            if slot in self.layout.tables and parameter.nbytes >= LARGE_BYTES and parameter.is_contiguous():
+            if slot in large:
                 by_rows = {
                     name: value
                     for name, value in states.get(id(parameter), {}).items()
@@ -183,18 +182,21 @@ class ShardUpdater:
     @property
     def states(self) -> States:
         """The optimizer's state of each parameter that it has stepped, by index."""
-        # The numbers are those of a full optimizer, so the states of all servers together are one ``state_dict``.
-        found: States = {}
-        for number, (optimizer, parameter) in enumerate(self._numbered()):
-            if parameter in optimizer.state:
-                found[number] = optimizer.state[parameter]
         for optimizer in optimizers_of(self.optimizer):
             if not all(isinstance(key, Tensor) for key in optimizer.state):
                 raise TaskError(
                     f"the state of {type(optimizer).__name__} must belong to parameters, with more than one server, as "
                     "each has those of its own; set cluster.num_servers: 1"
                 )
-        return found
+        return self._states_of_parameters()
+
+    def _states_of_parameters(self) -> States:
+        # The numbers are those of a full optimizer, so the states of all servers together are one ``state_dict``.
+        return {
+            number: optimizer.state[parameter]
+            for number, (optimizer, parameter) in enumerate(self._numbered())
+            if parameter in optimizer.state
+        }
 
     def _numbered(self) -> list[tuple[torch.optim.Optimizer, Tensor]]:
         """Return every parameter with its optimizer, in the order of the groups."""
@@ -204,7 +206,8 @@ class ShardUpdater:
     def owned_states(self) -> States:
         """The optimizer's state of each owned parameter, by index."""
         owned = {self.optimizer_indices[piece.slot] for piece in self.shard.slices}
-        return {number: state for number, state in self.states.items() if number in owned}
+        states = self._states_of_parameters() if self._is_everything else self.states
+        return {number: state for number, state in states.items() if number in owned}
 
     def load_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Replace the optimizer's states of all parameters."""

@@ -109,7 +109,7 @@ class Updater:
         return self._names
 
     @property
-    def tables(self) -> dict[str, RowStream]:
+    def tables(self) -> dict[int, tuple[str, RowStream]]:
         """The tables that a checkpoint reads while its files are written: none, see ``UpdaterState``."""
         return {}
 

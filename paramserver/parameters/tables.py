@@ -19,7 +19,9 @@ from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard, rows_of
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_LARGE_BYTES = 64 * 2**20
+LARGE_BYTES = 16 * 2**20
+"""From this size on a table takes no memory where it is not needed, and is stepped and stored by rows."""
+_COSTLY_BYTES = 64 * 2**20
 
 
 def find_tables(model: nn.Module) -> list[str]:
@@ -51,7 +53,7 @@ def describe_large(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if not isinstance(module, EMBEDDINGS) or _is_sparse(module) or not module.weight.requires_grad:
             continue
-        if module.weight.nbytes >= _LARGE_BYTES:
+        if module.weight.nbytes >= _COSTLY_BYTES:
             return (
                 f"the gradient of {type(module).__name__} {name} is dense, and each step computes and applies all of "
                 f"its {module.weight.nbytes / 2**20:,.0f} MiB; with sparse=True it has the rows of the batch only"
@@ -194,6 +196,16 @@ def table_ranges(layout: FlatLayout, shards: Sequence[Shard]) -> list[TableRange
         for server_index, shard in enumerate(shards)
         for piece, own in zip(shard.slices, shard.layout.slots, strict=True)
         if piece.slot in layout.tables
+    ]
+
+
+def large_tables(layout: FlatLayout) -> list[int]:
+    """Return the slots of the tables that are large as a whole, and lie in memory row by row."""
+    return [
+        number
+        for number in layout.tables
+        if (slot := layout.slots[number]).numel * layout.dtypes[slot.group].itemsize >= LARGE_BYTES
+        and slot.stride == tuple(math.prod(slot.shape[place + 1 :]) for place in range(len(slot.shape)))
     ]
 
 

@@ -13,18 +13,16 @@ import inspect
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paramserver.parameters.tables import EMBEDDINGS
+from paramserver.parameters.tables import EMBEDDINGS, LARGE_BYTES
 
-_VALUES = {torch.full_like: None, torch.zeros_like: 0, torch.ones_like: 1}  # None for an argument
-LARGE_BYTES = 16 * 2**20
 _CHUNK_BYTES = 2 * 2**20
 _PROT_NONE, _MAP_FIXED = 0, 0x10  # of mmap(2) on Linux; Python's mmap has no names for them
 _MOST_CHUNKS = 4096  # a process has at most 65,530 mappings (vm.max_map_count)
@@ -80,31 +78,39 @@ def _replace(init: Callable[..., None], made: list[Tensor]) -> Callable[..., Non
     return replaced
 
 
-class StateWithoutMemory(TorchFunctionMode):
-    """While it is entered, tensors that are made like a large table, with one value, take next to no memory.
+@contextmanager
+def adagrad_without_memory(tables: Iterable[Tensor]) -> Iterator[None]:
+    """Let the state that ``torch.optim.Adagrad`` makes for large tables, when it is built here, take no memory.
 
-    An optimizer that makes its state when it is built, as ``Adagrad`` does, would make that of all rows. What is made
-    must be copied in part before anything is written to it.
-
-    Example::
-
-        >>> with StateWithoutMemory([table := torch.zeros(500_000, 16)]):
-        ...     state = torch.full_like(table, 0.5)
-        >>> state.shape, state[:2, 0]
-        (torch.Size([500000, 16]), tensor([0.5000, 0.5000]))
+    It has the right value in each row. No row may be written: the state is replaced, or parts of it are copied, first.
+    Classes that are derived from it are not known to do that.
     """
+    places = {table.data_ptr(): table.shape for table in tables if table.nbytes >= LARGE_BYTES}
+    init = torch.optim.Adagrad.__init__
 
-    def __init__(self, tables: Iterable[Tensor]) -> None:
+    @functools.wraps(init)
+    def replaced(self: Any, *args: Any, **kwargs: Any) -> None:
+        with _FullWithoutMemory(places) if type(self) is torch.optim.Adagrad else nullcontext():
+            init(self, *args, **kwargs)
+
+    torch.optim.Adagrad.__init__ = replaced  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.optim.Adagrad.__init__ = init  # type: ignore[method-assign]
+
+
+class _FullWithoutMemory(TorchFunctionMode):
+    """Lets ``torch.full_like`` of the tensors at these places return repeated memory."""
+
+    def __init__(self, places: Mapping[int, torch.Size]) -> None:
         super().__init__()
-        self._places = {table.data_ptr(): table.shape for table in tables if table.nbytes >= LARGE_BYTES}
+        self._places = places
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _VALUES and args and self._places.get(args[0].data_ptr()) == args[0].shape:
-            made = repeated_memory(tuple(args[0].shape), kwargs.get("dtype") or args[0].dtype)
-            value = _VALUES[func]
-            return made.fill_((kwargs["fill_value"] if len(args) < 2 else args[1]) if value is None else value)
-        return func(*args, **kwargs)
+        if func is torch.full_like and self._places.get(args[0].data_ptr()) == args[0].shape:
+            return repeated_memory(tuple(args[0].shape), args[0].dtype).fill_(args[1])
+        return func(*args, **(kwargs or {}))
 
 
 def repeated_memory(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

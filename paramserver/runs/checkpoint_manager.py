@@ -26,7 +26,7 @@ from paramserver.checkpoint import (
     stage_copy,
     unpack,
 )
-from paramserver.checkpoint.row_stream import RowStream
+from paramserver.checkpoint.row_stream import RowStream, replace_tensors
 from paramserver.checkpoint.save import restore_best_pointer
 from paramserver.checkpoint.serialization import check_mapping
 from paramserver.config import Config, num_trainers_of, world_size_of
@@ -106,15 +106,15 @@ def load_for_resume(config: Config, run: RunDir) -> ResumeState:
 class UpdaterState(Protocol):
     """The state of optimizer and schedule, and the names of the parameters in the order of the optimizer.
 
-    Large embedding tables on servers, by name, and optimizer state with their rows, are streams that may be read until
-    ``release``, which any thread may call.
+    ``tables`` are large embedding tables on servers, by the addresses of their weights, with their names. These and
+    optimizer state with their rows are streams that may be read until ``release``, which any thread may call.
     """
 
     @property
     def parameter_names(self) -> Sequence[str]: ...
 
     @property
-    def tables(self) -> Mapping[str, RowStream]: ...
+    def tables(self) -> Mapping[int, tuple[str, RowStream]]: ...
 
     def release(self) -> None: ...
 
@@ -283,9 +283,8 @@ class CheckpointManager:
         ledger: Mapping[str, Any] | None = None,
     ) -> StagedCheckpoint:
         """Copy, once, what rank 0 stores: model, optimizer, schedule and the state of the run. See ``save``."""
-        tables = {name: self._checked(name, table, step) for name, table in updater.tables.items()}
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._check_finite({name: p for name, p in trained.items() if name not in tables}, step)
+        self._check_finite({n: p for n, p in trained.items() if p.data_ptr() not in updater.tables}, step)
         state = updater.state_dict()
         run_state = {
             **self.monitor.state_dict(),
@@ -300,10 +299,8 @@ class CheckpointManager:
         parameters, weights = state.get("parameters"), detached_state_dict(model)
         if parameters is not None:
             weights = averaged_state_dict(model, parameters["eval"])
-        if tables:
-            # A table that is tied to others has a name for each.
-            places = {trained[name].data_ptr(): table for name, table in tables.items()}
-            weights = {n: places.get(v.data_ptr(), v) if isinstance(v, Tensor) else v for n, v in weights.items()}
+        if updater.tables:
+            weights = self._with_streams(model, weights, updater.tables, step)
         objects = {
             "model": stage_copy(weights, self._pool),
             "optimizer": stage_copy(state["optimizer"], self._pool),
@@ -318,6 +315,24 @@ class CheckpointManager:
 
     def _check_finite(self, parameters: Mapping[str, Tensor], step: int) -> None:
         check_parameters_finite(parameters, step, self.run.resume_command if self.last_checkpoint else None)
+
+    def _with_streams(
+        self, model: nn.Module, weights: dict[str, Any], tables: Mapping[int, tuple[str, RowStream]], step: int
+    ) -> dict[str, Any]:
+        """Return the weights with streams in the place of tables.
+
+        A table that a hook of ``state_dict`` has copied or changed is read now.
+        """
+        stored = {value.data_ptr() for value in weights.values() if isinstance(value, Tensor)}
+        for name, table in (own for place, own in tables.items() if place not in stored):
+            first = 0
+            for rows in self._checked(name, table, step).ranges():
+                model.get_parameter(name).data[first : first + len(rows)] = rows
+                first += len(rows)
+            weights = detached_state_dict(model)
+        streams = {place: self._checked(*own, step) for place, own in tables.items() if place in stored}
+        replaced: dict[str, Any] = replace_tensors(weights, streams)
+        return replaced
 
     def _checked(self, name: str, table: RowStream, step: int) -> RowStream:
         """Return the stream of a table that checks each range of rows."""
@@ -359,7 +374,11 @@ class CheckpointManager:
             "task": config.task,
             "seed": config.seed,
         }
-        future = self.writer.submit(staged.step, {**staged.objects, **files}, metadata, staged.is_best)
+        try:
+            future = self.writer.submit(staged.step, {**staged.objects, **files}, metadata, staged.is_best)
+        except BaseException:
+            staged.release()
+            raise
         if not config.checkpoint.background:
             pause_s = time.perf_counter() - staged.since
         self.pauses_s.append(pause_s)

@@ -856,6 +856,8 @@ def _serve(
         if num_servers_of(config) > 1:
             with process.stop_limit.paused():
                 checkpoints.writer.wait(LAST_WRITE_S)  # it may read rows of the other servers
+            if checkpoints.writer.lost is not None:
+                server.run.fail(checkpoints.writer.lost)
         server.roster.coordinator.shut_down(server.run.error or server.run.last_decision, _DISCONNECT_S)
         # While the agent still runs: without it trainers would take the end for a loss.
         release_liveness_calls()

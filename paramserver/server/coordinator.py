@@ -21,7 +21,7 @@ from paramserver.parameters.sharding import Shard, States, full_shard, plan_shar
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.server_run import Network, ServerRun
 from paramserver.server.shard_server import ShardServer
-from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment, SnapshotRows
+from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment, SnapshotTensor
 
 _log = logging.getLogger("paramserver")
 
@@ -76,16 +76,16 @@ class RemoteShard:
         """Return what a checkpoint stores of the shard."""
         return self._network.send(self._name(), self._timeout_s, ShardServer.collect_state, weights, snapshot)
 
-    def read_rows(self, snapshot: int, rows: SnapshotRows, first: int, end: int) -> Future:
+    def read_rows(self, snapshot: int, rows: SnapshotTensor, first: int, end: int) -> Future:
         """Return rows of a snapshot that ``collect_state`` has made."""
         return self._network.send(self._name(), self._timeout_s, ShardServer.read_rows, snapshot, rows, first, end)
 
-    def release_rows(self, snapshot: int) -> None:
-        """Let the shard keep the rows of a snapshot no more."""
+    def delete_snapshot(self, snapshot: int) -> None:
+        """Let the shard delete a snapshot."""
         try:
-            self._network.send(self._name(), self._timeout_s, ShardServer.release_rows, snapshot)
+            self._network.send(self._name(), self._timeout_s, ShardServer.delete_snapshot, snapshot)
         except RuntimeError as unreachable:  # it ended before
-            _log.debug("%s keeps no rows any more: %s", self._name(), unreachable)
+            _log.debug("%s has no snapshot any more: %s", self._name(), unreachable)
 
 
 class ShardCoordinator:

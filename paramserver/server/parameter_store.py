@@ -20,7 +20,7 @@ from paramserver.parameters.flat import FlatLayout, FlatTensors, other_tensors, 
 from paramserver.parameters.model import build_model
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
 from paramserver.parameters.tables import find_tables
-from paramserver.parameters.unowned_tables import StateWithoutMemory
+from paramserver.parameters.unowned_tables import adagrad_without_memory
 from paramserver.task import Task
 
 Flats = list[Tensor]
@@ -99,7 +99,7 @@ class ParameterStore:
         # The state that an optimizer has from the beginning is replaced by that of a checkpoint, or each of several
         # servers gets a copy of its part.
         is_replaced = is_restored or num_servers_of(config) > 1
-        with StateWithoutMemory(self.parameters.tensors[name] for name in (self.tables if is_replaced else ())):
+        with adagrad_without_memory(self.parameters.tensors[name] for name in (self.tables if is_replaced else ())):
             self.updater = Updater(task, self.model, config.training, config.seed)
         self._tree = ModelTree(self.model)
         # Covers the snapshots and the module buffers: a copy that is made while the optimizer writes, for a

@@ -27,7 +27,7 @@ from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.transport.autograd import pull
 from paramserver.transport.compression import WireCodec
-from paramserver.transport.messages import ApplyRequest, Future, ShardState, SnapshotRows
+from paramserver.transport.messages import ApplyRequest, Future, ShardState, SnapshotTensor
 from paramserver.transport.rpc import PushAssembly, WireVersion, without_values
 
 log = logging.getLogger("paramserver")
@@ -550,14 +550,14 @@ class ParameterShard:
     def collect_state(self, weights: bool, snapshot: int | None = None) -> ShardState:
         """Return what a checkpoint stores of this shard. Server 0 requests no update meanwhile.
 
-        With the number of a ``snapshot`` large tables are not copied: their rows are kept for ``read_rows`` until
-        ``release_rows``, while updates continue.
+        With the number of a ``snapshot`` large tables are not copied: ``read_rows`` reads their rows from it until
+        ``delete_snapshot``, while updates continue.
         """
         states, tables = self.updater.owned_states, {}
         if snapshot is not None:
-            self.updater.table_snapshots[snapshot] = self.updater.snapshot_tables()
-            for slot, taken in self.updater.table_snapshots[snapshot].items():
-                described = {n: SnapshotRows(slot, n, tuple(t.shape), t.dtype) for n, t in taken.tensors.items()}
+            self.updater.snapshots[snapshot] = self.updater.snapshot_tables()
+            for slot, taken in self.updater.snapshots[snapshot].items():
+                described = {n: SnapshotTensor(slot, n, tuple(t.shape), t.dtype) for n, t in taken.tensors.items()}
                 tables[slot] = described.pop(WEIGHT)
                 if (index := self.updater.optimizer_indices[slot]) in states:
                     states[index] = {**states[index], **described}
@@ -567,20 +567,20 @@ class ParameterShard:
             copies = [None if n in kept else flat.detach().clone() for n, flat in enumerate(self.updater.ranges)]
         return ShardState(copies, states, tables)
 
-    def read_rows(self, snapshot: int, rows: SnapshotRows, first: int, end: int) -> Tensor:
+    def read_rows(self, snapshot: int, rows: SnapshotTensor, first: int, end: int) -> Tensor:
         """Return rows of a snapshot; the next ones are read next. The lock need not be held.
 
         Raises:
             TrainingError: the snapshot is released.
         """
-        tables = self.updater.table_snapshots.get(snapshot)
+        tables = self.updater.snapshots.get(snapshot)
         if tables is None:
-            raise TrainingError(f"server {self.server_index} keeps the rows of checkpoint {snapshot} no more")
+            raise TrainingError(f"server {self.server_index} has no snapshot {snapshot} of its tables any more")
         return tables[rows.slot].read(rows.name, first, end)
 
-    def release_rows(self, snapshot: int) -> None:
-        """Keep rows no more: the checkpoint is written, or will not be."""
-        self.updater.table_snapshots.pop(snapshot, None)
+    def delete_snapshot(self, snapshot: int) -> None:
+        """Delete a snapshot: the checkpoint is written, or will not be."""
+        self.updater.snapshots.pop(snapshot, None)
 
     def pop_waiters(self) -> list[Future]:
         """Remove and return the futures of all calls that wait, as the run ends; the caller replies to them."""

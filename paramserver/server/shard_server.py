@@ -21,12 +21,12 @@ from paramserver.optim.updater import build_optimizer
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.model import build_model
 from paramserver.parameters.tables import find_tables
-from paramserver.parameters.unowned_tables import StateWithoutMemory
+from paramserver.parameters.unowned_tables import adagrad_without_memory
 from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.server.shard import ParameterShard, ShardHandlers
 from paramserver.task import Task
 from paramserver.transport.compression import make_codec
-from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment, ShardState, SnapshotRows
+from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment, ShardState, SnapshotTensor
 from paramserver.transport.segments import attach, can_attach
 
 
@@ -99,7 +99,7 @@ class ShardServer(ShardHandlers):
                 f"server {self.server_index} built another model than server 0; build_model must give the same one in "
                 "every process"
             )
-        with StateWithoutMemory(parameters[name] for name in tables):
+        with adagrad_without_memory(parameters[name] for name in tables):
             optimizer = build_optimizer(task, model, self.config.training)
         shard = assignment.shard
         if self.shares_memory:
@@ -178,13 +178,13 @@ class ShardServer(ShardHandlers):
         with self._lock:
             return self.shard.collect_state(weights, snapshot)
 
-    def read_rows(self, snapshot: int, rows: SnapshotRows, first: int, end: int) -> Tensor:
+    def read_rows(self, snapshot: int, rows: SnapshotTensor, first: int, end: int) -> Tensor:
         """Return rows of a snapshot that ``collect_state`` has made."""
         return self.shard.read_rows(snapshot, rows, first, end)
 
-    def release_rows(self, snapshot: int) -> None:
-        """Keep the rows of a snapshot no more."""
-        self.shard.release_rows(snapshot)
+    def delete_snapshot(self, snapshot: int) -> None:
+        """Delete a snapshot of tables."""
+        self.shard.delete_snapshot(snapshot)
 
     def release_context(self, context_id: int) -> None:
         """Release a context of distributed autograd whose process is dead."""

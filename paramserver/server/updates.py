@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paramserver.checkpoint.row_stream import RowStream, concatenate
+from paramserver.checkpoint.row_stream import RowStream, concatenate, replace_tensors
 from paramserver.config import Config
 from paramserver.consistency import Decision, Update
 from paramserver.distributed.rpc_calls import RemoteError
@@ -21,6 +21,7 @@ from paramserver.optim.named_optimizers import joined_states, with_states
 from paramserver.optim.shard_updater import staleness_factor
 from paramserver.optim.updater import Updater
 from paramserver.parameters.sharding import Shard, get_hyperparameters, merge_state
+from paramserver.parameters.tables import large_tables
 from paramserver.runs.checkpoint_manager import UpdaterState
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.server_run import ServerRun
@@ -30,7 +31,7 @@ from paramserver.transport.messages import (
     Future,
     PendingPush,
     ShardState,
-    SnapshotRows,
+    SnapshotTensor,
     merge_used,
     push_id,
 )
@@ -52,16 +53,20 @@ class OtherShard(Protocol):
 
     def collect_state(self, weights: bool, snapshot: int | None = None) -> Future: ...
 
-    def read_rows(self, snapshot: int, rows: SnapshotRows, first: int, end: int) -> Future: ...
+    def read_rows(self, snapshot: int, rows: SnapshotTensor, first: int, end: int) -> Future: ...
 
-    def release_rows(self, snapshot: int) -> None: ...
+    def delete_snapshot(self, snapshot: int) -> None: ...
 
 
 class _CollectedState:
     """The state of optimizer and schedule, of all servers; see ``UpdaterState``."""
 
     def __init__(
-        self, state: dict[str, Any], updater: Updater, tables: Mapping[str, RowStream], release: Callable[[], None]
+        self,
+        state: dict[str, Any],
+        updater: Updater,
+        tables: Mapping[int, tuple[str, RowStream]],
+        release: Callable[[], None],
     ) -> None:
         self.tables = tables
         self.release = release
@@ -219,7 +224,8 @@ class Updates:
         ``streams_tables`` the state has streams in the place of large tables, which may be read afterwards.
         """
         snapshot: int | None = None
-        if streams_tables and any(shard.layout.tables for shard in self._shards):
+        # Optimizers that have modes are stored in another one than that in which they make updates.
+        if streams_tables and self._has_large_tables() and self._store.updater.with_modes is None:
             snapshot = self._num_snapshots = self._num_snapshots + 1
 
         def collect(_: Sequence[Any]) -> None:
@@ -233,11 +239,14 @@ class Updates:
         unconfirmed, self._unconfirmed = self._unconfirmed, []
         self._when_all(unconfirmed, collect)  # a request for the state must not overtake the last update
 
+    def _has_large_tables(self) -> bool:
+        return any(shard.layout.tables for shard in self._shards) and bool(large_tables(self._store.parameters.layout))
+
     def _merge(self, others: Sequence[ShardState], snapshot: int | None) -> UpdaterState:
         store, updater = self._store, self._shard.updater
         if not others and snapshot is None:
             return store.updater
-        layout = store.parameters.layout
+        layout, tensors = store.parameters.layout, store.parameters.tensors
         for shard, part in zip(self._shards[1:], others, strict=True):
             for own, collected in zip(shard.slice_flats(store.parameters.flats), part.weights or (), strict=False):
                 if collected is not None:
@@ -252,14 +261,24 @@ class Updates:
                 tables.setdefault(layout.slots[slot].name, []).append(stream)
         merged = merge_state(by_shard, updater.optimizer_indices, layout)
         state = store.updater.state_dict()
-        state["optimizer"] = with_states(updater.optimizer, {**updater.states, **merged})
-        joined = {name: concatenate(streams) for name, streams in tables.items()}
-        return _CollectedState(state, store.updater, joined, partial(self._release_rows, snapshot))
+        if others:
+            state["optimizer"] = with_states(updater.optimizer, {**updater.states, **merged})
+        else:
+            states = updater.owned_states
+            streams = {
+                states[index][name].data_ptr(): value
+                for index, values in merged.items()
+                for name, value in values.items()
+                if isinstance(value, RowStream)
+            }
+            state["optimizer"] = replace_tensors(state["optimizer"], streams)
+        joined = {tensors[name].data_ptr(): (name, concatenate(streams)) for name, streams in tables.items()}
+        return _CollectedState(state, store.updater, joined, partial(self._delete_snapshot, snapshot))
 
     def _with_streams(self, server_index: int, snapshot: int | None, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return values with streams in the place of rows that a server keeps."""
+        """Return values with streams in the place of what is in a snapshot of a server."""
 
-        def read(rows: SnapshotRows, first: int, end: int) -> Tensor:
+        def read(rows: SnapshotTensor, first: int, end: int) -> Tensor:
             assert snapshot is not None
             if server_index == 0:
                 return self._shard.read_rows(snapshot, rows, first, end)
@@ -268,17 +287,18 @@ class Updates:
             )
             return reply
 
-        return {
-            key: RowStream(value.shape, value.dtype, partial(read, value)) if isinstance(value, SnapshotRows) else value
-            for key, value in values.items()
-        }
+        found = dict(values)
+        for key, value in values.items():
+            if isinstance(value, SnapshotTensor):
+                found[key] = RowStream(value.shape, value.dtype, partial(read, value))
+        return found
 
-    def _release_rows(self, snapshot: int | None) -> None:
-        """Let all servers keep the rows of a snapshot no more."""
+    def _delete_snapshot(self, snapshot: int | None) -> None:
+        """Let all servers delete a snapshot."""
         if snapshot is not None:
-            self._shard.release_rows(snapshot)
+            self._shard.delete_snapshot(snapshot)
             for other in self._others:
-                other.release_rows(snapshot)
+                other.delete_snapshot(snapshot)
 
     # Replies.
 

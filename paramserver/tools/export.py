@@ -24,8 +24,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="paramserver export",
         description="Write the rows of embedding tables (docs/tables.md) that have changed since a step, and all other "
-        "weights, for a process that serves the model and has those of that step. Needs no code of the task; the run "
-        "may still be in progress.",
+        "weights, for a process that serves the model and has the weights of that step. Needs no code of the task; the "
+        "run may still be in progress.",
         epilog="Exit codes: 0 done, 2 the input is wrong.",
     )
     add_checkpoint_arguments(parser)

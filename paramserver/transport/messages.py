@@ -72,8 +72,8 @@ class ShardAssignment:
 
 
 @dataclass(frozen=True)
-class SnapshotRows:
-    """In a ``ShardState``, in the place of a tensor of a snapshot that the shard keeps: see ``RowSnapshot``.
+class SnapshotTensor:
+    """Stands for a tensor in a ``ShardState``, which is in a snapshot of the shard: see ``RowSnapshot``.
 
     ``name`` is that of the optimizer's state, or ``WEIGHT``.
     """
@@ -92,8 +92,8 @@ class ShardState:
     """
 
     weights: list[Tensor | None] | None
-    states: States  # of the optimizer; ``SnapshotRows`` for what has the rows of a table in ``tables``
-    tables: dict[int, SnapshotRows]  # the weights of large tables, by slot
+    states: States  # of the optimizer; ``SnapshotTensor`` for what has the rows of a table in ``tables``
+    tables: dict[int, SnapshotTensor]  # the weights of large tables, by slot
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import Subset, TensorDataset
 
 from paramserver import Task
+from paramserver.checkpoint.row_stream import RowStream
 from paramserver.optim import RowWiseAdagrad
 
 ROWS = 60
@@ -202,17 +203,111 @@ class Large(Tables):
 
 
 class Repeated(Tables):
-    """A table of 70 MB, of which each push has 1,000 rows with the gradient 1; the same rows in each third push."""
+    """Tables of which each push has 1,000 rows with the gradient 1; the same rows in each third push.
+
+    Args:
+        kind: an optimizer of ``build_optimizer``, or ``OwnRows`` or ``WithModes`` of this file.
+        shapes: rows and columns of the tables.
+        spoil: whether the last row is NaN.
+    """
+
+    def __init__(self, kind="Adagrad", shapes=((2_200_000, 4),), spoil=False):
+        super().__init__(kind)
+        self.shapes, self.spoil = shapes, spoil
 
     def build_model(self):
-        weight = torch.zeros(2_200_000, 4, dtype=torch.float64)
-        return nn.ModuleDict({"table": nn.Embedding(2_200_000, 4, _weight=weight, sparse=True)})
+        model = nn.ModuleDict()
+        for number, (rows, width) in enumerate(self.shapes):
+            weight = torch.zeros(rows, width, dtype=torch.float64)
+            weight[-1] = float("nan") if self.spoil else 0.0
+            model[f"table{number}"] = nn.Embedding(rows, width, _weight=weight, sparse=True)
+        return model
+
+    def build_optimizer(self, model):
+        own = {"OwnRows": OwnRows, "WithModes": WithModes, "RowWiseAdagrad": RowWiseAdagrad}.get(self.kind)
+        return super().build_optimizer(model) if own is None else own(model.parameters())
 
     def training_step(self, model, batch, batch_idx):
-        return model["table"](torch.arange(batch_idx % 3, 2_200_000, 2200)).sum()
+        used = [torch.arange(batch_idx % 3, len(t.weight) - 1, len(t.weight) // 1000) for t in model.values()]
+        return sum(table(ids[:1000]).sum() for table, ids in zip(model.values(), used, strict=True))
 
     def validation_source(self, partition):
         return None
+
+
+class SlowlyWritten(Repeated):
+    """Ranges of rows are written slowly."""
+
+    def build_model(self):
+        if "ranges" not in self.__dict__:
+            self.ranges = RowStream.ranges
+            RowStream.ranges = lambda stream: slowly(self.ranges(stream))
+        return super().build_model()
+
+
+def slowly(ranges):
+    for rows in ranges:
+        time.sleep(0.03)
+        yield rows
+
+
+class OwnRows(torch.optim.Optimizer):
+    """Adagrad whose state is there from the beginning and is loaded in place, with an entry that is of no parameter."""
+
+    steps_rows = True
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["sum"] = torch.full_like(parameter, 0.5)
+        self.state["steps"] = torch.zeros(1)
+
+    def load_state_dict(self, state_dict):
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            for name, value in state_dict["state"][number].items():
+                self.state[parameter].setdefault(name, value.clone()).copy_(value)
+        self.state["steps"].copy_(state_dict["state"]["steps"])
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["steps"] += 1
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                rows, values = parameter.grad._indices()[0], parameter.grad._values()
+                total = self.state[parameter]["sum"]
+                total[rows] += values * values
+                parameter[rows] -= 0.1 * values / total[rows].sqrt()
+
+
+class WithModes(torch.optim.Optimizer):
+    """SGD with rows that are larger by 1 in ``train()`` than in ``eval()``, which its state counts."""
+
+    steps_rows = True
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1, "training": False})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["offset"] = torch.zeros(len(parameter))
+
+    def switch(self, training, offset):
+        group = self.param_groups[0]
+        if group["training"] != training:
+            group["training"] = training
+            for parameter in group["params"]:
+                parameter.data.add_(offset)
+                self.state[parameter]["offset"] += offset
+
+    def train(self):
+        self.switch(True, 1.0)
+
+    def eval(self):
+        self.switch(False, -1.0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter[parameter.grad._indices()[0]] -= 0.1 * parameter.grad._values()
 
 
 class OneTable(Tables):

@@ -21,7 +21,7 @@ def trained(tmp_path, mode, trainers, kind="Adagrad", **config):
         task=f"{TASKS}:Tables",
         task_args={"kind": kind, "rare": False},
         training={"max_steps": 20, "batch_size": 2, "validate_every": 0, "clip_grad_norm": 0.5},
-        checkpoint={"every": 5, "keep": 9},
+        checkpoint={"every": 5, "keep": 9, "background": False},
         **config,
     )
 

@@ -174,7 +174,8 @@ def test_sparse_gradients_give_the_bits_of_dense_ones(tmp_path):
     sparse = run_in_process(tmp_path / "sparse", **task(schedule=False, sparse=True), **config)
     assert sparse.code == 0, sparse.output
     assert differing_tensors(dense.load("model"), sparse.load("model")) == []
-    assert differing_tensors(dense.load("optimizer"), sparse.load("optimizer")) == []
+    differing = differing_tensors(dense.load("optimizer"), sparse.load("optimizer"))
+    assert [name for name in differing if not name.endswith("/row_version")] == []
 
 
 def test_optimizer_pt_loads_into_the_optimizers_of_plain_pytorch(tmp_path):

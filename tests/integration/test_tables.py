@@ -157,7 +157,7 @@ def test_a_table_that_changes_while_it_is_written_is_of_one_version(tmp_path, tr
     written = run.of_kind("checkpoint")
     assert len(written) > 2
     for step in [record["step"] for record in written]:
-        weight, state = run.load("model", step)["table.weight"], run.load("optimizer", step)["state"][0]["sum"]
+        weight, state = run.load("model", step)["table0.weight"], run.load("optimizer", step)["state"][0]["sum"]
         counts = state[:, 0].long()
         assert int(counts.sum()) == 1000 * step
         assert torch.equal(state, counts[:, None].expand(-1, 4).double())
@@ -165,6 +165,62 @@ def test_a_table_that_changes_while_it_is_written_is_of_one_version(tmp_path, tr
     # Steps were made while a checkpoint was written.
     seen = [(record["kind"], record.get("step", 0)) for record in run.records]
     assert any(kind == "checkpoint" and step < max(s for _, s in seen[:at]) for at, (kind, step) in enumerate(seen))
+
+
+UNEVEN = ((2_097_151, 1), (2_200_000, 2), (900_000, 1))  # 16 MiB less 8 bytes, and more, as a whole or by server
+
+
+@pytest.mark.claim("tables")
+@pytest.mark.parametrize(("transport", "servers"), [("auto", 1), ("auto", 2), ("rpc", 3)])
+@pytest.mark.parametrize("kind", ["Adagrad", "SGD", "RowWiseAdagrad", "OwnRows", "WithModes"])
+def test_large_tables_are_stored_as_in_a_local_run_and_continue(tmp_path, kind, transport, servers):
+    """With the version that changed each row last."""
+    if kind in ("OwnRows", "WithModes") and servers > 1:
+        pytest.skip("refused by name: the optimizer does not say what it updates by itself")
+    shapes = UNEVEN if kind == "Adagrad" else ((2_200_000, 1),)
+    training = {"max_steps": 7, "clip_grad_norm": None, "validate_every": 0}
+    config = {**tables("Repeated", kind=kind, shapes=shapes, training=training), "checkpoint": {"every": 4}}
+    server, cluster = {"transport": transport}, {"num_servers": servers}
+    local = train(tmp_path, "local", 1, **config)
+    rpc = train(tmp_path, "rpc", 1, **config, server=server, cluster=cluster)
+    assert_same(local, rpc)
+    versions = local.load("optimizer")["state"][0]["row_version"]
+    assert versions.unique().tolist() == [0, 5, 6, 7]
+    for run in (local, rpc):
+        again = resume(run, "--set", "training.max_steps=9", timeout_s=150)
+        assert again.code == 0, again.output
+    assert_same(local, rpc)
+
+
+def test_a_table_that_is_not_finite_is_named(tmp_path):
+    training = {"max_steps": 4, "clip_grad_norm": None, "validate_every": 0}
+    config = tables("Repeated", spoil=True, training=training)
+    run = launch(tmp_path, mode="rpc", cluster={"num_trainers": 1}, **config)
+    assert "NotFinite: step 4: parameter table0.weight is NaN or infinite and must be finite" in run.output
+    assert run.code == 1
+    assert run.checkpoints == []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("lost", ["server:1", "server:0"])
+def test_a_server_that_is_lost_while_its_rows_are_written_costs_that_checkpoint_only(tmp_path, lost):
+    config = write_config(
+        tmp_path,
+        mode="rpc",
+        **{**tables("SlowlyWritten", shapes=((2_200_000, 4),)), "checkpoint": {"every": 4}},
+        cluster={"num_trainers": 1, "num_servers": 2, "timeout_s": 60},
+        server={"transport": "rpc", "lost_after_s": 4.0},
+    )
+    training = {"max_steps": 12, "clip_grad_norm": "null", "validate_every": 0}
+    flags = [flag for key, value in training.items() for flag in ("--set", f"training.{key}={value}")]
+    arguments = ["--config", config, "--set", "logging.name=run", "--faults", f"kill {lost} @step 6", *flags]
+    code, output = fork_server().run(arguments, tmp_path, 150, environment(), program="chaos")
+    assert code == 0, output
+    assert "did not fire" not in output
+    run = FinishedRun(code, output, tmp_path / "runs" / "run")
+    versions = run.load("optimizer")["state"][0]["row_version"]
+    assert versions.unique().tolist() == [0, 10, 11, 12]
+    assert run.load("optimizer")["state"][0]["sum"].sum() == 12 * 1000 * 4
 
 
 @pytest.mark.parametrize("kind", ["only", "column", "small", "hooks"])

@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def every_table_is_large(monkeypatch):
-    monkeypatch.setattr(row_steps, "_LARGE_BYTES", 1)
+    monkeypatch.setattr(row_steps, "LARGE_BYTES", 1)
 
 
 def parameters():

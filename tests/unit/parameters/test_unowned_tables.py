@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver.parameters.unowned_tables import LARGE_BYTES, tables_without_memory
+from paramserver.parameters.tables import LARGE_BYTES
+from paramserver.parameters.unowned_tables import tables_without_memory
 
 ROWS = LARGE_BYTES // 4 // 7 + 1
 
