@@ -85,6 +85,17 @@ def concatenate(parts: Sequence[RowStream]) -> RowStream:
     return RowStream((ends[-1], *parts[0].shape[1:]), parts[0].dtype, read)
 
 
+def address_of(value: Any) -> int:
+    """Return where the elements of a tensor are; 0 for what has none in memory of its own, and for other values.
+
+    Example::
+
+        >>> address_of(torch.zeros(2).to_sparse()), address_of("text")
+        (0, 0)
+    """
+    return value.data_ptr() if isinstance(value, Tensor) and value.layout is torch.strided else 0
+
+
 def replace_tensors(state: Any, streams: Mapping[int, RowStream]) -> Any:
     """Return a nested structure with streams in the place of the tensors that have their addresses and shapes.
 
@@ -100,7 +111,7 @@ def replace_tensors(state: Any, streams: Mapping[int, RowStream]) -> Any:
     """
 
     def replace(value: Any) -> Any:
-        stream = streams.get(value.data_ptr()) if isinstance(value, Tensor) else None
+        stream = streams.get(address_of(value))
         return stream if stream is not None and stream.shape == tuple(value.shape) else value
 
     return _map(replace, state)

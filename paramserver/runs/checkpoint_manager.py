@@ -26,7 +26,7 @@ from paramserver.checkpoint import (
     stage_copy,
     unpack,
 )
-from paramserver.checkpoint.row_stream import RowStream, replace_tensors
+from paramserver.checkpoint.row_stream import RowStream, address_of, replace_tensors
 from paramserver.checkpoint.save import restore_best_pointer
 from paramserver.checkpoint.serialization import check_mapping
 from paramserver.config import Config, num_trainers_of, world_size_of
@@ -284,7 +284,7 @@ class CheckpointManager:
     ) -> StagedCheckpoint:
         """Copy, once, what rank 0 stores: model, optimizer, schedule and the state of the run. See ``save``."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._check_finite({n: p for n, p in trained.items() if p.data_ptr() not in updater.tables}, step)
+        self._check_finite({n: p for n, p in trained.items() if address_of(p) not in updater.tables}, step)
         state = updater.state_dict()
         run_state = {
             **self.monitor.state_dict(),
@@ -323,7 +323,7 @@ class CheckpointManager:
 
         A table that a hook of ``state_dict`` has copied or changed is read now.
         """
-        stored = {value.data_ptr() for value in weights.values() if isinstance(value, Tensor)}
+        stored = set(map(address_of, weights.values()))
         for name, table in (own for place, own in tables.items() if place not in stored):
             first = 0
             for rows in self._checked(name, table, step).ranges():
