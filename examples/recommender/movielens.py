@@ -11,7 +11,7 @@ The ratings are read where ``pip install --no-deps recbole==1.2.1`` has put them
 """
 
 import csv
-from importlib.util import find_spec
+import importlib.util
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ BEST = 10
 
 def find_ratings() -> Path:
     """Return the file of ratings in the package recbole, which is not imported."""
-    package = find_spec("recbole")
+    package = importlib.util.find_spec("recbole")
     if package is None or package.origin is None:
         raise FileNotFoundError(
             "MovieLens-100k is not here: python -m pip install --no-deps recbole==1.2.1, which has it, or set "
@@ -65,7 +65,7 @@ class MovieLens(Task):
         lr: of Adagrad.
     """
 
-    def __init__(self, ratings: str | None = None, width: int = 16, lr: float = 0.05) -> None:
+    def __init__(self, ratings: str | None = None, width: int = 16, lr: float = 0.1) -> None:
         self.users, self.films = read_ratings(ratings or find_ratings())
         self.width, self.lr = width, lr
         num_users, num_films = int(self.users.max()) + 1, int(self.films.max()) + 1
