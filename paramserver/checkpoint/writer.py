@@ -132,17 +132,18 @@ class CheckpointWriter:
 
     def pending(self) -> list[Mapping[str, Any]]:
         """Return the objects of the checkpoints that are not written yet, the newest first."""
-        with self._changed:
-            jobs = [*self._waiting, *([] if self._current is None else [self._current])]
         # Callbacks of the future, which run in the writing thread, do not count.
-        jobs = [job for job in jobs if not job.future.done()]
+        jobs = [job for job in self._jobs() if not job.future.done()]
         return [job.objects for job in sorted(jobs, key=lambda job: job.step, reverse=True)]
 
     def wait(self, timeout_s: float) -> None:
         """Wait until what was submitted is written, replaced, or has failed; ``timeout_s`` seconds at most."""
+        wait([job.future for job in self._jobs()], timeout_s)
+
+    def _jobs(self) -> list[_WriteJob]:
+        """Return those that wait, and the one in progress."""
         with self._changed:
-            jobs = [*self._waiting, *([] if self._current is None else [self._current])]
-        wait([job.future for job in jobs], timeout_s)
+            return [*self._waiting, *([] if self._current is None else [self._current])]
 
     def close(self, timeout_s: float) -> None:
         """Write what waits, then end the thread. Closing again only raises the failure again.

@@ -287,9 +287,13 @@ class TableUse:
     row_bytes: int
     ends: list[int]
     ids: int = 0
-    used_rows: int = 0
     by_range: list[int] = field(default_factory=lambda: [0] * TABLE_RANGES)
     by_server: list[int] = field(default_factory=list)
+
+    @property
+    def used_rows(self) -> int:
+        """How many different rows the steps used, in all."""
+        return sum(self.by_range)
 
     def add(self, num_ids: int, rows: npt.NDArray[np.int64]) -> None:
         """Count a gradient for ``rows``, ascending, that was computed with so many ids.
@@ -305,7 +309,6 @@ class TableUse:
         import numpy as np  # here, as a launcher imports this module
 
         self.ids += num_ids
-        self.used_rows += len(rows)
         edges = np.arange(TABLE_RANGES + 1) * self.rows // TABLE_RANGES
         in_ranges = np.diff(np.searchsorted(rows, edges)).tolist()
         self.by_range = [total + count for total, count in zip(self.by_range, in_ranges, strict=True)]

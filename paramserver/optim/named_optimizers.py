@@ -124,16 +124,7 @@ def joined_states(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) ->
         >>> joined_states(both, with_states(both, states)) == states
         True
     """
-    if not isinstance(optimizer, SeveralOptimizers):
-        return dict(state["state"])
-    joined: dict[int, Any] = {}
-    first, by_name = 0, unpacked(state)
-    for name, own in optimizer.by_name.items():
-        # An entry that is of no parameter has a key that is no number.
-        of_parameters = {number: v for number, v in by_name[name]["state"].items() if isinstance(number, int)}
-        joined |= {first + number: value for number, value in of_parameters.items()}
-        first += count_parameters(own)
-    return joined
+    return states_by_position(state) if isinstance(optimizer, SeveralOptimizers) else dict(state["state"])
 
 
 def with_states(optimizer: torch.optim.Optimizer, states: Mapping[int, Any]) -> dict[str, Any]:
@@ -151,7 +142,7 @@ def with_states(optimizer: torch.optim.Optimizer, states: Mapping[int, Any]) -> 
 
 
 def states_by_position(state: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the states in the ``state_dict()`` of one optimizer, or of several, numbered over all parameters.
+    """Return the states of parameters in the ``state_dict()`` of one optimizer, or of several, numbered over all.
 
     Example::
 
@@ -161,6 +152,7 @@ def states_by_position(state: Mapping[str, Any]) -> dict[int, Any]:
     found: dict[int, Any] = {}
     first = 0
     for own in [state] if "param_groups" in state else unpacked(state).values():
+        # An entry that is of no parameter has a key that is no number.
         found |= {first + number: value for number, value in own["state"].items() if isinstance(number, int)}
         first += sum(len(group["params"]) for group in own["param_groups"])
     return found

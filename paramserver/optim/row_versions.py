@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -28,8 +27,3 @@ def record_rows(optimizer: torch.optim.Optimizer, version: int) -> None:
             if ROW_VERSION not in state:
                 state[ROW_VERSION] = torch.zeros(len(parameter), dtype=torch.int32, device=parameter.device)
             state[ROW_VERSION].index_fill_(0, parameter.grad._indices()[0], version)
-
-
-def row_versions(states: Mapping[int, Mapping[str, Any]]) -> dict[int, torch.Tensor]:
-    """Return what is recorded in an optimizer's states, by the index of the parameter."""
-    return {n: own[ROW_VERSION] for n, own in states.items() if isinstance(own, Mapping) and ROW_VERSION in own}

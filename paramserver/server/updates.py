@@ -225,7 +225,8 @@ class Updates:
         """
         snapshot: int | None = None
         # Optimizers that have modes are stored in another one than that in which they make updates.
-        if streams_tables and self._has_large_tables() and self._store.updater.with_modes is None:
+        has_large = streams_tables and large_tables(self._shard.updater.layout)
+        if has_large and self._store.updater.with_modes is None:
             snapshot = self._num_snapshots = self._num_snapshots + 1
 
         def collect(_: Sequence[Any]) -> None:
@@ -238,9 +239,6 @@ class Updates:
 
         unconfirmed, self._unconfirmed = self._unconfirmed, []
         self._when_all(unconfirmed, collect)  # a request for the state must not overtake the last update
-
-    def _has_large_tables(self) -> bool:
-        return any(shard.layout.tables for shard in self._shards) and bool(large_tables(self._store.parameters.layout))
 
     def _merge(self, others: Sequence[ShardState], snapshot: int | None) -> UpdaterState:
         store, updater = self._store, self._shard.updater

@@ -93,10 +93,13 @@ def export_rows(run_dir: Path, since: int, out: Path, which: str = "latest") -> 
 def _rows_since(optimizer: Mapping[str, Any], names: Sequence[str], since: int) -> dict[str, Tensor]:
     """Return the numbers of the rows that have changed after ``since``, by the name of their table."""
     from paramserver.optim.named_optimizers import states_by_position
-    from paramserver.optim.row_versions import row_versions
+    from paramserver.optim.row_versions import ROW_VERSION
 
-    found = row_versions(states_by_position(optimizer))
-    return {names[position]: (versions > since).nonzero()[:, 0] for position, versions in found.items()}
+    return {
+        names[position]: (state[ROW_VERSION] > since).nonzero()[:, 0]
+        for position, state in states_by_position(optimizer).items()
+        if ROW_VERSION in state
+    }
 
 
 def _content(step: int, weights: Mapping[str, Any], tables: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from paramserver.checkpoint import CheckpointWriter, StagingPool, find_checkpoint, read_checkpoint, stage_copy, writer
-from paramserver.errors import DeadlineExceeded, ParamserverError, TrainingError, UnsupportedConfiguration
+from paramserver.checkpoint.row_stream import RowStream
+from paramserver.errors import DeadlineExceeded, ParamserverError, PeerLost, TrainingError, UnsupportedConfiguration
 
 WAIT_S = 20.0
 Pair = namedtuple("Pair", "left right")
@@ -294,3 +295,25 @@ def test_what_is_not_written_yet_can_be_read(folder, gate):
         assert first.result(WAIT_S).step == 1
         assert last.result(WAIT_S).step == 3
     assert writing.pending() == []
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_server_that_is_lost_while_its_rows_are_read_costs_that_checkpoint_only(folder, background, caplog):
+    def read(first, end):
+        raise PeerLost("server 1 is lost")
+
+    table = torch.ones(3, 2)
+    with CheckpointWriter(folder, keep=2, background=background) as writing:
+        first = writing.submit(1, {"model": table}, {})
+        writing.wait(WAIT_S)
+        lost = writing.submit(2, {"model": RowStream((3, 2), torch.float32, read)}, {})
+        writing.wait(WAIT_S)
+        assert isinstance(writing.lost, PeerLost)
+        assert isinstance(lost.exception(), PeerLost)
+        last = writing.submit(3, {"model": RowStream((3, 2), torch.float32, lambda a, b: table[a:b])}, {})
+        writing.wait(WAIT_S)
+        assert writing.lost is None
+    assert (first.result().step, last.result().step) == (1, 3)
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000001", "step-00000003"]
+    assert list(folder.glob(".*.tmp")) == []
+    assert "checkpoint of step 2 is not written: server 1 is lost" in caplog.text
