@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from paramserver.parameters.tables import EMBEDDINGS, LARGE_BYTES
 
+_CAN_REPEAT = hasattr(os, "memfd_create")  # on Linux
 _CHUNK_BYTES = 2 * 2**20
 _PROT_NONE, _MAP_FIXED = 0, 0x10  # of mmap(2) on Linux; Python's mmap has no names for them
 _MOST_CHUNKS = 4096  # a process has at most 65,530 mappings (vm.max_map_count)
@@ -44,7 +45,7 @@ def tables_without_memory() -> Iterator[Callable[[nn.Module], None]]:
                 parameter.data = torch.zeros_like(parameter)
         made.clear()
 
-    inits = {kind: kind.__init__ for kind in EMBEDDINGS if hasattr(os, "memfd_create")}  # on Linux
+    inits = {kind: kind.__init__ for kind in EMBEDDINGS if _CAN_REPEAT}
     try:
         for kind, init in inits.items():
             kind.__init__ = _replace(init, made)  # type: ignore[method-assign]
@@ -84,8 +85,16 @@ def adagrad_without_memory(tables: Iterable[Tensor]) -> Iterator[None]:
 
     It has the right value in each row. No row may be written: the state is replaced, or parts of it are copied, first.
     Classes that are derived from it are not known to do that.
+
+    Example::
+
+        >>> table = torch.nn.Parameter(torch.zeros(500_000, 16))
+        >>> with adagrad_without_memory([table]):
+        ...     optimizer = torch.optim.Adagrad([table], initial_accumulator_value=0.5)
+        >>> optimizer.state[table]["sum"][[0, 499_999], 0]
+        tensor([0.5000, 0.5000])
     """
-    places = {table.data_ptr(): table.shape for table in tables if table.nbytes >= LARGE_BYTES}
+    places = {table.data_ptr(): table.shape for table in tables if table.nbytes >= LARGE_BYTES and _CAN_REPEAT}
     init = torch.optim.Adagrad.__init__
 
     @functools.wraps(init)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from paramserver.parameters import unowned_tables
 from paramserver.parameters.tables import LARGE_BYTES
-from paramserver.parameters.unowned_tables import tables_without_memory
+from paramserver.parameters.unowned_tables import adagrad_without_memory, tables_without_memory
 
 ROWS = LARGE_BYTES // 4 // 7 + 1
 
@@ -66,3 +67,30 @@ def test_a_frozen_table_and_what_is_no_large_table_have_memory_of_their_own():
         assert module.weight[0].tolist() == [1.0] * 7, name
         assert int((module.weight == 1.0).sum()) == 7, name
     assert bytes_of_tables() == 0
+
+
+class DerivedAdagrad(torch.optim.Adagrad):
+    """It may keep its state where the checkpoint is loaded into it."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, DerivedAdagrad])
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_only_the_state_of_adagrad_itself_takes_no_memory_and_has_its_value_in_each_row(kind, value):
+    large, small = nn.Parameter(torch.zeros(ROWS, 7)), nn.Parameter(torch.zeros(10, 7))
+    with adagrad_without_memory([large, small]):
+        optimizer = kind([large, small], initial_accumulator_value=value)
+    own = optimizer.state[large]["sum"]
+    assert torch.equal(own, torch.full((ROWS, 7), value))
+    own[0] = 3.0  # in other rows too, where it takes no memory
+    assert bool((own[1:] == 3.0).any()) == (kind is torch.optim.Adagrad)
+    assert torch.equal(optimizer.state[small]["sum"], torch.full((10, 7), value))
+    assert torch.equal(torch.optim.Adagrad([large]).state[large]["sum"], torch.zeros(ROWS, 7))
+
+
+def test_where_memory_cannot_be_repeated_the_state_takes_its_own(monkeypatch):
+    monkeypatch.setattr(unowned_tables, "_CAN_REPEAT", False)
+    table = nn.Parameter(torch.zeros(ROWS, 7))
+    with adagrad_without_memory([table]):
+        own = torch.optim.Adagrad([table]).state[table]["sum"]
+    own[0] = 3.0
+    assert float(own.sum()) == 21.0
