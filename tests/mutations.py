@@ -133,8 +133,8 @@ MUTATIONS = (
     Mutation(
         "the mean is made in the order of arrival",
         LOCKSTEP,
-        "update = Update(self._active, (0,) * len(self._active), owner)",
-        "update = Update(tuple(self._pushed), (0,) * len(self._active), owner)",
+        "update = Update(self._active, (0,) * len(self._active), owner,",
+        "update = Update(tuple(self._pushed), (0,) * len(self._active), owner,",
         ("tests/unit/consistency/test_lockstep.py",),
     ),
     Mutation(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,8 +50,11 @@ from paramserver.sources.dataset import DatasetSource
 from paramserver.task import Hooks, Task, restore_task, task_state
 from paramserver.trainers.control import Control, OptimizerCalls, sendable
 from paramserver.trainers.data import DataStream
+from paramserver.trainers.local_steps import LocalSteps
 from paramserver.trainers.validation import ValidationShare, Validator, validation_batches
 from paramserver.transport.messages import OptimizerCall
+
+log = logging.getLogger("paramserver")
 
 # Reasons of a checkpoint after which there is none.
 _LAST = ("end", "interrupted", "resize")
@@ -66,6 +70,7 @@ class TrainerProgress:
     epoch_open: bool = False
     seconds: float = 0.0  # of training before this process resumed the run
     steps: int = 0  # that this trainer took, or waited for
+    inner_steps: int = 0  # of its own optimizer, with rounds of local steps
 
 
 @dataclass
@@ -101,6 +106,7 @@ class Trainer(ABC):
     Attributes:
         model: what ``Task.training_step`` receives.
         step: the version that this trainer's model has; the number of updates applied so far.
+        local_steps: takes the local steps of a round; None without rounds.
         lockstep: whether all trainers take every step together.
         hooks: the task, and its callbacks after it.
         tree: the layers and module buffers of ``unwrapped_model``; empty if the model is on the server.
@@ -135,6 +141,7 @@ class Trainer(ABC):
     data: DataStream
     validator: Validator
     updater: Updater | None = None  # with the optimizer and its schedule; None if the servers have them
+    local_steps: LocalSteps | None = None
 
     def __init__(
         self,
@@ -178,6 +185,17 @@ class Trainer(ABC):
     def is_single_process_per_device(self) -> bool:
         """Whether this process computes on one device; batches are then moved to it before the forward."""
         return len(self.process.placement.devices) == 1
+
+    @property
+    def updaters(self) -> list[Updater]:
+        """The optimizers and schedules of this process: those of all trainers, and those of its local steps."""
+        own = None if self.local_steps is None else self.local_steps.updater
+        return [updater for updater in (self.updater, own) if updater is not None]
+
+    @property
+    def inner_step(self) -> int:
+        """Local steps that this trainer has taken so far; 0 without rounds."""
+        return self.progress.inner_steps
 
     @property
     def batch_samples(self) -> int:
@@ -269,6 +287,9 @@ class Trainer(ABC):
     def on_last_loss(self, loss: float, samples: int) -> None:
         """Called before the last backward of a step with the mean loss and the samples of all its batches."""
 
+    def on_round_ended(self) -> None:
+        """Called after the local steps of a round, before what they changed is pushed."""
+
     def follow_update(self) -> None:
         """Take part, without a gradient, in an update that other trainers make with one of several optimizers."""
 
@@ -287,6 +308,11 @@ class Trainer(ABC):
     def run(self) -> Decision:
         """Train from the first connection to the end, and return the decision that ended the run."""
         return TrainingLoop(self).run()
+
+    def prepare_local_steps(self, model: nn.Module) -> None:
+        """Make the optimizer of local steps, if the run has rounds. ``init_connection`` calls it once."""
+        if self.config.training.has_rounds:
+            self.local_steps = LocalSteps(self.task, model, self.config, self.trainer_index)
 
     def prepare_data(self) -> None:
         """Create source, buffer and feeder. ``init_connection`` calls it once the model exists."""
@@ -517,6 +543,7 @@ class Trainer(ABC):
         own = stage_copy(task_state(self.task, self.process.kept.callbacks), self.control.memory, what)
         check_storable(own, type(self.task).__name__)
         stream = self.data.state_dict(self.control.memory)
+        local = None if self.local_steps is None else stage_copy(self.local_steps.state_dict(), self.control.memory)
         self.control.memory.trim()
         return {
             "trainer_index": self.trainer_index,
@@ -524,6 +551,7 @@ class Trainer(ABC):
             "random": random_states(self.process.placement.devices),
             "counters": vars(self.progress) | {"seconds": self.seconds},
             "task": own,
+            "local_steps": local,
         }
 
     def seed_or_restore(self, packed: bytes | None) -> None:
@@ -550,6 +578,18 @@ class Trainer(ABC):
             seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
         if part["random"] is not None or part["task"]:
             restore_task(self.task, part["task"], self.process.kept.callbacks)
+        self.restore_local_steps(part)
+
+    def restore_local_steps(self, part: Mapping[str, Any] | None) -> None:
+        """Continue the local steps of a part of a checkpoint; without them they begin anew, which is recorded."""
+        if self.local_steps is None:
+            return
+        state = None if part is None else part.get("local_steps")
+        if state is not None:
+            self.local_steps.load_state_dict(state)
+        origin = "a new optimizer" if state is None else "the checkpoint"
+        log.info("trainer %d: its local steps continue with the state of %s", self.trainer_index, origin)
+        self.record("local_steps", restored=state is not None)
 
     def stop(self, reason: str) -> None:
         """End the run in good order, from any step or hook: all trainers validate and save, and it is completed.
@@ -699,27 +739,39 @@ class TrainingLoop:
 
     def _train(self, decision: Decision) -> int:
         """Train on the batches of a step; return the version that results."""
-        trainer = self.trainer
-        batches, samples, summed = [], 0, 0.0
-        for _ in range(decision.batches):
-            batch, batch_samples = self._next_batch()
-            batches.append((batch, batch_samples))
-            samples += batch_samples
-        self._load(samples, [batch for batch, _ in batches])
-        for number, (batch, trainer.current_step.batch_samples) in enumerate(batches, start=1):
-            last = number == len(batches)
-            with (
-                explain_errors("training_step", batch, trainer.model),
-                nullcontext() if last else trainer.block_backward_sync(),
-            ):
-                value, loss = trainer.forward_batch(batch)
-                summed += value
-                if last:
-                    trainer.on_last_loss(summed / number, samples)
-                trainer.backward_batch(loss, len(batches))
+        trainer, local = self.trainer, self.trainer.local_steps
+        # A round has a gradient for each local step; any other step has one.
+        at_once = decision.batches if local is None else trainer.config.training.accumulate_batches
+        done, samples, summed, began = 0, 0, 0.0, time.perf_counter()
+        while done < decision.batches:
+            if done:
+                trainer.data.wait_batches()
+            batches = [self._next_batch() for _ in range(min(at_once, decision.batches - done))]
+            samples += sum(batch_samples for _, batch_samples in batches)
+            self._load(batches, is_first=not done)
+            if local is not None and not done:
+                local.begin()
+            for number, (batch, trainer.current_step.batch_samples) in enumerate(batches, start=1):
+                last = number == len(batches)
+                with (
+                    explain_errors("training_step", batch, trainer.model),
+                    nullcontext() if last else trainer.block_backward_sync(),
+                ):
+                    value, loss = trainer.forward_batch(batch)
+                    summed, done = summed + value, done + 1
+                    if done == decision.batches:
+                        trainer.on_last_loss(summed / done, samples)
+                    trainer.backward_batch(loss, len(batches))
+            if local is not None:
+                trainer.progress.inner_steps += 1
+                local.step(trainer.progress.inner_steps)
+                trainer.clock.lap("apply")
         trainer.tree.check_parameters()
-        loss_of_step = summed / len(batches)
-        report = StepReport(trainer.trainer_index, decision.step, samples, loss_of_step, trainer.seconds)
+        report = StepReport(trainer.trainer_index, decision.step, samples, summed / done, trainer.seconds)
+        if local is not None:
+            seconds, steps = time.perf_counter() - began, -(-done // at_once)
+            report = replace(report, drift=local.end(), inner_steps=steps, inner_s=seconds)
+            trainer.on_round_ended()
         trainer.current_step.batch_samples = 1
         result = trainer.step_optimizer(report)
         if result is None:  # it is known later
@@ -732,7 +784,7 @@ class TrainingLoop:
         trainer, calls, batch_idx = self.trainer, self.trainer.optimizer_calls, self.trainer.progress.batch_idx
         batch, samples = self._next_batch()
         trainer.current_step.batch_samples = samples
-        self._load(samples, [batch])
+        self._load([(batch, samples)])
         for hooks in trainer.hooks:
             hooks.on_batch_start(batch_idx)
         calls.made = 0
@@ -769,14 +821,16 @@ class TrainingLoop:
         self.trainer.clock.lap("data")
         return batch, samples
 
-    def _load(self, samples: int, batches: Sequence[Any]) -> None:
-        """Load the version of a step, once its batches are there, which have so many samples."""
-        self.trainer.current_step.batches = batches
-        self.trainer.data.read_ahead()
-        self.trainer.clock.lap("data")
-        self.trainer.load_version()
-        self.trainer.current_step.batches = ()
-        self.trainer.progress.samples_served += samples
+    def _load(self, batches: Sequence[tuple[Any, int]], is_first: bool = True) -> None:
+        """Load the version of a step, once its first batches are there, each with its number of samples."""
+        trainer = self.trainer
+        trainer.data.read_ahead()
+        trainer.clock.lap("data")
+        if is_first:
+            trainer.current_step.batches = [batch for batch, _ in batches]
+            trainer.load_version()
+            trainer.current_step.batches = ()
+        trainer.progress.samples_served += sum(samples for _, samples in batches)
 
     def _enter_epoch(self, samples: int) -> None:
         """Enter the epoch of the next sample, after ``samples`` were applied."""
@@ -784,8 +838,8 @@ class TrainingLoop:
         for epoch in range(progress.epoch, epoch_of(samples, epoch_samples)):
             self._close_epoch()
             # After the last sample of an epoch and before the first of the next, also if a run was resumed in between.
-            if self.trainer.updater is not None:
-                self.trainer.updater.on_epoch_end()
+            for updater in self.trainer.updaters:
+                updater.on_epoch_end()
             progress.epoch = epoch + 1
         if not progress.epoch_open:
             progress.epoch_open = True
@@ -854,6 +908,8 @@ class TrainingLoop:
             trainer.validation = reply.means
             if trainer.updater is not None:
                 trainer.updater.on_validation_end(step, reply.means, since)
+            if trainer.local_steps is not None and share == trainer.trainer_index:
+                trainer.local_steps.updater.on_validation_end(step, reply.means, since)
             validator.end(batch_idx)
         trainer.clock.skip()
         trainer.on_hooks_called()
@@ -872,6 +928,7 @@ class TrainingLoop:
             samples=trainer.progress.samples_served,
             samples_before=self._served_before,
             batches=trainer.progress.batch_idx,
+            inner_steps=trainer.progress.inner_steps,
             samples_left=trainer.data.samples_left,
             seconds=clock.steps.total_s,
             phases_s={**clock.seconds, "hidden": clock.hidden_s},

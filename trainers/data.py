@@ -111,6 +111,7 @@ class DataStream:
         self._is_ahead = False
         self._config = config
         self.buffer = self._make_buffer()
+        self._held_samples = self._samples_held_for_step()
         check_watermark(config.buffer.watermark, self.source.expected, partition)
         self.feeder = Feeder(self.source, self.buffer, partition.index)
         self._applied = AppliedPositions()
@@ -137,6 +138,29 @@ class DataStream:
         except ValueError as error:
             raise UnsupportedConfiguration(f"buffer: {error}") from error
 
+    @property
+    def _counts_ahead(self) -> bool:
+        """Whether the batches that follow are known before they are read: of a data set, each sample once."""
+        return self.training.has_rounds and isinstance(self.source, DatasetSource) and not self.buffer.repeats
+
+    def _samples_held_for_step(self) -> int:
+        """Return how many samples are in the buffer before a step begins.
+
+        Raises:
+            UnsupportedConfiguration: it can never hold them.
+        """
+        training, capacity = self.training, self._config.buffer.capacity
+        if self._counts_ahead:
+            return training.batch_size * training.accumulate_batches
+        samples = training.batch_size * training.batches_per_step
+        if samples > capacity:
+            raise UnsupportedConfiguration(
+                f"training.local_steps ({training.local_steps}) must be at most "
+                f"{capacity // (training.batch_size * training.accumulate_batches)} with a buffer of {capacity}, which "
+                f"holds the {samples} samples of a round before it begins; raise buffer.capacity or lower it"
+            )
+        return samples
+
     def __enter__(self) -> DataStream:
         return self
 
@@ -157,15 +181,14 @@ class DataStream:
     def available(self, timeout_s: float = _ANNOUNCE_AFTER_S) -> Announcement:
         """Return whether the batches of a step are in the buffer; wait up to ``timeout_s`` seconds for them.
 
-        A step takes ``training.accumulate_batches`` batches, or as many as are left. READY and DRAINED hold until the
-        next batch is taken.
+        A step takes ``training.batches_per_step`` batches, or as many as are left. READY and DRAINED hold until the
+        next batch is taken. Of a round of local steps, the batches of the first one are in the buffer, or of all where
+        the number that is left is not known.
 
         Raises:
             SourceError: the source raised.
         """
-        training = self.training
-        batches = training.accumulate_batches
-        samples = training.batch_size * batches
+        samples, batches = self._held_samples, self.training.batches_per_step
         try:
             ready = self.buffer.wait_ready(samples, 0.0 if self._reads_between_steps else timeout_s)
             if self._reads_between_steps and not (self._is_ahead and ready):
@@ -179,10 +202,10 @@ class DataStream:
         except BufferClosed:
             self._raise_source_error()
             raise
-        left = self.buffer.remaining_servings()
+        left = self._due if self._counts_ahead else self.buffer.remaining_servings()
         if left is not None:
-            batches = min(batches, -(-left // training.batch_size))
-        most = self._reading.largest_batch or training.batch_size
+            batches = min(batches, -(-left // self.training.batch_size))
+        most = self._reading.largest_batch or self.training.batch_size
         return Announcement(Readiness.READY, batches, samples=batches * most)
 
     def read_ahead(self, timeout_s: float = _ANNOUNCE_AFTER_S) -> None:
@@ -192,7 +215,13 @@ class DataStream:
         ``available``, while the other trainers are informed that this one waits.
         """
         if self._reads_between_steps and not self._is_ahead and timeout_s > 0:
-            self._is_ahead = self.feeder.read(self.training.batch_size * self.training.accumulate_batches, timeout_s)
+            self._is_ahead = self.feeder.read(self._held_samples, timeout_s)
+
+    def wait_batches(self) -> None:
+        """Wait for the batches of the next local step of a round, which has been announced."""
+        # Otherwise ``next_batch`` waits, and they arrive meanwhile.
+        while self._reads_between_steps and self.available().readiness is Readiness.WAITING:
+            pass
 
     @property
     def blocks(self) -> bool:
@@ -275,12 +304,18 @@ class DataStream:
         return None if once is None else once * self.pseudo_epochs
 
     @property
+    def _due(self) -> int | None:
+        """How many servings are due, of samples that are read and of those that are not; None if unknown."""
+        if self.source.total is None:
+            return self.buffer.remaining_servings()
+        info = self.buffer.info()
+        applied_ahead = sum(self._ahead(info.puts).values())
+        return max(self.source.total * self.pseudo_epochs - info.gets - applied_ahead, 0)
+
+    @property
     def samples_left(self) -> int | None:
         """How many servings were due and did not take place; None if their number is unknown."""
-        if self.source.total is None:
-            left = self.buffer.remaining_servings()
-        else:
-            left = max(self.source.total * self.pseudo_epochs - self.buffer.info().gets, 0)
+        left = self._due
         return None if left and self._reading.gives_batches else left  # of whole batches their number is known
 
     def record(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -20,11 +20,13 @@ from paramserver.checkpoint import stage_copy
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict, module_buffer_owner
 from paramserver.errors import TaskError, UnsupportedConfiguration, message_of
 from paramserver.metrics.records import StepReport, StepResult
+from paramserver.optim.outer import round_weights
 from paramserver.parameters.model import build_model, extra_state_dict
 from paramserver.parameters.model_tree import set_buffer
 from paramserver.parameters.numerics import checksums
 from paramserver.trainers.base import overrides
 from paramserver.trainers.ddp_control import DdpControl, StepTotals, translate_peer_loss
+from paramserver.trainers.local_steps import LocalSteps
 from paramserver.trainers.replica import ReplicaTrainer
 
 # The ranks compare their parameters at every so many collections of records.
@@ -106,9 +108,10 @@ class DdpTrainer(ReplicaTrainer):
         device_ids = [placement.device] if placement.device.type != "cpu" and len(placement.devices) == 1 else None
         self.model = model
         self.make_optimizer(model)
-        if self.updater.parameters_of:
-            self._check_several_optimizers()
-            # Not wrapped: a loss has gradients for a part of the model, and they are reduced after its backward.
+        if self.updater.parameters_of or self.local_steps is not None:
+            self._check_not_wrapped()
+            # Not wrapped: a loss has gradients for a part of the model, or for a local step of this rank alone. What
+            # all ranks share is reduced afterwards.
             for parameter in model.parameters():  # what the constructor of DDP does
                 dist.broadcast(parameter.data, src=0)
             for buffer in model.buffers():
@@ -132,12 +135,13 @@ class DdpTrainer(ReplicaTrainer):
         for name, value in late.items() if self.checkpoints is None else ():
             set_buffer(model, name, value)
 
-    def _check_several_optimizers(self) -> None:
+    def _check_not_wrapped(self) -> None:
         if overrides(self, DdpTrainer.configure_ddp) or self.config.ddp.comm_hook != "none":
+            several = f"several optimizers ({', '.join(self.updater.parameters_of)})"
             raise UnsupportedConfiguration(
                 f"ddp.comm_hook ({self.config.ddp.comm_hook}) must be none, and configure_ddp not overridden, with "
-                f"several optimizers ({', '.join(self.updater.parameters_of)}), as the model is not wrapped in "
-                "DistributedDataParallel; remove it"
+                f"{'training.local_steps and training.outer' if self.local_steps else several}, as the model is not "
+                "wrapped in DistributedDataParallel; remove it"
             )
 
     def _broadcast_start(self) -> None:
@@ -220,7 +224,7 @@ class DdpTrainer(ReplicaTrainer):
         source = module_buffer_owner(self._active, uneven_inputs)
         # DDP does it before a forward, but not with several optimizers, where the model is not wrapped, nor if it found
         # no buffers at first.
-        own_broadcast = self.optimizer_calls.parameters_of or self._wrapped_without_buffers
+        own_broadcast = not isinstance(self.model, DistributedDataParallel) or self._wrapped_without_buffers
         everything = own_broadcast or source != module_buffer_owner(active, uneven_inputs)
         _separate_elements(self.unwrapped_model)
         if everything or self._sends_bytes:
@@ -280,17 +284,31 @@ class DdpTrainer(ReplicaTrainer):
 
     def on_last_loss(self, loss: float, samples: int) -> None:
         self._check_step()
+        if self.local_steps is None:
+            self._announce_in_step(StepTotals(loss, samples))
+
+    def _announce_in_step(self, totals: StepTotals) -> None:
         # The announcement holds until the next batch is taken: samples in the buffer stay, and an end is final.
         announcement = self.announcement_if_ready() or self.control.with_stop(Announcement(Readiness.WAITING))
-        self.control.announce(announcement, StepTotals(loss, samples), in_step=True)
+        self.control.announce(announcement, totals, in_step=True)
 
     def _agreed(self) -> dict[int, Announcement]:
         """Wait for the announcements of all ranks, and count the step during which they were exchanged."""
         agreed = self.control.agreement.wait()
         if agreed.totals is not None:
             self.samples += agreed.totals.samples
-            lr, loss = self.updater.lr, agreed.totals.loss
-            self.control.update_applied(StepResult(self.step, self.samples, loss, lr, self.seconds))
+            lr, totals = self.updater.lr, agreed.totals
+            self.control.update_applied(
+                StepResult(
+                    self.step,
+                    self.samples,
+                    totals.loss,
+                    lr,
+                    self.seconds,
+                    inner_steps=totals.inner_steps,
+                    drift=totals.drift,
+                )
+            )
         if agreed.collect_records:
             self.control.collect_records()
             self._collections += 1
@@ -301,6 +319,9 @@ class DdpTrainer(ReplicaTrainer):
     def step_optimizer(self, report: StepReport) -> StepResult | None:
         if report.optimizer:
             return self._update_one()
+        if self.local_steps is not None:
+            self._announce_in_step(StepTotals(report.loss, report.samples, report.inner_steps, report.drift))
+            self._reduce_round(self.local_steps, report.samples)
         self.updater.apply(report.version + 1)
         self.updater.clear_gradients()
         self.clock.lap("apply")
@@ -327,6 +348,30 @@ class DdpTrainer(ReplicaTrainer):
         return StepResult(self.step + 1, self.samples, loss, self.updater.lr, self.seconds, optimizer=name)
 
     @torch.no_grad()
+    def _reduce_round(self, local_steps: LocalSteps, samples: int) -> None:
+        """Take the means, over the ranks that have data, of what their rounds changed, and of their module buffers."""
+        if self.process.trainers == 1:
+            return
+        count, has_data = len(self._active), self.trainer_index in self._active
+        if self.config.training.weights_samples:
+            of_ranks = self.control.exchange(samples)
+            own = round_weights(self.config.training, [of_ranks[index] for index in self._active])
+            for parameter in local_steps.parameters if has_data else ():
+                assert parameter.grad is not None
+                parameter.grad *= own[self._active.index(self.trainer_index)]
+        self._reduce_dense(local_steps.parameters, count)
+        _separate_elements(self.unwrapped_model)
+        with translate_peer_loss():
+            for buffer in self.unwrapped_model.buffers():
+                if not (buffer.is_floating_point() or buffer.is_complex()) or buffer.dtype not in _COLLECTIVE_DTYPES:
+                    _broadcast_buffer(buffer, self._active[0])
+                    continue
+                total = buffer if has_data else torch.zeros_like(buffer)
+                dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
+                buffer.copy_(total / count if count > 1 else total)
+        self.clock.lap("push")
+
+    @torch.no_grad()
     def _reduce_gradients(self, name: str, count: int) -> None:
         parameters = [parameter for parameter in self.optimizer_calls.parameters_of[name] if parameter.requires_grad]
         dense: list[nn.Parameter] = []
@@ -337,8 +382,12 @@ class DdpTrainer(ReplicaTrainer):
                 self._reduce_sparse(parameter, kinds.pop(), count)
             elif kinds:
                 dense.append(parameter)
-        for dtype in sorted({parameter.dtype for parameter in dense}, key=str):
-            own = [parameter for parameter in dense if parameter.dtype == dtype]
+        self._reduce_dense(dense, count)
+
+    def _reduce_dense(self, parameters: Sequence[Tensor], count: int) -> None:
+        """Replace the gradients of some parameters by their sums over all ranks, divided by ``count``."""
+        for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
+            own = [parameter for parameter in parameters if parameter.dtype == dtype]
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in own]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             with translate_peer_loss():
@@ -362,6 +411,11 @@ class DdpTrainer(ReplicaTrainer):
     def idle(self, decision: Decision) -> int:
         """Take part in the collectives of ranks that still have data, as ``DistributedDataParallel.join`` does."""
         self.control.announce(self.control.with_stop(Announcement(Readiness.DRAINED)), in_step=True)
+        if self.local_steps is not None:
+            self._reduce_round(self.local_steps, samples=0)
+            self.updater.apply(decision.step + 1)
+            self.updater.clear_gradients()
+            return super().idle(decision)
         with translate_peer_loss():
             for _ in range(decision.batches):
                 # In each forward, DDP counts the ranks that have data; then shadow its collectives.

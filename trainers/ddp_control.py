@@ -44,10 +44,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepTotals:
-    """The last step over the ranks that took part in it: the mean of their losses, and the sum of their samples."""
+    """The last step over the ranks that took part in it: the sum of their samples, and means of all else."""
 
     loss: float
     samples: int
+    inner_steps: float = 0.0
+    drift: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ class AgreedStep:
     collect_records: bool
 
 
-# A rank's row: readiness, batches and stop of its announcement; loss, samples and 1 if it takes part in the current
-# step; whether rank 0 collects records.
-_ROW = 7
+# A rank's row: readiness, batches and stop of its announcement; loss, samples, local steps, drift and 1 if it takes
+# part in the current step; whether rank 0 collects records.
+_ROW = 9
 
 
 class SharedRows:
@@ -173,7 +175,9 @@ class StepAgreement:
         ``wait``.
         """
         assert self._own is None
-        figures = (0.0, 0.0, 0.0) if totals is None else (totals.loss, totals.samples, 1.0)
+        figures = [0.0] * 5
+        if totals is not None:
+            figures = [totals.loss, totals.samples, totals.inner_steps, totals.drift, 1.0]
         row = [float(own.readiness), float(own.batches), float(own.stop), *figures, float(collect_records)]
         self._own = own
         if before_collective and self.shared is not None:
@@ -199,8 +203,12 @@ class StepAgreement:
         for i, (readiness, batches, stop, *_) in enumerate(rows):
             reason = own.reason if i == self.trainer_index else f"a signal to trainer {i}"
             announcements[i] = Announcement(Readiness(int(readiness)), int(batches), Stop(int(stop)), reason)
-        losses, samples, participants, collect_records = (sum(column) for column in list(zip(*rows, strict=True))[3:])
-        totals = StepTotals(losses / participants, int(samples)) if participants else None
+        losses, samples, inner_steps, drift, participants, collect_records = (
+            sum(column) for column in list(zip(*rows, strict=True))[3:]
+        )
+        totals = None
+        if participants:
+            totals = StepTotals(losses / participants, int(samples), inner_steps / participants, drift / participants)
         return AgreedStep(announcements, totals, bool(collect_records))
 
 

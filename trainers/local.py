@@ -72,7 +72,16 @@ class LocalTrainer(ReplicaTrainer):
             self._applied_progress = replace(self.progress, steps=self.progress.steps + 1)
         self.clock.lap("apply")
         step, lr = report.version + 1, self.updater.lr
-        return StepResult(step, self.samples, report.loss, lr, report.seconds, optimizer=report.optimizer)
+        return StepResult(
+            step,
+            self.samples,
+            report.loss,
+            lr,
+            report.seconds,
+            optimizer=report.optimizer,
+            inner_steps=report.inner_steps,
+            drift=report.drift,
+        )
 
     def commit(self, step: int, part: Mapping[str, Any], reason: str, since: float) -> None:
         # Paused, as the files may be written here.
@@ -101,6 +110,8 @@ class LocalTrainer(ReplicaTrainer):
             log.warning("no checkpoint is made of a stream while a hook runs, as samples of its batch would be lost")
             return
         self.validator.restore_parameters()
+        if self.local_steps is not None:
+            self.local_steps.restore_version()
         part = {
             "trainer_index": self.trainer_index,
             "buffer": None,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from paramserver.consistency import Announcement, Decision, decide
 from paramserver.limits import Limits
+from paramserver.optim.outer import shared_optimizer
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model_tree import ModelTree
 from paramserver.parameters.tables import describe_large
@@ -29,7 +30,8 @@ class ReplicaTrainer(Trainer):
         """Make the optimizer of ``model``, which has the start's parameters."""
         if self.control.monitor is not None and (large := describe_large(model)) is not None:
             self.control.monitor.note(large)
-        self.updater = Updater(self.task, model, self.config.training, self.config.seed)
+        self.updater = Updater(shared_optimizer(self.task, self.config), model, self.config.training, self.config.seed)
+        self.prepare_local_steps(model)
         self.tree = ModelTree(model)
         self.optimizer_calls.set_optimizers(self.updater.parameters_of, model)
 

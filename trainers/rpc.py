@@ -114,8 +114,10 @@ class RpcTrainer(Trainer):
         applied.load_state_dict(position.applied)
         self.data.load_after_loss({"source": position.source, "buffer": None}, applied)
         self.progress = TrainerProgress(**position.counters)
-        if part is not None and (stored := unpack(part))["task"]:
+        stored = None if part is None else unpack(part)
+        if stored is not None and stored["task"]:
             restore_task(self.task, stored["task"], self.process.kept.callbacks)
+        self.restore_local_steps(stored)
 
     def receive_model(self, reply: JoinReply) -> None:
         """Load the server's model, and choose the transport that keeps it current."""
@@ -137,6 +139,7 @@ class RpcTrainer(Trainer):
         self.tree = self.model_copy.tree
         self.record("transport", transport=transport.name)
         self.optimizer_calls.set_optimizers(reply.parameters_of, self.model)
+        self.prepare_local_steps(self.model)
         self._validates_averages = reply.validates_averages
         self.pull = VersionPull(
             self.control, transport, self.model_copy, self.context, self.clock, reply.parameters_of, rows
@@ -168,7 +171,8 @@ class RpcTrainer(Trainer):
         self._is_waited_for = self.lockstep
         if grant.decision.active:
             # With ``join`` another trainer's may be kept from now on.
-            self.model_copy.keeps_buffers = grant.wants_buffers
+            owner = module_buffer_owner(grant.decision.active, self.config.training.uneven_inputs)
+            self.model_copy.keeps_buffers = grant.wants_buffers and self.trainer_index == owner
         if self.trainer_index in grant.decision.active:
             self.begin_step(grant)
         return grant.decision
@@ -195,8 +199,11 @@ class RpcTrainer(Trainer):
     def on_last_loss(self, loss: float, samples: int) -> None:
         # A change through ``grad.data`` after backward cannot be noticed, so nothing is sent before these hooks ran.
         changes_gradients = any(overrides(hooks, Hooks.on_batch_end) for hooks in self.hooks)
-        if not changes_gradients and not overrides(self, Trainer.on_after_backward):
+        if self.local_steps is None and not changes_gradients and not overrides(self, Trainer.on_after_backward):
             self.push.buckets.start()
+
+    def on_round_ended(self) -> None:
+        self.model_copy.loaded.note()
 
     def step_optimizer(self, report: StepReport) -> StepResult:
         if report.optimizer:
@@ -245,8 +252,9 @@ class RpcTrainer(Trainer):
 
     def sync_model(self) -> None:
         view = self.pull.load_step(self.step)
-        # Those of the owner are the version's, and hooks may have changed them since its last push.
-        if not (self.lockstep and self.model_copy.keeps_buffers):
+        # Those of the owner are the version's, unless that has a mean, and hooks may have changed them since its last
+        # push.
+        if not (self.lockstep and self.model_copy.keeps_buffers) or self.local_steps is not None:
             self.model_copy.load_buffers(view.buffers)
 
     def save_part(self, reason: str, since: float) -> None:

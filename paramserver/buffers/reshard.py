@@ -75,6 +75,7 @@ def _trainer_part(
         # None, and not a copy of another trainer's state: two trainers must not draw the same numbers.
         "random": parts[index]["random"] if known else None,
         "task": parts[index]["task"] if known else {},
+        "local_steps": parts[index].get("local_steps") if known else None,
         "resumes": entropy[1],
     }
 

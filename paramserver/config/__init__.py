@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Config as Config,
         DeviceConfig as DeviceConfig,
         LoggingConfig as LoggingConfig,
+        OuterConfig as OuterConfig,
         ServerConfig as ServerConfig,
         SimulationsConfig as SimulationsConfig,
         TrainingConfig as TrainingConfig,

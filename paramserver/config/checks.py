@@ -172,6 +172,55 @@ def _backup_trainers(config: Config) -> str | None:
     return None
 
 
+def _arrivals(config: Config) -> str | None:
+    arrivals, consistency = config.server.arrivals, config.server.consistency
+    if arrivals == 1 or consistency == "async" or not mode_of(config).has_servers:
+        return None
+    return (
+        f"server.arrivals ({arrivals}) must be 1 with server.consistency {consistency}; set it to 1 or choose async, "
+        "in which an update is the mean of so many gradients of any trainers"
+    )
+
+
+def _dynamic_local_steps(config: Config) -> str | None:
+    if not config.server.dynamic_local_steps or config.training.local_steps > 1 or not mode_of(config).has_servers:
+        return None
+    return (
+        "server.dynamic_local_steps (true) must be false with training.local_steps (1), of which no trainer can take "
+        "fewer; set it to false or raise training.local_steps"
+    )
+
+
+def _delay(config: Config) -> str | None:
+    outer = config.training.outer
+    if outer is None or outer.delay is None or outer.optimizer == "delayed_nesterov":
+        return None
+    return (
+        f"training.outer.delay ({outer.delay}) must be null with training.outer.optimizer "
+        f"({format_value(outer.optimizer)}), which has none; leave it out or choose delayed_nesterov"
+    )
+
+
+def _rounds_comm_hook(config: Config) -> str | None:
+    hook, training = config.ddp.comm_hook, config.training
+    if hook == "none" or not training.has_rounds or not mode_of(config).has_process_group:
+        return None
+    return (
+        f"ddp.comm_hook ({hook}) must be none with training.local_steps ({training.local_steps}) or training.outer, as "
+        "the model is not wrapped in DistributedDataParallel; leave it out"
+    )
+
+
+def _compression(config: Config) -> str | None:
+    compression, transport = config.server.compression, config.server.transport
+    if compression == "none" or transport != "shared_memory" or not mode_of(config).has_servers:
+        return None
+    return (
+        f"server.compression ({compression}) must be none with server.transport shared_memory, where gradients are "
+        "written in place; leave it out or choose rpc"
+    )
+
+
 # Whether the parameters are larger is not known yet. Where they are, a note of the server reports it.
 _ROUNDS_LITTLE = (None, "float32")
 
@@ -199,6 +248,15 @@ def _served(key: str, allowed: tuple[Any, ...], reason: str, cure: str, *others:
         return f"{key} ({value}) must be {rule} with server.compute server, where {reason}; {cure}"
 
     return Relation(("server.compute", key, *others), check)
+
+
+def _served_rounds(config: Config) -> str | None:
+    if not server_computes(config) or not config.training.has_rounds:
+        return None
+    return (
+        f"training.local_steps ({config.training.local_steps}) and training.outer must be left out with server.compute "
+        f"server, where no trainer has parameters to step; {_OR_TRAINER}"
+    )
 
 
 def _one_server_on_gpu(config: Config) -> str | None:
@@ -244,7 +302,12 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("buffer.min_new_per_batch", "buffer.kind", "training.batch_size"), _new_samples),
     Relation(("buffer.pseudo_epochs", "buffer.kind"), _pseudo_epochs),
     Relation(("server.backup_trainers", "server.consistency", "cluster.num_trainers"), _backup_trainers),
+    Relation(("server.arrivals", "server.consistency"), _arrivals),
+    Relation(("server.dynamic_local_steps", "training.local_steps"), _dynamic_local_steps),
+    Relation(("training.outer.delay", "training.outer.optimizer"), _delay),
+    Relation(("ddp.comm_hook", "training.local_steps", "training.outer"), _rounds_comm_hook),
     Relation(("server.transport", "server.wire_dtype"), _wire_dtype),
+    Relation(("server.transport", "server.compression"), _compression),
     _served(
         "cluster.num_servers",
         (1,),
@@ -254,6 +317,8 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     _served("server.transport", ("auto", "rpc"), "no parameters are sent", _OR_TRAINER),
     _served("server.wire_dtype", _ROUNDS_LITTLE, "no parameters are sent", _OR_TRAINER),
+    _served("server.compression", ("none",), "no gradients of parameters are sent", _OR_TRAINER),
+    Relation(("server.compute", "training.local_steps", "training.outer"), _served_rounds),
     _served("device.kind", ("auto", "cpu"), "trainers compute nothing but the loss", _OR_NUM_GPUS),
     _served("training.ema_decay", (None,), "no trainer has parameters to validate", _OR_TRAINER),
     Relation(("device.server", "cluster.num_servers", "cluster.colocate"), _one_server_on_gpu),

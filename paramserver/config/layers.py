@@ -166,6 +166,8 @@ def unknown_key_message(name: str) -> str:
     cure = _named_elsewhere(leaf)
     if parent in KEYS and not cure:
         return f"{name} is not a key: {parent} is a single value; write {parent}: <value>"
+    if leaf.lower() in _OF_THE_TASK and cure:  # rather than of the outer optimizer of rounds
+        return f"{name} is not a key: {cure}"
     # An existing key in the wrong section, where only one section has a key of this name.
     namesakes = [known for known in (*KEYS, *SECTIONS) if "." in known and known.rpartition(".")[2] == leaf]
     if len(namesakes) == 1:

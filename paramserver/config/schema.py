@@ -245,6 +245,40 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OuterConfig:
+    """Section ``training.outer``: the optimizer that is stepped with what the trainers changed in a round.
+
+    Values that are null are chosen by ``optim/outer.py``.
+    """
+
+    optimizer: str | None = key(
+        None,
+        one_of("sgd", "nesterov", "adam", "delayed_nesterov", nullable=True),
+        "null = nesterov for local_steps of 64 and more, otherwise sgd",
+    )
+    lr: float | None = key(
+        None,
+        positive_number(nullable=True),
+        "null = 1 for sgd, 0.7 for both nesterov, 0.01 for adam; divided by the updates that replace one of sync",
+    )
+    momentum: float | None = key(
+        None,
+        Rule("float", nullable=True, minimum=0, maximum=1),
+        "of adam its first beta; null = 0 for sgd, 0.9 for the others",
+    )
+    beta2: float = key(0.99, Rule("float", minimum=0, maximum=1), "adam: decay of the mean of squares")
+    eps: float = key(1e-3, positive_number(), "adam: added to the root of the mean of squares")
+    delay: int | None = key(
+        None,
+        integer(1, nullable=True),
+        "delayed_nesterov: updates for each change of the momentum; null = trainers",
+    )
+    weighting: str = key(
+        "trainers", one_of("trainers", "samples"), "what the mean over the trainers of a round is weighted by"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Section ``training``: limits, batches and validation. The first limit that is reached ends the run."""
 
@@ -262,7 +296,13 @@ class TrainingConfig:
     validation_batch_size: int | None = key(
         None, integer(1, nullable=True), "samples per trainer and batch of a validation; null = batch_size"
     )
-    accumulate_batches: int = key(1, integer(1), "batches of each trainer per global step")
+    accumulate_batches: int = key(1, integer(1), "batches of each trainer per gradient")
+    local_steps: int = key(
+        1, integer(1), "optimizer steps of each trainer per global step, which is then a round; see outer"
+    )
+    outer: OuterConfig | None = section(
+        OuterConfig, "rounds of local steps: the optimizer of what they change", nullable=True
+    )
     clip_grad_norm: float | None = key(
         None, positive_number(nullable=True), "upper bound of the gradient norm of a step"
     )
@@ -280,6 +320,21 @@ class TrainingConfig:
     )
     loader_workers: int = key(0, integer(0), "worker processes per trainer that read a map-style data set; 0 = none")
 
+    @property
+    def has_rounds(self) -> bool:
+        """Whether a global step is a round: each trainer steps an optimizer of its own, and pushes what it changed."""
+        return self.local_steps > 1 or self.outer is not None
+
+    @property
+    def weights_samples(self) -> bool:
+        """Whether the mean over trainers is weighted by the samples of each."""
+        return self.outer is not None and self.outer.weighting == "samples"
+
+    @property
+    def batches_per_step(self) -> int:
+        """Batches of each trainer per global step."""
+        return self.accumulate_batches * self.local_steps
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -288,6 +343,10 @@ class ServerConfig:
     consistency: str = key("sync", one_of(*CONSISTENCIES), "when an update is applied and which trainers wait")
     staleness_bound: int = key(4, integer(0), "bounded: steps that a trainer may be ahead of the slowest one")
     backup_trainers: int = key(0, integer(0), "sync: number of slowest trainers that an update does not wait for")
+    arrivals: int = key(1, integer(1), "async: gradients of any trainers whose mean is an update")
+    dynamic_local_steps: bool = key(
+        False, boolean(), "rounds: fewer local steps for a trainer that is slower than the others"
+    )
     stale_scaling: str = key("none", one_of("none", "inverse"), "inverse = gradient / (1 + staleness)")
     compute: str = key("trainer", one_of("trainer", "server"), "where the forward runs")
     transport: str = key("auto", one_of("auto", "rpc", "shared_memory"), "how tensors are exchanged")
@@ -296,6 +355,12 @@ class ServerConfig:
         one_of("float32", "bfloat16", "float16", nullable=True, cures=_WIRE_DTYPES),
         "type that parameters and gradients are rounded to in RPC messages, if theirs is larger; null = their own",
     )
+    compression: str = key(
+        "none",
+        one_of("none", "bfloat16", "int8", "int4"),
+        "of gradients in RPC messages; what it loses is added to the next gradient",
+    )
+    compression_block: int = key(256, integer(1), "int8, int4: elements that have one scale")
     bucket_mb: float | None = key(
         None,
         positive_number(nullable=True),

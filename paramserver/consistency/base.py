@@ -105,6 +105,7 @@ class RunTerms:
     # Steps; at multiples of any of them all trainers wait for each other (checkpoints). 0 is never.
     barrier_every: tuple[int, ...] = ()
     validate_every: int = 0  # steps; multiples of it are retained and validated without a barrier. 0 is never.
+    has_rounds: bool = False  # a step is a round of local steps
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Update:
     # The trainer whose module buffers become those of the version. If the trainer that was asked for them left, this
     # one may have pushed none; then those of the version before are kept.
     buffers_from: int
+    averages_buffers: bool = False  # the version has their mean over all these trainers instead
 
 
 class Consistency(ABC):

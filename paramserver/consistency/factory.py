@@ -36,5 +36,6 @@ def make_consistency(config: Config, trainers: int, step: int = 0, samples: int 
         training.batch_size,
         barrier_every=(every, training.validate_every) if together else (every,),
         validate_every=0 if together else training.validate_every,
+        has_rounds=training.has_rounds,
     )
     return rules.from_config(config.server, terms, step, samples)

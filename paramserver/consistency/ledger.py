@@ -58,6 +58,7 @@ class LedgerRow:
     further_pushes: int = 0  # those of them without samples: with several optimizers, all but the first of a batch
     moved_pushes: int = 0  # accepted from trainers that no longer exist, which this one stands for
     samples: int = 0  # of all these pushes
+    inner_steps: int = 0  # local steps of all these pushes, if these are rounds
     # Of its own samples, in the trainer's order; of a stream, their keys.
     positions: AppliedPositions = field(default_factory=AppliedPositions)
 
@@ -105,7 +106,13 @@ class Ledger:
         return PushState.DECIDED if push.sequence == row.decided else PushState.GAP
 
     def accept(
-        self, push: PushId, version: int, samples: int, positions: Sequence[int], keys: Sequence[Key] = ()
+        self,
+        push: PushId,
+        version: int,
+        samples: int,
+        positions: Sequence[int],
+        keys: Sequence[Key] = (),
+        inner_steps: int = 0,
     ) -> None:
         """Record a new push, which is held until it is decided.
 
@@ -119,6 +126,7 @@ class Ledger:
         row.pushes += 1
         row.further_pushes += samples == 0
         row.samples += samples
+        row.inner_steps += inner_steps
         row.positions.add(positions, self.times_due)
         row.positions.add_keys(keys)
 

@@ -148,7 +148,7 @@ class Sync(Consistency):
         if not self._active or len(self._pushed) < len(self._active):
             return None
         owner = module_buffer_owner(self._active, self.terms.uneven_inputs)
-        update = Update(self._active, (0,) * len(self._active), owner)
+        update = Update(self._active, (0,) * len(self._active), owner, averages_buffers=self.terms.has_rounds)
         self._active = tuple(i for i in self._active if i not in self._left) if self.several_updates else ()
         self.step += 1
         self.samples += sum(self._pushed.values())
@@ -157,4 +157,6 @@ class Sync(Consistency):
         return update
 
     def wants_buffers_from(self, trainer_index: int) -> bool:
+        if self.terms.has_rounds:
+            return trainer_index in self._active
         return bool(self._active) and trainer_index == module_buffer_owner(self._active, self.terms.uneven_inputs)

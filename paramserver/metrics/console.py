@@ -62,7 +62,11 @@ class Console(Sink):
         verb = "resumed" if record.get("resumed") else "started"
         self._print(f"{record['name']}: {verb}, mode {record['mode']}, {ranks}, in {self._run_dir}")
         self._progress = Progress(
-            self._stream, self._config.logging.progress, record["total_steps"], record["total_samples"]
+            self._stream,
+            self._config.logging.progress,
+            record["total_steps"],
+            record["total_samples"],
+            step_name="round" if self._config.training.has_rounds else "step",
         )
 
     def _on_end(self, record: Record) -> None:
@@ -97,6 +101,7 @@ class Progress(Sink):
             most every 2 seconds and one per validation. ``on``: the live line on any stream. ``off``: nothing.
         total_steps: ``training.max_steps``, if it is a limit. Where neither total is given, a record "expected" may
             set a total of samples before the first step.
+        step_name: what a step is called.
         total_samples: ``training.max_samples``, if it is a limit; used where ``total_steps`` is None.
     """
 
@@ -107,11 +112,12 @@ class Progress(Sink):
         total_steps: int | None = None,
         total_samples: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        step_name: str = "step",
     ) -> None:
         if style not in ("auto", "on", "off"):
             raise UnsupportedConfiguration(f"logging.progress ({style}) must be auto, on or off; write one of these")
         by_samples = total_steps is None and total_samples is not None
-        self._unit, self._total = ("samples", total_samples) if by_samples else ("step", total_steps)
+        self._unit, self._total = ("samples", total_samples) if by_samples else (step_name, total_steps)
         self._done = 0
         self._train = ""
         self._validation = ""
@@ -129,7 +135,7 @@ class Progress(Sink):
             self._train = _train_text(record)
             self._show(urgent=False)
         elif record["kind"] == "validation":
-            if self._unit == "step":
+            if self._unit != "samples":
                 self._done = record["step"]
             values = (f"{name} {_format_number(value)}" for name, value in record["values"].items())
             self._validation = "valid " + " ".join(values)
@@ -163,9 +169,11 @@ class Progress(Sink):
 
 
 def _train_text(record: Record) -> str:
-    rate = record.get("samples_per_second")
+    rate, local_steps = record.get("samples_per_second"), record.get("local_steps")
     losses = record.get("losses") or {"": record.get("loss")}
     loss = "train loss " + " ".join(f"{name} {_format_number(value)}".strip() for name, value in losses.items())
+    if local_steps is not None:
+        loss += f", {local_steps:.4g} local steps"
     return loss if rate is None else f"{loss}, {rate:.0f} samples/s"
 
 

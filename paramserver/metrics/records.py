@@ -44,6 +44,8 @@ class StepReport:
         keys: of its samples, if they are of a stream, which has no such order.
         generation, incarnation, sequence: name the push; see ``consistency/ledger.py``.
         optimizer: the name of the one that is stepped, where there are several.
+        inner_steps, inner_s: local steps of a round, and their seconds.
+        drift: how far the round moved the parameters, relative to their norm.
     """
 
     trainer_index: int
@@ -58,6 +60,9 @@ class StepReport:
     incarnation: int = 1
     sequence: int = 1
     optimizer: str = ""
+    inner_steps: int = 0
+    inner_s: float = 0.0
+    drift: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class StepResult:
         held_s: time that the push waited on the server.
         dropped: the push arrived too late and was not applied; the other values are those of the current version.
         optimizer: as in ``StepReport``.
+        inner_steps, drift: means of those in ``StepReport`` over the trainers.
     """
 
     step: int
@@ -85,6 +91,8 @@ class StepResult:
     held_s: float = 0.0
     dropped: bool = False
     optimizer: str = ""
+    inner_steps: float = 0.0
+    drift: float = 0.0
 
 
 @dataclass
@@ -98,6 +106,7 @@ class RecordWindow:
         steps, losses: number of steps, and the sum of their losses.
         step, samples, seconds, lr: values of the last step.
         by_optimizer: steps and the sum of losses of each optimizer, where there are several.
+        inner_steps, drift: sums over the steps, where these are rounds.
     """
 
     samples_before: int = 0
@@ -109,10 +118,14 @@ class RecordWindow:
     seconds: float = 0.0
     lr: tuple[float, ...] = ()
     by_optimizer: dict[str, tuple[int, float]] = field(default_factory=dict)
+    inner_steps: float = 0.0
+    drift: float = 0.0
 
     def add(self, result: StepResult) -> None:
         self.steps += 1
         self.losses += result.loss
+        self.inner_steps += result.inner_steps
+        self.drift += result.drift
         if result.optimizer:
             steps, losses = self.by_optimizer.get(result.optimizer, (0, 0.0))
             self.by_optimizer[result.optimizer] = steps + 1, losses + result.loss
@@ -126,6 +139,8 @@ class RecordWindow:
         elapsed_s = max(self.seconds - self.seconds_before, 1e-9)
         is_timed = self.samples_before > 0  # the first window includes the start of the run
         several: dict[str, Any] = {}
+        if self.inner_steps:
+            several |= {"local_steps": self.inner_steps / self.steps, "drift": self.drift / self.steps}
         if self.by_optimizer:
             several["losses"] = {name: losses / steps for name, (steps, losses) in sorted(self.by_optimizer.items())}
         return make_record(
@@ -259,6 +274,7 @@ class TrainerTotals:
     samples: int = 0
     samples_before: int = 0
     batches: int = 0
+    inner_steps: int = 0
     samples_left: int | None = None
     seconds: float = 0.0
     phases_s: dict[str, float] = field(default_factory=dict)

@@ -14,6 +14,7 @@ def totals_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
     steps, left = DurationHistogram(), [t.samples_left for t in trainers]
     for one in trainers:
         steps.merge(one.steps)
+    served = sum(t.samples - t.samples_before for t in trainers)
     return {
         "samples_served": sum(t.samples for t in trainers) if trainers else None,
         "samples_left": None if not left or None in left else sum(n or 0 for n in left),
@@ -23,7 +24,9 @@ def totals_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
             name: round(sum(t.phases_s.get(name, 0.0) for t in trainers) / steps.count * 1e3, 4)
             for name in ((*PHASES, "hidden") if steps.count else ())
         },
+        **_rounds_of(trainers),
         "wire_bytes_per_step": sum(t.wire_bytes for t in trainers) / steps.count if steps.count else None,
+        "wire_bytes_per_sample": sum(t.wire_bytes for t in trainers) / served if served else None,
         **({"tables": tables} if (tables := _tables_of(trainers, steps.count)) else {}),
         "buffer": {
             name: round(sum(t.buffer.get(name, 0) for t in trainers), 4)
@@ -33,6 +36,12 @@ def totals_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
         else None,
         "trainers": [_trainer(t) for t in trainers],
     }
+
+
+def _rounds_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
+    """Return the local steps of all trainers; nothing without rounds."""
+    inner_steps = sum(t.inner_steps for t in trainers)
+    return {"inner_steps": inner_steps} if inner_steps else {}
 
 
 def _tables_of(trainers: Sequence[TrainerTotals], steps: int) -> dict[str, Any]:
@@ -74,6 +83,7 @@ def _trainer(t: TrainerTotals) -> dict[str, Any]:
     return {
         "trainer": t.trainer_index,
         "samples": t.samples,
+        **({"inner_steps": t.inner_steps} if t.inner_steps else {}),
         "samples_per_second": (t.samples - t.samples_before) / t.seconds if t.seconds else None,
         "data_wait_share": round(min(waited_s / t.seconds, 1.0), 4) if t.seconds else None,
         "core_wait_share": None if t.core_wait_share is None else round(t.core_wait_share, 4),
@@ -148,6 +158,11 @@ def transport_text(transports: Mapping[str, str] | None) -> str:
         f"{name} (trainer{'s' if len(trainers) > 1 else ''} {', '.join(trainers)})"
         for name, trainers in by_name.items()
     )
+
+
+def _steps(summary: Summary) -> str:
+    inner = summary.get("inner_steps")
+    return _number(summary.get("steps")) + (f" rounds, {inner} local steps" if inner else "")
 
 
 def _samples(summary: Summary) -> str:
@@ -272,7 +287,7 @@ _LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("reason", lambda summary: str(summary.get("reason") or "")),
     ("mode", _mode),
     ("transport", lambda summary: transport_text(summary.get("transports"))),
-    ("steps", lambda summary: _number(summary.get("steps"))),
+    ("steps", _steps),
     ("samples", _samples),
     ("time", lambda summary: "-" if (s := summary.get("seconds")) is None else f"{s:.1f} s"),
     ("recovery", lambda summary: f"{s:.1f} s after losses" if (s := summary.get("recovery_s")) else ""),

@@ -21,6 +21,8 @@ _TRAIN = {
     "loss": "train/loss",
     "samples_per_second": "samples_per_second",
     "step_ms": "step_ms",
+    "local_steps": "rounds/local_steps",
+    "drift": "rounds/drift",
 }
 _STALENESS = {"mean": "server/staleness", "p95": "server/staleness_p95", "max": "server/staleness_max"}
 _BUFFER = ("population", "unseen", "put_wait_s", "get_wait_s")

@@ -86,5 +86,10 @@ class NormClipping(Clipping):
 
 
 def clipping_of(training: TrainingConfig) -> Clipping | None:
-    """Return how gradients are clipped; None if they are not."""
-    return None if training.clip_grad_norm is None else NormClipping(training.clip_grad_norm)
+    """Return how the gradients of an update are clipped; None if they are not.
+
+    What a round of local steps has changed is not: each trainer clips the gradients of its own steps.
+    """
+    if training.clip_grad_norm is None or training.has_rounds:
+        return None
+    return NormClipping(training.clip_grad_norm)

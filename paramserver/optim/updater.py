@@ -28,10 +28,10 @@ from paramserver.optim.named_optimizers import (
     shared_parameters,
     unpacked,
 )
+from paramserver.optim.outer import OptimizerBuilder
 from paramserver.optim.parallel_step import generators_of_update
 from paramserver.optim.row_versions import record_rows
 from paramserver.parameters.tables import coalesce_gradients, opt_out_of_checks
-from paramserver.task import Task
 
 _EVERY = ("step", "epoch", "validation")
 
@@ -48,7 +48,7 @@ class Updater:
         UnsupportedConfiguration: there are several optimizers, and ``accumulate_batches`` is above 1.
     """
 
-    def __init__(self, task: Task, model: nn.Module, training: TrainingConfig, seed: int = 0) -> None:
+    def __init__(self, task: OptimizerBuilder, model: nn.Module, training: TrainingConfig, seed: int = 0) -> None:
         # The optimizer first: a scheduler keeps a reference to it and sets its learning rates already when it is built.
         self.optimizer = build_optimizer(task, model, training)
         names = {id(p): name for name, p in model.named_parameters()}
@@ -308,7 +308,7 @@ def _as_stored(own: Any, value: Any) -> Any:
     return value if isinstance(value, (str, bytes)) else own
 
 
-def build_optimizer(task: Task, model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
+def build_optimizer(task: OptimizerBuilder, model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
     """Return the task's optimizer, which also averages the parameters if there is a decay.
 
     Raises:
@@ -400,7 +400,7 @@ class _Schedule:
     metric: str | None
 
 
-def _schedules_of(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, _Schedule]:
+def _schedules_of(task: OptimizerBuilder, optimizer: torch.optim.Optimizer) -> dict[str, _Schedule]:
     """Return the schedule of each optimizer that has one, by its name; empty is that of a single one."""
     if isinstance(optimizer, JointOptimizer):
         built = _schedulers_of_list(task.build_scheduler(optimizers_of(optimizer)), optimizers_of(optimizer))

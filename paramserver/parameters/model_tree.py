@@ -7,7 +7,7 @@ bound: each use finds the buffers by their names.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import is_
@@ -54,6 +54,24 @@ class PackedBuffers:
 def _read(description: bytes) -> tuple[FlatLayout, tuple[str, ...], frozenset[str]]:
     layout, absent, transient = pickle.loads(description)
     return layout, absent, transient
+
+
+@torch.no_grad()
+def mean_buffers(several: Sequence[PackedBuffers | None]) -> PackedBuffers | None:
+    """Return the mean of module buffers, added in the order given; those that are no numbers of floating point, first.
+
+    Those of the first trainer are returned if the others have buffers of other names, shapes or dtypes.
+    """
+    given = [packed for packed in several if packed is not None]
+    if not given or any(packed.description != given[0].description for packed in given):
+        return given[0] if given else None
+    flats = [flat.clone() for flat in given[0].flats]
+    for number, flat in enumerate(flats):
+        if len(given) > 1 and (flat.is_floating_point() or flat.is_complex()):
+            for other in given[1:]:
+                flat += other.flats[number]
+            flat /= len(given)
+    return PackedBuffers(given[0].description, tuple(flats))
 
 
 class ModelTree:

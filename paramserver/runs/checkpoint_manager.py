@@ -31,7 +31,7 @@ from paramserver.checkpoint.save import restore_best_pointer
 from paramserver.checkpoint.serialization import check_mapping
 from paramserver.config import Config, num_trainers_of, world_size_of
 from paramserver.config.deadlines import LAST_WRITE_S
-from paramserver.errors import StorageError, TrainingError
+from paramserver.errors import CheckpointError, StorageError, TrainingError
 from paramserver.metrics.records import TrainerTotals, make_record
 from paramserver.optim.averaging import averaged_state_dict
 from paramserver.optim.updater import Updater
@@ -91,6 +91,13 @@ def load_for_resume(config: Config, run: RunDir) -> ResumeState:
         checkpoint.file_path(f"trainer-{index}")
     file = str(checkpoint.file_path("run"))
     state = check_mapping(checkpoint.load("run"), file, ("step", "resumes", "scheduler"))
+    if state.get("has_rounds", False) is not config.training.has_rounds:
+        raise CheckpointError(
+            f"{checkpoint.path} is of a run {'with' if state.get('has_rounds') else 'without'} rounds of local steps, "
+            f"and training.local_steps ({config.training.local_steps}) and training.outer "
+            f"{'begin' if config.training.has_rounds else 'make none'}, which needs the state of another optimizer; "
+            "resume with the keys that it was stored with, or start a new run from its weights by init_from"
+        )
     if checkpoint.num_trainers == num_trainers_of(config):
         return ResumeState(checkpoint, state, None)
     # Another number of trainers: samples and positions move to the new ones, and a new one gets new random states.
@@ -295,6 +302,7 @@ class CheckpointManager:
             "ledger": dict(ledger or {"rows": {}}),
             "late_buffers": self.late_buffers(model),
             "parameters": list(updater.parameter_names),
+            "has_rounds": self.config.training.has_rounds,
         }
         parameters, weights = state.get("parameters"), detached_state_dict(model)
         if parameters is not None:

@@ -23,6 +23,7 @@ from paramserver.consistency import (
     TrainerId,
     Update,
     Verdict,
+    module_buffer_owner,
 )
 from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
@@ -314,7 +315,10 @@ class Aggregator:
         buffers = self.store.buffers if transport.sends_buffers else None
         self._granted[trainer_index] = decision.step
         wants_buffers = self.rules.wants_buffers_from(trainer_index)
-        (self._buffer_owners.add if wants_buffers else self._buffer_owners.discard)(trainer_index)
+        # Of several whose buffers are averaged, one keeps what it changes between two steps.
+        owner = module_buffer_owner(decision.active, self.rules.terms.uneven_inputs)
+        keeps = wants_buffers and trainer_index == owner
+        (self._buffer_owners.add if keeps else self._buffer_owners.discard)(trainer_index)
         future.set_result(StepGrant(decision, slot, buffers, wants_buffers, result, held_s))
 
     def _enter_epoch(self, samples: int) -> None:
@@ -423,7 +427,7 @@ class Aggregator:
         push = replace(push, report=report, buffers=buffers)
         transport.unpin()
         self._granted.pop(trainer_index, None)
-        self.ledger.accept(push_id(report), version, report.samples, report.positions, report.keys)
+        self.ledger.accept(push_id(report), version, report.samples, report.positions, report.keys, report.inner_steps)
         self._replies[trainer_index] = push.future
         if self.rules.push(trainer_index, version, report.samples):
             self._pushes[trainer_index] = push
@@ -491,7 +495,18 @@ class Aggregator:
         self._seconds = max(self._seconds, *(push.report.seconds for push in pushes))
         lr = self.store.updater.lr
         name = pushes[0].report.optimizer
-        return StepResult(self.rules.step, self.rules.samples, loss, lr, self._seconds, apply_s, 0.0, dropped, name)
+        return StepResult(
+            self.rules.step,
+            self.rules.samples,
+            loss,
+            lr,
+            self._seconds,
+            apply_s,
+            dropped=dropped,
+            optimizer=name,
+            inner_steps=sum(push.report.inner_steps for push in pushes) / len(pushes),
+            drift=sum(push.report.drift for push in pushes) / len(pushes),
+        )
 
     # Reading.
 

@@ -14,6 +14,7 @@ from paramserver.config import Config, num_servers_of
 from paramserver.consistency.factory import CLASSES
 from paramserver.devices import CPU, move_to_device, place_parameters
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.optim.outer import shared_optimizer
 from paramserver.optim.row_steps import check_steps_rows
 from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout, FlatTensors, other_tensors, trainable_parameters
@@ -100,7 +101,7 @@ class ParameterStore:
         # servers gets a copy of its part.
         is_replaced = is_restored or num_servers_of(config) > 1
         with adagrad_without_memory(self.parameters.tensors[name] for name in (self.tables if is_replaced else ())):
-            self.updater = Updater(task, self.model, config.training, config.seed)
+            self.updater = Updater(shared_optimizer(task, config), self.model, config.training, config.seed)
         self._tree = ModelTree(self.model)
         # Covers the snapshots and the module buffers: a copy that is made while the optimizer writes, for a
         # trainer that joins meanwhile, must not be kept for the version after it. Taken after the lock of the server.

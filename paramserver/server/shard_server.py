@@ -16,6 +16,7 @@ from paramserver.distributed.rpc_agent import release_context
 from paramserver.distributed.rpc_calls import RemoteError, repeatable
 from paramserver.errors import TrainingError, UnsupportedConfiguration
 from paramserver.optim.clipping import clipping_of
+from paramserver.optim.outer import shared_optimizer
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.optim.updater import build_optimizer
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
@@ -100,7 +101,7 @@ class ShardServer(ShardHandlers):
                 "every process"
             )
         with adagrad_without_memory(parameters[name] for name in tables):
-            optimizer = build_optimizer(task, model, self.config.training)
+            optimizer = build_optimizer(shared_optimizer(task, self.config), model, self.config.training)
         shard = assignment.shard
         if self.shares_memory:
             flats = shard.slice_flats(self._attach(assignment.segments_key, self._layout))

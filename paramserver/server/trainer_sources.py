@@ -71,12 +71,15 @@ class TrainerSources:
     def _progress_of(self, trainer_index: int) -> dict[str, Any]:
         """Return the counters with which another process continues as a lost trainer; see ``TrainerProgress``."""
         row = self._ledger[trainer_index]
+        training = self._config.training
+        gradients = row.inner_steps if training.has_rounds else row.pushes - row.further_pushes
         return {
-            "batch_idx": (row.pushes - row.further_pushes) * self._config.training.accumulate_batches,
+            "batch_idx": gradients * training.accumulate_batches,
             "samples_served": row.samples,
             "epoch": self._monitor.epoch,
             "seconds": self._monitor.seconds,
             "steps": self._rules.step,
+            "inner_steps": row.inner_steps,
         }
 
     # Other numbers of trainers.

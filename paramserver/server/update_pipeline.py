@@ -42,6 +42,8 @@ def plan_buckets(
         return (), "the forward runs on the server"
     if layout.tables:
         return (), "embedding tables are updated by rows"
+    if config.training.weights_samples:
+        return (), "the mean over the trainers is weighted by samples"
     reason = why_not_by_bucket(updater.optimizer, updater.clipping)
     if reason is not None:
         return (), reason

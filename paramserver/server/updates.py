@@ -18,8 +18,10 @@ from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import ParamserverError
 from paramserver.optim.clipping import clipping_of
 from paramserver.optim.named_optimizers import joined_states, with_states
+from paramserver.optim.outer import round_weights
 from paramserver.optim.shard_updater import staleness_factor
 from paramserver.optim.updater import Updater
+from paramserver.parameters.model_tree import mean_buffers
 from paramserver.parameters.sharding import Shard, get_hyperparameters, merge_state
 from paramserver.parameters.tables import large_tables
 from paramserver.runs.checkpoint_manager import UpdaterState
@@ -130,7 +132,9 @@ class Updates:
         all servers have applied it.
         """
         named = tuple((push_id(push.report), push.segment_key) for push in pushes)
-        factors = tuple(staleness_factor(s, self._config.server.stale_scaling) for s in update.staleness)
+        weights = round_weights(self._config.training, [push.report.samples for push in pushes])
+        scaling = self._config.server.stale_scaling
+        factors = tuple(w * staleness_factor(s, scaling) for w, s in zip(weights, update.staleness, strict=True))
         used = merge_used([push.report.used for push in pushes])
         request = ApplyRequest(version, named, factors, used, None, frozenset(pulled))
         to_others = request
@@ -142,7 +146,10 @@ class Updates:
         # The others start before this server, so that all work at the same time.
         others = [other.apply(to_others) for other in self._others]
         own = self._shard.apply(request)
-        buffers = pushes[update.trainers.index(update.buffers_from)].buffers
+        if update.averages_buffers:
+            buffers = mean_buffers([push.buffers for push in pushes])
+        else:
+            buffers = pushes[update.trainers.index(update.buffers_from)].buffers
         finish = partial(self._store.finish_update, buffers, pushes[0].report.optimizer)
 
         def applied(_: Sequence[Any]) -> None:

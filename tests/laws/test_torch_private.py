@@ -66,6 +66,13 @@ USED = {
         "torch.utils._pytree.tree_unflatten",
     },
     "paramserver.trainers.row_lookup": {"torch.utils._pytree.tree_leaves"},
+    "paramserver.trainers.local_steps": {
+        "torch._foreach_add_",
+        "torch._foreach_copy_",
+        "torch._foreach_neg_",
+        "torch._foreach_norm",
+    },
+    "paramserver.transport.quantization": {"torch._foreach_copy_"},
     "paramserver.trainers.push": {"torch._foreach_copy_"},
     "paramserver.trainers.ddp_control": {"torch._C._distributed_c10d.PrefixStore"},
 }

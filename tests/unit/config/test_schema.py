@@ -30,10 +30,12 @@ cluster: {num_servers: null, num_trainers: 2, colocate: false, master_addr: 127.
           token_file: null}
 device: {kind: auto, server: auto, num_gpus: null, share_gpus: false}
 training: {max_epochs: null, max_steps: null, max_samples: null, max_seconds: null, patience: null, min_delta: 0.0,
-           batch_size: 32, validation_batch_size: null, accumulate_batches: 1, clip_grad_norm: null, ema_decay: null,
-           precision: float32, validate_every: 100, uneven_inputs: stop, loader_workers: 0}
-server: {consistency: sync, staleness_bound: 4, backup_trainers: 0, stale_scaling: none, compute: trainer,
-         transport: auto, wire_dtype: null, bucket_mb: null, lost_after_s: 5.0, on_loss: continue}
+           batch_size: 32, validation_batch_size: null, accumulate_batches: 1, local_steps: 1, outer: null,
+           clip_grad_norm: null, ema_decay: null, precision: float32, validate_every: 100, uneven_inputs: stop,
+           loader_workers: 0}
+server: {consistency: sync, staleness_bound: 4, backup_trainers: 0, arrivals: 1, dynamic_local_steps: false,
+         stale_scaling: none, compute: trainer, transport: auto, wire_dtype: null, compression: none,
+         compression_block: 256, bucket_mb: null, lost_after_s: 5.0, on_loss: continue}
 ddp: {comm_hook: none, extra: {}}
 buffer: {kind: fifo, capacity: 4096, watermark: 0, pseudo_epochs: 1, max_bytes: null, min_new_per_batch: 0}
 simulations: null

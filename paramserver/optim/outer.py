@@ -1,0 +1,186 @@
+"""Rounds of local steps: the outer optimizer, which all trainers share, and the inner one, which each trainer has.
+
+Each trainer takes H steps with an optimizer of its own, from the parameters ``theta`` of the version to ``theta_i``.
+The difference ``D_i = theta - theta_i`` is what it pushes in the place of a gradient, and the mean of these is what the
+outer optimizer steps ``theta`` with. So the mean, the consistency, checkpoints and records are those of every other
+update.
+
+Local SGD: Stich, "Local SGD converges fast and communicates little", ICLR 2019. FedAvg: McMahan et al., AISTATS 2017.
+FedOpt, where the outer optimizer is adaptive: Reddi et al., "Adaptive federated optimization", ICLR 2021. DiLoCo, whose
+outer optimizer is Nesterov's: Douillard et al., arXiv:2311.08105.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from paramserver.config import Config, OuterConfig, TrainingConfig, mode_of, num_trainers_of
+from paramserver.consistency.factory import consistency_class
+from paramserver.parameters.flat import trainable_parameters
+
+MANY_LOCAL_STEPS = 64
+"""From so many local steps on, momentum is the default: those of fewer are close to steps of the inner optimizer."""
+
+_MOMENTUM = {"sgd": 0.0, "nesterov": 0.9, "adam": 0.9, "delayed_nesterov": 0.9}
+# Douillard et al. for Nesterov; for Adam, Reddi et al. (figure 1) found from 0.01 to 0.1 on most tasks.
+_LR = {"sgd": 1.0, "nesterov": 0.7, "adam": 0.01, "delayed_nesterov": 0.7}
+
+
+class OptimizerBuilder(Protocol):
+    """Builds an optimizer and its schedule: a ``Task``, or ``OuterBuilder``."""
+
+    def build_optimizer(self, model: nn.Module) -> Any: ...
+
+    def build_scheduler(self, optimizer: Any) -> Any: ...
+
+
+def shared_optimizer(task: OptimizerBuilder, config: Config) -> OptimizerBuilder:
+    """Return who builds the optimizer that all trainers share: the task, or with rounds the config."""
+    return OuterBuilder(config) if config.training.has_rounds else task
+
+
+class OuterBuilder:
+    """Builds the outer optimizer of a config, over all trainable parameters and without a schedule.
+
+    Its hyper-parameters are keys of the config, and not part of what a checkpoint restores.
+
+    Example::
+
+        >>> builder = OuterBuilder(Config(training=TrainingConfig(local_steps=128)))
+        >>> builder.name, builder.hyperparameters
+        ('nesterov', {'lr': 0.7, 'momentum': 0.9, 'nesterov': True})
+    """
+
+    def __init__(self, config: Config) -> None:
+        outer = config.training.outer or OuterConfig()
+        many = config.training.local_steps >= MANY_LOCAL_STEPS
+        self.name = outer.optimizer or ("nesterov" if many else "sgd")
+        momentum = _MOMENTUM[self.name] if outer.momentum is None else outer.momentum
+        updates = updates_per_round(config)
+        lr = _LR[self.name] if outer.lr is None else outer.lr
+        if outer.lr is None and self.name != "delayed_nesterov":  # which divides by the delay
+            lr /= updates
+        self.hyperparameters: dict[str, Any] = {"lr": lr}
+        if self.name == "adam":
+            self.hyperparameters |= {"betas": (momentum, outer.beta2), "eps": outer.eps}
+        elif self.name == "delayed_nesterov":
+            self.hyperparameters |= {"momentum": momentum, "delay": outer.delay or max(1, round(updates))}
+        else:
+            self.hyperparameters |= {"momentum": momentum, "nesterov": self.name == "nesterov" and momentum > 0}
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer of ``trainable_parameters`` of a model."""
+        parameters = list(trainable_parameters(model).values())
+        optimizer = _CLASSES[self.name](parameters, **self.hyperparameters)
+        optimizer.register_load_state_dict_post_hook(self._restore_hyperparameters)
+        return optimizer
+
+    def build_scheduler(self, optimizer: Any) -> None:
+        """Return None: the schedule of the task is of the inner optimizers."""
+
+    def _restore_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group.update(self.hyperparameters)
+
+
+def updates_per_round(config: Config) -> float:
+    """Return how many updates there are while each trainer takes one round: 1 in lockstep, K in ``async``.
+
+    Example::
+
+        >>> from paramserver.config import ServerConfig
+        >>> updates_per_round(Config(server=ServerConfig(consistency="async")))
+        2.0
+    """
+    if not mode_of(config).has_servers:
+        return 1.0
+    trainers = num_trainers_of(config)
+    together = consistency_class(config.server).gradients_per_update(config.server, trainers)
+    return 1.0 if config.server.backup_trainers else trainers / together
+
+
+def round_weights(training: TrainingConfig, samples: Sequence[int]) -> list[float]:
+    """Return the weight of each trainer in the mean of a round; the mean of the weights is 1.
+
+    Example::
+
+        >>> round_weights(TrainingConfig(outer=OuterConfig(weighting="samples")), [10, 30])
+        [0.5, 1.5]
+    """
+    total = sum(samples)
+    if not training.weights_samples or not total:
+        return [1.0] * len(samples)
+    return [own * len(samples) / total for own in samples]
+
+
+class DelayedNesterov(torch.optim.Optimizer):
+    """Nesterov's momentum for gradients that arrive one by one: the momentum changes with every ``delay``-th only.
+
+    Liu et al., "Asynchronous local-SGD training for language modeling", arXiv:2401.09135, algorithm 3 with ``c = 0``.
+    With N for the delay, step t of gradient g is::
+
+        sum += g
+        if t is a multiple of N:
+            m = momentum * m + sum / N;  sum = 0
+            parameter -= lr * (momentum * m + g / N)
+        else:
+            parameter -= lr * g / N
+
+    With a delay of 1 it is ``torch.optim.SGD(nesterov=True)``. State of each parameter: ``step``, ``sum`` and
+    ``momentum_buffer``, both of its shape.
+
+    Example::
+
+        >>> weight = nn.Parameter(torch.zeros(1))
+        >>> optimizer = DelayedNesterov([weight], lr=1.0, momentum=0.5, delay=2)
+        >>> for gradient in (1.0, 3.0):
+        ...     weight.grad = torch.tensor([gradient])
+        ...     optimizer.step()
+        ...     print(weight.item())
+        -0.5
+        -3.0
+    """
+
+    updates_each: ClassVar[str] = "element"
+
+    def __init__(self, params: Iterable[Any], lr: float, momentum: float, delay: int) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "delay": delay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient; ``closure`` computes the loss again, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, lr, delay = self.state[parameter], group["lr"], group["delay"]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["sum"], state["momentum_buffer"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        state["step"] += 1
+        state["sum"].add_(gradient)
+        parameter.add_(gradient, alpha=-lr / delay)
+        if int(state["step"]) % delay == 0:
+            momentum: Tensor = state["momentum_buffer"]
+            momentum.mul_(group["momentum"]).add_(state["sum"], alpha=1 / delay)
+            state["sum"].zero_()
+            parameter.add_(momentum, alpha=-lr * group["momentum"])
+
+
+_CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "nesterov": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "delayed_nesterov": DelayedNesterov,
+}

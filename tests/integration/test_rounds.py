@@ -1,0 +1,281 @@
+"""Rounds of local steps (docs/rounds.md): the same in every mode, exact after stops and losses."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_errors import error_message
+from launching import differing_tensors, launch, relative_difference, resume, run_in_process, train
+from round_tasks import FEATURES, Rows
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+TASKS = HELPERS / "round_tasks.py"
+NESTEROV = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
+
+
+def rounds(training=(), **sections):
+    """A config of the reference task with an optimizer that has state, a schedule, and module buffers."""
+    arguments = {"optimizer": "adam", "schedule": "step", "dtype": "float64", **sections.pop("task_args", {})}
+    given = {"max_steps": 6, "batch_size": 7, "local_steps": 3, "outer": NESTEROV, "validate_every": 2}
+    return {
+        "task": f"{TASKS}:Mixed",
+        "task_args": arguments,
+        "training": {**given, **dict(training)},
+        "checkpoint": {"every": 2, "keep": 9, "background": False},
+        "logging": {"log_every": 1, "tensorboard": False},
+        **sections,
+    }
+
+
+def assert_same(one, other, names=("model", "optimizer"), limit=0.0):
+    assert one.summary["samples"] == other.summary["samples"]
+    for name in names:
+        if limit:
+            assert relative_difference(one.load(name), other.load(name)) <= limit, name
+        else:
+            assert differing_tensors(one.load(name), other.load(name)) == [], name
+    for kind, field in (("train", "loss"), ("validation", "values")):
+        ours, theirs = ([[r["step"], r[field]] for r in run.of_kind(kind)] for run in (one, other))
+        assert ours == theirs if not limit else ours == [[step, pytest.approx(v, rel=1e-9)] for step, v in theirs]
+
+
+# A round is what it is defined as.
+
+
+@pytest.mark.claim("rounds")
+@pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("rpc", 1), ("rpc", 2), ("ddp", 2)])
+def test_rounds_of_one_step_are_steps(tmp_path, mode, trainers):
+    """With an outer SGD of 1, the mean of what the inner SGD did is the step with the mean of the gradients."""
+    task = "AverageableTask" if False else "ReferenceTask"
+    config = {
+        "task_args": {"dtype": "float64", "batch_norm": False, "dropout": 0.0, "optimizer": "sgd"},
+        "training": {"max_steps": 6, "batch_size": 8, "validate_every": 3},
+        "logging": {"log_every": 1},
+    }
+    if trainers > 1:  # momentum is that of each trainer
+        config["task"], config["task_args"] = f"{TASKS}:Rows", {}
+    else:
+        config["task"] = task
+    steps = train(tmp_path / "steps", mode, trainers, **config)
+    config["training"] = {**config["training"], "outer": {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}}
+    assert_same(train(tmp_path / "rounds", mode, trainers, **config), steps, names=["model"], limit=1e-12)
+
+
+class Numpy:
+    """The algorithms in plain numpy: ``theta`` after each update, given who arrives with what."""
+
+    def __init__(self, kind, lr, momentum=0.0, delay=1, beta2=0.99, eps=1e-3):
+        self.kind, self.lr, self.mu, self.delay, self.beta2, self.eps = kind, lr, momentum, delay, beta2, eps
+        self.theta = np.zeros(FEATURES)
+        self.m, self.v, self.sum, self.t = np.zeros(FEATURES), np.zeros(FEATURES), np.zeros(FEATURES), 0
+        self.taken = {}
+
+    def local(self, trainer, steps, lr=0.1):
+        own = self.theta.copy()
+        for _ in range(steps):
+            number = self.taken.get(trainer, 0)
+            features, target = (value.numpy() for value in Rows.row(trainer, number))
+            own -= lr * (own @ features - target) * features
+            self.taken[trainer] = number + 1
+        return self.theta - own
+
+    def update(self, change):
+        self.t += 1
+        if self.kind == "sgd":
+            self.m = self.mu * self.m + change
+            self.theta = self.theta - self.lr * self.m
+        elif self.kind == "nesterov":
+            self.m = self.mu * self.m + change
+            self.theta = self.theta - self.lr * (change + self.mu * self.m)
+        elif self.kind == "adam":
+            self.m = self.mu * self.m + (1 - self.mu) * change
+            self.v = self.beta2 * self.v + (1 - self.beta2) * change**2
+            root = np.sqrt(self.v / (1 - self.beta2**self.t)) + self.eps
+            self.theta = self.theta - self.lr * self.m / (1 - self.mu**self.t) / root
+        else:
+            self.sum = self.sum + change
+            self.theta = self.theta - self.lr * change / self.delay
+            if self.t % self.delay == 0:
+                self.m, self.sum = self.mu * self.m + self.sum / self.delay, np.zeros(FEATURES)
+                self.theta = self.theta - self.lr * self.mu * self.m
+
+
+def weights_of(run):
+    return np.array([run.load("model", step)["weight"].numpy()[0] for step in range(1, run.summary["steps"] + 1)])
+
+
+OUTER = [
+    ("sgd", {"lr": 0.5, "momentum": 0.3}),
+    ("nesterov", {"lr": 0.7, "momentum": 0.9}),
+    ("adam", {"lr": 0.1, "momentum": 0.9}),
+    ("delayed_nesterov", {"lr": 0.7, "momentum": 0.9, "delay": 2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OUTER, ids=[kind for kind, _ in OUTER])
+@pytest.mark.parametrize(
+    ("mode", "trainers", "consistency"), [("ddp", 2, "sync"), ("rpc", 2, "sync"), ("rpc", 1, "async")]
+)
+def test_each_algorithm_is_that_of_plain_numpy(tmp_path, mode, trainers, consistency, kind, options):
+    run = train(
+        tmp_path,
+        mode,
+        trainers,
+        task=f"{TASKS}:Rows",
+        training={"max_steps": 5, "batch_size": 1, "local_steps": 4, "outer": {"optimizer": kind, **options}},
+        checkpoint={"every": 1, "keep": 9},
+        server={"consistency": consistency},
+    )
+    plain, expected = Numpy(kind, **options), []
+    for _ in range(5):
+        plain.update(sum(plain.local(i, 4) for i in range(trainers)) / trainers)
+        expected.append(plain.theta)
+    assert np.abs(weights_of(run) - np.array(expected)).max() <= 1e-12
+
+
+# The same in every mode.
+
+
+@pytest.mark.claim("rounds")
+def test_one_trainer_is_a_local_run(tmp_path):
+    config = rounds({"clip_grad_norm": 0.5, "accumulate_batches": 2})
+    local = train(tmp_path, "local", 1, **config)
+    for mode in ("rpc", "ddp"):
+        assert_same(train(tmp_path, mode, 1, **config), local)
+
+
+VARIANTS = {
+    "shared memory": {},
+    "messages": {"server": {"transport": "rpc"}},
+    "three servers": {"cluster": {"num_servers": 3}},
+    "messages to two servers": {"cluster": {"num_servers": 2}, "server": {"transport": "rpc"}},
+}
+
+
+@pytest.mark.claim("rounds")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_server_is_the_twin_of_all_reduce(tmp_path, variant):
+    config = rounds({"clip_grad_norm": 0.5, "accumulate_batches": 2, "ema_decay": 0.5})
+    rpc = train(tmp_path, "rpc", 2, **{**config, **VARIANTS[variant]})
+    assert_same(rpc, train(tmp_path, "ddp", 2, **config), ("model", "optimizer", "ema"))
+    assert rpc.of_kind("train")[-1]["local_steps"] == 3
+    assert 0 < rpc.of_kind("train")[-1]["drift"] < 1
+    assert rpc.summary["inner_steps"] == 2 * 6 * 3
+
+
+@pytest.mark.parametrize("weighting", ["trainers", "samples"])
+@pytest.mark.parametrize("uneven_inputs", ["stop", "join"])
+def test_data_that_ends_within_a_round(tmp_path, uneven_inputs, weighting):
+    """94 samples of two trainers in batches of 7: the last round of each is shorter, and the last batch smaller."""
+    outer = {**NESTEROV, "weighting": weighting}
+    training = {"max_steps": None, "max_epochs": 1, "uneven_inputs": uneven_inputs, "outer": outer}
+    config = rounds(training, task_args={"samples": 94})
+    rpc, ddp = (train(tmp_path, mode, 2, **config) for mode in ("rpc", "ddp"))
+    assert_same(rpc, ddp)
+    assert rpc.summary["samples"] == 94
+    assert rpc.summary["samples_left"] == 0
+
+
+@pytest.mark.parametrize("buffer", [{"kind": "firo", "pseudo_epochs": 2}, {"kind": "reservoir", "capacity": 64}])
+def test_other_buffers(tmp_path, buffer):
+    config = rounds(buffer={"watermark": 8, **buffer})
+    assert_same(train(tmp_path, "rpc", 2, **config), train(tmp_path, "ddp", 2, **config))
+
+
+def test_a_round_may_have_more_samples_than_the_buffer_holds(tmp_path):
+    config = rounds({"local_steps": 9, "max_steps": 2}, buffer={"capacity": 14})
+    assert_same(train(tmp_path, "rpc", 2, **config), train(tmp_path, "ddp", 2, **config))
+
+
+# Stops and losses.
+
+
+@pytest.mark.claim("rounds")
+@pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("ddp", 2), ("rpc", 2)])
+@pytest.mark.parametrize("schedule", ["step", "validation"])
+def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path, mode, trainers, schedule):
+    whole = train(tmp_path / "whole", mode, trainers, **rounds(task_args={"schedule": schedule}))
+    half = train(tmp_path / "half", mode, trainers, **rounds({"max_steps": 2}, task_args={"schedule": schedule}))
+    more = resume(half, "--set", "training.max_steps=6")
+    assert more.code == 0, more.output
+    assert_same(more, whole)
+    for trainer in range(trainers):
+        one, other = (run.load(f"trainer-{trainer}") for run in (more, whole))
+        assert differing_tensors(one["local_steps"], other["local_steps"]) == []
+        assert one["counters"]["inner_steps"] == other["counters"]["inner_steps"] == 18
+
+
+@pytest.mark.parametrize("victim", [1, -1], ids=["trainer", "rank 0"])
+def test_a_loss_in_mid_round_changes_no_bit_with_rollback(tmp_path, victim):
+    server = {"on_loss": "rollback", "lost_after_s": 3.0}
+    whole = train(tmp_path / "whole", "rpc", 2, **rounds(server=server))
+    task_args = {"die": str(tmp_path / "died"), "victim": victim}
+    other = train(tmp_path / "other", "rpc", 2, **rounds(server=server, task_args=task_args))
+    assert (tmp_path / "died").exists()
+    assert other.summary["faults"]
+    assert_same(other, whole, ("model", "optimizer", "trainer-0", "trainer-1"))
+
+
+def test_a_trainer_that_is_lost_in_mid_round_loses_that_round_only(tmp_path):
+    """Each sample is applied once: those of its local steps were not applied, and are dealt to its replacement."""
+    training = {"max_steps": None, "max_epochs": 1}
+    config = rounds(training, task_args={"die": str(tmp_path / "died"), "victim": 1}, server={"lost_after_s": 3.0})
+    run = train(tmp_path, "rpc", 2, **config)
+    assert (tmp_path / "died").exists()
+    assert run.summary["samples"] == 256
+    assert [record["restored"] for record in run.of_kind("local_steps") if record["trainer"] == 1] == [True]
+
+
+@pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("ddp", 3), ("rpc", 1), ("rpc", 3)])
+def test_a_run_of_rounds_resumes_with_other_trainers_and_in_another_mode(tmp_path, mode, trainers):
+    begun = train(tmp_path, "rpc", 2, **rounds({"max_steps": 2}))
+    flags = [f"training.max_steps=4 mode={mode} cluster.num_trainers={trainers}"]
+    more = resume(begun, *(word for change in flags[0].split() for word in ("--set", change)))
+    assert more.code == 0, more.output
+    assert more.summary["steps"] == 4
+    # A trainer beyond those of the checkpoint begins with a new optimizer.
+    restored = [record["restored"] for record in more.of_kind("local_steps") if record["step"] == 2]
+    assert sorted(restored) == [False] * max(trainers - 2, 0) + [True] * min(trainers, 2)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_resume_with_rounds_of_a_run_without_is_refused(tmp_path, begins):
+    training = {"local_steps": 1, "outer": None} if begins else {}
+    begun = train(tmp_path, "local", 1, **rounds(training))
+    change = "training.local_steps=2" if begins else "training.local_steps=1"
+    more = resume(begun, "--set", change, *(() if begins else ("--set", "training.outer=null")))
+    assert more.code == 2, more.output
+    assert "is of a run " + ("without" if begins else "with") + " rounds of local steps" in more.output
+
+
+# Bad input.
+
+
+BAD = [
+    ({"training": {"local_steps": 0}}, "training.local_steps (0) must be a positive whole number"),
+    ({"training": {"local_steps": 1.5}}, "training.local_steps (1.5) must be a positive whole number"),
+    ({"training": {"outer": {"lr": 0}}}, "training.outer.lr (0) must be a positive number"),
+    ({"training": {"outer": {"delay": 2}}}, "training.outer.delay (2) must be null"),
+    ({"server": {"arrivals": 2}}, "server.arrivals (2) must be 1 with server.consistency sync"),
+    ({"server": {"dynamic_local_steps": True}, "training": {"local_steps": 1}}, "server.dynamic_local_steps (true)"),
+    ({"server": {"compute": "server"}}, "must be left out with server.compute server"),
+    ({"mode": "ddp", "ddp": {"comm_hook": "bf16"}}, "ddp.comm_hook (bf16) must be none"),
+    ({"task": f"{HELPERS / 'optimizer_tasks.py'}:Adversarial", "task_args": {}}, "several optimizers that take turns"),
+    ({"task": f"{TASKS}:Tables", "task_args": {}}, "embedding tables (0.weight)"),
+    (
+        {"training": {"local_steps": 99}, "buffer": {"kind": "reservoir", "capacity": 64}},
+        "training.local_steps (99) must be at most 9 with a buffer of 64",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), BAD, ids=[sentence for _, sentence in BAD])
+def test_what_does_not_go_with_rounds_is_refused_in_one_sentence(tmp_path, change, sentence):
+    config = rounds()
+    for section, values in change.items():
+        config[section] = {**config.get(section, {}), **values} if isinstance(values, dict) and values else values
+    mode = config.pop("mode", "rpc" if "server" in config else "local")
+    start = run_in_process if mode == "local" else launch
+    refused = start(tmp_path / "run", mode=mode, **config)
+    assert refused.code == 2, refused.output
+    assert sentence in error_message(refused.output)
