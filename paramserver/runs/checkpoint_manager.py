@@ -358,7 +358,7 @@ class CheckpointManager:
         """Write a staged checkpoint: in the background, or before this returns, as configured. Copies nothing.
 
         The parts are private objects, or the file that ``torch.save`` made of them; that of a lost trainer, without
-        ``task``, gets the state of its task in the newest checkpoint. Training stopped for ``pause_s`` for the copies,
+        ``task``, gets the states of its task and its local steps in the newest checkpoint. Training stopped for ``pause_s`` for the copies,
         on the trainer where that took longest.
 
         Raises:
@@ -368,7 +368,7 @@ class CheckpointManager:
         # Each trainer has sent its records before its part. A run that resumes from here does not get them again.
         self.monitor.write_logged(staged.step)
         parts = {
-            i: part if isinstance(part, ChunkedFile) or "task" in part else {**part, "task": self._task_state(i)}
+            i: part if isinstance(part, ChunkedFile) or "task" in part else {**part, **self._kept_state(i)}
             for i, part in parts.items()
         }
         files = {
@@ -395,9 +395,14 @@ class CheckpointManager:
         release = staged.release
         future.add_done_callback(lambda _: release())
 
-    def _task_state(self, trainer_index: int) -> Any:
-        part = self.trainer_part(trainer_index, newest=True)
-        return {} if part is None else unpack(part)["task"]
+    def _kept_state(self, trainer_index: int) -> dict[str, Any]:
+        """Return what the part of a lost trainer has of its newest one: the state of its task and of its local steps.
+
+        No other process has these.
+        """
+        packed = self.trainer_part(trainer_index, newest=True)
+        part = {} if packed is None else unpack(packed)
+        return {"task": part.get("task", {}), "local_steps": part.get("local_steps")}
 
     def _record_written(self, done: Future[WrittenCheckpoint], pause_s: float, reason: str) -> None:
         if done.cancelled() or done.exception() is not None:

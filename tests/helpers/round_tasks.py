@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import torch
+from supervised_tasks import ranks_of
 from tasks import ReferenceTask
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -39,7 +40,7 @@ class Rows(Task):
         return TensorDataset(torch.zeros(512, 1))
 
     def training_step(self, model, batch, batch_idx):
-        features, target = self.row(self.trainer.trainer_index, self.trainer.inner_step)
+        features, target = self.row(self.trainer.trainer_index, batch_idx)
         return (model(features) - target).square().sum() / 2
 
     def on_epoch_start(self, epoch):
@@ -55,7 +56,7 @@ class Mixed(ReferenceTask):
 
     Args:
         die: the file that shows that it has; None for no death.
-        rank: whose process dies: that of a trainer, or -1 for rank 0.
+        victim: whose process dies: that of a trainer, or -1 for rank 0.
         at: the batch at which it does.
     """
 
@@ -69,14 +70,8 @@ class Mixed(ReferenceTask):
             mark = Path(self.die)
             if not mark.exists():
                 mark.touch()
-                os.kill(self._server_pid() if self.victim < 0 else os.getpid(), signal.SIGKILL)
-                signal.pause()
+                os.kill(ranks_of(os.getppid())[0].pid if self.victim < 0 else os.getpid(), signal.SIGKILL)
         return loss
-
-    def _server_pid(self):
-        from supervised_tasks import ranks_of
-
-        return ranks_of(os.getppid())[0].pid
 
 
 class Tables(Task):
