@@ -182,6 +182,15 @@ def _arrivals(config: Config) -> str | None:
     )
 
 
+def _weighted_arrivals(config: Config) -> str | None:
+    if config.server.arrivals == 1 or not config.training.weights_samples or not mode_of(config).has_servers:
+        return None
+    return (
+        f"training.outer.weighting (samples) must be trainers with server.arrivals ({config.server.arrivals}), as "
+        "gradients are added when they arrive; choose trainers"
+    )
+
+
 def _dynamic_local_steps(config: Config) -> str | None:
     if not config.server.dynamic_local_steps or config.training.local_steps > 1 or not mode_of(config).has_servers:
         return None
@@ -303,6 +312,7 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("buffer.pseudo_epochs", "buffer.kind"), _pseudo_epochs),
     Relation(("server.backup_trainers", "server.consistency", "cluster.num_trainers"), _backup_trainers),
     Relation(("server.arrivals", "server.consistency"), _arrivals),
+    Relation(("server.arrivals", "training.outer.weighting"), _weighted_arrivals),
     Relation(("server.dynamic_local_steps", "training.local_steps"), _dynamic_local_steps),
     Relation(("training.outer.delay", "training.outer.optimizer"), _delay),
     Relation(("ddp.comm_hook", "training.local_steps", "training.outer"), _rounds_comm_hook),

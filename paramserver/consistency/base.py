@@ -119,6 +119,8 @@ class Update:
     # one may have pushed none; then those of the version before are kept.
     buffers_from: int
     averages_buffers: bool = False  # the version has their mean over all these trainers instead
+    # Otherwise no version is made yet: the gradients are added to those of the next update.
+    completes: bool = True
 
 
 class Consistency(ABC):
@@ -280,6 +282,10 @@ class Consistency(ABC):
     @abstractmethod
     def next_update(self) -> Update | None:
         """Return the next update that is complete, and count it in ``step`` and ``samples``; None if there is none."""
+
+    def complete_update(self) -> Update | None:
+        """Return an update that has what was added to the next one so far, for a checkpoint; None if nothing was."""
+        return None
 
     @abstractmethod
     def wants_buffers_from(self, trainer_index: int) -> bool:

@@ -6,6 +6,7 @@ from paramserver.config import Config, ServerConfig
 from paramserver.consistency.asynchronous import Async, Bounded
 from paramserver.consistency.backup import BackupSync
 from paramserver.consistency.base import Consistency, RunTerms
+from paramserver.consistency.buffered import Buffered
 from paramserver.consistency.lockstep import Sync
 from paramserver.limits import Limits
 
@@ -15,7 +16,10 @@ CLASSES: dict[str, type[Consistency]] = {"sync": Sync, "bounded": Bounded, "asyn
 
 def consistency_class(config: ServerConfig) -> type[Consistency]:
     """Return the class of the consistency of a config, which declares what holds for it."""
-    # Backup trainers are a variant of sync; config/checks.py rejects them with other consistencies.
+    # Backup trainers are a variant of sync, and several arrivals one of async; config/checks.py rejects them with
+    # others.
+    if config.arrivals > 1:
+        return Buffered
     return BackupSync if config.backup_trainers else CLASSES[config.consistency]
 
 

@@ -56,16 +56,24 @@ class FreeRunning(Consistency):
 
     def may_still_apply(self, coming: int) -> bool:
         """Return whether one more push, of at most ``coming`` samples, will be applied in whatever order all arrive."""
-        terms, in_flight = self.terms, len(self._permits)
+        terms = self.terms
         last = [every * (self.step // every + 1) for every in terms.barrier_every if every]
         last += [terms.limits.max_steps] if terms.limits.max_steps is not None else []
-        if last and self.step + in_flight >= min(last):
+        if last and self.step + self.versions_coming() >= min(last):
             return False
         if terms.limits.max_samples is None:
             return True
         pushed = [coming, *(permit.samples for permit in self._permits.values())]
         # The smallest push may arrive last: it is applied only if all others together stay below the limit.
-        return self.samples + sum(pushed) - min(pushed) < terms.limits.max_samples
+        return self.samples + self.samples_coming() + sum(pushed) - min(pushed) < terms.limits.max_samples
+
+    def versions_coming(self) -> int:
+        """Return how many versions follow from the permits and from pushes that are in no version yet."""
+        return len(self._permits)
+
+    def samples_coming(self) -> int:
+        """Return how many samples the pushes have that are in no version yet."""
+        return 0
 
     def has_version_slot(self) -> bool:
         """Return whether one more push cannot make a version that exceeds ``MAX_RETAINED_VERSIONS``.

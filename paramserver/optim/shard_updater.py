@@ -49,6 +49,8 @@ class ShardUpdater:
         self._is_everything = shard.layout is layout
         self._team: ThreadTeam | None = None
         self._parallel_step: ParallelStep | None = None
+        self._accumulated: list[Tensor] = []
+        self._num_accumulated = 0
         self._row_step = RowStep(optimizer) if layout.tables else None
         # Of checkpoints that are being written, by their numbers: that of each large table, by its slot.
         self.snapshots: dict[int, dict[int, RowSnapshot]] = {}
@@ -104,6 +106,24 @@ class ShardUpdater:
             slices = self._team.slices(self._dense(self.ranges))
             parts = [[_cut(flats, cuts) for flats in gradients] for cuts in slices]
             self._team.run([partial(_average, part, factors) for part in parts])
+        return mean
+
+    def accumulate(self, gradients: Sequence[Sequence[Tensor]], factors: Sequence[float]) -> None:
+        """Add the scaled gradients to a sum, of which ``pop_average`` returns the mean; it changes the gradients."""
+        for own, factor in zip(gradients, factors, strict=True):
+            own = self.average([own], [factor])
+            if self._num_accumulated:
+                torch._foreach_add_(self._accumulated, own)
+            else:  # copied, as the memory of a push is the trainer's
+                self._accumulated = [flat.clone() for flat in own]
+            self._num_accumulated += 1
+
+    def pop_average(self) -> list[Tensor]:
+        """Return the mean of the gradients that were accumulated since the last call; there is at least one."""
+        mean, self._accumulated = self._accumulated, []
+        if self._num_accumulated > 1:
+            torch._foreach_div_(mean, float(self._num_accumulated))
+        self._num_accumulated = 0
         return mean
 
     def _dense(self, flats: Sequence[Tensor]) -> list[Tensor]:

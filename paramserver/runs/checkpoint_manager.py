@@ -358,8 +358,8 @@ class CheckpointManager:
         """Write a staged checkpoint: in the background, or before this returns, as configured. Copies nothing.
 
         The parts are private objects, or the file that ``torch.save`` made of them; that of a lost trainer, without
-        ``task``, gets the states of its task and its local steps in the newest checkpoint. Training stopped for ``pause_s`` for the copies,
-        on the trainer where that took longest.
+        ``task``, gets the states of its task and of its local steps in the newest checkpoint. Training stopped for
+        ``pause_s`` for the copies, on the trainer where that took longest.
 
         Raises:
             Exception: the failure of an earlier write, or of this one without ``checkpoint.background``.

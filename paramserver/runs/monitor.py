@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +139,15 @@ class RunMonitor:
 
     # Progress.
 
-    def update_applied(self, result: StepResult, staleness: Mapping[int, int] | None = None) -> None:
-        """Count an update, with the staleness of each trainer's gradient in versions, where there is a server."""
+    def gradients_applied(self, staleness: Iterable[tuple[int, int]]) -> None:
+        """Count gradients of an update, each with its trainer and its staleness in versions. With a server only."""
         with self._lock:
-            for trainer_index, versions in (staleness or {}).items():
+            for trainer_index, versions in staleness:
                 self.staleness.add(trainer_index, versions)
+
+    def update_applied(self, result: StepResult) -> None:
+        """Count an update."""
+        with self._lock:
             self.step, self.samples, self.loss = result.step, result.samples, result.loss
             self.seconds = result.seconds
             if self.losses is not None:

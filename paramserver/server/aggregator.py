@@ -25,6 +25,7 @@ from paramserver.consistency import (
     Verdict,
     module_buffer_owner,
 )
+from paramserver.consistency.dynamic_steps import DynamicSteps
 from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import Evicted, GenerationChanged, RunEnded, TrainingError
@@ -68,6 +69,8 @@ class Aggregator:
         monitor: RunMonitor,
         stop: StopRequest,
         fail: Callable[[Exception], Any],
+        dynamic_steps: DynamicSteps | None = None,
+        batches_per_local_step: int = 1,
     ) -> None:
         self.rules = rules
         self.ledger = ledger
@@ -81,6 +84,8 @@ class Aggregator:
         shard.on_push = self.gradients_arrived
         self._updates = updates
         self._fail = fail
+        self._dynamic_steps = dynamic_steps
+        self._batches_per_local_step = batches_per_local_step
         self._epoch = monitor.epoch
         self._seconds = monitor.seconds
         self._announcements = PendingReplies()
@@ -97,6 +102,8 @@ class Aggregator:
         self._resize = ""  # why this generation of the run ends
         self._exclusive: deque[Callable[[ReleaseFn], None]] = deque()
         self._processing = self._process_again = False
+        self._completes_update = False
+        self._held: list[PendingPush] = []  # in the sum of the next update, and replied to
         self._busy = False  # an update or an exclusive task is in progress; nothing else may start
         self._applying = False  # it is an update, which ``rules.step`` counts already
 
@@ -161,6 +168,8 @@ class Aggregator:
             transport.unpin()
         if trainer_index in self.rules.trainers:
             self.rules.remove(trainer_index)
+        if self._dynamic_steps is not None:
+            self._dynamic_steps.remove(trainer_index)
         self._shard.discard_incomplete(trainer_index)
         self._shard.abandon_update()
         for future in waiting:
@@ -253,7 +262,9 @@ class Aggregator:
         try:
             while not self._busy:
                 self._process_again = False
-                if self._exclusive:
+                if self._completes_update and (update := self.rules.complete_update()) is not None:
+                    self._apply_update(update)
+                elif self._exclusive:
                     self._busy = True
                     self._exclusive.popleft()(self._release)
                 elif (update := self.rules.next_update()) is not None:
@@ -291,6 +302,10 @@ class Aggregator:
         self._exclusive.append(task)
         self._process()
 
+    def complete_update(self) -> None:
+        """Make an update of the gradients that were added to the next one so far. No trainer takes a step any more."""
+        self._completes_update = True
+
     def with_updater_state(self, then: Callable[[UpdaterState], None], streams_tables: bool = False) -> None:
         """Call ``then`` with the state of optimizer and schedule, once the model holds all parameters.
 
@@ -310,6 +325,9 @@ class Aggregator:
                 self._buffer_owners.discard(trainer_index)
             future.set_result(StepGrant(decision, result=result, held_s=held_s))
             return
+        if self._dynamic_steps is not None:
+            steps = self._dynamic_steps.next_steps(trainer_index, self.rules.trainers)
+            decision = replace(decision, batches=min(decision.batches, steps * self._batches_per_local_step))
         transport = self.transports[trainer_index]
         slot = transport.pin_version()
         buffers = self.store.buffers if transport.sends_buffers else None
@@ -328,7 +346,7 @@ class Aggregator:
             self.store.updater.on_epoch_end()
             self.monitor.enter_epoch(self._epoch)
 
-    def pull(self, sender: TrainerId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
+    def pull(self, sender: PushId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
         """Return the version that a trainer was granted; see ``ParameterShard.pull``.
 
         Raises:
@@ -344,14 +362,15 @@ class Aggregator:
     # Pushes.
 
     def receive_bucket(
-        self, sender: TrainerId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
+        self, sender: PushId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
     ) -> Future:
         """Accept a part of a push that may arrive before the push itself; see ``ParameterShard.receive_bucket``.
 
         Raises:
             TrainingError: the trainer was not granted that version.
         """
-        if not self._shard.is_late(self._shard.admit(sender), version):
+        self._shard.admit(sender)
+        if not self._shard.is_late(sender, version):
             self._check_granted(sender.trainer_index, version, "sent a gradient for it")
         return self._shard.receive_bucket(sender, version, number, gradient, revision, has_all)
 
@@ -429,6 +448,8 @@ class Aggregator:
         self._granted.pop(trainer_index, None)
         self.ledger.accept(push_id(report), version, report.samples, report.positions, report.keys, report.inner_steps)
         self._replies[trainer_index] = push.future
+        if self._dynamic_steps is not None:
+            self._dynamic_steps.add(trainer_index, report.inner_steps, report.inner_s)
         if self.rules.push(trainer_index, version, report.samples):
             self._pushes[trainer_index] = push
         else:
@@ -444,23 +465,28 @@ class Aggregator:
         if self.batch_began is None:
             self._enter_epoch(self.rules.samples - sum(push.report.samples for push in pushes))
         started = time.perf_counter()
-        self._busy = self._applying = True
+        self._busy, self._applying = True, update.completes
         applied = partial(self._after_update, update, pushes, started)
         # Trainers may still pull what they were granted, and validate what is retained, where memory is not shared.
         remote = [i for i, transport in self.transports.items() if not transport.zero_copy]
         pulled = {self._granted[i] for i in remote if i in self._granted}
         validated = self.store.retained_versions if remote else frozenset()
-        self._updates.apply(self.rules.step, update, pushes, pulled, validated, applied)
+        version = self.rules.step if update.completes else self.rules.step + 1
+        self._updates.apply(version, update, pushes, pulled, validated, applied, self._held)
 
     def _after_update(self, update: Update, pushes: Sequence[PendingPush], started: float) -> None:
         """Record the update, reply to the trainers whose gradients it holds, and continue."""
         self._applying = False
         apply_s = time.perf_counter() - started
-        validate_every = self.rules.terms.validate_every
-        if validate_every and self.rules.step % validate_every == 0:
-            self.store.retain(self.rules.step)
-        result = self._result(pushes, apply_s)
-        self.monitor.update_applied(result, dict(zip(update.trainers, update.staleness, strict=True)))
+        self._held += pushes
+        result = self._result(self._held, apply_s)
+        self.monitor.gradients_applied(zip(update.trainers, update.staleness, strict=True))
+        if update.completes:
+            self._held = []
+            validate_every = self.rules.terms.validate_every
+            if validate_every and self.rules.step % validate_every == 0:
+                self.store.retain(self.rules.step)
+            self.monitor.update_applied(result)
         for push in pushes:
             del self._pushes[push.report.trainer_index]
             self._continue_batch(push.report.trainer_index)

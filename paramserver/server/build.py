@@ -11,6 +11,7 @@ from paramserver.buffers.factory import buffer_class
 from paramserver.checkpoint import stage_copy
 from paramserver.config import Config, num_servers_of, server_computes
 from paramserver.consistency import Consistency, Ledger, make_consistency
+from paramserver.consistency.dynamic_steps import DynamicSteps
 from paramserver.context import StopRequest
 from paramserver.devices import place_parameters
 from paramserver.distributed.local_calls import LocalCallServer
@@ -134,7 +135,11 @@ def build_server(
         lambda: coordinator.shares_memory,
         coordinator.unreachable,
     )
-    aggregator = Aggregator(rules, ledger, store, shard, updates, monitor, stop, run.fail_with)
+    training = config.training
+    dynamic_steps = DynamicSteps(training.local_steps) if config.server.dynamic_local_steps else None
+    aggregator = Aggregator(
+        rules, ledger, store, shard, updates, monitor, stop, run.fail_with, dynamic_steps, training.accumulate_batches
+    )
 
     def welcome() -> JoinReply:
         if not coordinator.shares_memory:

@@ -17,7 +17,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 
 from paramserver.config import Config, Deadlines, num_servers_of
-from paramserver.consistency import Announcement, Decision, TrainerId
+from paramserver.consistency import Announcement, Decision, PushId, TrainerId
 from paramserver.context import StopLimit
 from paramserver.distributed.abort_sockets import abort_connections
 from paramserver.distributed.local_calls import LocalConnection
@@ -429,6 +429,11 @@ class ServerClient(ServerConnection):
             report, generation=own.generation, incarnation=own.incarnation, sequence=self._sequence, **fields
         )
 
+    @property
+    def _next_push(self) -> PushId:
+        own = self._id
+        return PushId(own.trainer_index, own.generation, own.incarnation, self._sequence + 1)
+
     def share_segments(self) -> int:
         """Ask the server to exchange tensors in shared memory; see ``ParameterServer.share_segments``."""
         return self.call(ParameterServer.share_segments, self._id)
@@ -461,7 +466,7 @@ class ServerClient(ServerConnection):
         Of the buckets ``received``, which were received early, empty tensors are sent where the version has these.
         """
         servers = zip((SERVER_NAME, *self._shard_servers), self._by_server(received), strict=True)
-        return [self.begin(name, ShardHandlers.pull, self._id, version, own) for name, own in servers]
+        return [self.begin(name, ShardHandlers.pull, self._next_push, version, own) for name, own in servers]
 
     def send_bucket(
         self, version: int, bucket: GradientBucket, gradient: Tensor, revision: int = 0, has_all: bool = True
@@ -470,7 +475,7 @@ class ServerClient(ServerConnection):
 
         Like the push it takes as long as the network needs. See ``ParameterShard.receive_bucket``.
         """
-        part = self._id, version, bucket.flat_index, gradient, revision, has_all
+        part = self._next_push, version, bucket.flat_index, gradient, revision, has_all
         call = partial(send_deferred, server_name(bucket.server_index), ShardHandlers.receive_bucket, *part)
         return InFlightCall(self, call, "receive_bucket", repeatable=is_repeatable(ShardHandlers.receive_bucket))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paramserver.checkpoint import stage_copy
 from paramserver.config import Config, num_servers_of
-from paramserver.consistency import Announcement, Decision, TrainerId
+from paramserver.consistency import Announcement, Decision, PushId, TrainerId
 from paramserver.devices import to_cpu
 from paramserver.distributed.membership import Member
 from paramserver.distributed.rpc_calls import LastReplies, RemoteError, completed_future, executed_once, repeatable
@@ -253,7 +253,7 @@ class ParameterServer(TutorialMethods, ShardHandlers):
         with self._lock:
             return self.aggregator.announce(self.roster.admit(sender), announcement, number, buffers)
 
-    def pull(self, sender: TrainerId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
+    def pull(self, sender: PushId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
         with self._lock:
             self.roster.admit(sender)
             self.roster.note_context(sender)
@@ -261,7 +261,7 @@ class ParameterServer(TutorialMethods, ShardHandlers):
 
     @repeatable
     def receive_bucket(
-        self, sender: TrainerId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
+        self, sender: PushId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
     ) -> Future:
         with self._lock:
             self.roster.admit(sender)

@@ -50,7 +50,11 @@ def check_optimizers(config: Config, store: ParameterStore) -> None:
         average: _Rule = ("training.ema_decay", config.training.ema_decay, [None])
         reason = "as trainers look up single rows of the newest version, and an update writes few of them"
         what = f"embedding tables ({', '.join(store.tables)})"
-        _require(what, reason, backup_trainers, device, compute, average)
+        arrivals: _Rule = ("server.arrivals", server.arrivals, [1])
+        rounds: _Rule = ("training.local_steps", config.training.local_steps, [1])
+        outer: _Rule = ("training.outer", "given" if config.training.outer else None, [None])
+        _require(what, reason, backup_trainers, arrivals, device, compute, average)
+        _require(what, "whose gradients are sparse and whose changes are not", rounds, outer)
     if updater.parameters_of:
         names = ", ".join(updater.parameters_of)
         reason = "as all trainers make each update together, from the same parameters"

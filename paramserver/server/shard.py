@@ -34,6 +34,9 @@ log = logging.getLogger("paramserver")
 
 T = TypeVar("T")
 
+_Place = tuple[int, int]
+"""Of a push among those of its trainer: the version that it is for, and its number."""
+
 
 @dataclass
 class _Preparation:
@@ -57,7 +60,7 @@ class ShardHandlers(ABC):
     """The handlers that every server has for its shard, server 0 among them."""
 
     @abstractmethod
-    def pull(self, sender: TrainerId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
+    def pull(self, sender: PushId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
         """Return the server's shard of a version, recorded in the trainer's distributed-autograd context.
 
         See ``ParameterShard.pull``.
@@ -66,7 +69,7 @@ class ShardHandlers(ABC):
     @abstractmethod
     @repeatable
     def receive_bucket(
-        self, sender: TrainerId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
+        self, sender: PushId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
     ) -> Future:
         """Accept a part of a push while the trainer's backward continues; see ``ParameterShard.receive_bucket``."""
 
@@ -129,10 +132,10 @@ class ParameterShard:
         self._copy = snapshot or updater.clone
         # Of each trainer, by its index.
         self._incarnations: dict[int, int] = {}  # the newest that has called
-        self._assemblies: dict[int, tuple[int, PushAssembly]] = {}  # version and gradients of its present push
+        self._assemblies: dict[int, tuple[_Place, PushAssembly]] = {}  # place and gradients of its present push
         self._reported: dict[int, PushId] = {}  # its present push, if parts of it are still on their way
         self._pushes: dict[int, tuple[PushId, list[Tensor]]] = {}  # its last complete one, gradients until applied
-        self._pushed: dict[int, int] = {}  # the version of that
+        self._pushed: dict[int, _Place] = {}  # the place of that
         # Key and ranges of its shared gradients, and those of tables.
         self._segments: dict[int, tuple[str, list[Tensor], RowSegment]] = {}
         # Versions.
@@ -142,6 +145,7 @@ class ParameterShard:
         self._request: ApplyRequest | None = None
         self._reply: Future | None = None
         self._groups: list[dict[str, Any]] | None = None  # hyper-parameters of the one that is clipped
+        self._is_partial = False  # gradients of the next version were added to its sum; of the jobs only
         self._num_computing = 0  # jobs without the lock that have not ended
         self._preparation: _Preparation | None = None
         self._made_of: set[PushId] = set()  # the pushes of the current version, if it was made bucket by bucket
@@ -161,8 +165,8 @@ class ParameterShard:
         """Return the current version in the form in which it is sent, immutable."""
         return self._wire.current()
 
-    def pull(self, sender: TrainerId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
-        """Return a version whose gradients return here: that of the first tensor by distributed autograd.
+    def pull(self, sender: PushId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
+        """Return a version for the push ``sender``, whose gradient of the first tensor returns by distributed autograd.
 
         It is the current one, or one that is retained. In the place of what the trainer has ``received`` already of the
         current one are empty tensors for buckets that were sent early, and where there are no such updates tensors
@@ -229,7 +233,7 @@ class ParameterShard:
     # Gradients.
 
     def receive_bucket(
-        self, sender: TrainerId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
+        self, sender: PushId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
     ) -> Future:
         """Accept the gradient of range ``number``, which may arrive before the report of its push and after it.
 
@@ -239,11 +243,11 @@ class ParameterShard:
         """
         trainer_index, pipeline = self.admit(sender), self.pipeline
         self._reach(version)
-        if pipeline is not None and version == self.version == self._pushed.get(trainer_index):
+        if pipeline is not None and version == self.version and self._has_pushed(trainer_index):
             return pipeline.add(trainer_index, number, None)  # a repeated message, of a push that is complete
-        if self.is_late(trainer_index, version) or (pipeline is not None and version < self.version):
+        if self.is_late(sender, version) or (pipeline is not None and version < self.version):
             return completed_future(None)  # a repeated message, of an update that has been made since
-        kept = self._assembly_of(trainer_index, version).add_bucket(number, gradient, revision)
+        kept = self._assembly_of(sender, version).add_bucket(number, gradient, revision)
         if pipeline is None:
             self._accept_if_complete(trainer_index)
             return completed_future(None)
@@ -251,27 +255,27 @@ class ParameterShard:
         self._accept_if_complete(trainer_index)
         return future
 
-    def _first_arrived(self, sender: TrainerId, version: int, gradient: Tensor) -> None:
+    def _first_arrived(self, sender: PushId, version: int, gradient: Tensor) -> None:
         # In a thread of distributed autograd, inside the trainer's backward, which fails with an error from here.
         with self._lock:
             trainer_index = self.admit(sender)
-            if not self.is_late(trainer_index, version):
-                self._assembly_of(trainer_index, version).add_first(gradient)
+            if not self.is_late(sender, version):
+                self._assembly_of(sender, version).add_first(gradient)
                 self._accept_if_complete(trainer_index)
 
     def report_push(self, push: PushId, version: int) -> None:
         """Accept the report of a push; it is complete once its gradients are here, now or later."""
         trainer_index = self.admit(push)
-        if self.is_late(trainer_index, version):
+        if self.is_late(push, version):
             return  # it was sent again
-        self._assembly_of(trainer_index, version)
+        self._assembly_of(push, version)
         self._reported[trainer_index] = push
         self._accept_if_complete(trainer_index)
 
     def accept(self, push: PushId, version: int, gradients: list[Tensor]) -> None:
         """Accept a push together with all of its gradients."""
         self._pushes[push.trainer_index] = push, gradients
-        self._pushed[push.trainer_index] = version
+        self._pushed[push.trainer_index] = version, push.sequence
         self.on_push(push)
         if self._request is None:
             self._prepare()
@@ -280,7 +284,7 @@ class ParameterShard:
 
     def _accept_if_complete(self, trainer_index: int) -> None:
         push = self._reported.get(trainer_index)
-        version, assembly = self._assemblies[trainer_index]
+        (version, _), assembly = self._assemblies[trainer_index]
         gradients = None if push is None else assembly.complete()
         if push is None or gradients is None:
             return
@@ -307,21 +311,28 @@ class ParameterShard:
         self._assemblies.pop(trainer_index, None)
         self._reported.pop(trainer_index, None)
 
-    def is_late(self, trainer_index: int, version: int) -> bool:
+    def is_late(self, sender: PushId, version: int) -> bool:
         """Return whether a message is of a push that is complete, or of an earlier one; no caller waits for its reply.
 
-        The versions of a trainer's pushes grow, and the network may hold a repeated message back.
+        The versions of a trainer's pushes never shrink, nor do the numbers of those for one version, and the network
+        may hold a repeated message back.
         """
-        present = self._assemblies.get(trainer_index)
-        return version <= self._pushed.get(trainer_index, -1) or (present is not None and version < present[0])
+        place, index = (version, sender.sequence), sender.trainer_index
+        present = self._assemblies.get(index)
+        return place <= self._pushed.get(index, (-1, 0)) or (present is not None and place < present[0])
 
-    def _assembly_of(self, trainer_index: int, version: int) -> PushAssembly:
-        """Return the assembly of a push that is not late; one for an earlier version of the trainer is discarded."""
-        known = self._assemblies.get(trainer_index)
-        if known is None or known[0] < version:
-            self._reported.pop(trainer_index, None)  # server 0 has dropped it without the gradients of this server
-            known = self._assemblies[trainer_index] = version, PushAssembly(self.leaves, self._wire.codec)
+    def _assembly_of(self, sender: PushId, version: int) -> PushAssembly:
+        """Return the assembly of a push that is not late; one for an earlier push of the trainer is discarded."""
+        place, index = (version, sender.sequence), sender.trainer_index
+        known = self._assemblies.get(index)
+        if known is None or known[0] < place:
+            self._reported.pop(index, None)  # server 0 has dropped it without the gradients of this server
+            known = self._assemblies[index] = place, PushAssembly(self.leaves, self._wire.codec)
         return known[1]
+
+    def _has_pushed(self, trainer_index: int) -> bool:
+        """Whether a push of a trainer for the current version is complete."""
+        return self._pushed.get(trainer_index, (-1, 0))[0] == self.version
 
     # Updates in advance.
 
@@ -354,7 +365,7 @@ class ParameterShard:
         preparation, pipeline = self._preparation, self.pipeline
         if preparation is None or preparation.is_submitted:
             return
-        if any(self._pushed.get(index) != self.version for index in preparation.trainers):
+        if not all(map(self._has_pushed, preparation.trainers)):
             return
         assert pipeline is not None
         if not pipeline.updates.possible:
@@ -441,7 +452,7 @@ class ParameterShard:
         taken = self.take_gradients(request)
 
         def made(norm: Tensor | None) -> None:
-            if norm is None:
+            if norm is None and request.completes:
                 self._made(request)
             reply.set_result(norm)
 
@@ -494,7 +505,15 @@ class ParameterShard:
             with self._generators(request.version):
                 self.pipeline.commit(in_buckets, request.used, request.groups)
             return None
-        self.updater.assign_gradients(self.updater.average(gradients, request.factors), request.used)
+        if self._is_partial or not request.completes:
+            self.updater.accumulate(gradients, request.factors)
+            self._is_partial = not request.completes
+            if self._is_partial:
+                return None
+            mean = self.updater.pop_average()
+        else:
+            mean = self.updater.average(gradients, request.factors)
+        self.updater.assign_gradients(mean, request.used)
         if self._clipping is not None:
             return self.updater.measure(self._clipping)
         self._step(request.version, request.groups)

@@ -128,7 +128,7 @@ class ShardServer(ShardHandlers):
 
     # Handlers that trainers call.
 
-    def pull(self, sender: TrainerId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
+    def pull(self, sender: PushId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
         with self._lock:
             return self.shard.pull(sender, version, received)
 
@@ -141,7 +141,7 @@ class ShardServer(ShardHandlers):
 
     @repeatable
     def receive_bucket(
-        self, sender: TrainerId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
+        self, sender: PushId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
     ) -> Future:
         with self._lock:
             return self.shard.receive_bucket(sender, version, number, gradient, revision, has_all)

@@ -123,34 +123,42 @@ class Updates:
         pulled: Set[int],
         validated: Set[int],
         on_applied: Callable[[], None],
+        held: Sequence[PendingPush] = (),
     ) -> None:
         """Apply an update on every server: mean of the gradients, clipping, optimizer step, schedule, module buffers.
 
         Clipping takes a second round of calls, for the norm of all gradients. The pushes are in the order of
         ``update.trainers``; their gradients are overwritten. Trainers may still pull the versions ``pulled``, and
         validate those in ``validated``, which they view on every server. ``on_applied`` is called with the lock when
-        all servers have applied it.
+        all servers have applied it. An update that does not complete a version only adds up gradients; those of the
+        pushes ``held`` were added before.
         """
         named = tuple((push_id(push.report), push.segment_key) for push in pushes)
         weights = round_weights(self._config.training, [push.report.samples for push in pushes])
         scaling = self._config.server.stale_scaling
         factors = tuple(w * staleness_factor(s, scaling) for w, s in zip(weights, update.staleness, strict=True))
-        used = merge_used([push.report.used for push in pushes])
-        request = ApplyRequest(version, named, factors, used, None, frozenset(pulled))
+        of_version = [*held, *pushes]
+        used = merge_used([push.report.used for push in of_version])
+        request = ApplyRequest(version, named, factors, used, None, frozenset(pulled), update.completes)
         to_others = request
         if self._others:
             groups = get_hyperparameters(self._shard.updater.optimizer)
             # Of server 0, the store retains the latter.
             to_others = replace(request, groups=groups, retained_versions=frozenset({*pulled, *validated}))
-        self._store.drop_snapshot()
+        if update.completes:
+            self._store.drop_snapshot()
         # The others start before this server, so that all work at the same time.
         others = [other.apply(to_others) for other in self._others]
         own = self._shard.apply(request)
+        if not update.completes:
+            self._when_all([own, *others], lambda _: on_applied())
+            return
         if update.averages_buffers:
             buffers = mean_buffers([push.buffers for push in pushes])
         else:
-            buffers = pushes[update.trainers.index(update.buffers_from)].buffers
-        finish = partial(self._store.finish_update, buffers, pushes[0].report.optimizer)
+            owners = [push.report.trainer_index for push in of_version]
+            buffers = of_version[owners.index(update.buffers_from) if update.trainers else -1].buffers
+        finish = partial(self._store.finish_update, buffers, of_version[0].report.optimizer)
 
         def applied(_: Sequence[Any]) -> None:
             # Without the lock: a schedule is code of the user.

@@ -17,7 +17,7 @@ import threading
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from paramserver.checkpoint.save import ChunkedFile
 from paramserver.config import Config
-from paramserver.consistency import Announcement, Decision, Readiness, TrainerId, Verdict
+from paramserver.consistency import Announcement, Decision, PushId, Readiness, TrainerId, Verdict
 from paramserver.context import StopRequest
 from paramserver.devices import CPU
 from paramserver.distributed.membership import Member
@@ -51,7 +51,7 @@ from paramserver.server.shard import ParameterShard
 from paramserver.server.updates import Updates
 from paramserver.transport.autograd import push_root
 from paramserver.transport.base import ServerTransport
-from paramserver.transport.messages import DataPosition, JoinReply, PendingPush, Push, StepGrant
+from paramserver.transport.messages import DataPosition, JoinReply, PendingPush, Push, StepGrant, push_id
 from paramserver.transport.rpc import RpcServerTransport
 from paramserver.transport.shared_memory import ServerSharedMemory
 
@@ -135,13 +135,21 @@ class ShardContent:
         self.tables: dict[int, int] = {}
         self.ranges = _SHARD.layout.allocate()
         self.leaves = [gradient_leaf(flat) for flat in self.ranges]
+        self._accumulated: list[Sequence[Tensor]] = []
 
     def average(self, gradients: Sequence[Sequence[Tensor]], factors: Sequence[float]) -> Sequence[Tensor]:
         keys = [[tuple(map(int, flat[:4].tolist())) for flat in own] for own in gradients]
         for own in keys:
             self.node.world.check(own[0] == own[1], f"gradients of pushes {own} are applied as those of one")
         self.node.store.gradients = [own[0] for own in keys]  # type: ignore[misc]
-        return gradients[0]
+        return gradients[0] if gradients else ()
+
+    def accumulate(self, gradients: Sequence[Sequence[Tensor]], factors: Sequence[float]) -> None:
+        self._accumulated += gradients
+
+    def pop_average(self) -> Sequence[Tensor]:
+        accumulated, self._accumulated = self._accumulated, []
+        return self.average(accumulated, ())
 
     def assign_gradients(self, mean: Sequence[Tensor], used: Any) -> None:
         """Do nothing: a gradient names its push only."""
@@ -171,9 +179,18 @@ class RecordedUpdates(Updates):
 
     _store: Any
 
-    def apply(self, version: int, update: Any, pushes: Sequence[PendingPush], *args: Any) -> None:
-        self._store.update = version, pushes
-        super().apply(version, update, pushes, *args)
+    def apply(
+        self,
+        version: int,
+        update: Any,
+        pushes: Sequence[PendingPush],
+        pulled: Set[int],
+        validated: Set[int],
+        on_applied: Callable[[], None],
+        held: Sequence[PendingPush] = (),
+    ) -> None:
+        self._store.update = version, [*held, *pushes]
+        super().apply(version, update, pushes, pulled, validated, on_applied, held)
 
 
 class ReportedTransport(RpcServerTransport):
@@ -483,8 +500,12 @@ class Session:
             if lockstep and self.is_due(self.step):
                 yield from self.validate_and_save(decision)
 
+    @property
+    def next_push(self) -> PushId:
+        return PushId(self.index, self.generation, self.incarnation, self.sequence + 1)
+
     def train(self, decision: Decision, lockstep: bool) -> Steps:
-        pulled = yield Call("pull", (self.id, decision.step))
+        pulled = yield Call("pull", (self.next_push, decision.step))
         versions = {int(flat[0]) for flat in pulled}
         self.world.check(
             versions == {decision.step}, f"trainer {self.index} was granted {decision.step}, pulled {versions}"
@@ -518,7 +539,7 @@ class Session:
         if not self.world.sends_gradients:
             return (yield Call("push", (push,)))
         report, gradient = push.report, make_gradient(push_key(push.report))
-        bucket = Call("receive_bucket", (self.id, report.version, 1, gradient))
+        bucket = Call("receive_bucket", (push_id(report), report.version, 1, gradient))
         calls = [self.begin(call) for call in self.world.in_any_order([bucket, Call("push", (push,))])]
         yield Call(BACKWARD, (pulled, gradient))
         grant = None

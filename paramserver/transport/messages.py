@@ -98,7 +98,10 @@ class ShardState:
 
 @dataclass(frozen=True)
 class ApplyRequest:
-    """Server 0's request to a shard server to make ``version`` out of the version before."""
+    """Server 0's request to a shard server to make ``version`` out of the version before.
+
+    If it does not complete it, the gradients are added to those of the request that does.
+    """
 
     version: int
     # In the order of trainers; of each, the key of the segment where its gradient is, or None if it was sent over RPC.
@@ -108,6 +111,7 @@ class ApplyRequest:
     # The optimizer's hyper-parameters; None for those of the process that it is sent to.
     groups: list[dict[str, Any]] | None
     retained_versions: frozenset[int]  # earlier versions that may still be pulled
+    completes: bool = True
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from paramserver.errors import Evicted, GenerationChanged, PeerLost, RunEnded, T
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
 from paramserver.simulator.engine import make_gradient, push_key
 from paramserver.transport.autograd import push_root
-from paramserver.transport.messages import DataPosition, Push, ValidationReply
+from paramserver.transport.messages import DataPosition, Push, ValidationReply, push_id
 from tests.simulation import simulation
 from tests.simulation.simulation import Scenario, World
 
@@ -75,8 +75,9 @@ class Two:
             sequence,
         )
         reply = self.server.push(Push(report, None, announcement))
-        gradient, pulled = make_gradient(push_key(report)), self.server.pull(sender, version)
-        self.server.receive_bucket(sender, version, 1, gradient)
+        push = push_id(report)
+        gradient, pulled = make_gradient(push_key(report)), self.server.pull(push, version)
+        self.server.receive_bucket(push, version, 1, gradient)
         push_root([gradient], pulled[:1]).backward()
         return reply
 
