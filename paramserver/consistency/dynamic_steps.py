@@ -49,5 +49,5 @@ class DynamicSteps:
         return min(self.most, max(1, math.floor(self._speed(trainer_index) / reference * self.most)))
 
     def _speed(self, trainer_index: int) -> float:
-        steps, seconds = (sum(column) for column in zip(*self._rounds[trainer_index], strict=True))
-        return steps / max(seconds, 1e-9)
+        rounds = self._rounds[trainer_index]
+        return sum(steps for steps, _ in rounds) / max(sum(seconds for _, seconds in rounds), 1e-9)

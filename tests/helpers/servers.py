@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from paramserver import Task
+from paramserver.consistency import PushId
 from paramserver.server.server_run import Network
 from paramserver.transport.autograd import push_root
 
@@ -61,8 +62,12 @@ class NoNetwork(Network):
 
 
 def send_gradients(server, leaves, sender, version, value=1.0):
-    """Send the gradients of a push to a server over RPC: what is pulled has the edge over which the first returns."""
-    pulled = server.pull(sender, version)
+    """Send the gradients of a push to a server over RPC: what is pulled has the edge over which the first returns.
+
+    It is the push of a trainer for ``version``, of those that are numbered by the versions from 1 on.
+    """
+    push = PushId(sender.trainer_index, sender.generation, sender.incarnation, version + 1)
+    pulled = server.pull(push, version)
     for number, leaf in enumerate(leaves[1:], 1):
-        server.receive_bucket(sender, version, number, torch.full_like(leaf, value))
+        server.receive_bucket(push, version, number, torch.full_like(leaf, value))
     push_root([torch.full_like(leaves[0], value)], pulled[:1]).backward()

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from paramserver.consistency import Announcement, Ledger, PushId, Readiness, Sync, TrainerId, Verdict
+from paramserver.consistency import Announcement, Ledger, PushId, Readiness, Sync, Verdict
 from paramserver.consistency.base import RunTerms
 from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError
@@ -43,7 +43,7 @@ class Updates:
     def __init__(self, store, compute=lambda work, then: then(work())):
         self.store, self.compute = store, compute
 
-    def apply(self, version, update, pushes, pulled, validated, on_applied):
+    def apply(self, version, update, pushes, pulled, validated, on_applied, held):
         self.compute(lambda: self.store.apply(pushes), lambda _: on_applied())
 
     def begin(self, decision):
@@ -145,8 +145,11 @@ class StepMonitor(Monitor):
     def __init__(self):
         self.updates = []
 
-    def update_applied(self, result, staleness):
-        self.updates.append((result.step, tuple(staleness)))
+    def gradients_applied(self, staleness):
+        self.gradients = tuple(trainer for trainer, _ in staleness)
+
+    def update_applied(self, result):
+        self.updates.append((result.step, self.gradients))
 
 
 class Store:
@@ -433,7 +436,9 @@ class SentRun(Run):
         self.shard.version += 1
 
     def sender(self, trainer):
-        return TrainerId(trainer, 1, self.ledger[trainer].incarnation)
+        """The push to come."""
+        row = self.ledger[trainer]
+        return PushId(trainer, 1, row.incarnation, row.accepted + 1)
 
     def pull(self, trainer):
         """Pull once for each version: a step has one edge over which its first gradient returns."""

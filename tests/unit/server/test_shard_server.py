@@ -71,7 +71,7 @@ def test_a_push_of_a_process_that_was_lost_is_not_taken_for_that_of_the_one_in_i
 
 
 def test_messages_of_a_process_that_was_replaced_are_refused(served):
-    late, gradient = TrainerId(0, GENERATION, 1), torch.ones(2)
+    late, gradient = PushId(0, GENERATION, 1, 1), torch.ones(2)
     served.server.view_version(late, None)
     pushed = served.push(incarnation=2, gradient=3.0)
     calls = {
@@ -126,7 +126,7 @@ def test_an_update_whose_pushes_are_here_is_reported_and_made_by_a_message_for_i
     second = by_bucket.push(incarnation=1, gradient=3.0, trainer=0)
     assert names(reply) == (second, first)
     assert by_bucket.weight == 0.0
-    pulled = by_bucket.server.pull(TrainerId(0, GENERATION, 1), 1)
+    pulled = by_bucket.server.pull(PushId(0, GENERATION, 1, 2), 1)
     assert pulled[0].detach()[:2].tolist() == [-2.0, -2.0]
     assert by_bucket.weight == -2.0
     assert names(by_bucket.apply(1, second, first)) is None
@@ -177,7 +177,7 @@ def test_a_version_that_was_not_computed_is_not_made_by_a_message_for_it(by_buck
     by_bucket.server.begin_update(0, [0, 1], GROUPS)
     by_bucket.push(incarnation=1, gradient=3.0, trainer=0)
     with pytest.raises(TrainingError, match="holds version 0, and 1 no more"):
-        by_bucket.server.pull(TrainerId(0, GENERATION, 1), 1)
+        by_bucket.server.pull(PushId(0, GENERATION, 1, 2), 1)
     assert by_bucket.weight == 0.0
 
 
@@ -189,16 +189,15 @@ def test_a_version_that_was_not_computed_is_not_made_by_a_message_for_it(by_buck
 def test_a_late_message_of_an_earlier_version_does_not_change_the_present_push(pushed):
     """The trainer's step after it is in progress, or has been pushed."""
     served = Served()
-    server, sender = served.server, TrainerId(0, GENERATION, 1)
-    repeated = server.pull(sender, 0)
+    server, repeated = served.server, served.server.pull(PushId(0, GENERATION, 1, 1), 0)
     first = served.push(incarnation=1, gradient=1.0)
     assert served.apply(1, first).done()
     present = PushId(0, GENERATION, 1, 2)
-    served.backward(server.pull(sender, 1), 3.0)
+    served.backward(server.pull(present, 1), 3.0)
     if pushed:
         server.report_push(present, 1)
     # Each of them was sent before, and arrives now.
-    assert server.receive_bucket(sender, 0, 1, torch.full((1,), 100.0)).value() is None
+    assert server.receive_bucket(first, 0, 1, torch.full((1,), 100.0)).value() is None
     served.backward(repeated, 100.0)
     server.report_push(first, 0)
     if not pushed:
@@ -212,7 +211,7 @@ def test_a_late_message_of_an_earlier_version_does_not_change_the_present_push(p
 @pytest.mark.claim("slow-update")
 def test_a_version_that_is_pulled_while_its_successor_is_written_is_not_half_of_each(served):
     """Another trainer was granted it before, and is slow."""
-    pulled, slow = [], TrainerId(1, GENERATION, 1)
+    pulled, slow = [], PushId(1, GENERATION, 1, 1)
     optimizer = served.server.shard.updater.optimizer
     optimizer.register_step_post_hook(lambda *_: pulled.append(served.server.pull(slow, 0)))
     named = ((served.push(incarnation=1, gradient=3.0), None),)
@@ -265,8 +264,8 @@ def test_rows_are_those_of_one_version_and_wait_for_an_update():
     push = PushId(0, GENERATION, 1, 1)
     server.report_push(push, 3)
     gradient = sparse_gradient(torch.tensor([7]), torch.ones(1, 2), (20, 2))
-    server.receive_bucket(sender, 3, 1, gradient)
-    pulled = server.pull(sender, 3)
+    server.receive_bucket(push, 3, 1, gradient)
+    pulled = server.pull(push, 3)
     assert pulled[1].numel() == 0
     push_root([torch.zeros_like(pulled[0])], pulled[:1]).backward()
     applied = server.apply(ApplyRequest(4, ((push, None),), (1.0,), None, [{"lr": 1.0}], frozenset()))

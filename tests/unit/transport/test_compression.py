@@ -8,7 +8,7 @@ from mixed_model import MixedModel
 from torch import nn
 
 from paramserver.config import ServerConfig
-from paramserver.consistency import PushId, TrainerId
+from paramserver.consistency import PushId
 from paramserver.parameters.flat import FlatLayout, gradient_leaf, trainable_parameters
 from paramserver.parameters.sharding import full_shard, plan_shards, split_ranges
 from paramserver.server.shard import ParameterShard
@@ -76,10 +76,10 @@ def test_versions_and_gradients_are_those_of_one_server(servers, bucket_bytes, f
         shards = tuple(split_ranges(shard, layout, bucket_bytes) for shard in shards)
     version = [torch.randn(size).to(kind) for size, kind in zip(layout.sizes, layout.dtypes, strict=True)]
     trainer = RpcTrainerTransport(layout, shards, codec, list(parameters.values()))
-    servers, sender = [], TrainerId(0, 1, 1)
+    servers, push = [], PushId(0, 1, 1, 1)
     for index, shard in enumerate(shards):
         servers.append(ParameterShard(Owned(shard, version), codec, threading.RLock(), 0, server_index=index))
-    pulled = [flat for server in servers for flat in server.pull(sender, 0)]
+    pulled = [flat for server in servers for flat in server.pull(push, 0)]
     trainer.load(pulled)
     expected = codec.encode(layout, version)
     for name, view in layout.views(expected).items():
@@ -89,10 +89,9 @@ def test_versions_and_gradients_are_those_of_one_server(servers, bucket_bytes, f
     for view, gradient in zip(trainer.gradient_views, layout.views(gradients).values(), strict=True):
         view.copy_(gradient)
     for bucket in trainer.buckets:
-        servers[bucket.server_index].receive_bucket(sender, 0, bucket.flat_index, trainer.bucket_tensor(bucket))
+        servers[bucket.server_index].receive_bucket(push, 0, bucket.flat_index, trainer.bucket_tensor(bucket))
     trainer.backward_root(pulled).backward()
     sent = [g.to(kind) for g, kind in zip(codec.encode(layout, gradients), layout.dtypes, strict=True)]
-    push = PushId(0, 1, 1, 1)
     request = ApplyRequest(1, ((push, None),), (1.0,), None, None, frozenset())
     for shard, server in zip(shards, servers, strict=True):
         server.report_push(push, 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver.consistency import PushId, TrainerId
+from paramserver.consistency import PushId
 from paramserver.errors import ParamserverError, TrainingError
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.flat import FlatLayout, FlatTensors, trainable_parameters
@@ -55,7 +55,7 @@ class Server:
     """The side of the server: its shard, the transport of a trainer, and the gradients that have arrived."""
 
     def __init__(self, shard):
-        self.shard, self.transport, self.sender = shard, RpcServerTransport(shard.sent_version), TrainerId(0, 1, 1)
+        self.shard, self.transport, self.sender = shard, RpcServerTransport(shard.sent_version), PushId(0, 1, 1, 1)
         self.pushed = []
         shard.on_push = self.pushed.append
 
