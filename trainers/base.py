@@ -579,6 +579,16 @@ class Trainer(ABC):
         if part["random"] is not None or part["task"]:
             restore_task(self.task, part["task"], self.process.kept.callbacks)
         self.restore_local_steps(part)
+        self.restore_residuals(part)
+
+    def restore_residuals(self, part: Mapping[str, Any] | None) -> None:
+        """Continue with what compression has lost before a checkpoint, if gradients are compressed."""
+        if part is not None and part.get("residuals"):
+            self.record(
+                "note",
+                text=f"trainer {self.trainer_index}: what the compression of its gradients lost before the checkpoint is "
+                "dropped, as they are not compressed now",
+            )
 
     def restore_local_steps(self, part: Mapping[str, Any] | None) -> None:
         """Continue the local steps of a part of a checkpoint; without them they begin anew, which is recorded."""

@@ -23,6 +23,7 @@ from paramserver.trainers.server_control import ServerControl
 from paramserver.transport.base import GradientBucket, TrainerTransport
 from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import JoinReply, StepGrant, VersionView
+from paramserver.transport.quantization import make_compressor
 from paramserver.transport.rpc import RpcTrainerTransport
 from paramserver.transport.segments import attach_socket, can_attach
 from paramserver.transport.shared_memory import SharedMemoryTrainerTransport, socket_key
@@ -211,7 +212,8 @@ def make_transport(control: ServerControl, reply: JoinReply, parameters: Sequenc
     if reply.shards:
         server.use_shards(len(reply.shards))
     shards = reply.shards or (full_shard(layout),)
-    return RpcTrainerTransport(layout, shards, make_codec(control.config.server), parameters)
+    options = control.config.server
+    return RpcTrainerTransport(layout, shards, make_codec(options), parameters, make_compressor(options))
 
 
 def bytes_of(buffers: PackedBuffers | None) -> int:

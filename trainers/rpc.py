@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from paramserver.buffers.positions import AppliedPositions
-from paramserver.checkpoint import unpack
+from paramserver.checkpoint import stage_copy, unpack
 from paramserver.consistency import Decision, Verdict, module_buffer_owner
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.metrics.records import StepReport, StepResult, TableUse
@@ -31,7 +31,9 @@ from paramserver.trainers.pull import StepContext, VersionPull, make_transport
 from paramserver.trainers.push import GradientPush
 from paramserver.trainers.row_lookup import RowLookup
 from paramserver.trainers.server_control import ServerControl
+from paramserver.transport.base import TrainerTransport
 from paramserver.transport.messages import DataPosition, JoinReply, Push, StepGrant
+from paramserver.transport.rpc import RpcTrainerTransport
 
 log = logging.getLogger("paramserver")
 
@@ -67,6 +69,7 @@ class RpcTrainer(Trainer):
     rendezvous: Rendezvous
     server: ServerClient
 
+    transport: TrainerTransport | None = None  # None if the model stays on the server
     _next_grant: StepGrant | None = None  # came with the reply to the last push
     _validates_averages = False
 
@@ -118,12 +121,28 @@ class RpcTrainer(Trainer):
         if stored is not None and stored["task"]:
             restore_task(self.task, stored["task"], self.process.kept.callbacks)
         self.restore_local_steps(stored)
+        self.restore_residuals(stored)
+
+    def restore_residuals(self, part: Mapping[str, Any] | None) -> None:
+        transport = self.transport
+        if not isinstance(transport, RpcTrainerTransport) or transport.feedback is None:
+            super().restore_residuals(part)
+            return
+        residuals = None if part is None else part.get("residuals")
+        transport.load_residuals(residuals or {})
+        self.record("residuals", restored=residuals is not None)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if isinstance(self.transport, RpcTrainerTransport) and self.transport.feedback is not None:
+            state["residuals"] = stage_copy(self.transport.residuals(), self.control.memory)
+        return state
 
     def receive_model(self, reply: JoinReply) -> None:
         """Load the server's model, and choose the transport that keeps it current."""
         load_weights(self.model, {**detached_state_dict(self.model), **reply.model}, "the server")
         trained = find_trained(self.model, reply.parameter_layout)
-        transport = make_transport(self.control, reply, list(trained.values()))
+        transport = self.transport = make_transport(self.control, reply, list(trained.values()))
         layout, rows = reply.parameter_layout, None
         shards = reply.shards or (full_shard(layout),)
         if layout.tables and not transport.shares_rows:
@@ -211,6 +230,9 @@ class RpcTrainer(Trainer):
         used = self.push.finish_buckets()
         buffers = self.model_copy.pack_buffers() if self.pull.grant.wants_buffers else None
         result = self.finish_step(self.push.send(self.optimizer, self.make_push(report, used, buffers)))
+        if (feedback := self.pull.transport.feedback) is not None:
+            # A push that is sent again has the same bytes; one that was dropped leaves the residual as it was.
+            (feedback.discard if result.dropped else feedback.commit)()
         self.pull.end_step()
         if report.optimizer:
             self.pull.load_updated(report.optimizer, result.step)

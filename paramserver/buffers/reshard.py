@@ -76,8 +76,18 @@ def _trainer_part(
         "random": parts[index]["random"] if known else None,
         "task": parts[index]["task"] if known else {},
         "local_steps": parts[index].get("local_steps") if known else None,
+        "residuals": _sum_residuals(parts[index::trainers]),
         "resumes": entropy[1],
     }
+
+
+def _sum_residuals(parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return the sum of what the compression of the gradients of some trainers has lost, by parameter."""
+    total: dict[str, torch.Tensor] = {}
+    for residuals in (part.get("residuals") or {} for part in parts):
+        for name, residual in residuals.items():
+            total[name] = total[name] + residual if name in total else residual
+    return total
 
 
 State: TypeAlias = Mapping[str, Any]

@@ -380,6 +380,11 @@ class ServerConfig:
         return (4.0 if self.bucket_mb is None else self.bucket_mb) * 2**20
 
     @property
+    def block_elements(self) -> int:
+        """Where parameters are divided: at multiples of so many elements, which are compressed together."""
+        return 1 if self.compression == "none" else self.compression_block
+
+    @property
     def must_share_memory(self) -> bool:
         """Whether a process that cannot share the memory of server 0 ends the run, instead of using RPC."""
         return self.transport == "shared_memory"

@@ -58,6 +58,22 @@ class Shard:
         """Return the slots of all tensors with a slice in range ``number``."""
         return [p.slot for p, own in zip(self.slices, self.layout.slots, strict=True) if own.group == number]
 
+    def pieces_of_range(self, number: int) -> list[tuple[ShardSlice, TensorSlot]]:
+        """Return the slices in range ``number`` with their places there, in the order of its memory."""
+        pairs = zip(self.slices, self.layout.slots, strict=True)
+        return sorted((pair for pair in pairs if pair[1].group == number), key=lambda pair: pair[1].offset)
+
+    def lengths_of_range(self, number: int) -> tuple[int, ...]:
+        """Return the elements of range ``number`` from each slice to the next, or the end; none for a table.
+
+        What is between two slices has no values.
+        """
+        pieces = self.pieces_of_range(number)
+        if not pieces or number in {self.layout.slots[table].group for table in self.layout.tables}:
+            return ()
+        starts = [0, *(slot.offset for _, slot in pieces[1:])]
+        return tuple(end - start for start, end in pairwise([*starts, self.layout.sizes[number]]))
+
     def is_whole(self, piece: ShardSlice, whole: FlatLayout) -> bool:
         """Return whether the slice is all of its tensor."""
         return piece.length == whole.slots[piece.slot].numel
@@ -70,11 +86,11 @@ def full_shard(layout: FlatLayout) -> Shard:
     return Shard(ranges, slices, layout)
 
 
-def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Shard, ...]:
+def plan_shards(layout: FlatLayout, servers: int, splittable: bool, block: int = 1) -> tuple[Shard, ...]:
     """Assign the parameters to servers, so that each owns about the same number of bytes; each element is in one shard.
 
     Tensors are ``splittable`` if the optimizer updates each element independently; only large ones are, at multiples of
-    64 bytes. Embedding tables are divided between rows, which their optimizers update independently. A shard is at most
+    64 bytes and of ``block`` elements. Embedding tables are divided between rows, which their optimizers update independently. A shard is at most
     as large as the mean and one largest unsplit part.
 
     Raises:
@@ -87,7 +103,7 @@ def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Sha
     for first, end in _sections(layout, servers) if splittable or layout.tables else [(0, layout.total_bytes)]:
         targets = [first + (end - first) * k / servers for k in range(1, servers)]
         between = [start for start in starts if first < start < end]
-        boundaries = sorted({*between, *_inside(layout, targets, splittable)})
+        boundaries = sorted({*between, *_inside(layout, targets, splittable, block)})
         if len(boundaries) < servers - 1:
             raise UnsupportedConfiguration(
                 f"cluster.num_servers ({servers}) must be at most {len(boundaries) + 1}, as the parameters of this "
@@ -102,10 +118,13 @@ def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Sha
 _CUT_ELEMENTS = 4096
 
 
-def split_ranges(shard: Shard, layout: FlatLayout, range_bytes: float, first_bytes: float | None = None) -> Shard:
+def split_ranges(
+    shard: Shard, layout: FlatLayout, range_bytes: float, first_bytes: float | None = None, block: int = 1
+) -> Shard:
     """Return the same shard in ranges of about ``range_bytes``; large tensors are cut, and their slices named anew.
 
-    A range has ``range_bytes`` (the first one ``first_bytes``) at most, unless 4,096 elements of a tensor are larger.
+    A range has ``range_bytes`` (the first one ``first_bytes``) at most, unless 4,096 elements of a tensor, or the next
+    multiple of them and of ``block``, are larger.
     """
     ranges: list[tuple[int, int, int]] = []
     slices, slots, dtypes = [], [], []
@@ -114,7 +133,7 @@ def split_ranges(shard: Shard, layout: FlatLayout, range_bytes: float, first_byt
         held = [(p, s) for p, s in zip(shard.slices, shard.layout.slots, strict=True) if s.group == number]
         most = int(range_bytes // dtype.itemsize)
         most_first = most if first_bytes is None or ranges else int(first_bytes // dtype.itemsize)
-        for begin, stop in pairwise(_cuts(held, end - first, most, most_first)):
+        for begin, stop in pairwise(_cuts(held, end - first, most, most_first, math.lcm(_CUT_ELEMENTS, block))):
             for piece, slot in held:
                 start, last = max(slot.offset, begin), min(slot.offset + piece.length, stop)
                 is_empty = (
@@ -130,15 +149,15 @@ def split_ranges(shard: Shard, layout: FlatLayout, range_bytes: float, first_byt
     return Shard(tuple(ranges), tuple(slices), FlatLayout(tuple(dtypes), sizes, tuple(slots)))
 
 
-def _cuts(held: Sequence[tuple[ShardSlice, TensorSlot]], size: int, most: int, most_first: int) -> list[int]:
-    """Return where the ranges of one range begin, and its end."""
+def _cuts(held: Sequence[tuple[ShardSlice, TensorSlot]], size: int, most: int, most_first: int, unit: int) -> list[int]:
+    """Return where the ranges of one range begin, and its end. Tensors are cut at multiples of ``unit`` elements."""
     cuts = [0]
     ends = [slot.offset for _, slot in held[1:]] + [size]
     for (_, slot), end in zip(held, ends, strict=True):
         while end > slot.offset and end - cuts[-1] > (limit := most if len(cuts) > 1 else most_first):
-            inside = (cuts[-1] + limit - slot.offset) // _CUT_ELEMENTS * _CUT_ELEMENTS
+            inside = (cuts[-1] + limit - slot.offset) // unit * unit
             if inside <= cuts[-1] - slot.offset:  # not even so many elements fit
-                inside = 0 if slot.offset > cuts[-1] else cuts[-1] - slot.offset + _CUT_ELEMENTS
+                inside = 0 if slot.offset > cuts[-1] else cuts[-1] - slot.offset + unit
             if slot.offset + inside >= end:
                 break
             cuts.append(slot.offset + inside)
@@ -187,14 +206,14 @@ def _sections(layout: FlatLayout, servers: int) -> list[tuple[int, int]]:
     return [*pairwise([*cuts[:-1], layout.total_bytes])] if len(cuts) > 1 else [(0, layout.total_bytes)]
 
 
-def _inside(layout: FlatLayout, targets: Sequence[float], splittable: bool) -> Iterator[int]:
+def _inside(layout: FlatLayout, targets: Sequence[float], splittable: bool, block: int) -> Iterator[int]:
     """Yield the aligned bytes nearest to the targets, if they are inside a large tensor or between rows of a table."""
     large = min(_LARGE_BYTES, layout.total_bytes * _LARGE_SHARE)
     for number, first, end in _spans(layout):
-        unit = ALIGNMENT_BYTES
+        unit = math.lcm(ALIGNMENT_BYTES, block * layout.dtypes[layout.slots[number].group].itemsize)
         if number in layout.tables:
             slot = layout.slots[number]
-            unit = math.lcm(unit, max(math.prod(slot.shape[1:]), 1) * layout.dtypes[slot.group].itemsize)
+            unit = math.lcm(ALIGNMENT_BYTES, max(math.prod(slot.shape[1:]), 1) * layout.dtypes[slot.group].itemsize)
         elif not splittable or end - first <= large:
             continue
         for target in targets:

@@ -396,13 +396,13 @@ class CheckpointManager:
         future.add_done_callback(lambda _: release())
 
     def _kept_state(self, trainer_index: int) -> dict[str, Any]:
-        """Return what the part of a lost trainer has of its newest one: the state of its task and of its local steps.
+        """Return what the part of a lost trainer has of its newest one: of its task, local steps and compression.
 
         No other process has these.
         """
         packed = self.trainer_part(trainer_index, newest=True)
         part = {} if packed is None else unpack(packed)
-        return {"task": part.get("task", {}), "local_steps": part.get("local_steps")}
+        return {"task": part.get("task", {}), **{name: part.get(name) for name in ("local_steps", "residuals")}}
 
     def _record_written(self, done: Future[WrittenCheckpoint], pause_s: float, reason: str) -> None:
         if done.cancelled() or done.exception() is not None:

@@ -37,6 +37,7 @@ from paramserver.task import Task
 from paramserver.transport.base import ServerTransport
 from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import JoinReply
+from paramserver.transport.quantization import make_compressor
 from paramserver.transport.rpc import RpcServerTransport
 from paramserver.transport.segments import SegmentHost
 from paramserver.transport.shared_memory import ServerSharedMemory
@@ -94,7 +95,7 @@ def build_server(
     # The checkpoint is loaded before parameters and states are split into shards.
     checkpoints.restore_model(store.model)
     checkpoints.restore_optimizer(store.updater)
-    shards, updater, states_of_others = split_over_servers(store, servers)
+    shards, updater, states_of_others = split_over_servers(store, servers, config.server.block_elements)
     buckets, why_not_by_bucket = plan_buckets(config, store.updater, parameters.layout, shards)
 
     def snapshot() -> list[Tensor]:
@@ -112,6 +113,7 @@ def build_server(
         clipping=clipping_of(config.training),
         attach=shared_memory.gradients,
         snapshot=snapshot if servers == 1 else None,
+        compressor=make_compressor(config.server),
     )
     coordinator = ShardCoordinator(
         config,

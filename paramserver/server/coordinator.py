@@ -27,9 +27,11 @@ _log = logging.getLogger("paramserver")
 
 
 def split_over_servers(
-    store: ParameterStore, servers: int
+    store: ParameterStore, servers: int, block: int = 1
 ) -> tuple[tuple[Shard, ...], ShardUpdater, list[Callable[[], States]]]:
     """Return what each server owns, the updater of server 0, and functions that copy the states of the other servers.
+
+    Parameters are divided at multiples of ``block`` elements.
 
     Afterwards the optimizer of the store steps shard 0 only. Call it when the checkpoint has been loaded.
     """
@@ -39,7 +41,7 @@ def split_over_servers(
     if servers == 1:
         return (whole.shard,), whole, []
     states, indices = whole.states, whole.optimizer_indices
-    shards = plan_shards(layout, servers, is_elementwise(optimizer, servers))
+    shards = plan_shards(layout, servers, is_elementwise(optimizer, servers), block)
     parts: list[Callable[[], States]]
     parts = [partial(split_state, states, indices, layout, shard) for shard in shards]
     updater = ShardUpdater(layout, shards[0], shards[0].slice_flats(flats), parameters, optimizer)

@@ -28,6 +28,7 @@ from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.transport.autograd import pull
 from paramserver.transport.compression import WireCodec
 from paramserver.transport.messages import ApplyRequest, Future, ShardState, SnapshotTensor
+from paramserver.transport.quantization import Compressor
 from paramserver.transport.rpc import PushAssembly, WireVersion, without_values
 
 log = logging.getLogger("paramserver")
@@ -102,6 +103,7 @@ class ParameterShard:
             together.
         attach: returns the flat tensors of all parameters in a segment of gradients, by its key.
         snapshot: returns a copy of the parameters, if the owner keeps one that is the same; ``updater.clone``.
+        compressor: of the gradients that trainers send; None if they are sent as they are.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class ParameterShard:
         clipping: Clipping | None = None,
         attach: Callable[[str], list[Tensor]] | None = None,
         snapshot: Callable[[], list[Tensor]] | None = None,
+        compressor: Compressor | None = None,
     ) -> None:
         self.updater = updater
         self.version = version
@@ -152,6 +155,11 @@ class ParameterShard:
         self.pipeline = None
         if buckets is not None:
             self.pipeline = UpdatePipeline(BucketUpdates(updater, buckets), codec, submit)
+        self._decompress = None
+        if compressor is not None:
+            sent = buckets or updater.shard
+            lengths = [sent.lengths_of_range(number) for number in range(len(sent.ranges))]
+            self._decompress = lambda number, encoded, dtype: compressor.decode(encoded, lengths[number], dtype)
         self._wire = WireVersion((buckets or updater.shard).layout, codec, self._current)
 
     @property
@@ -248,7 +256,7 @@ class ParameterShard:
         if self.is_late(sender, version) or (pipeline is not None and version < self.version):
             return completed_future(None)  # a repeated message, of an update that has been made since
         kept = self._assembly_of(sender, version).add_bucket(number, gradient, revision)
-        if pipeline is None:
+        if pipeline is None or not number:  # the first is sent as a bucket only if it is compressed
             self._accept_if_complete(trainer_index)
             return completed_future(None)
         future = pipeline.add(trainer_index, number, kept, has_all)
@@ -327,7 +335,7 @@ class ParameterShard:
         known = self._assemblies.get(index)
         if known is None or known[0] < place:
             self._reported.pop(index, None)  # server 0 has dropped it without the gradients of this server
-            known = self._assemblies[index] = place, PushAssembly(self.leaves, self._wire.codec)
+            known = self._assemblies[index] = place, PushAssembly(self.leaves, self._wire.codec, self._decompress)
         return known[1]
 
     def _has_pushed(self, trainer_index: int) -> bool:

@@ -28,6 +28,7 @@ from paramserver.server.shard import ParameterShard, ShardHandlers
 from paramserver.task import Task
 from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment, ShardState, SnapshotTensor
+from paramserver.transport.quantization import make_compressor
 from paramserver.transport.segments import attach, can_attach
 
 
@@ -71,6 +72,7 @@ class ShardServer(ShardHandlers):
             config.seed,
             clipping_of(config.training),
             lambda key: self._attach(key, self._layout.of_gradients()),
+            compressor=make_compressor(config.server),
         )
 
     @property

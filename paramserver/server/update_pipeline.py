@@ -48,7 +48,8 @@ def plan_buckets(
     if reason is not None:
         return (), reason
     most = pipelined_bucket_bytes(config, layout.total_bytes / len(shards))
-    return tuple(split_ranges(shard, layout, most, min(most, FIRST_BUCKET_BYTES)) for shard in shards), ""
+    block = config.server.block_elements
+    return tuple(split_ranges(shard, layout, most, min(most, FIRST_BUCKET_BYTES), block) for shard in shards), ""
 
 
 def pipelined_bucket_bytes(config: Config, shard_bytes: float) -> float:

@@ -24,6 +24,7 @@ from torch import Tensor
 from paramserver.metrics.records import StepReport
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.transport.messages import VersionView
+from paramserver.transport.quantization import ErrorFeedback
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class TrainerTransport(ABC):
     shares_rows = False  # the tables of the model are the server's memory
     # All that a pull returns, one for each flat tensor of each server, with the parameters as in ``buckets``.
     ranges: Mapping[GradientBucket, Sequence[int]] = {}
+    feedback: ErrorFeedback | None = None  # of gradients that are compressed; committed once a push is applied
     sends_unused = True  # also the gradients of a range none of whose parameters has one are sent
     # What is sent before ``backward_root``, each with the indices of the parameters whose gradients it carries. It may
     # be sent as soon as these are in place, while backward continues.

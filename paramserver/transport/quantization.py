@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from paramserver.config import ServerConfig
 from paramserver.errors import NotFinite
 
 Lengths: TypeAlias = tuple[int, ...]
@@ -209,6 +210,13 @@ COMPRESSORS: dict[str, Callable[[int], Compressor]] = {
     "int4": Int4Compressor,
 }
 """Each name of a compressor with what makes it, given the number of values of a block."""
+
+
+def make_compressor(config: ServerConfig) -> Compressor | None:
+    """Return the compressor of a config; None if gradients are sent as they are."""
+    if config.compression == "none":
+        return None
+    return COMPRESSORS[config.compression](config.compression_block)
 
 
 class BlockLayout:

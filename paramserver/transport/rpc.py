@@ -7,7 +7,7 @@ through distributed autograd. The gradients of the others are sent as buckets wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from itertools import accumulate
 
 import torch
@@ -16,12 +16,13 @@ from torch import Tensor
 from paramserver.devices import pins_memory, to_cpu
 from paramserver.parameters.flat import FlatLayout, has_gaps
 from paramserver.parameters.model_tree import PackedBuffers
-from paramserver.parameters.sharding import Shard
+from paramserver.parameters.sharding import Shard, ShardSlice
 from paramserver.parameters.tables import empty_gradient, nbytes_of_rows, slice_gradient, table_ranges
 from paramserver.transport.autograd import push_root
 from paramserver.transport.base import GradientBucket, ServerTransport, TrainerTransport
 from paramserver.transport.compression import WireCodec
 from paramserver.transport.messages import VersionView
+from paramserver.transport.quantization import Compressor, ErrorFeedback
 
 
 class WireVersion:
@@ -52,6 +53,9 @@ class WireVersion:
 class PushAssembly:
     """Collects the gradients of one push: the first from distributed autograd, the others from buckets.
 
+    Compressed gradients are all sent in buckets, and what distributed autograd returns has no values. ``decompress``
+    returns those of a range from what was sent.
+
     Example::
 
         >>> from paramserver.transport.compression import CastCodec
@@ -66,9 +70,15 @@ class PushAssembly:
         [tensor([1., 1.]), tensor([1., 1., 1.])]
     """
 
-    def __init__(self, leaves: Sequence[Tensor], codec: WireCodec) -> None:
+    def __init__(
+        self,
+        leaves: Sequence[Tensor],
+        codec: WireCodec,
+        decompress: Callable[[int, Tensor, torch.dtype], Tensor] | None = None,
+    ) -> None:
         self._leaves = leaves
         self._codec = codec
+        self._decompress = decompress
         self._first: Tensor | None = None
         self._buckets: dict[int, tuple[int, Tensor]] = {}
 
@@ -80,17 +90,20 @@ class PushAssembly:
         """Add a received bucket, unless it is here with this or a later revision; return the one that is kept."""
         known = self._buckets.get(flat_index)
         if known is None or known[0] < revision:
-            if not gradient.is_sparse:  # rows of tables are sent as they are
-                gradient = self._codec.decode(gradient.contiguous(), self._leaves[flat_index].dtype)
+            leaf = self._leaves[flat_index]
+            if self._decompress is not None and gradient.dtype == torch.uint8:
+                gradient = self._decompress(flat_index, gradient, leaf.dtype).to(leaf.device)
+            elif not gradient.is_sparse:  # rows of tables are sent as they are
+                gradient = self._codec.decode(gradient.contiguous(), leaf.dtype)
             known = self._buckets[flat_index] = revision, gradient
         return known[1]
 
     def complete(self) -> list[Tensor] | None:
         """Return all gradients in the dtypes of the parameters; None if one is missing."""
-        count = len(self._leaves)
-        if self._first is None or len(self._buckets) < count - 1:
+        in_buckets = range(0 if self._decompress is not None and self._leaves[0].numel() else 1, len(self._leaves))
+        if self._first is None or len(self._buckets) < len(in_buckets):
             return None
-        return [self._first, *(self._buckets[index][1] for index in range(1, count))]
+        return [self._first][: in_buckets.start] + [self._buckets[index][1] for index in in_buckets]
 
 
 class RpcServerTransport(ServerTransport):
@@ -125,7 +138,12 @@ class RpcTrainerTransport(TrainerTransport):
     zero_copy = False
 
     def __init__(
-        self, layout: FlatLayout, shards: Sequence[Shard], codec: WireCodec, parameters: Sequence[Tensor]
+        self,
+        layout: FlatLayout,
+        shards: Sequence[Shard],
+        codec: WireCodec,
+        parameters: Sequence[Tensor],
+        compressor: Compressor | None = None,
     ) -> None:
         self._layout = layout
         self._shards = list(shards)
@@ -133,19 +151,30 @@ class RpcTrainerTransport(TrainerTransport):
         self._parameters = list(parameters)
         wire_layouts = [codec.wire_layout(shard.layout) for shard in shards]
         self._is_lossy = any(wire != shard.layout for wire, shard in zip(wire_layouts, shards, strict=True))
+        numbered = [(shard, number) for shard in shards for number in range(len(shard.ranges))]
+        self._pieces = [shard.pieces_of_range(number) for shard, number in numbered]
+        if compressor is not None:
+            self.feedback = ErrorFeedback(compressor, [shard.lengths_of_range(number) for shard, number in numbered])
+            self._is_lossy = False  # what is compressed has the parameters' own type
+        self._sent_bytes: dict[int, int] = {}  # of the ranges of a push, where they are compressed
         # Pinned memory, so that copies from a GPU neither need a second buffer nor block.
         pinned = any(pins_memory(parameter.device) for parameter in parameters)
         self._first = list(accumulate((len(shard.ranges) for shard in shards[:-1]), initial=0))
         self._targets: list[tuple[int, int, int | None]] = []
         # Of each parameter that is split and has other strides than its slot: a tensor with those of the slot.
         self._dense: dict[int, Tensor] = {}
-        self.gradient_views = self._map_gradients(codec.wire_layout(layout), pinned)
+        self.gradient_views = self._map_gradients(codec.wire_layout(layout) if compressor is None else layout, pinned)
         self.ranges = {
             GradientBucket(server_index, flat_index): shard.slots_of_range(flat_index)
             for server_index, shard in enumerate(shards)
             for flat_index in range(len(shard.ranges))
         }
-        self.buckets = {bucket: numbers for bucket, numbers in self.ranges.items() if bucket.flat_index}
+        # The gradient of the first range of each server returns through distributed autograd, unless it is compressed.
+        self.buckets = {
+            bucket: numbers
+            for bucket, numbers in self.ranges.items()
+            if bucket.flat_index or (compressor is not None and numbers)
+        }
         self._numbers = list(self.ranges.values())
         self.tables = layout.tables
         self._rows = {self._first[own.server_index] + own.flat_index: own for own in table_ranges(layout, shards)}
@@ -222,9 +251,23 @@ class RpcTrainerTransport(TrainerTransport):
         self._row_gradients[number] = None if gradient is None else gradient.cpu()
 
     def bucket_tensor(self, bucket: GradientBucket) -> Tensor:
-        return self._gather(self._first[bucket.server_index] + bucket.flat_index)
+        index = self._first[bucket.server_index] + bucket.flat_index
+        gradient = self._gather(index)
+        if self.feedback is None or gradient.is_sparse or self._is_left_out(index):
+            return gradient
+        encoded = self.feedback.encode(
+            index, gradient, lambda n: f"the gradient of parameter {self._name_of(self._pieces[index][n][0])}"
+        )
+        self._sent_bytes[index] = encoded.nbytes
+        return encoded
+
+    def _name_of(self, piece: ShardSlice) -> str:
+        return self._layout.slots[piece.slot].name
 
     def backward_root(self, pulled: Sequence[Tensor]) -> Tensor:
+        if self.feedback is not None:
+            first = [pulled[index] for index in self._first]
+            return push_root(without_values(first, range(len(first))), first)
         return push_root([self._gather(index) for index in self._first], [pulled[index] for index in self._first])
 
     def _gather(self, index: int) -> Tensor:
@@ -246,9 +289,32 @@ class RpcTrainerTransport(TrainerTransport):
         return flat
 
     def step_bytes(self, pulled: Sequence[Tensor]) -> int:
-        sent = [flat for index, flat in enumerate(self._outgoing) if not self._is_left_out(index)]
+        sent = {n: flat.nbytes for n, flat in enumerate(self._outgoing) if not self._is_left_out(n)} | self._sent_bytes
+        self._sent_bytes = {}
         rows = [gradient for index in self._rows if (gradient := self._gather(index))._nnz()]
-        return sum(flat.nbytes for flat in (*pulled, *sent)) + sum(map(nbytes_of_rows, rows))
+        return sum(flat.nbytes for flat in pulled) + sum(sent.values()) + sum(map(nbytes_of_rows, rows))
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Return what compression has lost so far, by parameter: its elements in the order of the layout's memory."""
+        found: dict[str, Tensor] = {}
+        for index, residual in ({} if self.feedback is None else self.feedback.state_dict()).items():
+            for piece, place in self._pieces[index]:
+                slot = self._layout.slots[piece.slot]
+                own = found.setdefault(slot.name, residual.new_zeros(slot.numel))
+                own[piece.start : piece.start + piece.length] = residual[place.offset : place.offset + piece.length]
+        return found
+
+    def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Continue with ``residuals()``, of this or of another division of the parameters. Only with a compressor."""
+        assert self.feedback is not None
+        loaded = {}
+        for index, pieces in enumerate(self._pieces):
+            flat = torch.zeros(self._outgoing[index].shape, dtype=self._outgoing[index].dtype)
+            for piece, place in pieces:
+                if (own := residuals.get(self._layout.slots[piece.slot].name)) is not None:
+                    flat[place.offset : place.offset + piece.length] = own[piece.start : piece.start + piece.length]
+            loaded[index] = flat
+        self.feedback.load_state_dict({index: flat for index, flat in loaded.items() if bool(flat.any())})
 
     def _is_left_out(self, index: int) -> bool:
         """Return whether an outgoing tensor has no gradient, and is not sent then."""

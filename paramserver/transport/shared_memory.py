@@ -407,6 +407,11 @@ class ServerSharedMemory:
         self._gradient_keys[trainer_index] = [*(one for one in earlier if one in in_use), key]
         # Counted to the last one: a note about rounding would be wrong while any trainer is still served over RPC.
         self._num_over_rpc -= 1
+        if not self._num_over_rpc and self._config.compression != "none":
+            self._on_note(
+                f"server.compression ({self._config.compression}) compresses nothing here, as all trainers share the "
+                "server's memory; set server.transport: rpc to have it, or leave it out"
+            )
         if not self._num_over_rpc and make_codec(self._config).wire_layout(layout) != layout:
             self._on_note(
                 f"server.wire_dtype ({self._config.wire_dtype}) rounds nothing here, as all trainers share the "
