@@ -586,8 +586,8 @@ class Trainer(ABC):
         if part is not None and part.get("residuals"):
             self.record(
                 "note",
-                text=f"trainer {self.trainer_index}: what the compression of its gradients lost before the checkpoint is "
-                "dropped, as they are not compressed now",
+                text=f"trainer {self.trainer_index}: what the compression of its gradients lost before the checkpoint "
+                "is dropped, as they are not compressed now",
             )
 
     def restore_local_steps(self, part: Mapping[str, Any] | None) -> None:

@@ -64,7 +64,7 @@ class Shard:
         return sorted((pair for pair in pairs if pair[1].group == number), key=lambda pair: pair[1].offset)
 
     def lengths_of_range(self, number: int) -> tuple[int, ...]:
-        """Return the elements of range ``number`` from each slice to the next, or the end; none for a table.
+        """Return the elements of range ``number`` from each slice to the next one or the end; none for a table.
 
         What is between two slices has no values.
         """
@@ -90,8 +90,8 @@ def plan_shards(layout: FlatLayout, servers: int, splittable: bool, block: int =
     """Assign the parameters to servers, so that each owns about the same number of bytes; each element is in one shard.
 
     Tensors are ``splittable`` if the optimizer updates each element independently; only large ones are, at multiples of
-    64 bytes and of ``block`` elements. Embedding tables are divided between rows, which their optimizers update independently. A shard is at most
-    as large as the mean and one largest unsplit part.
+    64 bytes and of ``block`` elements. Embedding tables are divided between rows, which their optimizers update
+    independently. A shard is at most as large as the mean and one largest unsplit part.
 
     Raises:
         UnsupportedConfiguration: there are more servers than parts.

@@ -276,3 +276,98 @@ def test_what_does_not_go_with_rounds_is_refused_in_one_sentence(tmp_path, chang
     refused = start(tmp_path / "run", mode=mode, **config)
     assert refused.code == 2, refused.output
     assert sentence in error_message(refused)
+
+
+# Compression.
+
+COMPRESSED = {"transport": "rpc", "compression": "int8", "compression_block": 6}
+
+
+@pytest.mark.claim("compression")
+@pytest.mark.parametrize("compression", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("local_steps", [1, 3])
+def test_compressed_pushes_do_not_depend_on_servers_and_buckets(tmp_path, compression, local_steps):
+    training = {"local_steps": local_steps, "outer": None if local_steps == 1 else NESTEROV}
+    config = rounds(training, server={**COMPRESSED, "compression": compression})
+    one = train(tmp_path / "one", "rpc", 2, **config)
+    config["server"] = {**config["server"], "bucket_mb": 0.001}
+    other = train(tmp_path / "other", "rpc", 2, **config, cluster={"num_servers": 2})
+    assert_same(other, one)
+    plain = train(tmp_path / "plain", "rpc", 2, **rounds(training, server={"transport": "rpc"}))
+    assert 0 < relative_difference(one.load("model"), plain.load("model")) < 0.1
+    assert one.summary["wire_bytes_per_step"] < plain.summary["wire_bytes_per_step"]
+
+
+@pytest.mark.claim("compression")
+@pytest.mark.parametrize("on_loss", [None, "rollback"])
+def test_residuals_are_part_of_what_a_trainer_stores(tmp_path, on_loss):
+    """A run that is stopped and resumed, or whose trainer is lost in mid-round, is the one that is not, bit for bit."""
+    whole = train(tmp_path / "whole", "rpc", 2, **rounds(server=COMPRESSED))
+    if on_loss is None:
+        half = train(tmp_path / "half", "rpc", 2, **rounds({"max_steps": 2}, server=COMPRESSED))
+        assert half.load("trainer-1")["residuals"]
+        more = resume(half, "--set", "training.max_steps=6")
+        assert more.code == 0, more.output
+    else:
+        server = {**COMPRESSED, "on_loss": on_loss, "lost_after_s": 3.0}
+        task_args = {"die": str(tmp_path / "died"), "victim": 1}
+        more = train(tmp_path / "more", "rpc", 2, **rounds(server=server, task_args=task_args))
+        assert (tmp_path / "died").exists()
+    assert_same(more, whole, ("model", "optimizer"))
+    for trainer in range(2):
+        ours, theirs = (run.load(f"trainer-{trainer}")["residuals"] for run in (more, whole))
+        assert differing_tensors(ours, theirs) == []
+
+
+@pytest.mark.parametrize(("mode", "trainers"), [("rpc", 1), ("rpc", 3), ("ddp", 2)])
+def test_residuals_move_to_other_trainers_or_are_dropped_with_a_note(tmp_path, mode, trainers):
+    begun = train(tmp_path, "rpc", 2, **rounds({"max_steps": 2}, server=COMPRESSED))
+    changes = [f"mode={mode}", f"cluster.num_trainers={trainers}", "training.max_steps=3"]
+    more = resume(begun, *(word for change in changes for word in ("--set", change)))
+    assert more.code == 0, more.output
+    assert ("is dropped, as they are not compressed now" in more.output) is (mode == "ddp")
+    restored = [record["restored"] for record in more.of_kind("residuals") if record["step"] == 2]
+    assert len(restored) == (trainers if mode == "rpc" else 0)
+
+
+def test_compression_of_what_is_in_shared_memory_is_named(tmp_path):
+    run = train(tmp_path, "rpc", 2, **rounds({"max_steps": 2}, server={"compression": "int8"}))
+    assert "server.compression (int8) compresses nothing here" in run.output
+
+
+# Trainers that do not wait for each other.
+
+
+@pytest.mark.parametrize("transport", ["auto", "rpc"])
+@pytest.mark.parametrize("server", [{"arrivals": 3}, {}, {"consistency": "bounded"}, {"dynamic_local_steps": True}])
+def test_rounds_without_lockstep_apply_each_sample_once(tmp_path, server, transport):
+    config = rounds(
+        {"max_steps": None, "max_epochs": 2, "uneven_inputs": "join", "outer": None},
+        server={"consistency": "async", "transport": transport, **server},
+    )
+    run = train(tmp_path, "rpc", 2, **config)
+    assert run.summary["samples"] == 2 * 256
+    if "dynamic_local_steps" not in server:  # 37 batches of each, in rounds of 3
+        assert run.summary["steps"] == -(-2 * 13 // server.get("arrivals", 1))
+    lr = run.of_kind("train")[-1]["lr"][0]
+    assert lr == pytest.approx(1.5 if "arrivals" in server else 0.5)
+
+
+def test_arrivals_are_those_of_plain_numpy(tmp_path):
+    """One trainer, whose rounds begin from the newest version: an update is the mean of two of them."""
+    outer = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
+    run = train(
+        tmp_path,
+        "rpc",
+        1,
+        task=f"{TASKS}:Rows",
+        training={"max_steps": 4, "batch_size": 1, "local_steps": 3, "outer": outer},
+        checkpoint={"every": 1, "keep": 9, "background": False},
+        server={"consistency": "async", "arrivals": 2},
+    )
+    plain, expected = Numpy("nesterov", 0.7, 0.9), []
+    for _ in range(4):
+        plain.update((plain.local(0, 3) + plain.local(0, 3)) / 2)
+        expected.append(plain.theta)
+    assert np.abs(weights_of(run) - np.array(expected)).max() <= 1e-12
+    assert run.summary["samples"] == 4 * 2 * 3
