@@ -44,6 +44,7 @@ napoleon_numpy_docstring = False
 nitpick_ignore_regex = [
     (r"py:.*", r"(argparse|collections|contextlib|numpy|os|pathlib|torch|typing)\..*"),
     (r"py:.*", r"[^.]*"),
+    (r"py:.*", r"paramserver\.trainers\.local_steps\..*"),
     (r"py:.*", r"paramserver\.(buffers|config|consistency|context|metrics|optim|server|sources|transport)\..*"),
 ]
 
@@ -59,7 +60,7 @@ html_show_sphinx = False
 GROUPS = {
     "First steps": ["start", "task", "modes", "buffers", "online", "checkpoints", "examples"],
     "On a cluster": ["clusters", "doctor", "devices", "losses", "benchmark"],
-    "Your code": ["callbacks", "sinks", "several-optimizers", "tables", "own-trainers", "lightning", "coming-from/*"],
+    "Your code": ["callbacks", "sinks", "several-optimizers", "tables", "rounds", "own-trainers", "lightning", "coming-from/*"],
     "Reference": ["configuration", "api", "interface", "glossary", "refused", "protocol", "measured", "scale"],
     "The project": ["architecture", "torch-notes", "release", "../CONTRIBUTING", "../CHANGELOG"],
 }

@@ -56,6 +56,8 @@ CLAIMS: dict[str, dict[str, str]] = {
         "users-trainers": "a folder or module of the user named trainers is the one that the task imports",
         "old-trainers-import": "from trainers import RpcTrainer works and names paramserver.trainers",
         "memory-of-deaths": "the server keeps no futures of the liveness calls of dead trainers",
+        "rounds": "rounds of local steps are the same in local, ddp and rpc, and exact after stops and losses",
+        "compression": "compressed pushes do not depend on servers and buckets; residuals are stored and restored",
         "tables": "embedding tables train by rows in rpc, equal to local and ddp bit for bit",
         "ddp-sparse": "ddp trains several optimizers with sparse gradients",
         "early-interrupt": "Ctrl-C before training is acknowledged at once",

@@ -82,16 +82,14 @@ MUTATIONS = (
         "a push is complete before all of its buckets are there",
         TRANSPORT,
         """\
-        if self._first is None or len(self._buckets) < count - 1:
+        if self._first is None or len(self._buckets) < len(in_buckets):
             return None
-        return [self._first, *(self._buckets[index][1] for index in range(1, count))]
 """,
         """\
         if self._first is None:
             return None
-        missing = (0, None)
-        flats = [self._buckets.get(index, missing)[1] for index in range(1, count)]
-        return [self._first, *(torch.zeros_like(self._leaves[i]) if f is None else f for i, f in enumerate(flats, 1))]
+        for index in in_buckets:
+            self._buckets.setdefault(index, (0, torch.zeros_like(self._leaves[index])))
 """,
         ("tests/unit/server/test_aggregator.py",),
     ),
@@ -105,8 +103,8 @@ MUTATIONS = (
     Mutation(
         "a push is replied to before its update is applied",
         AGGREGATOR,
-        "self._updates.apply(self.rules.step, update, pushes, pulled, validated, applied)",
-        "applied(), self._updates.apply(self.rules.step, update, pushes, pulled, validated, lambda: None)",
+        "self._updates.apply(version, update, pushes, pulled, validated, applied, self._held)",
+        "applied(), self._updates.apply(version, update, pushes, pulled, validated, lambda: None, self._held)",
         ("tests/unit/server/test_aggregator.py",),
     ),
     Mutation(

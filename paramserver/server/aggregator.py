@@ -95,6 +95,7 @@ class Aggregator:
         self._incomplete: dict[int, PendingPush] = {}  # reported, with gradients still on their way
         self._buffer_owners: set[int] = set()  # whose module buffers were wanted with their last grants
         self._granted: dict[int, int] = {}  # the version that each trainer was granted and has not pushed for
+        self._batches: dict[int, int] = {}  # of its present step, or its last one
         # Of the last push of each trainer, and of its last announcement with its number: for a repeated message.
         self._replies: dict[int, Future] = {}
         self._announced: dict[int, tuple[int, Future]] = {}
@@ -182,6 +183,10 @@ class Aggregator:
         """Do not wait for another process in the place of a lost trainer."""
         self.rules.give_up(trainer_index)
         self._process()
+
+    def batches_in_progress(self, trainer_index: int) -> int:
+        """Return the batches of the step that a trainer takes at present and has not pushed; 0 between steps."""
+        return self._batches[trainer_index] if trainer_index in self._granted else 0
 
     def takes_part(self, sender: TrainerId) -> bool:
         """Return whether this process is a trainer of the run: it has joined, and neither was lost nor replaced."""
@@ -331,7 +336,7 @@ class Aggregator:
         transport = self.transports[trainer_index]
         slot = transport.pin_version()
         buffers = self.store.buffers if transport.sends_buffers else None
-        self._granted[trainer_index] = decision.step
+        self._granted[trainer_index], self._batches[trainer_index] = decision.step, decision.batches
         wants_buffers = self.rules.wants_buffers_from(trainer_index)
         # Of several whose buffers are averaged, one keeps what it changes between two steps.
         owner = module_buffer_owner(decision.active, self.rules.terms.uneven_inputs)

@@ -251,7 +251,7 @@ class Roster:
             with self._run.lock:
                 if self._run.error is not None or not self.members.lose(member):
                     return
-                loss = f"{member} is lost: {reason}"
+                loss = f"{member} is lost: {reason}{self._describe_round(index)}"
                 # A run that ends at the loss may be started again: then it returns to a checkpoint for this loss.
                 ends = on_loss == "fail" and not self._ends_without
                 if ends:
@@ -264,6 +264,14 @@ class Roster:
             # Without the lock: it writes a file.
             self._monitor.trainer_lost(index, loss, returns)
             self._on_trainer_lost(member)
+
+    def _describe_round(self, trainer_index: int) -> str:
+        """Say how much work of a round of local steps is lost with a trainer."""
+        training = self._config.training
+        steps = -(-self._aggregator.batches_in_progress(trainer_index) // training.accumulate_batches)
+        if not training.has_rounds or not steps:
+            return ""
+        return f"; of its round, of at most {steps} local steps, nothing is applied"
 
     def _can_continue_without(self, trainer_index: int) -> bool:
         """Whether no update needs what only the lost trainer could still send, and another process can replace it."""

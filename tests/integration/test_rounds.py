@@ -220,6 +220,7 @@ def test_a_trainer_that_is_lost_in_mid_round_loses_that_round_only(tmp_path):
     run = train(tmp_path, "rpc", 2, **config)
     assert (tmp_path / "died").exists()
     assert run.summary["samples"] == 256
+    assert "; of its round, of at most 3 local steps, nothing is applied" in run.summary["faults"][0]["text"]
     assert [record["restored"] for record in run.of_kind("local_steps") if record["trainer"] == 1] == [True]
 
 
