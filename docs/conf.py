@@ -60,7 +60,16 @@ html_show_sphinx = False
 GROUPS = {
     "First steps": ["start", "task", "modes", "buffers", "online", "checkpoints", "examples"],
     "On a cluster": ["clusters", "doctor", "devices", "losses", "benchmark"],
-    "Your code": ["callbacks", "sinks", "several-optimizers", "tables", "rounds", "own-trainers", "lightning", "coming-from/*"],
+    "Your code": [
+        "callbacks",
+        "sinks",
+        "several-optimizers",
+        "tables",
+        "rounds",
+        "own-trainers",
+        "lightning",
+        "coming-from/*",
+    ],
     "Reference": ["configuration", "api", "interface", "glossary", "refused", "protocol", "measured", "scale"],
     "The project": ["architecture", "torch-notes", "release", "../CONTRIBUTING", "../CHANGELOG"],
 }

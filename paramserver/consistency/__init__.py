@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         Update as Update,
         Verdict as Verdict,
     )
+    from paramserver.consistency.buffered import Buffered as Buffered
+    from paramserver.consistency.dynamic_steps import DynamicSteps as DynamicSteps
     from paramserver.consistency.factory import make_consistency as make_consistency
     from paramserver.consistency.ledger import (
         Ledger as Ledger,

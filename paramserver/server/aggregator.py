@@ -16,6 +16,7 @@ from paramserver.consistency import (
     Announcement,
     Consistency,
     Decision,
+    DynamicSteps,
     Ledger,
     PushId,
     PushState,
@@ -25,7 +26,6 @@ from paramserver.consistency import (
     Verdict,
     module_buffer_owner,
 )
-from paramserver.consistency.dynamic_steps import DynamicSteps
 from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import Evicted, GenerationChanged, RunEnded, TrainingError

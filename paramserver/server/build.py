@@ -10,8 +10,7 @@ from torch import Tensor
 from paramserver.buffers.factory import buffer_class
 from paramserver.checkpoint import stage_copy
 from paramserver.config import Config, num_servers_of, server_computes
-from paramserver.consistency import Consistency, Ledger, make_consistency
-from paramserver.consistency.dynamic_steps import DynamicSteps
+from paramserver.consistency import Consistency, DynamicSteps, Ledger, make_consistency
 from paramserver.context import StopRequest
 from paramserver.devices import place_parameters
 from paramserver.distributed.local_calls import LocalCallServer

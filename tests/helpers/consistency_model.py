@@ -11,6 +11,7 @@ from paramserver.consistency import (
     Async,
     BackupSync,
     Bounded,
+    Buffered,
     Decision,
     Readiness,
     RunTerms,
@@ -21,7 +22,7 @@ from paramserver.consistency import (
 from paramserver.consistency.free_running import MAX_RETAINED_VERSIONS
 from paramserver.limits import Limits
 
-KINDS = ("async", "bounded", "backup")
+KINDS = ("async", "bounded", "backup", "buffered")
 EVENTS = 20_000
 BATCH_SIZE = 4
 
@@ -75,6 +76,7 @@ class SimulatedRun:
         self.waits = random.choice((0.0, 0.2, 0.6))
         self.waits_for_version = random.random() < 0.5  # does not announce while its push is held
         self._choose_stop()
+        self.arrivals = random.randint(1, 4) if kind == "buffered" else 1
         self.step = self.samples = self.start = 0
         self.rules = self._make_rules()
         self.barriers: list[int] = []
@@ -105,6 +107,8 @@ class SimulatedRun:
         terms = RunTerms(number, self.limits, self.uneven, BATCH_SIZE, *every)
         if self.kind == "async":
             return Async(terms, self.step, self.samples)
+        if self.kind == "buffered":
+            return Buffered(terms, self.arrivals, self.step, self.samples)
         if self.kind == "bounded":
             return Bounded(terms, self.bound, self.step, self.samples)
         return BackupSync(terms, self.backups, self.step, self.samples)
@@ -113,6 +117,7 @@ class SimulatedRun:
         self.events = self.served = self.lost = 0
         self.start, self.samples_before = self.step, self.samples
         self.arrived: list[tuple[int, int, int]] = []
+        self.summed: list[int] = []  # samples of the gradients that were added to the next version
         self.dropped: Counter[int] = Counter()
         self.dropped_of: Counter[int] = Counter()
         self.stop_requested = Stop.NO
@@ -125,6 +130,7 @@ class SimulatedRun:
         self.blocking: set[int] = set()  # those whose full buffers block simulations
         self.reported: set[tuple[int, int]] = set()  # versions and shares
         self.for_others = 0  # how many of them by a trainer whose own they are not
+        self.shorter = 0  # how often a version had fewer gradients than others
         self.passed = 0  # how often one of these did not wait for one without samples
 
     def resume(self) -> None:
@@ -298,13 +304,23 @@ class SimulatedRun:
             self.passed += not self.ending and any(t.waits for t in self.live.values()) and self._holds_blocking
             taken, self.arrived = sorted(self.arrived), []
         else:
-            taken = [self.arrived.pop(0)]
+            taken = [self.arrived.pop(0)] if update.trainers else []
         assert update.trainers == tuple(index for index, _, _ in taken)
         assert update.staleness == tuple(self.step - version for _, version, _ in taken)
-        assert update.buffers_from == update.trainers[0]
+        assert update.buffers_from == (update.trainers[0] if taken else -1)
         self.staleness += update.staleness
-        self.step += 1
-        self.samples += sum(samples for _, _, samples in taken)
+        self.summed += [samples for _, _, samples in taken]
+        if taken:
+            assert update.completes is (self.kind == "backup" or len(self.summed) == self.arrivals)
+        else:
+            assert self.summed
+            assert not any(t.state == "busy" for t in self.live.values())
+            assert self.ending or self.limits.reached(self.step, self.samples + sum(self.summed))
+            self.shorter += 1
+        if update.completes:
+            self.step += 1
+            self.samples += sum(self.summed)
+            self.summed = []
         assert (self.rules.step, self.rules.samples) == (self.step, self.samples)
         for index in update.trainers:
             if self.trainers[index].state == "held":
@@ -403,7 +419,7 @@ class SimulatedRun:
         assert set(decisions) == set(self.live) == self.rules.participants
         assert len(set(decisions.values())) == 1
         assert all(t.state == "announced" for t in self.live.values())
-        assert self.arrived == []
+        assert self.arrived == self.summed == []
         decision = next(iter(decisions.values()))
         assert (decision.active, decision.step) == ((), self.step)
         if decision.verdict is Verdict.BARRIER:
@@ -438,7 +454,8 @@ class SimulatedRun:
         last = [self.step - self.step % every + every for every in self.barrier_every if every]
         last += [self.limits.max_steps] if self.limits.max_steps else []
         busy = [t for t in self.trainers if t.state == "busy"]
-        full = self.kind != "backup" and any(self.step + len(busy) >= n for n in last)
+        coming = (len(self.summed) + len(busy)) // self.arrivals
+        full = self.kind != "backup" and any(self.step + coming >= n for n in last)
         following = range(self.step + 1, self.step + len(busy) + 2) if self.validate_every else ()
         crowded = self.retained + sum(n % self.validate_every == 0 for n in following) > MAX_RETAINED_VERSIONS
         full = full or (self.kind != "backup" and crowded)

@@ -6,7 +6,7 @@ from torch import nn
 
 from paramserver.errors import CheckpointError, TaskError
 from paramserver.parameters.model import load_weights
-from paramserver.parameters.model_tree import ModelTree, buffer_kinds, changed_kinds
+from paramserver.parameters.model_tree import ModelTree, buffer_kinds, changed_kinds, mean_buffers
 
 
 def build():
@@ -203,3 +203,21 @@ def test_a_model_of_torchscript():
     model._modules["0"].weight = nn.Parameter(torch.zeros(3, 2))
     with pytest.raises(TaskError, match=r"parameter 0.weight was replaced"):
         tree.check_parameters()
+
+
+def test_the_mean_of_buffers_is_of_those_of_floating_point():
+    def packed(value, count):
+        model = nn.BatchNorm1d(2)
+        model.register_buffer("flags", torch.tensor([value > 1]))
+        model.running_mean.fill_(value)
+        model.num_batches_tracked.fill_(count)
+        return ModelTree(model).pack_buffers()
+
+    mean = mean_buffers([packed(1.0, 5), None, packed(2.0, 9), packed(6.0, 7)])
+    values = mean.values()
+    assert values["running_mean"].tolist() == [3.0, 3.0]
+    assert values["num_batches_tracked"].item() == 5
+    assert values["flags"].tolist() == [False]
+    assert mean_buffers([None]) is None
+    other = ModelTree(nn.BatchNorm1d(3)).pack_buffers()
+    assert mean_buffers([other, packed(1.0, 5)]) is other

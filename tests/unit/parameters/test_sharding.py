@@ -1,7 +1,7 @@
 """Which server owns what, and optimizers over parts of parameters: together they are the optimizer over all."""
 
 import copy
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from paramserver.parameters.sharding import (
     merge_state,
     optimizer_indices,
     plan_shards,
+    split_ranges,
     split_state,
 )
 from paramserver.parameters.tables import slice_gradient, sparse_gradient, table_ranges
@@ -327,3 +328,35 @@ def test_the_norm_of_all_parts_is_the_norm_of_all():
         updater.clip(NormClipping(float(norm) / 2), norm)
     clipped = clipping.merge([updater.measure(clipping) for updater in split.updaters], 1)
     assert float(clipped) == pytest.approx(float(norm) / 2, rel=1e-3)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(LAYOUTS, st.integers(1, 4), st.sampled_from([1, 3, 64, 300]), st.sampled_from([100, 2000, 1e9]))
+def test_parameters_are_divided_at_multiples_of_the_block_and_lengths_cover_each_range(layout, servers, block, most):
+    try:
+        shards = plan_shards(layout, servers, True, block)
+    except UnsupportedConfiguration:
+        return
+    for shard in shards:
+        ranges = split_ranges(shard, layout, most, most, block)
+        for number, size in enumerate(ranges.layout.sizes):
+            pieces, lengths = ranges.pieces_of_range(number), ranges.lengths_of_range(number)
+            assert sum(lengths) == (size if pieces else 0)
+            assert len(lengths) == len(pieces)
+            starts = [0, *accumulate(lengths)]
+            for (piece, slot), start, length in zip(pieces, starts, lengths, strict=False):
+                assert piece.start % block == 0
+                assert start == slot.offset or not start
+                assert length >= piece.length
+
+
+def test_large_tensors_are_cut_at_multiples_of_the_block():
+    layout = FlatLayout.of([("one", torch.empty(300_001)), ("two", torch.empty(5))])
+    shards = plan_shards(layout, 3, True, 3)
+    cuts = [piece.start for shard in shards for piece in shard.slices if piece.slot == 0]
+    assert len(cuts) == 3
+    assert all(start % 3 == 0 for start in cuts)
+    parts = split_ranges(shards[0], layout, 50_000, 10_000, 3)
+    starts = [piece.start for piece in parts.slices if piece.slot == 0]
+    assert len(starts) > 1
+    assert all(start % 3 == 0 for start in starts)
