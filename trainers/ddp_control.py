@@ -213,14 +213,17 @@ class StepAgreement:
 
 
 @contextmanager
-def process_group(rendezvous: Rendezvous, backend: str) -> Iterator[None]:
-    """Run the process group of ddp. It is destroyed at once on an error, which ends the collectives of the others."""
+def process_group(rendezvous: Rendezvous, backend: str, timeout_s: float) -> Iterator[None]:
+    """Run the process group of ddp, whose collectives wait for ``timeout_s`` at most.
+
+    It is destroyed at once on an error, which ends the collectives of the others.
+    """
     dist.init_process_group(
         backend,
         store=PrefixStore("group", rendezvous.store),
         rank=rendezvous.identity.global_rank,
         world_size=rendezvous.identity.world_size,
-        timeout=timedelta(seconds=rendezvous.timeout_s),
+        timeout=timedelta(seconds=timeout_s),
     )
     try:
         yield
@@ -345,7 +348,9 @@ class DdpControl(ReplicaControl):
     @contextmanager
     def connected(self) -> Iterator[None]:
         """Connect to the other ranks, and start the process group. Called once by all ranks."""
-        timeout_s, sockets = self.rendezvous.timeout_s, self.rendezvous.sockets
+        sockets = self.rendezvous.sockets
+        # Ranks wait for each other after as many steps as a round has; the control channel notices a loss before.
+        timeout_s = self.rendezvous.timeout_s * self.config.training.local_steps
         placement, stop, limit = self.process.placement, self.process.stop, self.process.stop_limit
         self._before_limit, limit.at_limit = limit.at_limit, self._on_limit
         self._last_collected = time.monotonic()
@@ -356,7 +361,7 @@ class DdpControl(ReplicaControl):
             self._channel = channel
             channel.on_over = limit.end_now
             with sockets.record():
-                stack.enter_context(process_group(self.rendezvous, placement.backend))
+                stack.enter_context(process_group(self.rendezvous, placement.backend, timeout_s))
                 # Only on CPUs a backward returns after its collectives.
                 is_cpu = placement.device.type == "cpu"
                 shared = share_rows(dist.group.WORLD, channel, timeout_s) if is_cpu else None

@@ -138,7 +138,7 @@ def describe_resume(run: RunDir, config: Config) -> list[str]:
 
 
 def _samples_of_a_step(config: Config) -> str:
-    return f"{num_trainers_of(config)} x {config.training.batch_size * config.training.accumulate_batches}"
+    return f"{num_trainers_of(config)} x {config.training.batch_size * config.training.batches_per_step}"
 
 
 # Runs that an earlier attempt of the same launcher or job began.

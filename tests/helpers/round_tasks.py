@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -72,6 +73,19 @@ class Mixed(ReferenceTask):
                 mark.touch()
                 os.kill(ranks_of(os.getppid())[0].pid if self.victim < 0 else os.getpid(), signal.SIGKILL)
         return loss
+
+
+class OneIsSlow(Rows):
+    """The last trainer takes so many seconds for each batch."""
+
+    def __init__(self, batch_s):
+        super().__init__()
+        self.batch_s = batch_s
+
+    def training_step(self, model, batch, batch_idx):
+        if self.trainer.trainer_index == self.trainer.process.trainers - 1:
+            time.sleep(self.batch_s)
+        return super().training_step(model, batch, batch_idx)
 
 
 class Tables(Task):

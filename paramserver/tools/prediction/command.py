@@ -86,7 +86,7 @@ def deployment_of(result: CaseResult, link: LinkSpeed, cores: int, costs: Costs 
         forward_s=sum(phases.get(name) or 0.0 for name in _COMPUTES) / 1e3,
         backward_s=(phases.get("backward") or 0.0) / 1e3,
         link=link,
-        samples=config.training.batch_size * config.training.accumulate_batches,
+        samples=config.training.batch_size * config.training.batches_per_step,
         costs=costs or Costs(),
         cores=cores,
         one_machine=True,
