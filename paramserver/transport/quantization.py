@@ -33,17 +33,13 @@ class Compressor(ABC):
 
         >>> compressor, lengths = COMPRESSORS["int8"](256), (2, 1)
         >>> encoded = compressor.encode(torch.tensor([1.0, -0.5, 0.25]), lengths)
-        >>> encoded.dtype, len(encoded) == compressor.encoded_bytes(lengths)
-        (torch.uint8, True)
+        >>> encoded.dtype, len(encoded)  # two scales of four bytes, and three integers
+        (torch.uint8, 11)
         >>> compressor.decode(encoded, lengths, torch.float32)
         tensor([ 1.0000, -0.5039,  0.2500])
     """
 
     name: str
-
-    @abstractmethod
-    def encoded_bytes(self, lengths: Lengths) -> int:
-        """Return the number of bytes of what ``encode`` returns."""
 
     def encode(self, values: Tensor, lengths: Lengths, name_of: Callable[[int], str] = "piece {}".format) -> Tensor:
         """Return the representation of ``values``, which are not changed, as a tensor of uint8.
@@ -91,9 +87,6 @@ class Bfloat16Compressor(Compressor):
 
     name = "bfloat16"
 
-    def encoded_bytes(self, lengths: Lengths) -> int:
-        return 2 * sum(lengths)
-
     def _encode(self, values: Tensor, lengths: Lengths) -> Tensor | None:
         rounded = torch.empty(len(values), dtype=torch.bfloat16).copy_(values)
         # A NaN is the least and the largest value. Those of float16 may be rounded to 65536, which is infinite there.
@@ -121,22 +114,17 @@ class BlockCompressor(Compressor):
     """
 
     levels: int
-    bits: int
 
     def __init__(self, block: int) -> None:
         self._block = block
 
     @abstractmethod
     def _pack(self, integers: Tensor) -> Tensor:
-        """Return integers of int8 as uint8, in ``bits`` bits each."""
+        """Return integers of int8 in as few bytes as they need, as uint8."""
 
     @abstractmethod
     def _unpack(self, packed: Tensor, count: int) -> Tensor:
         """Return ``count`` integers of int8: the inverse of ``_pack``."""
-
-    def encoded_bytes(self, lengths: Lengths) -> int:
-        layout = _block_layout(lengths, self._block)
-        return layout.scales_bytes + (layout.num_values * self.bits + 7) // 8
 
     def _encode(self, values: Tensor, lengths: Lengths) -> Tensor | None:
         layout = _block_layout(lengths, self._block)
@@ -169,7 +157,6 @@ class Int8Compressor(BlockCompressor):
 
     name = "int8"
     levels = 127
-    bits = 8
 
     def _pack(self, integers: Tensor) -> Tensor:
         return integers.view(torch.uint8)
@@ -190,7 +177,6 @@ class Int4Compressor(BlockCompressor):
 
     name = "int4"
     levels = 7
-    bits = 4
 
     def _pack(self, integers: Tensor) -> Tensor:
         # The first half of all integers is in the low bits, and the second in the high bits. Both are contiguous.
@@ -331,11 +317,3 @@ class ErrorFeedback:
         """Replace all residuals by copies of ``residuals``, and discard a push that was encoded."""
         self._residuals = {index: residual.clone() for index, residual in residuals.items()}
         self._pending.clear()
-
-    def add(self, residuals: Mapping[int, Tensor]) -> None:
-        """Add the residuals of others, as those of a trainer that leaves; a push that was encoded remains valid."""
-        for index, residual in residuals.items():
-            for held in (self._residuals, self._pending):
-                if index in held:
-                    held[index] = held[index] + residual
-            self._residuals.setdefault(index, residual.clone())
