@@ -224,6 +224,24 @@ def test_the_time_to_a_target_is_that_of_the_first_validation_that_meets_it(tmp_
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("mode", ["rpc", "ddp"])
+def test_rounds_are_measured_also_where_few_fit_into_the_time(tmp_path, mode):
+    overrides = ["training.local_steps=20", "server.transport=rpc", "server.compression=int8"]
+    case = cases_of(tmp_path, modes=mode, overrides=overrides)[f"{mode} 2 trainers"]
+    record = measure(case, 0, outside_clock.method_of(tmp_path / "out", 0.4, 0.1))
+    assert record.error is None
+    assert record.steps >= 2
+    assert record.samples_per_second == pytest.approx(record.samples / record.seconds, rel=0.01)
+    assert {steps for _, _, steps in record.local_steps} == {20.0}
+    assert all(drift > 0 for _, _, drift in record.drift)
+    # A round has 20 batches of each of two trainers.
+    assert record.loss[0][0] == record.drift[0][0] == 20 * case.config.training.batch_size * 2
+    share = {"rpc": (1 + 1 / 4) / 2, "ddp": 1.0}[mode]  # pushes are compressed, and the vectors of blocks are small
+    plain = 2 * record.model_bytes / 20 / case.config.training.batch_size
+    assert record.wire_bytes_per_sample == pytest.approx(share * plain, rel=0.1)
+
+
+@pytest.mark.processes
 def test_data_that_ends_before_the_warm_up_is_a_failure_that_names_the_cure(tmp_path):
     case = cases_of(tmp_path, task="UnevenLengths", modes="local", training={"max_steps": None})["local"]
     record = measure(case, 0, outside_clock.method_of(tmp_path / "out", 5.0, 1.0))
@@ -249,6 +267,17 @@ def test_a_measured_run_is_the_users_but_for_limits_and_saving(tmp_path):
     assert made.training.clip_grad_norm == 2
     assert made.task_args["task"] == f"{TASKS}:ReferenceTask"
     assert made.task_args["observer"]["seed"] == 3
+
+
+def test_curves_of_rounds_have_as_many_samples_between_points(tmp_path):
+    overrides = ["training.local_steps=4", "training.validate_every=6", "logging.log_every=3"]
+    case = cases_of(tmp_path, overrides=overrides)["rpc 2 trainers"]
+    method = outside_clock.method_of(tmp_path / "out", 4.0, 1.0)
+    target = benchmark.target_for("accuracy=0.5", case.config)
+    made = run_config(case, 0, benchmark.replace(method, target=target), tmp_path / "here", 0)
+    assert (made.training.validate_every, made.logging.log_every) == (2, 1)
+    assert made.task_args["observer"]["stop_after_s"] == 5.0  # and no run takes for ever
+    assert made.training.max_seconds == 20.0
 
 
 def test_a_task_file_is_checked_before_anything_starts(tmp_path):

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from paramserver.config import (
     KEYS,
     MODES,
+    SECTIONS,
     Config,
     Mode,
     load_config,
@@ -137,7 +138,8 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
         raise UnsupportedConfiguration(
             f"--sweep {text}: must be key=value,value; write for example --sweep training.batch_size=32,64"
         )
-    if key not in KEYS and free_key(tuple(key.split("."))) is None:
+    is_section = key in SECTIONS and SECTIONS[key].nullable  # which is one value, such as training.outer
+    if key not in KEYS and not is_section and free_key(tuple(key.split("."))) is None:
         raise UnsupportedConfiguration(f"--sweep {text}: {unknown_key_message(key)}")
     _check_may_be_set(key, f"--sweep {text}")
     return key, list(dict.fromkeys(values))

@@ -19,6 +19,8 @@ from paramserver.tools.bench.slowdown import Slowdown, SlowdownSpec
 from paramserver.tools.bench.step_stamps import StepStamps, register_process
 
 BARRIER_TIMEOUT_S = 120.0
+# One to warm up, and one at the end, which another trainer may have ended before.
+LEAST_ROUNDS = 4
 
 
 def file_barrier(file: Path, number: int, count: int) -> None:
@@ -33,13 +35,21 @@ class StepObserver:
 
     The steps are written to the ``folder`` of the run. ``slow`` has the fields of a ``SlowdownSpec``; None without a
     straggler. This run is number ``number`` among ``of`` runs of one trainer each, which start together; None for one
-    run with all trainers.
+    run with all trainers. The run ends once this trainer has trained ``stop_after_s`` seconds and ``LEAST_ROUNDS``
+    steps; None where a limit ends it.
     """
 
     def __init__(
-        self, folder: Path, slow: Mapping[str, Any] | None, seed: int, number: int | None = None, of: int = 1
+        self,
+        folder: Path,
+        slow: Mapping[str, Any] | None,
+        seed: int,
+        number: int | None = None,
+        of: int = 1,
+        stop_after_s: float | None = None,
     ) -> None:
         self._folder, self._seed, self._number, self._of = folder, seed, number, of
+        self._stop_after_s, self._trained_s = stop_after_s, 0.0
         self._slow = None if slow is None else SlowdownSpec(**slow)
         self.model_bytes = 0
         self.slowdown: Slowdown | None = None
@@ -62,6 +72,11 @@ class StepObserver:
         samples, wire_bytes = self._trainer.progress.samples_served, self._trainer.wire_bytes
         self._stamps.add(end, seconds, samples - self._samples, wire_bytes - self._wire_bytes, phases)
         self._samples, self._wire_bytes = samples, wire_bytes
+        self._trained_s += seconds
+        if self._stop_after_s is None or self._trained_s < self._stop_after_s:
+            return
+        if len(self._stamps.steps) >= LEAST_ROUNDS:
+            self._trainer.stop("enough rounds are measured")
 
     def end(self) -> None:
         self._trainer.clock.on_step = None

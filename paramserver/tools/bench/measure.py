@@ -36,11 +36,12 @@ from paramserver.tools.bench.step_stamps import (
     registered_pids,
     server_pids,
 )
+from paramserver.tools.report.formatting import plural
 from paramserver.tools.report.from_runs import learning_curves
 from paramserver.tools.report.results import COMPUTED_RING, COUNTED_BY_KERNEL, CaseResult, Target
 from paramserver.tools.report.statistics import interpolated
 
-# The first steps allocate what later ones reuse: buffers, buckets, caches.
+# The first steps allocate what later ones reuse: buffers, buckets, caches. Local steps count, in whole rounds.
 WARM_STEPS = 3
 
 
@@ -52,34 +53,35 @@ class MeasuredWindow:
     end: float
 
 
-def measured_window(trainers: Sequence[StepStamps], warm_s: float) -> MeasuredWindow:
+def measured_window(trainers: Sequence[StepStamps], warm_s: float, warm_steps: int = WARM_STEPS) -> MeasuredWindow:
     """The window from the end of the last trainer's warm-up to the first trainer's last step.
 
     The warm-up of a trainer ends with the step at which it has trained ``warm_s`` seconds, but not before step
-    ``WARM_STEPS``.
+    ``warm_steps``.
 
     Raises:
         TrainingError: a trainer has no step in the window.
     """
     # From the slowest start to the earliest end: outside of it a trainer may run without the load of the others.
-    warm = [_warm_at(one, warm_s) for one in trainers]
+    warm = [_warm_at(one, warm_s, warm_steps) for one in trainers]
     begin = max((moment for moment in warm if moment is not None), default=0.0)
     end = min((one.steps[-1].end for one in trainers if one.steps), default=0.0)
     window = MeasuredWindow(begin, end)
     if None in warm or not all(_inside(one, window) for one in trainers):
         counts = ", ".join(str(len(one.steps)) for one in trainers)
+        longest_s = max((step.seconds for one in trainers for step in one.steps), default=0.0)
         raise TrainingError(
-            f"after a warm-up of {warm_s:g} s and {WARM_STEPS} steps no trainer may be without a step, and they made "
-            f"{counts} in all; raise --seconds, or give data that lasts longer"
+            f"after a warm-up of {warm_s:g} s and {plural(warm_steps, 'step')} no trainer may be without a step, and "
+            f"of up to {longest_s:.2g} s they made {counts} in all; raise --seconds, or give data that lasts longer"
         )
     return window
 
 
-def _warm_at(one: StepStamps, warm_s: float) -> float | None:
+def _warm_at(one: StepStamps, warm_s: float, warm_steps: int) -> float | None:
     trained_s = 0.0
     for count, step in enumerate(one.steps, start=1):
         trained_s += step.seconds
-        if trained_s >= warm_s and count >= WARM_STEPS:
+        if trained_s >= warm_s and count >= warm_steps:
             return step.end
     return None
 
@@ -261,7 +263,7 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
     reference, (place, _, name) = case.config.task, case.config.task.rpartition(":")
     if place.endswith(".py"):  # with the absolute path, as the ranks do not know the folders
         reference = f"{find_file(place, 'task', method.folders)}:{name}"
-    observer = {
+    observer: dict[str, Any] = {
         "folder": str(folder),
         "slow": None if case.slow is None else asdict(case.slow),
         # A seed for each repeat: the slow batches of one repeat are the same in all cases.
@@ -269,9 +271,16 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
         "number": number if case.runs > 1 else None,
         "of": case.runs,
     }
+    max_seconds = method.warm_s + method.seconds
+    if case.config.training.has_rounds:  # a round may take long, and several are measured
+        observer["stop_after_s"], max_seconds = max_seconds, _TIMES_AS_LONG * max_seconds
     task = {"task": reference, "task_args": config["task_args"]}
     limits = dict.fromkeys(("max_epochs", "max_steps", "max_samples", "patience"))
-    validate_every = 0 if method.target is None else case.config.training.validate_every
+    # In local steps and not in rounds: curves of all cases have points at similar numbers of samples.
+    validate_every, log_every = (
+        -(-every // case.config.training.local_steps)
+        for every in (case.config.training.validate_every, case.config.logging.log_every)
+    )
     return config_from_mapping(
         {
             **config,
@@ -281,13 +290,14 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
                 **config["training"],
                 **limits,
                 "min_delta": 0.0,
-                "max_seconds": method.warm_s + method.seconds,
-                "validate_every": validate_every,
+                "max_seconds": max_seconds,
+                "validate_every": 0 if method.target is None else validate_every,
             },
             # Writing checkpoints takes CPU time and disk bandwidth from the steps that are measured.
             "checkpoint": {**config["checkpoint"], "every": 0, "best": None},
             "logging": {
                 **config["logging"],
+                "log_every": log_every,
                 "run_dir": str(folder),
                 "name": "run",
                 "tensorboard": False,
@@ -342,22 +352,25 @@ def _outcome(
     each = case.trainers // case.runs
     stamps = [one for place in places for one in read_stamps(place, each)]
     summaries = [_read_summary(place) for place in places]
-    window = measured_window(stamps, method.warm_s)
+    window = measured_window(stamps, method.warm_s, -(-WARM_STEPS // case.config.training.local_steps))
     steps = sum(len(one.steps) for one in stamps)
     servers = [pid for place in places for pid in server_pids(place, stamps)]
     processes = {"servers": servers, "trainers": [one.pid for one in stamps]}
     peaks = [summary["peak_rss_mb"] for summary in summaries]
-    served = sum(summary["samples_served"] for summary in summaries)
+    served, samples = (sum(summary[name] for summary in summaries) for name in ("samples_served", "samples"))
     # Samples that were served but dropped (backup trainers) or lost with a trainer must not count as throughput.
     found = step_figures(
         stamps,
         window,
-        applied=sum(summary["samples"] for summary in summaries) / served if served else 1.0,
+        applied=samples / served if served else 1.0,
         updates=sum(summary["steps"] for summary in summaries) / steps,
         processes=case.trainers + case.servers,
     )
+    found |= _wire_bytes(case, stamps, window, wire) if case.mode.has_process_group else {}
+    wire_bytes = found["wire_bytes_per_step"]
     return {
         **found,
+        "wire_bytes_per_sample": wire_bytes * steps / samples if wire_bytes and samples else None,
         **_curves(method, places[0], summaries[0]),
         "cpu_s": {name: watch.all_used_s(pids, window.begin, window.end) for name, pids in processes.items()},
         "peak_rss_mb": {k: max((p[k] for p in peaks if p[k] is not None), default=None) for k in ("server", "trainer")},
@@ -365,8 +378,7 @@ def _outcome(
         "transports": summaries[0]["transports"],
         "tables": summaries[0].get("tables", {}),
         "model_bytes": stamps[0].model_bytes,
-        "predicted": _predicted(case, method, stamps[0], found["wire_bytes_per_step"]),
-        **(_wire_bytes(case, stamps, window, wire) if case.mode.has_process_group else {}),
+        "predicted": _predicted(case, method, stamps[0], wire_bytes or 0.0),
     }
 
 
@@ -395,11 +407,10 @@ def _curves(method: MeasuringMethod, place: Path, summary: Mapping[str, Any]) ->
     """The learning curves; of several runs with one trainer each, those of the first."""
     lines = (place / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     points = learning_curves([json.loads(line) for line in lines], summary)
-    loss, validation = (tuple((p[0], p[1], p[2]) for p in points[name]) for name in ("loss", "validation"))
-    met = None if method.target is None else require_first_reached(validation, method.target)
+    curves = {name: tuple((p[0], p[1], p[2]) for p in points[name]) for name in points}
+    met = None if method.target is None else require_first_reached(curves["validation"], method.target)
     return {
-        "loss": loss,
-        "validation": validation,
+        **curves,
         "samples_to_target": None if met is None else met[0],
         "time_to_target_s": None if met is None else met[1],
     }
@@ -412,7 +423,8 @@ def _predicted(case: Case, method: MeasuringMethod, stamps: StepStamps, wire_byt
     hook, server = case.config.ddp.comm_hook, case.config.server
     # With an optimizer that updates each element by itself; only the servers know which one it is.
     may_overlap = consistency_class(server).waits_for_all and server.compute == "trainer"
-    overlap = may_overlap and case.config.training.clip_grad_norm is None
+    # With rounds the trainers clip.
+    overlap = may_overlap and (case.config.training.clip_grad_norm is None or case.config.training.has_rounds)
     return predict_communication(
         case.mode,
         speed,

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from paramserver.config import MODES, Mode, config_from_mapping, dump_yaml, mode_of, server_computes
+from paramserver.config import MODES, Config, Mode, config_from_mapping, dump_yaml, mode_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import add_overrides
 from paramserver.parameters.flat import FlatLayout
@@ -72,6 +72,7 @@ def deployment_of(result: CaseResult, link: LinkSpeed, cores: int, costs: Costs 
         raise UnsupportedConfiguration(
             f"{where} must be of mode rpc with server.compute: trainer, which the simulator models; measure that"
         )
+    _check_without_rounds(config, where)
     phases, size = result.phases_ms, result.model_bytes
     if not result.is_completed or not size or not result.samples or not result.steps or not phases.get("forward"):
         raise UnsupportedConfiguration(
@@ -404,6 +405,16 @@ def _check_simulated(cases: Sequence[Case], modes: str | None) -> None:
         raise UnsupportedConfiguration(
             "server.compute (server) must be trainer for a prediction, as the model has no forward on the server; "
             "leave it out"
+        )
+    for case in cases:
+        _check_without_rounds(case.config, f"the case {case.name}")
+
+
+def _check_without_rounds(config: Config, where: str) -> None:
+    if config.training.has_rounds or config.server.compression != "none":
+        raise UnsupportedConfiguration(
+            f"{where} must be without training.local_steps, training.outer and server.compression for a prediction, as "
+            "the model has steps of one batch and messages of one size; leave them out, or benchmark without them"
         )
 
 

@@ -46,6 +46,11 @@ def _cpu_of_samples(result: CaseResult) -> float | None:
     return sum(used) / result.samples * 1000 if used and result.samples else None
 
 
+def _mean(points: Sequence[tuple[float, float, float | None]]) -> float | None:
+    known = [value for _, _, value in points if value is not None]
+    return sum(known) / len(known) if known else None
+
+
 SPEED = Figure("throughput", "samples/s", lambda r: r.samples_per_second, 1)
 PER_PROCESS = Figure("throughput per process", "samples/s", lambda r: r.per_process, 1)
 WIRE = Figure("on the wire per step", "bytes", lambda r: r.wire_bytes_per_step, -1)
@@ -59,6 +64,9 @@ CPU_OF_SAMPLES = Figure("CPU time of 1000 samples", "s", _cpu_of_samples, -1)
 STALENESS = tuple(
     Figure(f"staleness {name}", "versions", _inside("staleness", name), -1) for name in ("mean", "p95", "max")
 )
+WIRE_OF_SAMPLE = Figure("on the wire per sample", "bytes", lambda r: r.wire_bytes_per_sample, -1)
+LOCAL_STEPS = Figure("local steps per round", "", lambda r: _mean(r.local_steps), 0)
+DRIFT = Figure("drift", "", lambda r: _mean(r.drift), 0)
 LOSS = Figure("train loss", "", lambda r: r.loss[-1][2] if r.loss else None, -1)
 TIME_TO_TARGET = Figure("time to the target", "s", lambda r: r.time_to_target_s, -1)
 SAMPLES_TO_TARGET = Figure("samples to the target", "", lambda r: r.samples_to_target, -1)
@@ -68,6 +76,9 @@ FIGURES = (
     *STEPS,
     *PARTS,
     WIRE,
+    WIRE_OF_SAMPLE,
+    LOCAL_STEPS,
+    DRIFT,
     *STALENESS,
     *CPU,
     CPU_OF_SAMPLES,

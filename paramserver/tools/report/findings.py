@@ -1,7 +1,7 @@
 """The findings of a report: sentences derived from the numbers, the most important first.
 
 They answer which case was the fastest, by how much, whether the difference is significant, what failed, what a
-scenario costs, which case learned first, and what limits the speed.
+scenario costs, which case learned first, what rounds of local steps save, and what limits the speed.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from paramserver.tools.report.cases import (
+    LOCAL_STEPS,
     TIME_TO_TARGET,
+    WIRE_OF_SAMPLE,
     ReportCase,
     by_speed,
     communication_limit,
@@ -29,12 +32,19 @@ from paramserver.tools.report.formatting import (
     scenario_text,
     too_few,
 )
+from paramserver.tools.report.plots import SAMPLES, loss_against, validation_against
 from paramserver.tools.report.results import NO_COMMUNICATION
-from paramserver.tools.report.statistics import FEWEST_REPEATS, Estimate
+from paramserver.tools.report.statistics import FEWEST_REPEATS, Estimate, interpolated
+from paramserver.tools.report.tables import transports_of
 
 _MOST_PHASES = 3
 _LEAST_SHARE = 0.05
 _WIDE = 0.15
+# In which a run with rounds may differ from the run without that it is compared with; one step of it is a round.
+_OF_ROUNDS = (
+    *("training.local_steps", "training.outer", "server.compression", "server.dynamic_local_steps"),
+    *("training.max_steps", "training.validate_every", "checkpoint."),
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,7 @@ def findings(cases: Sequence[ReportCase]) -> list[str]:
         _failures(cases),
         _scenario_costs(groups, cases),
         _target(cases),
+        _rounds(groups),
         _communication_share(reference, cases),
         _largest_phases(reference),
         _precision(groups),
@@ -142,12 +153,12 @@ def _caveat(ratio: Estimate | None) -> str:
 
 def _scenario_costs(groups: Sequence[Group], cases: Sequence[ReportCase]) -> list[str]:
     """The share of its speed that each case keeps under a scenario."""
-    usual = {_key_without_scenario(case): case for case in cases if not case.scenario and case.speed is not None}
+    usual = {_key(case): case for case in cases if not case.scenario and case.speed is not None}
     sentences = []
     for group in groups:
         kept = []
         for case in group.cases:
-            before = usual.get(_key_without_scenario(case)) if case.scenario else None
+            before = usual.get(_key(case)) if case.scenario else None
             share = None if before is None else case.ratio_to(before)
             if share is not None:
                 kept.append((share.value, f"{quoted_name(case)} keeps {format_percent(share)}"))
@@ -157,9 +168,54 @@ def _scenario_costs(groups: Sequence[Group], cases: Sequence[ReportCase]) -> lis
     return sentences
 
 
-def _key_without_scenario(case: ReportCase) -> str:
+def _key(case: ReportCase, without: tuple[str, ...] = ()) -> str:
+    """Equal for cases that differ in their scenario only, and in the keys that begin with one of ``without``."""
     one = case.first
-    return json.dumps([one.mode, one.trainers, one.servers, one.baseline, one.overrides], sort_keys=True, default=str)
+    overrides = {key: value for key, value in one.overrides.items() if not key.startswith(without)}
+    return json.dumps([one.mode, one.trainers, one.servers, one.baseline, overrides], sort_keys=True, default=str)
+
+
+def _rounds(groups: Sequence[Group]) -> list[str]:
+    """What the case with the fewest bytes per sample gains, among those that differ in local steps and compression."""
+    sentences = []
+    for group in groups:
+        alike: dict[str, list[ReportCase]] = {}
+        for case in group.cases:
+            alike.setdefault(_key(case, _OF_ROUNDS), []).append(case)
+        for members in alike.values():
+            plain = min(members, key=_plainness)
+            savers = [case for case in members if _plainness(case) > _plainness(plain)]
+            ratios = [(case.ratio_to(plain, WIRE_OF_SAMPLE), case) for case in savers]
+            sizes = [(ratio.value, case) for ratio, case in ratios if ratio is not None]
+            # In shared memory only module buffers are sent, which says nothing about a network.
+            if not sizes or any("shared_memory" in transports_of(one) for one in members):
+                continue
+            share, case = min(sizes, key=lambda one: one[0])
+            part = f"1/{1 / share:.0f}" if share < 0.1 else f"{100 * share:.0f} %"
+            text = f"{quoted_name(case)} exchanged {part} of the bytes per sample of {quoted_name(plain)}, and applied "
+            speed = case.ratio_to(plain)
+            text += f"{format_estimate(speed)} times as many samples/s{_caveat(speed)}.{_losses(case, plain)}"
+            sentences.append(capitalize_first(f"{group.conditions}{text}"))
+    return sentences
+
+
+def _plainness(case: ReportCase) -> tuple[float, bool]:
+    """The order of cases by what they do to exchange less: one local step without compression comes first."""
+    overrides = case.first.overrides
+    steps = overrides.get("training.local_steps")
+    return steps if isinstance(steps, int) else 1, overrides.get("server.compression", "none") != "none"
+
+
+def _losses(case: ReportCase, plain: ReportCase) -> str:
+    """A sentence about the losses of both at the most samples that all of their repeats have reached."""
+    for what, get in (("validation", validation_against(SAMPLES, "loss")), ("train", loss_against(SAMPLES))):
+        both = [[get(one) for one in each.completed] for each in (case, plain)]
+        curves = [curve for found in both for curve in found]
+        samples = min((curve[-1][0] if curve else 0.0 for curve in curves), default=0.0)
+        if samples and all(curve[0][0] <= samples for curve in curves):
+            ours, other = (format_number(fmean(interpolated(one, samples) for one in found)) for found in both)
+            return f" After {samples:.0f} samples its {what} loss was {ours}, and that of the other {other}."
+    return ""
 
 
 # Failures and learning.
@@ -226,7 +282,9 @@ def _largest_phases(group: Group) -> list[str]:
         shares = [f"{100 * phases[n] / total:.0f} % {n}" for n in largest if phases[n] >= _LEAST_SHARE * total]
         mean_ms = case.step_ms.get("mean")
         if shares and mean_ms is not None:
-            took = f"A step of {quoted_name(case)} took {format_number(mean_ms)} ms"
+            steps = case.estimate(LOCAL_STEPS)
+            what = "step" if steps is None else f"round of {format_number(steps.value)} local steps"
+            took = f"A {what} of {quoted_name(case)} took {format_number(mean_ms)} ms"
             sentences.append(f"{took}: {join_names(shares)}.")
     return sentences
 

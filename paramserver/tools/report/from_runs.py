@@ -57,7 +57,9 @@ def results_at(paths: Sequence[Path]) -> Results:
 
 
 def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, list[list[Any]]]:
-    """The points ``loss``, [samples, seconds, loss], and ``validation``, [samples, seconds, {name: value}].
+    """The points of each curve, [samples, seconds, value]; a value of ``validation`` is {name: value}.
+
+    ``local_steps`` and ``drift`` have points where the run has rounds.
 
     The record of a validation holds a step, which is converted with the mean number of samples per step.
     """
@@ -72,6 +74,10 @@ def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, lis
     per_step = float(last["samples"] / last["step"]) if last["step"] else 0.0
     return {
         "loss": [[one["samples"], one["seconds"], one.get("loss")] for one in train],
+        **{
+            name: [[one["samples"], one["seconds"], one[name]] for one in train if _has_numbers(one, name)]
+            for name in ("local_steps", "drift")
+        },
         "validation": [
             [one["step"] * per_step, one["seconds"], _known_values(one.get("values") or {})]
             for one in of_kind("validation", "step", "seconds")
@@ -269,6 +275,13 @@ def _notes(runs: Sequence[Run]) -> Iterable[str]:
             yield f"{plural(run.damaged, 'line')} of {run.folder / 'metrics.jsonl'} cannot be read and are left out."
 
 
+def _wire_bytes_per_sample(summary: Record) -> float | None:
+    """Those of an applied sample; the summary has those of a served one."""
+    names = ("wire_bytes_per_sample", "samples_served", "samples")
+    of_served, served, applied = (summary[name] for name in names) if _has_numbers(summary, *names) else (0, 0, 0)
+    return of_served * served / applied if of_served and applied else None  # ddp does not count its bytes
+
+
 def _result(run: Run, case: str, repeat: int, varying: set[str], baseline: str | None) -> CaseResult:
     summary, environment = run.summary, run.environment
     has_failed = summary.get("status") not in ("completed", "interrupted")
@@ -294,6 +307,7 @@ def _result(run: Run, case: str, repeat: int, varying: set[str], baseline: str |
         "per_process": speed / (run.servers + run.trainers) if isinstance(speed, int | float) else None,
         **{name: summary.get(name) for name in ("seconds", "steps", "samples", "samples_per_second", "step_ms")},
         **{name: summary.get(name) for name in ("phases_ms", "wire_bytes_per_step", "staleness", "peak_rss_mb")},
+        "wire_bytes_per_sample": _wire_bytes_per_sample(summary),
         "transports": run.transports,
         "tables": summary.get("tables") or {},
         **learning_curves(run.records, summary),

@@ -206,6 +206,7 @@ _LEGEND_LINE = 0.21
 _LATE = 40  # gradients of this staleness or more are counted together
 _TALL = 20.0  # a longest step of this many medians gets a logarithmic axis
 _METRICS = 3
+_DRIFT = "How far the local steps of a round move the parameters, relative to their norm: mean and range of repeats."
 _BEYOND = 1.5  # times the fastest repeat: wider intervals, as of two very different repeats, are cut off there
 
 
@@ -226,6 +227,7 @@ def draw(cases: Sequence[ReportCase]) -> dict[str, list[Picture]]:
             ("steps", _steps(timed)),
             ("phases", _phases(timed)),
             ("learning", _learning(timed)),
+            ("rounds", _lines(timed, _drift_of, "drift", "samples", "drift of a round", _DRIFT)),
             ("staleness", _staleness(timed)),
         ):
             found[section] = list(drawn)
@@ -355,8 +357,8 @@ def _phases(cases: Sequence[ReportCase]) -> Iterator[Picture]:
     yield _picture(
         figure,
         "phases",
-        "Mean phases of a step in a trainer's main thread, which sum to the step; apply is the server's update. Thin "
-        "grey bar: hidden, which overlapped them.",
+        "Mean phases of a step in a trainer's main thread, which sum to the step; apply is the server's update, "
+        "and those of local steps. Thin grey bar: hidden, which overlapped them.",
     )
 
 
@@ -388,6 +390,10 @@ def _learning(cases: Sequence[ReportCase]) -> Iterator[Picture]:
             caption = f"Validation: {metric} against {label}, mean and range of the repeats."
             get = validation_against(axis, metric)
             yield from _lines(cases, get, f"validation-{i}-{name}", label, metric, caption, _target(results, metric))
+
+
+def _drift_of(result: CaseResult) -> Curve:
+    return [(samples, value) for samples, _, value in result.drift if value is not None]
 
 
 def _target(results: Sequence[CaseResult], metric: str) -> float | None:

@@ -32,7 +32,9 @@ class CaseResult:
         wall_s: from the start of its first process to the end of its last; ``seconds`` is the measured training.
         per_trainer: samples/s of each trainer; ``per_process``: of all, divided by the number of trainers and servers.
         transports: of parameters and gradients, by the index of each trainer, where there is a server.
+        wire_bytes_per_sample: of applied samples; None where the trainers exchanged or counted nothing.
         loss: points (samples, seconds, loss); ``validation``: points (samples, seconds, {name: value}).
+        local_steps, drift: points of a run with rounds: local steps in a round, and how far it moved the parameters.
         target: the metric and the value that ``time_to_target_s`` and ``samples_to_target`` refer to.
         environment: versions, host, cores, commit, config (its text) and command.
     """
@@ -60,6 +62,7 @@ class CaseResult:
     step_bins: Mapping[int, int] = field(default_factory=dict)
     phases_ms: Numbers = field(default_factory=dict)
     wire_bytes_per_step: float | None = None
+    wire_bytes_per_sample: float | None = None
     wire_bytes_source: str | None = None
     model_bytes: int | None = None
     staleness: Mapping[str, Any] | None = None
@@ -68,6 +71,8 @@ class CaseResult:
     peak_rss_mb: Numbers = field(default_factory=dict)
     loss: tuple[tuple[float, float, float | None], ...] = ()
     validation: tuple[tuple[float, float, Numbers], ...] = ()
+    local_steps: tuple[tuple[float, float, float | None], ...] = ()
+    drift: tuple[tuple[float, float, float | None], ...] = ()
     target: Mapping[str, float] | None = None
     time_to_target_s: float | None = None
     samples_to_target: float | None = None
@@ -180,11 +185,14 @@ _OPTIONAL: dict[str, Rule] = {
     ),
     **dict.fromkeys(("step_ms", "phases_ms", "cpu_s", "peak_rss_mb"), _NUMBERS),
     "step_bins": (lambda v: _are_counts(v, 4), "a mapping of bins to counts"),
-    "wire_bytes_per_step": _FIGURE,
+    **dict.fromkeys(("wire_bytes_per_step", "wire_bytes_per_sample"), _FIGURE),
     "wire_bytes_source": _TEXT,
     "staleness": (_is_staleness, "a mapping with mean, p95, max, histogram and trainers"),
     "tables": (_are_tables, "a mapping of names to the figures of an embedding table"),
-    "loss": (_points_of(lambda v: v is None or _is_number(v)), "a list of [samples, seconds, loss]"),
+    **{
+        name: (_points_of(lambda v: v is None or _is_number(v)), f"a list of [samples, seconds, {name}]")
+        for name in ("loss", "local_steps", "drift")
+    },
     "validation": (_points_of(_is_numbers), "a list of [samples, seconds, {name: value}]"),
     "target": _NUMBERS,
     **dict.fromkeys(("time_to_target_s", "samples_to_target"), _FIGURE),
@@ -227,7 +235,8 @@ def _short(value: Any) -> str:
 
 
 def _frozen(given: dict[str, Any]) -> dict[str, Any]:
-    tuples: dict[str, Any] = {name: tuple(map(tuple, given[name])) for name in ("loss", "validation") if name in given}
+    curves = ("loss", "validation", "local_steps", "drift")
+    tuples: dict[str, Any] = {name: tuple(map(tuple, given[name])) for name in curves if name in given}
     if "per_trainer" in given:
         tuples["per_trainer"] = tuple(given["per_trainer"])
     if "step_bins" in given:

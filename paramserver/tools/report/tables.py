@@ -15,6 +15,8 @@ from paramserver.metrics.summary import transport_text
 from paramserver.tools.report.cases import (
     CPU,
     CPU_OF_SAMPLES,
+    DRIFT,
+    LOCAL_STEPS,
     LOSS,
     MEMORY,
     PER_PROCESS,
@@ -22,6 +24,7 @@ from paramserver.tools.report.cases import (
     SAMPLES_TO_TARGET,
     TIME_TO_TARGET,
     WIRE,
+    WIRE_OF_SAMPLE,
     Figure,
     ReportCase,
     by_speed,
@@ -81,6 +84,11 @@ def method_text(cases: Sequence[ReportCase]) -> str:
         "have the same ones, so that a slow period of the machine affects both. Means and quantiles of steps, and the "
         "means of phases, which sum to the step, are over the steps of all repeats."
     )
+    if any(one.local_steps for one in _all(cases)):
+        text += (
+            " With rounds of local steps a step is a round. Its drift is how far a round moves the parameters of a "
+            "trainer, relative to their norm."
+        )
     if has_baselines:
         text += (
             " Baselines: `local` is one process; `no communication` is the trainers' loops at the same time on the "
@@ -316,6 +324,17 @@ def staleness_figures(counts: Mapping[int, int]) -> tuple[str, str, str, str]:
     below = itertools.accumulate(counts.values())
     p95 = next(value for value, count in zip(counts, below, strict=True) if 100 * count >= 95 * total)
     return format_number(sum(value * n for value, n in counts.items()) / total), str(p95), str(max(counts)), str(total)
+
+
+def rounds_table(cases: Sequence[ReportCase]) -> Table:
+    """Local steps and drift, and for all cases the bytes of an applied sample; empty if no case has rounds."""
+    columns = {
+        "local steps per round": _estimate_of(LOCAL_STEPS),
+        "drift": _estimate_of(DRIFT),
+        "wire per sample (bytes)": _estimate_of(WIRE_OF_SAMPLE),
+    }
+    have_rounds = any(one.local_steps for case in cases for one in case.results)
+    return _case_table(by_speed(cases) if have_rounds else (), columns)
 
 
 def embedding_table(cases: Sequence[ReportCase]) -> Table:

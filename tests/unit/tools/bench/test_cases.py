@@ -69,6 +69,29 @@ def test_a_sweep_makes_cases_where_its_key_means_something(request_of):
     assert [case.config.training.batch_size for case in found[:2]] == [8, 16]
 
 
+def test_local_steps_are_swept_in_every_mode_and_compression_where_there_are_servers(request_of):
+    found = names(request_of(sweeps=["training.local_steps=1,32", "server.compression=none,int8"]))
+    assert found[:2] == ["local, local_steps=1", "local, local_steps=32"]
+    assert found[4:] == [
+        "ddp 2 trainers, local_steps=1",
+        "ddp 2 trainers, local_steps=32",
+        "rpc 2 trainers, local_steps=1, compression=none",
+        "rpc 2 trainers, local_steps=1, compression=int8",
+        "rpc 2 trainers, local_steps=32, compression=none",
+        "rpc 2 trainers, local_steps=32, compression=int8",
+    ]
+
+
+def test_a_section_that_is_one_value_is_swept(request_of):
+    found = make_cases(
+        request_of(modes="ddp", sweeps=["training.outer={optimizer: sgd},{optimizer: adam, lr: 0.1},null"])
+    )
+    outer = [case.config.training.outer for case in found[-3:]]
+    assert [one and (one.optimizer, one.lr) for one in outer] == [("sgd", None), ("adam", 0.1), None]
+    refused(request_of(sweeps=["checkpoint.best=null"]), "checkpoint.best is decided by the benchmark")
+    refused(request_of(sweeps=["training={seed: 1}"]), "training is not a key")
+
+
 def test_numbers_of_servers_and_options_of_ddp_are_swept_for_their_mode_alone(request_of):
     found = make_cases(request_of(sweeps=["cluster.num_servers=1,2", "ddp.comm_hook=none,fp16"]))
     assert [(case.name, case.servers) for case in found[2:]] == [

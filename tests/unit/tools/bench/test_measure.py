@@ -42,6 +42,12 @@ def test_the_warm_up_ends_with_a_step_and_not_before_the_third():
     assert measured_window([trainer([2.0] * 5)], 1.0) == MeasuredWindow(6.0, 10.0)
 
 
+def test_a_round_of_local_steps_is_a_warm_up():
+    assert measured_window([trainer([2.0] * 5)], 1.0, warm_steps=1) == MeasuredWindow(2.0, 10.0)
+    with pytest.raises(TrainingError, match=r"1 step no trainer may be .* of up to 8 s they made 1 in all"):
+        measured_window([trainer([8.0])], 1.0, warm_steps=1)
+
+
 def test_all_trainers_train_in_the_window():
     late, early = trainer([1.0] * 10, begin=3.0), trainer([1.0] * 8, index=1)
     assert measured_window([late, early], 1.0) == MeasuredWindow(6.0, 8.0)

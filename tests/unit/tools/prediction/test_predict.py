@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 
 from paramserver import benchmark
-from paramserver.config import MODES, ClusterConfig, Config, ServerConfig, TrainingConfig, dump_yaml
+from paramserver.config import (
+    MODES,
+    ClusterConfig,
+    Config,
+    ServerConfig,
+    TrainingConfig,
+    config_from_mapping,
+    dump_yaml,
+)
 from paramserver.tools.bench.cost_model import LinkSpeed, communication_s
 from paramserver.tools.prediction import command
 from paramserver.tools.prediction.command import TRANSFER_JITTER, all_reduce, break_even_servers, calibrated, usable
@@ -126,6 +134,20 @@ def test_the_servers_to_break_even_are_those_of_the_formula():
     limit_s = all_reduce(MODES["ddp"], big).step_s
     assert break_even_servers(big, limit_s) in (3, 4)
     assert break_even_servers(big, COMPUTE_S / 2) is None
+
+
+@pytest.mark.parametrize("changes", [{"training": {"local_steps": 2}}, {"server": {"compression": "int8"}}])
+def test_rounds_and_compression_have_no_model(tmp_path, results, capsys, changes):
+    config = deployed(2, 1).config.given_mapping()
+    changed = {**config, **{name: {**config[name], **keys} for name, keys in changes.items()}}
+    file = tmp_path / "results.jsonl"
+    append_result(file, measured(2, 1, environment={"cores": CORES, "config": dump_yaml(config_from_mapping(changed))}))
+    assert benchmark.main(["predict", str(file)]) == 2
+    assert "must be without training.local_steps" in capsys.readouterr().err
+    ((section, keys),) = changes.items()
+    ((key, value),) = keys.items()
+    assert benchmark.main(["predict", str(results), "--sweep", f"{section}.{key}={value}", "--modes", "rpc"]) == 2
+    assert f"the case rpc 2 trainers, {key}={value} must be without" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,47 @@ def test_what_a_slow_trainer_costs():
     assert turned.index("`ddp late` keeps") < turned.index("`rpc late` keeps 10 %")
 
 
+def of_rounds(name, speeds, steps, compression, wire_bytes, **fields):
+    overrides = {"training.local_steps": steps, "server.compression": compression, **fields.pop("overrides", {})}
+    given = {"transports": {"0": "rpc", "1": "rpc"}, "overrides": overrides, "wire_bytes_per_sample": wire_bytes}
+    curve = tuple((float(s), s / 100, float(steps)) for s in range(100, 600, 100))
+    return repeats(name, speeds, **given, local_steps=curve if steps > 1 else (), **fields)
+
+
+def test_what_rounds_and_compression_save():
+    plain, compressed = of_rounds("H1", NEAR, 1, "none", 7268.0), of_rounds("H1 int8", SLOW, 1, "int8", 4557.0)
+    loss = {"loss": ((100.0, 1.0, 3.0), (300.0, 3.0, 1.25)), "validation": ()}
+    plain = [dataclasses.replace(one, **loss) for one in plain]
+    fields = {"loss": ((200.0, 1.0, 2.5), (400.0, 2.0, 0.5)), "validation": ()}
+    both, rounds = of_rounds("H32 int8", FAST, 32, "int8", 142.0, **fields), of_rounds("H32", FAST, 32, "none", 227.0)
+    text = text_of(plain, compressed, rounds, both)
+    assert "`H32 int8` exchanged 1/51 of the bytes per sample of `H1`, and applied 1.30 (1.2" in text
+    assert "times as many samples/s. After 300 samples its train loss was 1.50, and that of the other 1.25." in text
+    assert text.count("exchanged") == 1
+    assert "A round of 32 local steps of `H32" in text
+    assert "`H1 int8` exchanged 63 % of the bytes" in text_of(plain, compressed)
+
+
+def test_a_validation_loss_is_compared_rather_than_that_of_local_models():
+    validation = {"validation": ((100.0, 1.0, {"loss": 0.5}), (200.0, 2.0, {"loss": 0.25}))}
+    text = text_of(of_rounds("H1", NEAR, 1, "none", 7000.0), of_rounds("H4", NEAR, 4, "none", 1750.0, **validation))
+    assert "After 4950 samples its train loss" in text
+    both = [of_rounds(f"H{h}", NEAR, h, "none", 7000.0 / h, **validation) for h in (1, 4)]
+    assert "After 200 samples its validation loss was 0.250, and that of the other 0.250." in text_of(*both)
+
+
+def test_savings_are_of_cases_that_are_alike_and_use_a_network():
+    local = {"transports": {"0": "shared_memory"}}
+    plain, rounds = of_rounds("H1", NEAR, 1, "none", 48.0), of_rounds("H32", FAST, 32, "none", 1.5)
+    shared = [dataclasses.replace(one, **local) for one in plain]
+    other = of_rounds("H32", FAST, 32, "none", 1.5, overrides={"server.consistency": "async"})
+    runs = of_rounds("H32", FAST, 32, "none", 1.5, overrides={"training.max_steps": 3})
+    assert "exchanged" in text_of(plain, rounds)
+    assert "exchanged" in text_of(plain, runs)
+    for text in (text_of(shared, rounds), text_of(plain, other), text_of(plain), text_of(rounds)):
+        assert "exchanged" not in text
+
+
 def test_the_first_at_the_target_need_not_be_the_fastest():
     text = text_of(with_target(rpc(FAST), [4.0, 4.1, 3.9]), with_target(ddp(NEAR), [3.0, 3.1, 2.9]))
     assert "Accuracy 0.95 was reached first by `ddp`, after 3.00 (" in text

@@ -84,6 +84,23 @@ def test_a_validation_before_the_first_record_of_training_has_its_samples(local,
         assert [point[0] for point in one.validation] == [32, 64, 96]
 
 
+def test_a_run_with_rounds_has_their_figures(rpc, tmp_path):
+    def with_rounds(text):
+        lines = [json.loads(line) for line in text.splitlines()]
+        trained = ({**one, "local_steps": 4.0, "drift": 0.5} if one["kind"] == "train" else one for one in lines)
+        return "".join(f"{json.dumps(one)}\n" for one in trained)
+
+    def dropped(summary):
+        return {**summary, "samples_served": 2 * summary["samples"], "wire_bytes_per_sample": 10.0}
+
+    (one,) = results_at([copied(rpc, tmp_path / "rounds", metrics=with_rounds, summary=dropped)]).results
+    assert one.local_steps == tuple((samples, seconds, 4.0) for samples, seconds, _ in one.loss)
+    assert one.drift == tuple((samples, seconds, 0.5) for samples, seconds, _ in one.loss)
+    assert one.wire_bytes_per_sample == 20.0
+    (without,) = results_at([copied(rpc, tmp_path / "none", summary=lambda _: {})]).results
+    assert (without.local_steps, without.drift, without.wire_bytes_per_sample) == ((), (), None)
+
+
 def test_pages_of_two_runs(rpc, local, tmp_path, capsys):
     code, out, err = report(capsys, rpc.run_dir, local.run_dir, "--out", tmp_path / "out")
     assert (code, err) == (0, "")

@@ -18,7 +18,7 @@ from paramserver.tools.report.cases import cases_of
 from paramserver.tools.report.findings import findings
 from paramserver.tools.report.page import NO_PLOTS, write_report
 from paramserver.tools.report.results import Results
-from paramserver.tools.report.tables import Table, resources_table, throughput_table
+from paramserver.tools.report.tables import Table, resources_table, rounds_table, throughput_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # look_at_report is a module of the checkout
 
@@ -136,6 +136,19 @@ def test_every_picture_is_there_in_both_pages(page):
         marks = [one for one in root.iter() if one.tag.endswith(("path", "use"))]
         assert len(marks) > 20
         assert root.attrib["aria-label"]
+
+
+def test_rounds_have_a_table_and_a_curve(tmp_path):
+    plain = repeats("rpc", near(5200, 1), wire_bytes_per_sample=7268.0)
+    assert not rounds_table(cases_of(plain)).rows
+    curve = {"local_steps": ((100.0, 1.0, 32.0), (200.0, 2.0, 16.0)), "drift": ((100.0, 1.0, 0.2), (200.0, 2.0, 0.1))}
+    records = plain + repeats("rounds", near(6000, 2), wire_bytes_per_sample=142.0, **curve)
+    write_report(results(records), tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "| `rounds` | 24 (24 to 24) | 0.150 (0.150 to 0.150) | 142 (142 to 142) |" in text
+    assert "| `rpc` | - | - | 7268 (7268 to 7268) |" in text
+    assert "plots/drift.svg" in text
+    assert "With rounds of local steps a step is a round." in text
 
 
 def test_every_finding_figure_and_condition_is_in_both_pages(page):
