@@ -84,10 +84,11 @@ def test_the_runs_reach_what_they_are_to_test(kind):
     for reason in ("max_steps", "max_samples", "no more data", "all data was served", "LIMIT requested"):
         assert reason in reasons
     assert sum(run.was_interrupted for run in runs) > 5
-    assert sum(len(run.barriers) > 2 for run in runs) > 20
-    assert sum(len(run.reported) > 2 for run in runs) > 20
+    least = 10 if kind == "buffered" else 20  # several gradients make a version, so there are fewer
+    assert sum(len(run.barriers) > 2 for run in runs) > least
+    assert sum(len(run.reported) > 2 for run in runs) > least
     assert kind in ("async", "buffered") or sum(run.passed > 0 for run in runs) > 20
-    assert kind != "buffered" or sum(run.shorter > 0 for run in runs) > 10
+    assert kind != "buffered" or sum(run.shorter > 0 for run in runs) > least
 
 
 @pytest.mark.parametrize("bound", range(4))
