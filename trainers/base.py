@@ -287,6 +287,10 @@ class Trainer(ABC):
     def on_last_loss(self, loss: float, samples: int) -> None:
         """Called before the last backward of a step with the mean loss and the samples of all its batches."""
 
+    def local_step_scope(self) -> AbstractContextManager[Any]:
+        """Return a context for what changes the parameters in a round: its begin, each local step, and its end."""
+        return nullcontext()
+
     def on_round_ended(self) -> None:
         """Called after the local steps of a round, before what they changed is pushed."""
 
@@ -760,7 +764,8 @@ class TrainingLoop:
             samples += sum(batch_samples for _, batch_samples in batches)
             self._load(batches, is_first=not done)
             if local is not None and not done:
-                local.begin()
+                with trainer.local_step_scope():
+                    local.begin()
             for number, (batch, trainer.current_step.batch_samples) in enumerate(batches, start=1):
                 last = number == len(batches)
                 with (
@@ -774,13 +779,15 @@ class TrainingLoop:
                     trainer.backward_batch(loss, len(batches))
             if local is not None:
                 trainer.progress.inner_steps += 1
-                local.step(trainer.progress.inner_steps)
+                with trainer.local_step_scope():
+                    local.step(trainer.progress.inner_steps)
                 trainer.clock.lap("apply")
         trainer.tree.check_parameters()
         report = StepReport(trainer.trainer_index, decision.step, samples, summed / done, trainer.seconds)
         if local is not None:
             seconds, steps = time.perf_counter() - began, -(-done // at_once)
-            report = replace(report, drift=local.end(), inner_steps=steps, inner_s=seconds)
+            with trainer.local_step_scope():
+                report = replace(report, drift=local.end(), inner_steps=steps, inner_s=seconds)
             trainer.on_round_ended()
         trainer.current_step.batch_samples = 1
         result = trainer.step_optimizer(report)

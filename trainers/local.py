@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,8 @@ log = logging.getLogger("paramserver")
 
 # For a copy of model, optimizer and counters while the main thread is in a hook.
 _STAGE_S = 10.0
+# For a local step of a round, which holds the lock.
+_STEP_S = 1.0
 
 
 class LocalTrainer(ReplicaTrainer):
@@ -92,13 +95,18 @@ class LocalTrainer(ReplicaTrainer):
     def _on_limit(self, place: str) -> None:
         """Called in the thread of ``StopLimit``: no other process can save."""
         self._before_limit(place)
-        if place and self._lock.acquire(blocking=False):  # otherwise an update is in progress, or a commit
+        # A step of this trainer's own optimizer is short; otherwise an update is in progress, or a commit.
+        if place and self._lock.acquire(timeout=_STEP_S):
             try:
                 if self._applied != self._committed:
-                    with self.process.stop_limit.paused():
+                    version = nullcontext() if self.local_steps is None else self.local_steps.version()
+                    with self.process.stop_limit.paused(), version:
                         self._save_applied()
             finally:
                 self._lock.release()
+
+    def local_step_scope(self) -> AbstractContextManager[Any]:
+        return self._lock
 
     def _save_applied(self) -> None:
         """Save what is applied, while the main thread is in a hook, perhaps of the next step.
@@ -110,8 +118,6 @@ class LocalTrainer(ReplicaTrainer):
             log.warning("no checkpoint is made of a stream while a hook runs, as samples of its batch would be lost")
             return
         self.validator.restore_parameters()
-        if self.local_steps is not None:
-            self.local_steps.restore_version()
         part = {
             "trainer_index": self.trainer_index,
             "buffer": None,

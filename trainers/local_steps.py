@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paramserver.config import Config
-from paramserver.errors import UnsupportedConfiguration
+from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.optim.updater import Updater, parameters_of
 from paramserver.parameters.flat import trainable_parameters
 from paramserver.parameters.tables import find_tables
@@ -53,7 +54,10 @@ class LocalSteps:
         self.updater = Updater(task, model, training, config.seed + trainer_index)
         self._check(model)
         stepped = {id(parameter) for parameter in parameters_of(self.updater.optimizer)}
-        self.parameters = [p for p in trainable_parameters(model).values() if id(p) in stepped]
+        trained = trainable_parameters(model)
+        self.parameters = [p for p in trained.values() if id(p) in stepped]
+        self._others = {name: p for name, p in trained.items() if id(p) not in stepped}
+        self._versions_of_others: list[int] = []
         self._own: list[Tensor] = []
         self._version: list[Tensor] = []  # in a round: the memory of the parameters before it
 
@@ -77,8 +81,8 @@ class LocalSteps:
         if not self._own:
             self._own = [torch.empty_like(data) for data in self._version]
         torch._foreach_copy_(self._own, self._version)
-        for parameter, own in zip(self.parameters, self._own, strict=True):
-            parameter.data = own
+        self._versions_of_others = [parameter._version for parameter in self._others.values()]
+        self._assign(self._own)
 
     def step(self, number: int) -> None:
         """Make step ``number`` of this trainer, with the gradients that its parameters have.
@@ -89,28 +93,50 @@ class LocalSteps:
         self.updater.apply(number)
         self.updater.clear_gradients()
 
+    def _check_others(self) -> None:
+        for (name, parameter), version in zip(self._others.items(), self._versions_of_others, strict=True):
+            if parameter._version != version:
+                raise TaskError(
+                    f"parameter {name} was changed in a round of local steps, and not by the optimizer, which does not "
+                    "have it; the change would be lost. Give it to the optimizer, or freeze it in build_model"
+                )
+
     @torch.no_grad()
     def end(self) -> float:
         """End the round: the parameters are the version again, and their gradients what the round changed, negated.
 
         Return the norm of the change, relative to that of the version.
+
+        Raises:
+            TaskError: a trainable parameter that the optimizer does not have was changed.
         """
+        self._check_others()
         changes = self._own
         # An optimizer may have given a parameter other memory.
         torch._foreach_copy_(changes, [parameter.data for parameter in self.parameters])
         torch._foreach_neg_(changes)
         torch._foreach_add_(changes, self._version)
         of_version, of_changes = _norm(self._version), _norm(changes)
-        self.restore_version()
+        self._assign(self._version)
+        self._version = []
         for parameter, change in zip(self.parameters, changes, strict=True):
             parameter.grad = change
         return of_changes / of_version if of_version else 0.0
 
-    def restore_version(self) -> None:
-        """Let the parameters be the version that the round began with, if one is in progress."""
-        for parameter, data in zip(self.parameters, self._version, strict=False):
+    @contextmanager
+    def version(self) -> Iterator[None]:
+        """Let the parameters be the version that the round in progress began with, if there is one, in this context."""
+        own = [parameter.data for parameter in self.parameters]
+        if self._version:
+            self._assign(self._version)
+        try:
+            yield
+        finally:
+            self._assign(own)
+
+    def _assign(self, memory: Sequence[Tensor]) -> None:
+        for parameter, data in zip(self.parameters, memory, strict=True):
             parameter.data = data
-        self._version = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of optimizer and schedule, between two rounds."""

@@ -130,7 +130,7 @@ class RpcTrainer(Trainer):
             return
         residuals = None if part is None else part.get("residuals")
         transport.load_residuals(residuals or {})
-        self.record("residuals", restored=residuals is not None)
+        self.record("residuals", restored=bool(residuals))
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()

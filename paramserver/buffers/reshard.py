@@ -66,6 +66,7 @@ def _trainer_part(
         **parts[0]["counters"],
         "batch_idx": parts[index]["counters"]["batch_idx"] if known else 0,
         "samples_served": sum(one["samples_served"] for one in merged),
+        "inner_steps": sum(one.get("inner_steps", 0) for one in merged),
         # The time of the run, which does not go back where the first trainer was the fastest.
         "seconds": max(part["counters"]["seconds"] for part in parts),
     }
@@ -76,17 +77,20 @@ def _trainer_part(
         "random": parts[index]["random"] if known else None,
         "task": parts[index]["task"] if known else {},
         "local_steps": parts[index].get("local_steps") if known else None,
-        "residuals": _sum_residuals(parts[index::trainers]),
+        "residuals": _sum_residuals(parts[index::trainers], trainers / len(parts)),
         "resumes": entropy[1],
     }
 
 
-def _sum_residuals(parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return the sum of what the compression of the gradients of some trainers has lost, by parameter."""
+def _sum_residuals(parts: Sequence[Mapping[str, Any]], factor: float) -> dict[str, torch.Tensor]:
+    """Return the sum of what the compression of the gradients of some trainers has lost, by parameter.
+
+    It is multiplied by ``factor``, as the mean of gradients is over so many times as many trainers from now on.
+    """
     total: dict[str, torch.Tensor] = {}
     for residuals in (part.get("residuals") or {} for part in parts):
         for name, residual in residuals.items():
-            total[name] = total[name] + residual if name in total else residual
+            total[name] = total.get(name, 0) + residual * factor
     return total
 
 

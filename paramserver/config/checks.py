@@ -200,6 +200,14 @@ def _dynamic_local_steps(config: Config) -> str | None:
     )
 
 
+def _decays(config: Config) -> str | None:
+    outer = config.training.outer
+    for name in ("momentum", "beta2") if outer is not None else ():
+        if getattr(outer, name) == 1:
+            return f"training.outer.{name} (1) must be below 1, or nothing is ever forgotten; use 0.9 or the like"
+    return None
+
+
 def _delay(config: Config) -> str | None:
     outer = config.training.outer
     if outer is None or outer.delay is None or outer.optimizer == "delayed_nesterov":
@@ -264,7 +272,7 @@ def _served_rounds(config: Config) -> str | None:
         return None
     return (
         f"training.local_steps ({config.training.local_steps}) and training.outer must be left out with server.compute "
-        f"server, where no trainer has parameters to step; {_OR_TRAINER}"
+        "server, where no trainer has parameters to step; leave them out or choose server.compute: trainer"
     )
 
 
@@ -314,6 +322,7 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("server.arrivals", "server.consistency"), _arrivals),
     Relation(("server.arrivals", "training.outer.weighting"), _weighted_arrivals),
     Relation(("server.dynamic_local_steps", "training.local_steps"), _dynamic_local_steps),
+    Relation(("training.outer.momentum", "training.outer.beta2"), _decays),
     Relation(("training.outer.delay", "training.outer.optimizer"), _delay),
     Relation(("ddp.comm_hook", "training.local_steps", "training.outer"), _rounds_comm_hook),
     Relation(("server.transport", "server.wire_dtype"), _wire_dtype),

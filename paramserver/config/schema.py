@@ -382,7 +382,7 @@ class ServerConfig:
     @property
     def block_elements(self) -> int:
         """Where parameters are divided: at multiples of so many elements, which are compressed together."""
-        return 1 if self.compression == "none" else self.compression_block
+        return self.compression_block if self.compression in ("int8", "int4") else 1
 
     @property
     def must_share_memory(self) -> bool:

@@ -63,7 +63,7 @@ class OuterBuilder:
         updates = updates_per_round(config)
         lr = _LR[self.name] if outer.lr is None else outer.lr
         if outer.lr is None and self.name != "delayed_nesterov":  # which divides by the delay
-            lr /= updates
+            lr /= max(updates, 1.0)  # successive rounds of a trainer in one update begin from the same version
         self.hyperparameters: dict[str, Any] = {"lr": lr}
         if self.name == "adam":
             self.hyperparameters |= {"betas": (momentum, outer.beta2), "eps": outer.eps}
@@ -84,7 +84,7 @@ class OuterBuilder:
 
     def _restore_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
-            group.update(self.hyperparameters)
+            group.update({name: value for name, value in self.hyperparameters.items() if name in group})
 
 
 def updates_per_round(config: Config) -> float:

@@ -105,9 +105,10 @@ def plan_shards(layout: FlatLayout, servers: int, splittable: bool, block: int =
         between = [start for start in starts if first < start < end]
         boundaries = sorted({*between, *_inside(layout, targets, splittable, block)})
         if len(boundaries) < servers - 1:
+            blocks = f", of whole blocks of {block} elements (server.compression_block)" if block > 1 else ""
             raise UnsupportedConfiguration(
                 f"cluster.num_servers ({servers}) must be at most {len(boundaries) + 1}, as the parameters of this "
-                "model fall into so many parts; lower it"
+                f"model fall into so many parts{blocks}; lower it"
             )
         for own, part in zip(parts, pairwise([first, *_nearest(boundaries, targets), end]), strict=True):
             own.append(part)

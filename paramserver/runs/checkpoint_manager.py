@@ -34,6 +34,7 @@ from paramserver.config.deadlines import LAST_WRITE_S
 from paramserver.errors import CheckpointError, StorageError, TrainingError
 from paramserver.metrics.records import TrainerTotals, make_record
 from paramserver.optim.averaging import averaged_state_dict
+from paramserver.optim.outer import OuterBuilder
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import detached_state_dict, load_weights
 from paramserver.parameters.model_tree import buffer_kinds, changed_kinds
@@ -91,13 +92,7 @@ def load_for_resume(config: Config, run: RunDir) -> ResumeState:
         checkpoint.file_path(f"trainer-{index}")
     file = str(checkpoint.file_path("run"))
     state = check_mapping(checkpoint.load("run"), file, ("step", "resumes", "scheduler"))
-    if state.get("has_rounds", False) is not config.training.has_rounds:
-        raise CheckpointError(
-            f"{checkpoint.path} is of a run {'with' if state.get('has_rounds') else 'without'} rounds of local steps, "
-            f"and training.local_steps ({config.training.local_steps}) and training.outer "
-            f"{'begin' if config.training.has_rounds else 'make none'}, which needs the state of another optimizer; "
-            "resume with the keys that it was stored with, or start a new run from its weights by init_from"
-        )
+    _check_rounds(checkpoint, state.get("outer"), config)
     if checkpoint.num_trainers == num_trainers_of(config):
         return ResumeState(checkpoint, state, None)
     # Another number of trainers: samples and positions move to the new ones, and a new one gets new random states.
@@ -108,6 +103,28 @@ def load_for_resume(config: Config, run: RunDir) -> ResumeState:
         entropy=(config.seed, state["resumes"] + 1),
     )
     return ResumeState(checkpoint, state, [pack(part) for part in parts])
+
+
+_SAME_STATE = {"sgd", "nesterov"}
+
+
+def _check_rounds(checkpoint: Checkpoint, outer: str | None, config: Config) -> None:
+    """Refuse the state of another kind of optimizer than that of the run that resumes."""
+    training = config.training
+    own = OuterBuilder(config).name if training.has_rounds else None
+    if own == outer or {own, outer} <= _SAME_STATE:
+        return
+    if own is not None and outer is not None:
+        raise CheckpointError(
+            f"training.outer.optimizer ({own}) must stay {outer} to resume {checkpoint.path}, whose optimizer.pt has the "
+            f"state of it; set it to {outer}, or start a new run from the weights by init_from"
+        )
+    raise CheckpointError(
+        f"{checkpoint.path} is of a run {'without' if outer is None else 'with'} rounds of local steps, and "
+        f"training.local_steps ({training.local_steps}) and training.outer {'make none' if own is None else 'begin'}, "
+        "which needs the state of another optimizer; resume with the keys that it was stored with, or start a new run "
+        "from its weights by init_from"
+    )
 
 
 class UpdaterState(Protocol):
@@ -302,7 +319,7 @@ class CheckpointManager:
             "ledger": dict(ledger or {"rows": {}}),
             "late_buffers": self.late_buffers(model),
             "parameters": list(updater.parameter_names),
-            "has_rounds": self.config.training.has_rounds,
+            "outer": OuterBuilder(self.config).name if self.config.training.has_rounds else None,
         }
         parameters, weights = state.get("parameters"), detached_state_dict(model)
         if parameters is not None:

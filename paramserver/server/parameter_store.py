@@ -46,6 +46,9 @@ def check_optimizers(config: Config, store: ParameterStore) -> None:
     num_servers: _Rule = ("cluster.num_servers", num_servers_of(config), [1])
     device: _Rule = ("device.server", store.device.type, ["cpu"])
     check_steps_rows(updater.optimizer, {name: store.parameters.tensors[name] for name in store.tables})
+    if complex_names := [name for name, p in store.parameters.tensors.items() if p.is_complex()]:
+        compression: _Rule = ("server.compression", server.compression, ["none"])
+        _require(f"complex parameters ({', '.join(complex_names)})", "which no compressor represents", compression)
     if store.tables:
         average: _Rule = ("training.ema_decay", config.training.ema_decay, [None])
         reason = "as trainers look up single rows of the newest version, and an update writes few of them"
@@ -172,16 +175,21 @@ class ParameterStore:
         with self._snapshot_lock:
             self._snapshot = None
 
+    def take_buffers(self, buffers: PackedBuffers | None) -> None:
+        """Take over module buffers, if there are any."""
+        with self._snapshot_lock:
+            if buffers is not None:
+                self._tree.load_buffers(buffers)
+                self._buffers = buffers
+
     def finish_update(self, buffers: PackedBuffers | None, optimizer: str) -> None:
         """Take over module buffers and step the schedule, after the parameters have changed on all servers.
 
         The buffers are those of the trainer whose buffers the version has, or None if it has none.
         """
         self.parameters.check_views()
+        self.take_buffers(buffers)
         with self._snapshot_lock:
-            if buffers is not None:
-                self._tree.load_buffers(buffers)
-                self._buffers = buffers
             # Again: a trainer that joined may have read meanwhile. Its copy is of no version.
             self._snapshot = None
         # After the optimizer: torch warns, and skips the first learning rate, in the other order.

@@ -150,21 +150,20 @@ class Updates:
         # The others start before this server, so that all work at the same time.
         others = [other.apply(to_others) for other in self._others]
         own = self._shard.apply(request)
-        if not update.completes:
-            self._when_all([own, *others], lambda _: on_applied())
-            return
         if update.averages_buffers:
             buffers = mean_buffers([push.buffers for push in pushes])
         else:
             owners = [push.report.trainer_index for push in of_version]
             buffers = of_version[owners.index(update.buffers_from) if update.trainers else -1].buffers
         finish = partial(self._store.finish_update, buffers, of_version[0].report.optimizer)
+        if not update.completes:
+            finish = partial(self._store.take_buffers, buffers)
 
         def applied(_: Sequence[Any]) -> None:
             # Without the lock: a schedule is code of the user.
             self._run.compute(finish, lambda _: on_applied())
 
-        if (clipping := self._clipping) is not None:
+        if (clipping := self._clipping) is not None and update.completes:
 
             def apply_clipped(measured: Sequence[Tensor]) -> None:
                 # Refused before the first parameter changes, so that the version stays as it was.

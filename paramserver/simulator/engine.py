@@ -104,6 +104,9 @@ class Store:
     def drop_snapshot(self) -> None:
         """Do nothing: there is none."""
 
+    def take_buffers(self, buffers: Any) -> None:
+        """Do nothing: there are none."""
+
     def finish_update(self, buffers: Any, optimizer: str) -> None:
         self.version += 1
         counted, pushes = self.update

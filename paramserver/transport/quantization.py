@@ -9,7 +9,7 @@ To add a compressor, subclass ``Compressor`` and add an entry to ``COMPRESSORS``
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import TypeAlias
 
@@ -283,11 +283,16 @@ class ErrorFeedback:
         self._pending: dict[int, Tensor] = {}
 
     def encode(
-        self, range_index: int, gradient: Tensor, name_of: Callable[[int], str] = "the gradient of piece {}".format
+        self,
+        range_index: int,
+        gradient: Tensor,
+        name_of: Callable[[int], str] = "the gradient of piece {}".format,
+        without: Collection[int] = (),
     ) -> Tensor:
         """Return what is sent for a range; repeat the call with a revised gradient to replace it.
 
-        ``gradient`` is not changed. ``name_of`` is that of ``Compressor.encode``.
+        ``gradient`` is not changed. ``name_of`` is that of ``Compressor.encode``. The pieces ``without`` a gradient are
+        sent as zeros, which the servers ignore, and keep their residuals.
 
         Raises:
             NotFinite: see ``Compressor.encode``; nothing has changed then.
@@ -295,9 +300,16 @@ class ErrorFeedback:
         lengths = self._lengths[range_index]
         residual = self._residuals.get(range_index)
         corrected = gradient.clone() if residual is None else gradient + residual
+        parts = corrected.split_with_sizes(lengths) if without else ()
+        for number in without:
+            parts[number].zero_()
         encoded = self._compressor.encode(corrected, lengths, name_of)
         decoded = self._compressor.decode(encoded, lengths, corrected.dtype)
-        self._pending[range_index] = corrected.sub_(decoded)
+        pending = self._pending[range_index] = corrected.sub_(decoded)
+        if residual is not None and without:
+            kept = residual.split_with_sizes(lengths)
+            for number in without:
+                pending.split_with_sizes(lengths)[number].copy_(kept[number])
         return encoded
 
     def commit(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from paramserver.devices import pins_memory, to_cpu
 from paramserver.parameters.flat import FlatLayout, has_gaps
 from paramserver.parameters.model_tree import PackedBuffers
-from paramserver.parameters.sharding import Shard, ShardSlice
+from paramserver.parameters.sharding import Shard
 from paramserver.parameters.tables import empty_gradient, nbytes_of_rows, slice_gradient, table_ranges
 from paramserver.transport.autograd import push_root
 from paramserver.transport.base import GradientBucket, ServerTransport, TrainerTransport
@@ -173,7 +173,7 @@ class RpcTrainerTransport(TrainerTransport):
         self.buckets = {
             bucket: numbers
             for bucket, numbers in self.ranges.items()
-            if bucket.flat_index or (compressor is not None and numbers)
+            if bucket.flat_index or (compressor is not None and shards[bucket.server_index].layout.sizes[0])
         }
         self._numbers = list(self.ranges.values())
         self.tables = layout.tables
@@ -255,14 +255,15 @@ class RpcTrainerTransport(TrainerTransport):
         gradient = self._gather(index)
         if self.feedback is None or gradient.is_sparse or self._is_left_out(index):
             return gradient
+        slots = [piece.slot for piece, _ in self._pieces[index]]
         encoded = self.feedback.encode(
-            index, gradient, lambda n: f"the gradient of parameter {self._name_of(self._pieces[index][n][0])}"
+            index,
+            gradient,
+            lambda number: f"the gradient of parameter {self._layout.slots[slots[number]].name}",
+            [number for number, slot in enumerate(slots) if self._parameters[slot].grad is None],
         )
         self._sent_bytes[index] = encoded.nbytes
         return encoded
-
-    def _name_of(self, piece: ShardSlice) -> str:
-        return self._layout.slots[piece.slot].name
 
     def backward_root(self, pulled: Sequence[Tensor]) -> Tensor:
         if self.feedback is not None:

@@ -359,7 +359,7 @@ def test_rounds_without_lockstep_apply_each_sample_once(tmp_path, server, transp
     if "dynamic_local_steps" not in server:  # 37 batches of each, in rounds of 3
         assert run.summary["steps"] == -(-2 * 13 // server.get("arrivals", 1))
     lr = run.of_kind("train")[-1]["lr"][0]
-    assert lr == pytest.approx(1.5 if "arrivals" in server else 0.5)
+    assert lr == pytest.approx(1.0 if "arrivals" in server else 0.5)
 
 
 def test_arrivals_are_those_of_plain_numpy(tmp_path):

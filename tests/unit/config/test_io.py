@@ -279,6 +279,8 @@ RELATED = {
     "cluster.max_restarts": st.integers(0, 9),
     "training.patience": st.none(),
     "training.outer.delay": st.none(),
+    "training.outer.beta2": st.floats(0.0, 0.99),
+    "training.outer.momentum": st.none() | st.floats(0.0, 0.99),
     "server.arrivals": st.just(1),
     "server.dynamic_local_steps": st.just(False),
     "server.compression": st.just("none"),

@@ -6,7 +6,7 @@ from torch import nn
 
 from paramserver import Task
 from paramserver.config import Config, TrainingConfig
-from paramserver.errors import NotFinite
+from paramserver.errors import NotFinite, TaskError
 from paramserver.trainers.local_steps import LocalSteps
 
 
@@ -107,12 +107,26 @@ def test_gradients_of_local_steps_are_clipped():
         take_round(local, model, numbers=[2], scale=float("inf"))
 
 
-def test_the_version_can_be_restored_in_mid_round():
+def test_another_thread_can_read_the_version_in_mid_round():
     model = nn.Linear(2, 1)
     local, version = local_steps(model), model.weight.detach().clone()
     local.begin()
     model(torch.ones(1, 2)).sum().backward()
     local.step(1)
-    local.restore_version()
-    assert torch.equal(model.weight, version)
-    local.restore_version()
+    changed = model.weight.detach().clone()
+    with local.version():
+        assert torch.equal(model.weight, version)
+    assert torch.equal(model.weight, changed)
+    local.end()
+    with local.version():
+        assert torch.equal(model.weight, version)
+
+
+def test_a_change_of_a_parameter_that_the_optimizer_does_not_have_is_refused():
+    model = nn.Linear(2, 1)
+    local = local_steps(model, Descent(leaves_out=True))
+    local.begin()
+    with torch.no_grad():
+        model.bias.add_(1)
+    with pytest.raises(TaskError, match="parameter bias was changed in a round"):
+        local.end()
