@@ -136,7 +136,7 @@ class Task(Hooks):
         def __getattr__(self, name: str) -> Any:
             """Explain a missing attribute: what one process keeps in its task, the others do not have."""
             message = f"{type(self).__name__} has no attribute {name!r}"
-            if "config" in vars(self) and mode_of(self.config).has_servers:
+            if "config" in vars(self) and mode_of(self.config).has_servers and not self.config.training.has_rounds:
                 message += (
                     " in this process: in mode rpc build_optimizer and build_scheduler are called on the server, "
                     "training_step and the hooks on the trainers"
@@ -177,6 +177,8 @@ class Task(Hooks):
     ) -> torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]:
         """Return the optimizer of the parameters. Called where they live: on the server in mode rpc.
 
+        With rounds of local steps (``training.local_steps``) it is called in every trainer, of which each has its own.
+
         Several optimizers have parameters of their own each. Those of a list step together, from the loss that
         ``training_step`` returns: Adam for one part of the model, say, and another one for the rest. Those of a
         dictionary take turns, each with losses of its own; see ``self.trainer.optimize``.
@@ -202,7 +204,7 @@ class Task(Hooks):
     # Optional methods.
 
     def build_scheduler(self, optimizer: Any) -> Any:
-        """Return a learning-rate scheduler, which is stepped once per global step; None for none.
+        """Return a learning-rate scheduler, which is stepped per global step, or per local step; None for none.
 
         A dictionary chooses another interval: ``{"scheduler": s, "every": "epoch"}`` or
         ``{"scheduler": s, "every": "validation", "metric": "loss"}``. Called after ``build_optimizer``. With a

@@ -157,7 +157,8 @@ class DataStream:
             raise UnsupportedConfiguration(
                 f"training.local_steps ({training.local_steps}) must be at most "
                 f"{capacity // (training.batch_size * training.accumulate_batches)} with a buffer of {capacity}, which "
-                f"holds the {samples} samples of a round before it begins; raise buffer.capacity or lower it"
+                f"holds the {samples} samples of a round before it begins; raise buffer.capacity or lower "
+                "training.local_steps"
             )
         return samples
 

@@ -259,7 +259,7 @@ class OuterConfig:
     lr: float | None = key(
         None,
         positive_number(nullable=True),
-        "null = 1 for sgd, 0.7 for both nesterov, 0.01 for adam; divided by the updates that replace one of sync",
+        "null = 1 for sgd, 0.7 for both nesterov, 0.01 for adam; with async and bounded divided by the trainers",
     )
     momentum: float | None = key(
         None,
@@ -271,7 +271,7 @@ class OuterConfig:
     delay: int | None = key(
         None,
         integer(1, nullable=True),
-        "delayed_nesterov: updates for each change of the momentum; null = trainers",
+        "delayed_nesterov: updates for each change of the momentum; null = one of each trainer",
     )
     weighting: str = key(
         "trainers", one_of("trainers", "samples"), "what the mean over the trainers of a round is weighted by"
@@ -358,7 +358,7 @@ class ServerConfig:
     compression: str = key(
         "none",
         one_of("none", "bfloat16", "int8", "int4"),
-        "of gradients in RPC messages; what it loses is added to the next gradient",
+        "how gradients are sent over rpc; what that loses is added to the trainer's next gradient",
     )
     compression_block: int = key(256, integer(1), "int8, int4: elements that have one scale")
     bucket_mb: float | None = key(

@@ -116,8 +116,8 @@ def _check_rounds(checkpoint: Checkpoint, outer: str | None, config: Config) -> 
         return
     if own is not None and outer is not None:
         raise CheckpointError(
-            f"training.outer.optimizer ({own}) must stay {outer} to resume {checkpoint.path}, whose optimizer.pt has the "
-            f"state of it; set it to {outer}, or start a new run from the weights by init_from"
+            f"training.outer.optimizer ({own}) must stay {outer} to resume {checkpoint.path}, whose optimizer.pt is "
+            f"of that; set it to {outer}, or start a new run from the weights by init_from"
         )
     raise CheckpointError(
         f"{checkpoint.path} is of a run {'without' if outer is None else 'with'} rounds of local steps, and "

@@ -103,7 +103,7 @@ class Aggregator:
         self._resize = ""  # why this generation of the run ends
         self._exclusive: deque[Callable[[ReleaseFn], None]] = deque()
         self._processing = self._process_again = False
-        self._completes_update = False
+        self._completes_updates = False
         self._held: list[PendingPush] = []  # in the sum of the next update, and replied to
         self._busy = False  # an update or an exclusive task is in progress; nothing else may start
         self._applying = False  # it is an update, which ``rules.step`` counts already
@@ -267,7 +267,7 @@ class Aggregator:
         try:
             while not self._busy:
                 self._process_again = False
-                if self._completes_update and (update := self.rules.complete_update()) is not None:
+                if self._completes_updates and (update := self.rules.complete_update()) is not None:
                     self._apply_update(update)
                 elif self._exclusive:
                     self._busy = True
@@ -307,9 +307,9 @@ class Aggregator:
         self._exclusive.append(task)
         self._process()
 
-    def complete_update(self) -> None:
-        """Make an update of the gradients that were added to the next one so far. No trainer takes a step any more."""
-        self._completes_update = True
+    def complete_updates(self) -> None:
+        """From now on make an update of what was added to the next one so far. No trainer takes a step any more."""
+        self._completes_updates = True
 
     def with_updater_state(self, then: Callable[[UpdaterState], None], streams_tables: bool = False) -> None:
         """Call ``then`` with the state of optimizer and schedule, once the model holds all parameters.

@@ -143,7 +143,7 @@ class Staging(JointCall):
             return {}
 
         with self._run.lock:
-            self._aggregator.complete_update()
+            self._aggregator.complete_updates()
             self._aggregator.with_updater_state(
                 lambda updater: self._run.complete({}, lambda: save(updater)), streams_tables=True
             )

@@ -153,8 +153,8 @@ class Updates:
         if update.averages_buffers:
             buffers = mean_buffers([push.buffers for push in pushes])
         else:
-            owners = [push.report.trainer_index for push in of_version]
-            buffers = of_version[owners.index(update.buffers_from) if update.trainers else -1].buffers
+            owners = {push.report.trainer_index: push.buffers for push in pushes}
+            buffers = owners.get(update.buffers_from)  # without pushes there are those of the last that was held
         finish = partial(self._store.finish_update, buffers, of_version[0].report.optimizer)
         if not update.completes:
             finish = partial(self._store.take_buffers, buffers)

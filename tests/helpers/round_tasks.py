@@ -88,6 +88,41 @@ class OneIsSlow(Rows):
         return super().training_step(model, batch, batch_idx)
 
 
+class EveryOther(Task):
+    """The gradient of each parameter is 0.3, 0.6, 0.9, 1.2; one has it in every other step only. SGD of 1."""
+
+    def build_model(self):
+        return nn.ParameterDict({name: torch.zeros(4) for name in ("always", "rarely")})
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def train_source(self, partition):
+        return TensorDataset(torch.zeros(64, 1))
+
+    def training_step(self, model, batch, batch_idx):
+        names = ("always", "rarely") if batch_idx % 2 else ("always",)
+        return sum((model[name] * torch.arange(1.0, 5.0) * 0.3).sum() for name in names)
+
+
+class Complex(Task):
+    """A complex parameter, which no compressor represents."""
+
+    def build_model(self):
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        return model
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_source(self, partition):
+        return TensorDataset(torch.zeros(64, 1))
+
+    def training_step(self, model, batch, batch_idx):
+        return model.weight.abs().sum()
+
+
 class Tables(Task):
     """A model with an embedding table, which rounds do not support."""
 

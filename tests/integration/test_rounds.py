@@ -1,9 +1,12 @@
 """Rounds of local steps (docs/rounds.md): the same in every mode, exact after stops and losses."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from cli_errors import error_message
 from launching import differing_tensors, launch, relative_difference, resume, run_in_process, train
 from round_tasks import FEATURES, Rows
@@ -254,6 +257,25 @@ def test_a_resume_with_rounds_of_a_run_without_is_refused(tmp_path, begins):
     assert "is of a run " + ("without" if begins else "with") + " rounds of local steps" in more.output
 
 
+def test_a_resume_with_another_kind_of_outer_optimizer_is_refused(tmp_path):
+    begun = train(tmp_path, "local", 1, **rounds({"max_steps": 2}))
+    more = resume(begun, "--set", "training.outer.optimizer=adam")
+    assert more.code == 2, more.output
+    assert "training.outer.optimizer (adam) must stay nesterov to resume" in more.output
+    more = resume(begun, "--set", "training.outer.optimizer=sgd", "--set", "training.max_steps=3")
+    assert more.code == 0, more.output
+
+
+def test_local_steps_of_all_trainers_are_counted_after_a_resume_with_other_trainers(tmp_path):
+    begun = train(tmp_path, "rpc", 2, **rounds({"max_steps": 2}))
+    for trainers, expected in ((1, 12 + 3), (3, 12 + 9)):
+        flags = [f"cluster.num_trainers={trainers}", "training.max_steps=3", "training.batch_size=4"]
+        folder = shutil.copytree(begun.run_dir, tmp_path / f"copy-{trainers}")
+        more = resume(replace(begun, run_dir=folder), *(word for flag in flags for word in ("--set", flag)))
+        assert more.code == 0, more.output
+        assert more.summary["inner_steps"] == expected
+
+
 # Bad input.
 
 
@@ -261,6 +283,17 @@ BAD = [
     ({"training": {"local_steps": 0}}, "training.local_steps (0) must be at least 1"),
     ({"training": {"local_steps": 1.5}}, "training.local_steps (1.5) must be a whole number"),
     ({"training": {"outer": {"lr": 0}}}, "training.outer.lr (0) must be above 0"),
+    ({"training": {"outer": {"optimizer": "adam", "beta2": 1}}}, "training.outer.beta2 (1) must be below 1"),
+    ({"training": {"outer": {"momentum": 1}}}, "training.outer.momentum (1) must be below 1"),
+    (
+        {
+            "task": f"{TASKS}:Complex",
+            "task_args": {},
+            "training": {"local_steps": 1, "outer": None},
+            "server": {"transport": "rpc", "compression": "bfloat16"},
+        },
+        "server.compression (bfloat16) must be none with complex parameters (weight)",
+    ),
     ({"training": {"outer": {"delay": 2}}}, "training.outer.delay (2) must be null"),
     ({"server": {"arrivals": 2}}, "server.arrivals (2) must be 1 with server.consistency sync"),
     ({"server": {"dynamic_local_steps": True}, "training": {"local_steps": 1}}, "server.dynamic_local_steps (true)"),
@@ -360,6 +393,29 @@ def test_rounds_without_lockstep_apply_each_sample_once(tmp_path, server, transp
         assert run.summary["steps"] == -(-2 * 13 // server.get("arrivals", 1))
     lr = run.of_kind("train")[-1]["lr"][0]
     assert lr == pytest.approx(1.0 if "arrivals" in server else 0.5)
+
+
+def test_a_version_of_several_arrivals_has_the_module_buffers_of_the_last(tmp_path):
+    run = train(tmp_path, "rpc", 1, **rounds(server={"consistency": "async", "arrivals": 2}))
+    assert run.summary["steps"] == 6
+    assert run.load("model")["bn.num_batches_tracked"].item() == 6 * 2 * 3
+
+
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_what_compression_loses_of_a_parameter_that_is_not_always_used_comes_later(tmp_path, compression):
+    """Its sum over all steps is applied but for the residual."""
+    config = {
+        "task": f"{TASKS}:EveryOther",
+        "training": {"max_steps": 20, "batch_size": 1, "validate_every": 0},
+        "server": {"transport": "rpc", "compression": compression},
+    }
+    run = train(tmp_path, "rpc", 1, **config)
+    residuals = run.load("trainer-0").get("residuals", {})
+    for name, weight in run.load("model").items():
+        received = -weight + residuals.get(name, 0)
+        assert torch.allclose(received, torch.arange(1.0, 5.0) * (20 if name == "always" else 10) * 0.3, atol=1e-3), (
+            name
+        )
 
 
 def test_arrivals_are_those_of_plain_numpy(tmp_path):

@@ -31,6 +31,7 @@ def config(outer=None, local_steps=8, mode="rpc", trainers=4, **server):
         (config(consistency="async"), "sgd", 0.25, 0.0),
         (config(consistency="bounded", local_steps=64), "nesterov", 0.175, 0.9),
         (config(consistency="async", arrivals=2), "sgd", 0.5, 0.0),
+        (config(consistency="async", arrivals=8), "sgd", 1.0, 0.0),  # several rounds of a trainer, from one version
         (config(backup_trainers=1), "sgd", 1.0, 0.0),
         (config(mode="ddp", consistency="async"), "sgd", 1.0, 0.0),
         (config({"optimizer": "delayed_nesterov"}, consistency="async"), "delayed_nesterov", 0.7, 0.9),

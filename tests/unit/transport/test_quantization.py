@@ -309,3 +309,18 @@ def test_a_state_is_not_changed_by_later_pushes_nor_by_its_owner():
     for residual in state.values():
         residual.zero_()
     assert_residuals(other, before)
+
+
+def test_a_piece_without_a_gradient_is_sent_as_zeros_and_keeps_its_residual():
+    compressor, lengths = Int8Compressor(4), (5, 3)
+    feedback = ErrorFeedback(compressor, [lengths])
+    feedback.encode(0, torch.arange(8.0) / 3)
+    feedback.commit()
+    before = feedback.state_dict()[0].clone()
+    assert before[5:].abs().sum() > 0
+    encoded = feedback.encode(0, torch.cat([torch.ones(5), torch.zeros(3)]), without=[1])
+    assert torch.equal(compressor.decode(encoded, lengths, torch.float32)[5:], torch.zeros(3))
+    feedback.commit()
+    after = feedback.state_dict()[0]
+    assert torch.equal(after[5:], before[5:])
+    assert not torch.equal(after[:5], before[:5])
