@@ -16,6 +16,7 @@ from tests.measure import (  # noqa: E402
     convergence,
     foreign,
     memory,
+    rounds,
     stragglers,
     tree,
     tutorial,
@@ -141,6 +142,47 @@ def test_a_median_below_what_is_asked_is_missed():
     assert stragglers.against_ddp(aim, [24.0, 26.0, 27.0], [10.0] * 3).endswith("at least 2.50: met")
     assert stragglers.against_ddp(aim, [24.0, 24.9, 27.0], [10.0] * 3).endswith("at least 2.50: MISSED")
     assert stragglers.against_ddp(stragglers.Aim(1.0, None), [10.0], [10.0]).endswith("ideal 1.00")
+
+
+# Rounds.
+
+
+def test_a_validation_has_the_seconds_of_the_update_that_it_validates():
+    trained = [{"step": step, "samples": 10 * step, "seconds": float(step)} for step in (1, 2, 3)]
+    validated = [{"step": 2, "seconds": 2.9, "values": {"loss": 0.5}}]
+    assert rounds.curve_of(trained, validated) == [(20, 2.0, 0.5)]
+
+
+def test_times_and_losses_between_two_validations_are_interpolated():
+    curve = [rounds.Point(10, 1.0, 4.0), rounds.Point(20, 2.0, 2.0), rounds.Point(30, 4.0, 1.0)]
+    assert [rounds.seconds_until(curve, loss) for loss in (5.0, 3.0, 2.0, 1.5)] == [1.0, 1.5, 2.0, 3.0]
+    with pytest.raises(RuntimeError, match="the least was 1; raise --target"):
+        rounds.seconds_until(curve, 0.9)
+    assert [rounds.loss_at(curve, seconds) for seconds in (1.5, 2.0, 3.0, 9.0)] == [3.0, 2.0, 1.5, 1.0]
+    assert np.isnan(rounds.loss_at(curve, 0.5))
+
+
+def test_pushes_are_what_remains_without_the_pulled_parameters(tmp_path):
+    """6 rounds of two trainers, each of which pulls 1,000 bytes, or half of it, and pushes 250."""
+    for dtype, total in ((None, 6 * 2 * 1250), ("bfloat16", 6 * 2 * 750)):
+        config = rounds.write_config(rounds.characters(600, 100, {}, {"wire_dtype": dtype}), tmp_path)
+        one = rounds.Run({"steps": 6, "samples": 100, "wire_bytes_per_sample": total / 100}, [], config)
+        assert rounds.pushed_per_sample(one, 1000) == pytest.approx(6 * 2 * 250 / 100)
+
+
+def test_changes_of_the_command_line_are_those_of_runs_with_rounds(tmp_path):
+    change = ["training.outer.lr=0.3"]
+    with_rounds = rounds.write_config(rounds.characters(600, 100, {}, {}), tmp_path, change)
+    assert with_rounds.training.outer.lr == 0.3
+    assert rounds.write_config(rounds.characters(600, 1, {}, {}), tmp_path, change).training.outer is None
+
+
+def test_a_share_of_the_speed_has_an_aim_for_most_local_steps_only():
+    cases = rounds.link_cases([128, 8])
+    assert cases["H=128"].verdict([0.8, 0.91, 0.95]) == ", at least 0.9: met"
+    assert cases["H=8"].verdict([0.1]) == ""
+    assert cases["sync"].verdict([0.1]) == ", below 0.1: MISSED"
+    assert rounds.link_cases([32])["H=32"].at_least is None
 
 
 # Speeds, memory, convergence.
