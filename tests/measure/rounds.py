@@ -20,11 +20,12 @@ interface of ``--bandwidth``.
 - ``straggler``: seconds of training until the loss on the validation data is ``--target``, where a batch of trainer 1
   takes four times as long (a sleep after each batch fills it up). examples/characters with a constant learning rate
   after a warmup. Rounds in ``sync``, of equal numbers of local steps, take four times as long as without; in ``async``
-  with ``server.dynamic_local_steps`` there are 5 local steps for 2 of ``sync``: ideal 2.5.
-- ``table``: the loss on the validation data for each number of local steps (first ``--local_steps``, then
-  ``--momenta``) of the outer optimizer (SGD without momentum, else Nesterov; with its default learning rate) and
-  ``--compressions``, as a markdown table: at the end, after equal samples, and after the seconds of training that the
-  fastest run took. Runs that are slower are then in the middle of their schedule, whose learning rate is still high.
+  with ``server.dynamic_local_steps`` there are 5 local steps for 2 of ``sync``: ideal 2.5 at equal losses of equal
+  samples. The line also has the ratio of the samples per second, to tell the two apart.
+- ``table``: the loss on the validation data for each of ``--local_steps``, ``--momenta`` of the outer optimizer (SGD
+  without momentum, else Nesterov; with its default learning rate) and ``--compressions``, as a markdown table: at the
+  end, after equal samples, and after the seconds of training that the fastest run took. Runs that are slower are then
+  in the middle of their schedule, whose learning rate is still high.
 
 A time is one of training, without start and validation. Values between two validations are interpolated. Each run is in
 fresh processes; the cases run in turns.
@@ -432,7 +433,7 @@ class Paced(Characters):  # type: ignore[misc]
 
 def paced(consistency: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     local_steps = (arguments.local_steps or [STRAGGLER_H])[0]
-    steps = arguments.steps or 300
+    steps = arguments.steps or 320
     is_async = consistency == "async"
     # In ``async`` a step is the round of one trainer. Both take as many samples.
     samples = steps * TRAINERS * BATCH_SIZE
@@ -523,7 +524,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--steps", type=int, help="local steps of each trainer: bytes 600, straggler 300, table 640")
+    parser.add_argument("--steps", type=int, help="local steps of each trainer: bytes 600, straggler 320, table 640")
     parser.add_argument("--local_steps", type=int, nargs="+", help="link 8 32 128, straggler 8 (one), table 1 8 32 128")
     parser.add_argument("--bandwidth", help="link 10mbit, table 100mbit")
     parser.add_argument("--seconds", type=float, default=8.0, help="link: of training, at least")
