@@ -764,6 +764,7 @@ class TrainingLoop:
             samples += sum(batch_samples for _, batch_samples in batches)
             self._load(batches, is_first=not done)
             if local is not None and not done:
+                began = time.perf_counter()  # after the pull, which does not get shorter with fewer local steps
                 with trainer.local_step_scope():
                     local.begin()
             for number, (batch, trainer.current_step.batch_samples) in enumerate(batches, start=1):

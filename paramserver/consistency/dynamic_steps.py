@@ -33,7 +33,7 @@ class DynamicSteps:
         self._rounds: dict[int, deque[tuple[int, float]]] = {}
 
     def add(self, trainer_index: int, steps: int, seconds: float) -> None:
-        """Count a round of a trainer, and how long it took, from its first batch to its last step."""
+        """Count a round of a trainer, and how long its local steps took."""
         self._rounds.setdefault(trainer_index, deque(maxlen=_ROUNDS)).append((steps, seconds))
 
     def remove(self, trainer_index: int) -> None:

@@ -44,7 +44,7 @@ class StepReport:
         keys: of its samples, if they are of a stream, which has no such order.
         generation, incarnation, sequence: name the push; see ``consistency/ledger.py``.
         optimizer: the name of the one that is stepped, where there are several.
-        inner_steps, inner_s: local steps of a round, and their seconds.
+        inner_steps, inner_s: local steps of a round, and their seconds without the pull of the version.
         drift: how far the round moved the parameters, relative to their norm.
     """
 
