@@ -35,10 +35,14 @@ def _train(record: Record) -> Iterator[Scalar]:
     yield from _tagged(record, _TRAIN)
     for name, loss in record.get("losses", {}).items():
         yield f"train/loss/{name}", loss
+    yield from _rates(record, "lr")
+
+
+def _rates(record: Record, tag: str) -> Iterator[Scalar]:
     rates = record.get("lr") or []
     for index, rate in enumerate(rates):
         # One group has the plain tag, which is the same for all runs that are compared.
-        yield "lr" if len(rates) == 1 else f"lr/{index}", rate
+        yield tag if len(rates) == 1 else f"{tag}/{index}", rate
 
 
 def _validation(record: Record) -> Iterator[Scalar]:
@@ -82,6 +86,7 @@ _KINDS: dict[str, Callable[[Record], Iterator[Scalar]]] = {
     "train": _train,
     "validation": _validation,
     "buffer": _buffer,
+    "inner": lambda record: _rates(record, f"rounds/trainer-{record['trainer']}/lr"),
     "checkpoint": _checkpoint,
     "log": _logged,
     "reduced": lambda record: iter([(record["name"], record["value"])]),
