@@ -303,8 +303,9 @@ def test_a_link_that_returns_in_time_changes_nothing(tmp_path, mode, placement):
     whole = train(tmp_path, mode, 2, **training)
     with Hosts(2) as hosts, start_ranks(hosts, placement, mode=mode, cluster=CLUSTER, **PACED, **training) as ranks:
         with cut_link(ranks, 1, at_step=10):
+            cut_at = ranks.step()  # on a busy machine some steps after the tenth
             pause(1.0)
-            assert ranks.step() < 13
+            assert ranks.step() <= cut_at + 2
         run = ranks.finish()
         assert run.summary["faults"] == []
         assert differing_tensors(whole.load("model"), run.load("model")) == []

@@ -212,5 +212,5 @@ def test_state_and_info_are_consistent_between_puts_and_gets():
 def test_nothing_is_lost_and_nothing_is_repeated(kind, storage):
     report = stress(kind, seconds=0.5, producers=8, seed=5, storage=storage, capacity=64)
     assert report.violations == []
-    assert report.puts > 500
+    assert report.puts > 3 * 64, "each slot was used several times, also on a busy machine"
     assert report.gets >= report.puts * (1 if kind == "reservoir" else 2)
