@@ -380,11 +380,6 @@ class ServerConfig:
         return (4.0 if self.bucket_mb is None else self.bucket_mb) * 2**20
 
     @property
-    def block_elements(self) -> int:
-        """Where parameters are divided: at multiples of so many elements, which are compressed together."""
-        return self.compression_block if self.compression in ("int8", "int4") else 1
-
-    @property
     def must_share_memory(self) -> bool:
         """Whether a process that cannot share the memory of server 0 ends the run, instead of using RPC."""
         return self.transport == "shared_memory"

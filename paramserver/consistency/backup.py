@@ -32,6 +32,10 @@ class BackupSync(FreeRunning):
     def gradients_per_update(cls, config: ServerConfig, trainers: int) -> int:
         return max(1, trainers - config.backup_trainers)
 
+    @classmethod
+    def updates_per_round(cls, config: ServerConfig, trainers: int) -> float:
+        return 1.0  # what comes later is dropped
+
     def may_start(self, trainer_index: int) -> bool:
         return trainer_index not in self._held  # one gradient of each trainer in a version
 

@@ -179,6 +179,11 @@ class Consistency(ABC):
         """Return of how many trainers an update has the gradients while all of them have data."""
         return 1
 
+    @classmethod
+    def updates_per_round(cls, config: ServerConfig, trainers: int) -> float:
+        """Return how many updates there are while each trainer pushes once."""
+        return trainers / cls.gradients_per_update(config, trainers)
+
     # Which trainers there are.
 
     def join(self, trainer_index: int) -> None:

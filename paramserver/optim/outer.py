@@ -75,7 +75,7 @@ class OuterBuilder:
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of ``trainable_parameters`` of a model."""
         parameters = list(trainable_parameters(model).values())
-        optimizer = _CLASSES[self.name](parameters, **self.hyperparameters)
+        optimizer: torch.optim.Optimizer = _CLASSES[self.name](parameters, **self.hyperparameters)
         optimizer.register_load_state_dict_post_hook(self._restore_hyperparameters)
         return optimizer
 
@@ -85,6 +85,22 @@ class OuterBuilder:
     def _restore_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             group.update({name: value for name, value in self.hyperparameters.items() if name in group})
+
+
+def outer_class(config: Config) -> str | None:
+    """Return the class of the outer optimizer, whose state a checkpoint has; None without rounds."""
+    return _CLASSES[OuterBuilder(config).name].__name__ if config.training.has_rounds else None
+
+
+def outer_names(class_name: str) -> list[str]:
+    """Return the values of ``training.outer.optimizer`` that are of a class, so that one may continue another's state.
+
+    Example::
+
+        >>> outer_names("SGD")
+        ['sgd', 'nesterov']
+    """
+    return [name for name, kind in _CLASSES.items() if kind.__name__ == class_name]
 
 
 def updates_per_round(config: Config) -> float:
@@ -98,9 +114,7 @@ def updates_per_round(config: Config) -> float:
     """
     if not mode_of(config).has_servers:
         return 1.0
-    trainers = num_trainers_of(config)
-    together = consistency_class(config.server).gradients_per_update(config.server, trainers)
-    return 1.0 if config.server.backup_trainers else trainers / together
+    return consistency_class(config.server).updates_per_round(config.server, num_trainers_of(config))
 
 
 def round_weights(training: TrainingConfig, samples: Sequence[int]) -> list[float]:
@@ -178,7 +192,7 @@ class DelayedNesterov(torch.optim.Optimizer):
             parameter.add_(momentum, alpha=-lr * group["momentum"])
 
 
-_CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+_CLASSES: dict[str, type[Any]] = {
     "sgd": torch.optim.SGD,
     "nesterov": torch.optim.SGD,
     "adam": torch.optim.Adam,

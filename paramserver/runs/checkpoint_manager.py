@@ -34,7 +34,7 @@ from paramserver.config.deadlines import LAST_WRITE_S
 from paramserver.errors import CheckpointError, StorageError, TrainingError
 from paramserver.metrics.records import TrainerTotals, make_record
 from paramserver.optim.averaging import averaged_state_dict
-from paramserver.optim.outer import OuterBuilder
+from paramserver.optim.outer import OuterBuilder, outer_class, outer_names
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import detached_state_dict, load_weights
 from paramserver.parameters.model_tree import buffer_kinds, changed_kinds
@@ -105,19 +105,16 @@ def load_for_resume(config: Config, run: RunDir) -> ResumeState:
     return ResumeState(checkpoint, state, [pack(part) for part in parts])
 
 
-_SAME_STATE = {"sgd", "nesterov"}
-
-
 def _check_rounds(checkpoint: Checkpoint, outer: str | None, config: Config) -> None:
-    """Refuse the state of another kind of optimizer than that of the run that resumes."""
-    training = config.training
-    own = OuterBuilder(config).name if training.has_rounds else None
-    if own == outer or {own, outer} <= _SAME_STATE:
+    """Refuse the state of another class of optimizer than that of the run that resumes."""
+    training, own = config.training, outer_class(config)
+    if own == outer:
         return
     if own is not None and outer is not None:
+        names = " or ".join(outer_names(outer))
         raise CheckpointError(
-            f"training.outer.optimizer ({own}) must stay {outer} to resume {checkpoint.path}, whose optimizer.pt is "
-            f"of that; set it to {outer}, or start a new run from the weights by init_from"
+            f"training.outer.optimizer ({OuterBuilder(config).name}) must be {names} to resume {checkpoint.path}, "
+            f"whose optimizer.pt is of that; set it to {names}, or start a new run from the weights by init_from"
         )
     raise CheckpointError(
         f"{checkpoint.path} is of a run {'without' if outer is None else 'with'} rounds of local steps, and "
@@ -319,7 +316,7 @@ class CheckpointManager:
             "ledger": dict(ledger or {"rows": {}}),
             "late_buffers": self.late_buffers(model),
             "parameters": list(updater.parameter_names),
-            "outer": OuterBuilder(self.config).name if self.config.training.has_rounds else None,
+            "outer": outer_class(self.config),
         }
         parameters, weights = state.get("parameters"), detached_state_dict(model)
         if parameters is not None:

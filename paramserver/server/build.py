@@ -36,7 +36,7 @@ from paramserver.task import Task
 from paramserver.transport.base import ServerTransport
 from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import JoinReply
-from paramserver.transport.quantization import make_compressor
+from paramserver.transport.quantization import block_of, make_compressor
 from paramserver.transport.rpc import RpcServerTransport
 from paramserver.transport.segments import SegmentHost
 from paramserver.transport.shared_memory import ServerSharedMemory
@@ -94,7 +94,7 @@ def build_server(
     # The checkpoint is loaded before parameters and states are split into shards.
     checkpoints.restore_model(store.model)
     checkpoints.restore_optimizer(store.updater)
-    shards, updater, states_of_others = split_over_servers(store, servers, config.server.block_elements)
+    shards, updater, states_of_others = split_over_servers(store, servers, block_of(config.server))
     buckets, why_not_by_bucket = plan_buckets(config, store.updater, parameters.layout, shards)
 
     def snapshot() -> list[Tensor]:

@@ -20,6 +20,7 @@ from paramserver.parameters.sharding import Shard, split_ranges
 from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.transport.compression import WireCodec
 from paramserver.transport.messages import Future
+from paramserver.transport.quantization import block_of
 
 log = logging.getLogger("paramserver")
 
@@ -48,7 +49,7 @@ def plan_buckets(
     if reason is not None:
         return (), reason
     most = pipelined_bucket_bytes(config, layout.total_bytes / len(shards))
-    block = config.server.block_elements
+    block = block_of(config.server)
     return tuple(split_ranges(shard, layout, most, min(most, FIRST_BUCKET_BYTES), block) for shard in shards), ""
 
 

@@ -41,6 +41,9 @@ class Compressor(ABC):
 
     name: str
 
+    block: int = 1
+    """How many values are encoded together: parameters are divided at multiples of it."""
+
     def encode(self, values: Tensor, lengths: Lengths, name_of: Callable[[int], str] = "piece {}".format) -> Tensor:
         """Return the representation of ``values``, which are not changed, as a tensor of uint8.
 
@@ -116,7 +119,7 @@ class BlockCompressor(Compressor):
     levels: int
 
     def __init__(self, block: int) -> None:
-        self._block = block
+        self.block = block
 
     @abstractmethod
     def _pack(self, integers: Tensor) -> Tensor:
@@ -127,7 +130,7 @@ class BlockCompressor(Compressor):
         """Return ``count`` integers of int8: the inverse of ``_pack``."""
 
     def _encode(self, values: Tensor, lengths: Lengths) -> Tensor | None:
-        layout = _block_layout(lengths, self._block)
+        layout = _block_layout(lengths, self.block)
         blocks = layout.to_blocks(values, torch.promote_types(values.dtype, torch.float32))
         scales = (blocks.abs().amax(dim=1) / self.levels).to(torch.float32)
         exact_scales = scales.to(blocks.dtype)
@@ -139,7 +142,7 @@ class BlockCompressor(Compressor):
         return torch.cat([scales.view(torch.uint8), self._pack(layout.from_blocks(blocks, torch.int8))])
 
     def decode(self, encoded: Tensor, lengths: Lengths, dtype: torch.dtype) -> Tensor:
-        layout = _block_layout(lengths, self._block)
+        layout = _block_layout(lengths, self.block)
         scales = _elements_of(encoded[: layout.scales_bytes], torch.float32)
         integers = self._unpack(encoded[layout.scales_bytes :], layout.num_values)
         blocks = layout.to_blocks(integers, torch.promote_types(dtype, torch.float32))
@@ -203,6 +206,12 @@ def make_compressor(config: ServerConfig) -> Compressor | None:
     if config.compression == "none":
         return None
     return COMPRESSORS[config.compression](config.compression_block)
+
+
+def block_of(config: ServerConfig) -> int:
+    """Return at multiples of how many elements parameters are divided over servers and buckets."""
+    compressor = make_compressor(config)
+    return 1 if compressor is None else compressor.block
 
 
 class BlockLayout:
