@@ -58,9 +58,9 @@ def _read(description: bytes) -> tuple[FlatLayout, tuple[str, ...], frozenset[st
 
 @torch.no_grad()
 def mean_buffers(several: Sequence[PackedBuffers | None]) -> PackedBuffers | None:
-    """Return the mean of module buffers, added in the order given; those that are no numbers of floating point, first.
+    """Return the mean of module buffers of floating type, added in the order given, and all others of the first.
 
-    Those of the first trainer are returned if the others have buffers of other names, shapes or dtypes.
+    All are those of the first if another one has buffers of other names, shapes or dtypes.
     """
     given = [packed for packed in several if packed is not None]
     if not given or any(packed.description != given[0].description for packed in given):

@@ -266,7 +266,7 @@ class Roster:
             self._on_trainer_lost(member)
 
     def _describe_round(self, trainer_index: int) -> str:
-        """Say how much work of a round of local steps is lost with a trainer."""
+        """Return how many local steps of a round are lost with a trainer, for the text of the loss."""
         training = self._config.training
         steps = -(-self._aggregator.batches_in_progress(trainer_index) // training.accumulate_batches)
         if not training.has_rounds or not steps:

@@ -187,7 +187,7 @@ def _rounds(groups: Sequence[Group]) -> list[str]:
             savers = [case for case in members if _plainness(case) > _plainness(plain)]
             ratios = [(case.ratio_to(plain, WIRE_OF_SAMPLE), case) for case in savers]
             sizes = [(ratio.value, case) for ratio, case in ratios if ratio is not None]
-            # In shared memory only module buffers are sent, which says nothing about a network.
+            # In shared memory only module buffers are sent, which is no measure of a network.
             if not sizes or any("shared_memory" in transports_of(one) for one in members):
                 continue
             share, case = min(sizes, key=lambda one: one[0])
