@@ -7,6 +7,7 @@ clock of its own; a buffer is shown with the batches that its class gives. A tes
 from __future__ import annotations
 
 import heapq
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,8 +21,8 @@ from paramserver.limits import Limits
 FOLDER = Path(__file__).parent / "figures"
 
 # How long trainer 0, 1 and 2 take for each batch, in milliseconds.
-COMPUTE_MS = ([46.0] * 9, [64.0] * 9, [106.0] * 9)
-SHOWN_MS = 224.0
+COMPUTE_MS = ([50.0] * 9, [64.0] * 9, [114.0] * 9)
+SHOWN_MS = 186.0
 TERMS = RunTerms(num_trainers=3, limits=Limits())
 
 
@@ -104,9 +105,9 @@ def replay(rule: Consistency, compute_ms: tuple[list[float], ...], shown_ms: flo
     return line
 
 
-# Drawing. A figure is 480 wide, so that its text can be read on a telephone.
+# Drawing. A figure is as wide as a telephone, and no text is smaller than 12 pixels.
 
-WIDTH = 480
+WIDTH = 360
 INK, GREY, PALE, BLUE, ORANGE, RED = "#1f2933", "#6b7785", "#e4e8ec", "#2f6fb2", "#d9822b", "#c0392b"
 FILLS = ("#cfe2f5", "#d5ecd4", "#fbe3c4")
 
@@ -114,12 +115,19 @@ FILLS = ("#cfe2f5", "#d5ecd4", "#fbe3c4")
 class Drawing:
     """The elements of an SVG file; its background is white, so it is readable on a dark page."""
 
-    def __init__(self, height: int, label: str) -> None:
+    def __init__(self, label: str, height: int = 0) -> None:
         self.height, self.label, self.elements = height, label, []
 
     def text(self, x: float, y: float, words: str, size: int = 13, anchor: str = "start", **style: str) -> None:
         values = {"fill": INK, "font-size": str(size), "text-anchor": anchor, **style}
         self._add("text", {"x": x, "y": y, **values}, words)
+
+    def notes(self, y: float, *notes: str) -> None:
+        """Grey lines, as many as the notes need; the figure ends after them."""
+        lines = [line for note in notes for line in textwrap.wrap(note, 54)]
+        for place, line in enumerate(lines):
+            self.text(12, y + 17 * place, line, 12, fill=GREY)
+        self.height = round(y + 17 * len(lines) - 4)
 
     def box(self, x: float, y: float, width: float, height: float, **style: str) -> None:
         self._add("rect", {"x": x, "y": y, "width": width, "height": height, **style})
@@ -157,10 +165,10 @@ class Drawing:
 def draw_timeline(case: Case) -> Drawing:
     """One row per trainer, and one for the versions that the updates make."""
     line = replay(case.make_rule(), COMPUTE_MS, SHOWN_MS)
-    left, right, top, row = 84, WIDTH - 16, 40, 34
+    left, right, top, row = 82, WIDTH - 12, 40, 34
     trainers = len(COMPUTE_MS)
     server_y, bottom = top + trainers * row + 8, top + (trainers + 1) * row + 8
-    drawing = Drawing(bottom + 58, f"Timeline of {case.title}")
+    drawing = Drawing(f"Timeline of {case.title}")
 
     def at(time: float) -> float:
         return round(left + (right - left) * time / SHOWN_MS, 1)
@@ -172,7 +180,7 @@ def draw_timeline(case: Case) -> Drawing:
         drawing.line(left, y + 13, right, y + 13, stroke=PALE, stroke_dasharray="3 3")
         for batch in line.batches[trainer]:
             start, end = at(batch.start), min(at(batch.end), right)
-            if end - start < 12:
+            if end - start < 20:
                 continue  # it has just begun
             lost = batch in line.dropped
             fill, stroke = ("white", RED) if lost else (FILLS[trainer], GREY)
@@ -184,13 +192,11 @@ def draw_timeline(case: Case) -> Drawing:
     drawing.text(12, server_y + 18, case.server)
     drawing.line(left, server_y + 13, right, server_y + 13, stroke=BLUE)
     for time, version in line.updates:
-        drawing.circle(at(time), server_y + 13, 7.5, fill=BLUE)
-        drawing.text(at(time), server_y + 17, str(version), 10, "middle", fill="white")
-    drawing.text(12, bottom + 12, case.note, 12, fill=GREY)
-    drawing.text(12, bottom + 29, "Box: a batch, and the version of the parameters that it read.", 12, fill=GREY)
+        drawing.circle(at(time), server_y + 13, 9, fill=BLUE)
+        drawing.text(at(time), server_y + 17, str(version), 12, "middle", fill="white")
     stale = any(batch.staleness for batches in line.batches.values() for batch in batches)
     legend = "Circle: a new version." + (" +n: n versions newer when its gradient arrived." if stale else "")
-    drawing.text(12, bottom + 46, legend, 12, fill=GREY)
+    drawing.notes(bottom + 14, case.note, "Box: a batch, and the version that it read.", legend)
     return drawing
 
 
@@ -215,9 +221,9 @@ def draw_buffer(kind: str) -> Drawing:
     """A row for each batch: what was put, what the buffer holds then, and the batch that it gives."""
     title, note, options = BUFFERS[kind]
     buffer = make_buffer(kind, capacity=6, **options)
-    left, top, row, slot = 76, 66, 42, 34
-    batch_x = left + 6 * slot + 84
-    drawing = Drawing(top + len(PUTS) * row + 46, f"Four batches of {title}")
+    left, top, row, slot = 58, 66, 42, 30
+    batch_x = left + 6 * slot + 40
+    drawing = Drawing(f"Four batches of {title}")
     drawing.text(12, 22, title, 14, font_weight="600")
     for x, words in ((12, "put"), (left, "the buffer holds"), (batch_x, "batch of 2")):
         drawing.text(x, top - 14, words, 12, fill=GREY)
@@ -232,46 +238,45 @@ def draw_buffer(kind: str) -> Drawing:
             fill = FILLS[2] if served else "white"
             edge = {"stroke": BLUE, "stroke_width": "3"} if key in drawn else {"stroke": GREY}
             drawing.box(left + column * slot, y, slot - 4, 30, rx="4", fill=fill, **edge)
-            drawing.text(left + column * slot + 15, y + 20, str(key), 13, "middle")
-        drawing.arrow(left + 6 * slot + 8, y + 15, batch_x - 10, y + 15)
+            drawing.text(left + column * slot + 13, y + 20, str(key), 13, "middle")
+        drawing.arrow(left + 6 * slot + 4, y + 15, batch_x - 8, y + 15)
         for column, key in enumerate(drawn):
             drawing.box(batch_x + column * slot, y, slot - 4, 30, rx="4", fill=FILLS[0], stroke=BLUE)
-            drawing.text(batch_x + column * slot + 15, y + 20, str(key), 13, "middle")
-    drawing.text(12, top + len(PUTS) * row + 14, note, 12, fill=GREY)
+            drawing.text(batch_x + column * slot + 13, y + 20, str(key), 13, "middle")
     legend = "Blue edge: drawn now." + (" Orange: served before." if kind == "reservoir" else "")
-    drawing.text(12, top + len(PUTS) * row + 32, legend, 12, fill=GREY)
+    drawing.notes(top + len(PUTS) * row + 12, note, legend)
     return drawing
 
 
 def draw_overview() -> Drawing:
     """The three modes beside each other: which processes there are, and what they exchange."""
-    drawing = Drawing(252, "One task in three modes: rpc, ddp and local")
-    drawing.box(150, 12, 180, 36, rx="6", fill=FILLS[2], stroke=ORANGE)
-    drawing.text(240, 35, "your task, written once", 13, "middle", font_weight="600")
-    columns = (("mode: rpc", 88), ("mode: ddp", 256), ("mode: local", 408))
+    drawing = Drawing("One task in three modes: rpc, ddp and local", 252)
+    drawing.box(90, 12, 180, 36, rx="6", fill=FILLS[2], stroke=ORANGE)
+    drawing.text(180, 35, "your task, written once", 13, "middle", font_weight="600")
+    columns = (("mode: rpc", 70), ("mode: ddp", 205), ("mode: local", 312))
     for title, x in columns:
-        drawing.arrow(240, 48, x, 76)
+        drawing.arrow(180, 48, x, 76)
         drawing.text(x, 94, title, 14, "middle", font_weight="600")
 
-    def process(x: float, y: float, name: str, fill: str, width: int = 66) -> None:
+    def process(x: float, y: float, name: str, fill: str, width: int = 56) -> None:
         drawing.box(x - width / 2, y, width, 30, rx="4", fill=fill, stroke=GREY)
         drawing.text(x, y + 20, name, 12, "middle")
 
-    process(88, 108, "server: parameters", FILLS[0], 138)
-    for x in (48, 128):
+    process(70, 108, "server: parameters", FILLS[0], 120)
+    for x in (38, 102):
         process(x, 178, "trainer", FILLS[1])
         drawing.arrow(x - 8, 178, x - 8, 140)
         drawing.arrow(x + 8, 140, x + 8, 178)
-    drawing.text(88, 164, "push   pull", 11, "middle", fill=GREY)
-    for x in (216, 296):
+    drawing.text(70, 156, "push", 12, "middle", fill=GREY)
+    drawing.text(70, 170, "pull", 12, "middle", fill=GREY)
+    for x in (173, 237):
         process(x, 178, "trainer", FILLS[1])
-    drawing.line(216, 174, 216, 148)
-    drawing.line(296, 174, 296, 148)
-    drawing.line(216, 148, 296, 148)
-    drawing.text(256, 140, "all-reduce", 12, "middle", fill=GREY)
-    process(408, 178, "trainer", FILLS[1])
-    drawing.text(408, 140, "one process", 12, "middle", fill=GREY)
-    drawing.text(240, 236, "the same data order, buffers, checkpoints and records", 13, "middle", fill=GREY)
+        drawing.line(x, 174, x, 148)
+    drawing.line(173, 148, 237, 148)
+    drawing.text(205, 140, "all-reduce", 12, "middle", fill=GREY)
+    process(312, 178, "trainer", FILLS[1])
+    drawing.text(312, 140, "one process", 12, "middle", fill=GREY)
+    drawing.text(180, 236, "the same data order, buffers, checkpoints, records", 13, "middle", fill=GREY)
     return drawing
 
 

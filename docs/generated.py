@@ -40,7 +40,7 @@ SUBJECTS = {
     "Optimizers and servers": "coordination optim server transport",
     "Runs and checkpoints": "runs checkpoint fileio evaluate predict",
     "Records": "metrics",
-    "Simulations and clients": "online client run_simulation",
+    "Simulations, clients and subscribers": "online client subscriber run_simulation",
     "Lightning": "integrations",
     "Benchmarks and reports": "bench benchmark prediction report reporting",
     "Faults": "chaos faults",

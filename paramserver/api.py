@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,38 +16,113 @@ from paramserver.cluster import SUPERVISED, process_environ
 from paramserver.config import Config, is_plain, load_config, mode_of, without_old_defaults
 from paramserver.config.parsing import read_file
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.launch import Result, launch_local
+from paramserver.launch import launch_local
 from paramserver.process_utils import LOADER_NAME
 from paramserver.runs.attempt import recover
 from paramserver.runs.resume import find_config_file, open_run
 from paramserver.runs.rundir import RunDir
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from paramserver.task import Task
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    Attributes:
+        run_dir: folder of the run.
+        summary: content of its summary.json.
+
+    Example::
+
+        >>> result = Result(Path("runs/digits-1"), {"status": "completed", "validation": {"accuracy": 0.97}})
+        >>> result.status, result.validation
+        ('completed', {'accuracy': 0.97})
+    """
+
+    run_dir: Path
+    summary: dict[str, Any]
+    _create_task: Callable[..., Task] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def status(self) -> str:
+        """``completed``; a run that fails or is interrupted raises an error."""
+        return str(self.summary["status"])
+
+    @property
+    def validation(self) -> dict[str, float]:
+        """Means of the last validation, by name."""
+        return dict(self.summary["validation"])
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """Folder of the newest checkpoint; None if none was written."""
+        name = self.summary["checkpoint"]
+        return None if name is None else RunDir(self.run_dir).checkpoints_dir / name
+
+    def model(self, which: str = "latest") -> nn.Module:
+        """Return the model of a checkpoint, in ``eval()``, on the first device of the run's config.
+
+        With ``training.ema_decay`` it has the averages of the parameters, as in validations.
+
+        Args:
+            which: ``latest``, ``best``, or the number of a step.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or it is damaged.
+        """
+        from paramserver.evaluate import restore
+
+        return restore(self.run_dir, which, (), self._create_task).model.eval()
+
+    def metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """Return the curves of the run, a row for each record: its kind, step and time, and each value by name.
+
+        The names are those of TensorBoard, such as ``train/loss`` and ``valid/accuracy``. The rows are always plain
+        dictionaries, whatever is installed; ``pandas.DataFrame(result.metrics())`` makes a table of them.
+
+        Args:
+            kind: of the records, such as ``train`` or ``validation``; None = all that have values.
+        """
+        from paramserver.metrics import scalars
+
+        lines = RunDir(self.run_dir).metrics_file.read_text().splitlines()
+        records = [record for line in lines if kind in (None, (record := json.loads(line))["kind"])]
+        rows = [({name: record[name] for name in ("kind", "step", "time")}, scalars(record)) for record in records]
+        return [{**row, **dict(values)} for row, values in rows if values]
 
 
 def run(
     task: type[Task] | Task | None = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None,
     *,
-    overrides: Sequence[str] = (),
+    mode: str | None = None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     resume: str | os.PathLike[str] | None = None,
+    **sections: Any,
 ) -> Result:
     """Train a task with all ranks on this machine, and wait for the end of the run.
 
     Call it in a script under ``if __name__ == "__main__":``, or in a notebook. With ``mode="local"`` the run happens
-    in this process; in the other modes each rank is a separate process that imports the task.
+    in this process; in the other modes each rank is a separate process that imports the task, or is sent it where it
+    is a class of a notebook's cell (extra ``notebook``).
 
     Args:
         task: a class derived from Task, or an instance of one (each process creates its own from the same arguments,
             which are plain values; with ``mode="local"`` they may be any objects, which the stored config leaves out,
             so that a resume needs them again); None = the config names it.
         config: a mapping with the structure of the YAML file, the path of one, or a Config.
-        overrides: ``section.key=value``, as after ``--set``.
-        resume: the folder of a run to continue. ``config`` overrides its stored config, and ``overrides`` both.
+        mode: in place of the config's.
+        overrides: ``{"section.key": value}``, or a list of ``section.key=value``, as after ``--set``.
+        resume: the folder of a run to continue. ``config`` overrides its stored config.
+        sections: sections of the config, such as ``training={"max_epochs": 3}``, and its other keys, such as
+            ``seed=1``. They override ``config`` key by key, and ``overrides`` overrides all.
 
     Returns:
-        The folder of the run, and its summary.
+        The folder of the run, its summary, model, checkpoint and metrics.
 
     Raises:
         ParamserverError: what ended the run; Interrupted after a signal.
@@ -67,11 +144,12 @@ def run(
         ...         return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     logging = {"run_dir": folder, "progress": "off", "tensorboard": False}
-        ...     result = run(Line, {"mode": "local", "training": {"max_steps": 4, "batch_size": 8}, "logging": logging})
-        >>> result.status, result.summary["samples"]
-        ('completed', 32)
+        ...     result = run(Line, mode="local", training={"max_steps": 4, "batch_size": 8}, logging=logging)
+        ...     weight = result.model().weight.item()
+        >>> result.status, result.summary["samples"], 0 < weight < 2
+        ('completed', 32, True)
     """
-    from paramserver.importing import class_reference, code_folders, script_folders
+    from paramserver.importing import PICKLED_TASK, class_reference, code_folders, pickle_class, script_folders
     from paramserver.task import Task, check_task_class
 
     if SUPERVISED in process_environ() or multiprocessing.current_process().name == LOADER_NAME:
@@ -81,6 +159,7 @@ def run(
         )
     task_class = type(task) if isinstance(task, Task) else task
     given, config_file = _values(config)
+    given = _merge(given, {**sections, **({} if mode is None else {"mode": mode})})
     values = dict(given)
     recorded: list[Path] = [] if task_class is None else script_folders(task_class)
     opened = None if resume is None else open_run(Path(resume))
@@ -90,14 +169,23 @@ def run(
             find_config_file(opened)  # raises if the folder has none
         values = _merge(without_old_defaults(_stored(opened)), values)
         recorded += opened.task_folders()
+    names = list(overrides)
+    if isinstance(overrides, Mapping):
+        for name, value in overrides.items():
+            _assign(given, name, value)
+            _assign(values, name, value)
+        overrides = ()
     # Of a new run all is given, the task and its arguments too.
     given_now: Mapping[str, Any] | None = values if opened is None else given or None
+    pickled: bytes | None = None
     if task_class is not None:
         check_task_class(task_class, getattr(task_class, "__qualname__", repr(task_class)))
         values["task"] = f"{task_class.__module__}:{task_class.__name__}"
         single = mode_of(load_config(None, base=values, overrides=overrides, given=given_now)).single_process
         if not single:
-            values["task"] = class_reference(task_class)
+            reference = class_reference(task_class)
+            pickled = pickle_class(task_class) if reference is None else None
+            values["task"] = reference or f"{PICKLED_TASK}:{task_class.__name__}"
     create_task: Callable[..., Task] | None = task_class
     if isinstance(task, Task):
         arguments = task.keyword_arguments()
@@ -113,8 +201,12 @@ def run(
         values["task_args"] = {**values.get("task_args", {}), **plain}
         create_task = partial(type(task), **objects)
     effective = load_config(None, base=values, overrides=overrides, given=given_now)
-    folders = code_folders(config_file, overrides, recorded)
-    return launch_local(effective, opened, folders, command=[sys.executable, *sys.argv], create_task=create_task)
+    folders = code_folders(config_file, names, recorded)
+    command = [sys.executable, *sys.argv]
+    started, summary = launch_local(
+        effective, opened, folders, command=command, create_task=create_task, pickled_task=pickled
+    )
+    return Result(started.path, summary, create_task)
 
 
 def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) -> tuple[dict[str, Any], Path | None]:
@@ -135,6 +227,16 @@ def _stored(run: RunDir) -> dict[str, Any]:
         UnsupportedConfiguration: it is damaged.
     """
     return dict(read_file(run.config_file).value) if run.config_file.is_file() else {}
+
+
+def _assign(values: dict[str, Any], name: str, value: Any) -> None:
+    """Set a key by its dotted name. Mappings of the caller are copied, not changed."""
+    *sections, key = name.split(".")
+    for section in sections:
+        inner = values.get(section)
+        values[section] = dict(inner) if isinstance(inner, Mapping) else {}
+        values = values[section]
+    values[key] = value
 
 
 def _merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,28 +1,24 @@
-"""The console script ``paramserver``, which runs the program of each command; here also ``keys`` and ``ping``."""
+"""The console script ``paramserver``, which runs all commands; ``keys``, ``ping`` and ``completion`` are here."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paramserver import elastic, evaluate, launch, predict
+from paramserver._commands import COMMANDS, MEANT
 from paramserver.config.schema import closest_match
 from paramserver.errors import ClientError, UnsupportedConfiguration
-from paramserver.launch import normalize_flags, report_error
+from paramserver.launch import CommandParser, report_error
 from paramserver.process_utils import exit_process, print_output
-from paramserver.tools import export
-from paramserver.tools.bench import command as benchmark
-from paramserver.tools.chaos import command as chaos
-from paramserver.tools.doctor import command as doctor
-from paramserver.tools.report import command as report
 from paramserver.version import __version__
 
 
 def make_keys_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="paramserver keys",
         description="Make the keys by which an online run and its clients authenticate each other (simulations.keys). "
         "A client needs server.key and its own file, <NAME>.key_secret.",
@@ -34,7 +30,7 @@ def make_keys_parser() -> argparse.ArgumentParser:
 
 
 def make_ping_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="paramserver ping",
         description="Ask an online run whether it is alive and print its state as one JSON object. The run also "
         "answers during validation and checkpoints.",
@@ -56,7 +52,7 @@ def ping_main(argv: Sequence[str]) -> int:
 
 def _run(parser: argparse.ArgumentParser, argv: Sequence[str], command: Callable[[argparse.Namespace], str]) -> int:
     """Print what a command returns; return the exit code."""
-    arguments = parser.parse_args(normalize_flags(argv))
+    arguments = parser.parse_args(argv)
     try:
         print_output(command(arguments))
     except ClientError as error:  # the expected answer of a run that is not alive: no traceback
@@ -82,57 +78,70 @@ def _ping(arguments: argparse.Namespace) -> str:
     return json.dumps(ping(arguments.address, arguments.keys, arguments.timeout_s))
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "benchmark": benchmark.main,
-    "chaos": chaos.main,
-    "doctor": doctor.main,
-    "evaluate": evaluate.main,
-    "export": export.main,
-    "join": elastic.join_main,
-    "keys": keys_main,
-    "launch": launch.main,
-    "leave": elastic.leave_main,
-    "ping": ping_main,
-    "predict": predict.main,
-    "report": report.main,
-}
+def make_completion_parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="paramserver completion",
+        description="Print a script with which a shell completes commands, flags and paths (extra completion). For "
+        "bash: paramserver completion bash > ~/.local/share/bash-completion/completions/paramserver",
+        epilog="Exit codes: 0 done, 2 the input is wrong.",
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell that is to read it")
+    return parser
 
-_USAGE = """usage: paramserver COMMAND [arguments]
 
-Train a PyTorch model through a parameter server, by all-reduce or in one process. --version prints the version.
+def completion_main(argv: Sequence[str]) -> int:
+    return _run(make_completion_parser(), argv, _completion)
 
-commands:
-  launch     train a task; the same as python -m paramserver.launch (paramserver launch --help)
-  evaluate   validate the model of a checkpoint (paramserver evaluate --help)
-  predict    write the outputs of the model of a checkpoint (paramserver predict --help)
-  export     write the rows of embedding tables that have changed since a step (paramserver export --help)
-  benchmark  measure and compare ways to train a task (paramserver benchmark --help); with compare, two benchmarks;
-             with predict, simulate other numbers of trainers and servers (paramserver benchmark predict --help)
-  join       be one more trainer of a running job (paramserver join --help)
-  leave      let a trainer leave a running job (paramserver leave --help)
-  doctor     check this machine, and the links between hosts (paramserver doctor --help)
-  chaos      inject faults into a run and check it (paramserver chaos --help)
-  report     compare existing runs, as a page with plots (paramserver report --help)
-  keys       make keys for the clients of an online run (paramserver keys --help)
-  ping       ask whether an online run is alive (paramserver ping --help)"""
+
+def _completion(arguments: argparse.Namespace) -> str:
+    try:
+        import shtab
+    except ImportError as error:
+        raise UnsupportedConfiguration(
+            "paramserver completion needs shtab; install the extra completion, or shtab"
+        ) from error
+    parser = argparse.ArgumentParser(prog="paramserver")
+    commands = parser.add_subparsers()
+    for name, command in COMMANDS.items():
+        own = command.make_parser()
+        for action in own._actions:
+            if action.type is Path:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        commands.add_parser(name, parents=[own], add_help=False, help=command.help)
+    script: str = shtab.complete(parser, arguments.shell)
+    return script
+
+
+def _usage() -> str:
+    lines = [
+        "usage: paramserver COMMAND [arguments]",
+        "",
+        "Train a PyTorch model through a parameter server, by all-reduce or in one process. COMMAND --help describes a",
+        "command, --version prints the version. python -m paramserver.COMMAND is the same as paramserver COMMAND.",
+        "",
+        "commands:",
+    ]
+    for name, command in COMMANDS.items():
+        lines += textwrap.wrap(f"{name:<12}{command.help}", 116, initial_indent="  ", subsequent_indent=" " * 14)
+    return "\n".join(lines)
 
 
 def main() -> None:
     """Run the command that the first argument names and exit with its code."""
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
-        print_output(_USAGE)
+        print_output(_usage())
         sys.exit(0 if words else 2)
     if words[0] == "--version":
         print_output(f"paramserver {__version__}")
         sys.exit(0)
-    command = _COMMANDS.get(words[0])
+    command = COMMANDS.get(words[0])
     if command is None:
-        near = closest_match(words[0], list(_COMMANDS))
-        cure = f"did you mean {near}?" if near else "see paramserver --help"
+        near = MEANT.get(words[0]) or closest_match(words[0], list(COMMANDS))
+        cure = f"did you mean paramserver {near}?" if near else "see paramserver --help"
         print(f"error: paramserver {words[0]}: there is no such command; {cure}", file=sys.stderr)
         sys.exit(2)
-    exit_process(command(words[1:]))
+    exit_process(command.main(words[1:]))
 
 
 if __name__ == "__main__":

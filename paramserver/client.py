@@ -135,7 +135,7 @@ class Client:
             self._address, self._keys, header, pack_opening(vector, secret), self._timeout_s, run_started
         )
         self._simulation, self._parameters, self._directory = simulation, vector, self._sender.directory
-        self._encoder = SampleEncoder(self._directory.fields, self.members)
+        self._encoder = SampleEncoder(self._directory.fields, self.members, self._directory.optional)
         return self
 
     def _simulation_number(self, simulation_id: int | None) -> int:
@@ -159,7 +159,7 @@ class Client:
         vector.flags.writeable = False
         return vector
 
-    def send(self, step: int, fields: Mapping[str, Any]) -> None:
+    def send(self, step: int, fields: Mapping[str, Any], version: tuple[int, int] | None = None) -> None:
         """Send one sample. The arrays are copied, so they may be changed afterwards.
 
         Waits while ``simulations.window`` samples are in flight to its trainer, which means that the trainer's buffer
@@ -170,17 +170,19 @@ class Client:
             step: number of the sample in the simulation, from 0; each is sent once, in any order.
             fields: name -> array of each field that the run declares, whole or this member's part of it along the first
                 dimension. Other dtypes are converted if no number changes by more than rounding.
+            version: of the weights with which the sample was made, ``Weights.version`` of a ``Subscriber``; for a run
+                with the section ``publish``. Of a group, the oldest that a member gives is that of the sample.
 
         Raises:
-            ClientError: the client is not open; a step or field does not fit (nothing was sent, and the client stays
-                open); or a trainer is gone.
+            ClientError: the client is not open; a step, field or version does not fit (nothing was sent, and the client
+                stays open); or a trainer is gone.
             RunOver: the run needs no more samples.
         """
         self._refuse_if_ended()
         if self._sender is None:
             raise ClientError("this client must be open before it sends; call open(simulation_id, parameters) first")
         number = self._sent_steps.check(step, self._sender.directory.steps)
-        frames = self._encoder.encode(fields)
+        frames = self._encoder.encode(self._encoder.add_version(fields, version))
         with self._ended_by_errors():
             self._sender.send(number, frames)
         # After the send: a step that was not sent may be sent again.

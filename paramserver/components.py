@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from paramserver.cluster.network import DEFAULT_PORT
 from paramserver.cluster.resolve import JOB_VARIABLE
-from paramserver.config import mode_of
+from paramserver.config import check_servers, mode_of
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import parse, resolve_run
 
@@ -53,12 +53,7 @@ def train(
     if trainers < 1:
         raise UnsupportedConfiguration(f"--trainers ({trainers}) must be at least 1; give the number of trainers")
     if Path(config).is_file():  # otherwise it is in the container only
-        mode = mode_of(resolve_run(parse(["--config", config, "--master_port", str(port), *flags]))[0])
-        if mode.has_servers != (servers > 0):
-            needed = "at least 1" if mode.has_servers else "0"
-            raise UnsupportedConfiguration(
-                f"--servers ({servers}) must be {needed} in mode {mode.name}; correct it, or choose another mode"
-            )
+        check_servers(mode_of(resolve_run(parse(["--config", config, "--master_port", str(port), *flags]))[0]), servers)
     roles = []
     for kind, count in (("server", servers), ("trainer", trainers)):
         if not count:

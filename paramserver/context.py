@@ -25,8 +25,9 @@ from paramserver.config.deadlines import GRACE_S, HURRY_S, SAME_SIGNAL_S
 from paramserver.consistency import Stop
 from paramserver.devices import Placement
 from paramserver.errors import ParamserverError
+from paramserver.metrics.profile import StepProfiler
 from paramserver.online.spec import ReceiverSpec
-from paramserver.process_utils import start_ticks
+from paramserver.platform import start_ticks
 
 log = logging.getLogger("paramserver")
 
@@ -455,6 +456,7 @@ class ProcessContext:
     kept: Kept = field(default_factory=Kept)
     stop_limit: StopLimit = field(default_factory=lambda: StopLimit(StopRequest(), math.inf))
     end_now: Callable[[ParamserverError], None] | None = None
+    profiler: StepProfiler = field(default_factory=StepProfiler)
 
     @property
     def trainer_index(self) -> int:

@@ -20,7 +20,7 @@ from paramserver.cluster.job_token import hide_token, read_token
 from paramserver.config import Config, load_config, mode_of, num_servers_of, with_world_size
 from paramserver.errors import DeadlineExceeded, PeerLost, UnsupportedConfiguration
 from paramserver.importing import code_folders, torch_import_without_gc
-from paramserver.launch import normalize_flags, report_error, run_command
+from paramserver.launch import CommandParser, report_error, run_command
 from paramserver.runs.resume import find_config_file, open_run
 from paramserver.runs.rundir import RunDir, read_mapping
 
@@ -29,7 +29,7 @@ _ANSWER_S = 5.0
 
 
 def make_join_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="paramserver join",
         description="Be one more trainer of a running job (mode rpc, cluster.elastic: true). The others save a "
         "checkpoint and continue from it together with this process, each with its share of the data that is left. "
@@ -42,7 +42,7 @@ def make_join_parser() -> argparse.ArgumentParser:
 
 
 def make_leave_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="paramserver leave",
         description="Let one trainer of a running job leave it (mode rpc, cluster.elastic: true). The others save a "
         "checkpoint and continue from it, also with what is left of its data. SIGTERM to the trainer does the same.",
@@ -69,7 +69,7 @@ def leave_main(argv: Sequence[str]) -> int:
 
 
 def _main(parser: argparse.ArgumentParser, argv: Sequence[str], command: Any) -> int:
-    arguments = parser.parse_args(normalize_flags(argv))
+    arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     quiet_torch_log(process_environ())
     return run_command(lambda: command(arguments, *_find_run(arguments)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from paramserver.checkpoint.format import LATEST, step_of
 from paramserver.config import Config, load_config
 from paramserver.errors import TaskError
 from paramserver.importing import code_folders
-from paramserver.launch import add_overrides, run_command
+from paramserver.launch import CommandParser, add_overrides, run_command
 from paramserver.process_utils import exit_process, print_output
 from paramserver.runs.resume import find_config_file, open_run
 
@@ -66,11 +66,13 @@ class Restored:
     batch_idx: int
 
 
-def restore(run_dir: Path, which: str, overrides: Sequence[str]) -> Restored:
+def restore(
+    run_dir: Path, which: str, overrides: Sequence[str], create_task: Callable[..., Task] | None = None
+) -> Restored:
     """Load the model of a checkpoint on the first device of the config.
 
     ``which`` is ``latest``, ``best``, or the number of a step; ``run_dir`` the folder of the run, or of one of its
-    checkpoints.
+    checkpoints; ``create_task`` as for ``make_task``.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it was removed meanwhile, or it is damaged.
@@ -87,7 +89,7 @@ def restore(run_dir: Path, which: str, overrides: Sequence[str]) -> Restored:
     name = "model" if config.training.ema_decay is None else "ema"
     checkpoint, (weights, part, state) = load_chosen(run.path, which, name, "trainer-0", "run")
     folders = code_folders(overrides=overrides, recorded=run.task_folders())
-    task = make_task(config, folders)
+    task = make_task(config, folders, create_task)
     placement, task.trainer = place_trainer(config, 0, 1), EvaluationTrainer()
     task.devices, task.config = placement.devices, config
     model = build_model(task, config.seed, placement)
@@ -116,7 +118,7 @@ class Evaluation:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="paramserver evaluate",
         description="Validate the model of a run's checkpoint with the run's own task and data. Trains and changes "
         "nothing; the run may still be in progress.",

@@ -134,11 +134,16 @@ def atomic_write_text(path: Path, text: str) -> None:
     Raises:
         OSError: the write failed; ``path`` is unchanged.
     """
+    atomic_write_bytes(path, text.encode())
+
+
+def atomic_write_bytes(path: Path, content: bytes) -> None:
+    """As ``atomic_write_text``."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
     temporary.unlink(missing_ok=True)
     try:
         file = HashingFile(temporary)
-        file.write(text.encode())
+        file.write(content)
         file.finish()
         atomic_rename(temporary, path)
     except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import pickle
 import re
 import sys
 import traceback
@@ -24,6 +25,10 @@ _REFERENCES = frozenset(
 )
 # Frames of files with these prefixes are not user code.
 _LIBRARY_PREFIXES = ("<frozen", sys.prefix, sys.base_prefix, str(Path(__file__).parent))
+
+
+PICKLED_TASK = "task.pkl"
+"""The file of a run with its task, if that is a class without a file, such as one of a notebook's cell."""
 
 
 @contextmanager
@@ -87,14 +92,17 @@ def code_folders(
 
 
 def source_file(user_class: type) -> str | None:
-    """Return the file that defines ``user_class``; None if it was defined at a prompt.
+    """Return the file that defines ``user_class``; None if it was defined in a notebook or at a prompt.
 
     Example::
 
         >>> source_file(Path).endswith(".py")
         True
     """
-    file = getattr(sys.modules.get(user_class.__module__), "__file__", None)
+    module = sys.modules.get(user_class.__module__)
+    file = getattr(module, "__file__", None)
+    if user_class.__module__ == "__main__" and not hasattr(module, user_class.__qualname__.partition(".")[0]):
+        return None  # it was sent here from the main module of another process
     return None if file is None else str(Path(file).resolve())
 
 
@@ -114,6 +122,8 @@ def load_object(reference: str, key: str, folders: Sequence[Path] = ()) -> Any:
         if folder in sys.path:  # perhaps behind another folder that has a module of this name
             sys.path.remove(folder)
         sys.path.insert(0, folder)
+    if Path(place).name == PICKLED_TASK:
+        return _load_pickled(place, key, folders)
     module = _load_file(place, key, folders) if place.endswith(".py") else _load_module(place, key)
     if not hasattr(module, name):
         raise TaskError(f"{key} ({reference}): {place} has no {name}; it has {_names_in(module)}")
@@ -213,11 +223,14 @@ def script_folders(user_class: type) -> list[Path]:
     return [folder] if folder in Path(file).parents else []
 
 
-def class_reference(user_class: type) -> str:
+def class_reference(user_class: type) -> str | None:
     """Return the reference by which other processes import ``user_class``.
 
+    None: they cannot, because it was defined in a notebook, at a prompt, or in a program that was read from standard
+    input; send them ``pickle_class`` in ``PICKLED_TASK``.
+
     Raises:
-        TaskError: there is none, because the class was defined inside a function or at a prompt.
+        TaskError: there is none, because the class was defined inside a function.
     """
     if "." in user_class.__qualname__:
         raise TaskError(
@@ -227,9 +240,37 @@ def class_reference(user_class: type) -> str:
         return f"{user_class.__module__}:{user_class.__name__}"
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None or not Path(file).is_file():  # "<stdin>" where Python reads the program from a pipe
-        raise TaskError(
-            f"{user_class.__name__} was defined at a prompt, in a notebook or in a program that was read from standard "
-            "input, where other processes cannot find it; "
-            "put it into a .py file, or use mode: local"
-        )
+        return None
     return f"{Path(file).resolve()}:{user_class.__name__}"
+
+
+def pickle_class(user_class: type) -> bytes:
+    """Return a class that has no file with all that it uses of the program, for processes of this release of Python.
+
+    Raises:
+        TaskError: cloudpickle is missing, or the class uses what cannot be sent, such as an open file.
+    """
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise TaskError(
+            f"{user_class.__name__} was defined in a notebook, at a prompt or in a program that was read from standard "
+            "input, so cloudpickle must send it to other processes; install the extra notebook, put the class into a "
+            ".py file, or use mode: local"
+        ) from error
+    try:
+        pickled: bytes = cloudpickle.dumps(user_class)
+    except Exception as error:  # whatever the class refers to may raise
+        raise TaskError(
+            f"{user_class.__name__} cannot be sent to other processes: {kind_and_message(error)}; "
+            "put it into a .py file, or leave out what it uses of the notebook"
+        ) from error
+    return pickled
+
+
+def _load_pickled(place: str, key: str, folders: Sequence[Path]) -> Any:
+    path = find_file(place, key, folders)
+    try:
+        return pickle.loads(path.read_bytes())
+    except Exception as error:
+        raise TaskError(f"{key}: loading {path} raised {describe_user_error(error)}") from error

@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +46,12 @@ from paramserver.config import (
     world_size_of,
 )
 from paramserver.errors import CheckpointError, Interrupted, ParamserverError, PeerLost, UnsupportedConfiguration
-from paramserver.importing import check_torch_version, code_folders, load_object, torch_import_without_gc
+from paramserver.importing import PICKLED_TASK, check_torch_version, code_folders, load_object, torch_import_without_gc
 from paramserver.metrics import FanOut, Sink
 from paramserver.process_utils import die_with_parent, exit_process, print_output
 from paramserver.runs.attempt import continue_attempt, recover, reserve_run, resume_transaction, start_transaction
 from paramserver.runs.resume import describe_resume, earlier_attempt, find_config_file, lost_processes, open_run
-from paramserver.runs.rundir import RunDir, newest_run
+from paramserver.runs.rundir import RunDir, newest_run, write_bytes
 from paramserver.runtime.restarts import ColocatedTrainer
 from paramserver.runtime.supervisor import EventPipe, describe_error, first_error
 from paramserver.runtime.watchdog import write_stacks_on_signal
@@ -61,38 +60,8 @@ if TYPE_CHECKING:
     from paramserver.task import Task
 
 
-@dataclass(frozen=True)
-class Result:
-    """The result of a run.
-
-    Attributes:
-        run_dir: folder of the run.
-        summary: content of its summary.json.
-
-    Example::
-
-        >>> result = Result(Path("runs/digits-1"), {"status": "completed", "validation": {"accuracy": 0.97}})
-        >>> result.status, result.validation
-        ('completed', {'accuracy': 0.97})
-    """
-
-    run_dir: Path
-    summary: dict[str, Any]
-
-    @property
-    def status(self) -> str:
-        """``completed``; a run that fails or is interrupted raises an error."""
-        return str(self.summary["status"])
-
-    @property
-    def validation(self) -> dict[str, float]:
-        """Means of the last validation, by name."""
-        return dict(self.summary["validation"])
-
-
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command. ``normalize_flags`` accepts names with ``-`` in place of ``_`` too."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m paramserver.launch",
         description="Train a task through a parameter server (mode rpc), all-reduce (ddp) or alone (local).",
         epilog="Precedence: flag, --set, environment, config file, default. Exit codes: 0 done, 1 the run failed, "
@@ -170,7 +139,15 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    return make_parser().parse_args(normalize_flags(argv))
+    return make_parser().parse_args(argv)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of every command: a name of a flag may have ``-`` in place of each ``_``."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See ``argparse.ArgumentParser.parse_known_args``, through which all others go."""
+        return super().parse_known_args(normalize_flags(sys.argv[1:] if args is None else args), namespace)
 
 
 def normalize_flags(argv: Sequence[str]) -> list[str]:
@@ -199,7 +176,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.spare is not None or arguments.fork_server is not None:
         from paramserver.runtime.preloaded import serve_forks, wait_for_role
 
-        role = serve_forks(arguments.fork_server) if arguments.spare is None else wait_for_role(arguments.spare)
+        mode = MODES[arguments.mode]
+        if arguments.spare is None:
+            role = serve_forks(arguments.fork_server, mode)
+        else:
+            role = wait_for_role(arguments.spare, mode)
         if role is None:
             return 0
         sys.argv[1:] = role
@@ -421,8 +402,9 @@ def launch_local(
     sink: Sink | None = None,
     continues: bool = False,
     report: Callable[[BaseException], int] | None = None,
-) -> Result:
-    """Start every rank on this machine, and wait for the end of the run.
+    pickled_task: bytes | None = None,
+) -> tuple[RunDir, dict[str, Any]]:
+    """Start every rank on this machine, wait for the end of the run, and return it with its summary.
 
     Args:
         run: to resume; None = a new one.
@@ -430,6 +412,7 @@ def launch_local(
         sink: receives the records that the console receives; closed at the end.
         continues: an earlier attempt of this command began ``run``.
         report: see ``RankPlan``; None if this process outlives the run.
+        pickled_task: the content of ``PICKLED_TASK`` in the folder of the run, which ``config.task`` then names.
 
     Raises:
         ParamserverError: what ended the run.
@@ -450,6 +433,9 @@ def launch_local(
             stack.enter_context(start_transaction(run))
         else:
             stack.enter_context(continue_attempt(run) if continues else resume_transaction(run))
+        if pickled_task is not None:
+            write_bytes(run.path / PICKLED_TASK, pickled_task)
+            folders = [run.path, *folders]
         if mode_of(config).single_process:
             with torch_import_without_gc():
                 from paramserver.runtime.rank import RankPlan, run_rank
@@ -476,7 +462,7 @@ def launch_local(
 
             supervisor = Supervisor(config, run, folders, console, resume, began, command, restarted)
             summary = supervisor.supervise()
-    return Result(run.path, summary)
+    return run, summary
 
 
 def _run_rank_here(

@@ -6,6 +6,41 @@ from dataclasses import dataclass
 
 from paramserver.config import TrainingConfig
 
+ALL_SERVED = "all data was served"
+"""Why a run ends whose trainers have no more data."""
+
+_NO_MORE_DATA = "has no more data (training.uneven_inputs: stop)"
+
+
+def no_more_data(trainer_index: int) -> str:
+    """Return why a run ends where one trainer has no more data, and the others would not continue without it."""
+    return f"trainer {trainer_index} {_NO_MORE_DATA}"
+
+
+def end_in_words(reason: str, training: TrainingConfig, trainers: int, samples_left: int | None) -> str:
+    """Return why a run ended: where its data ended after all passes that were asked for, that they are done.
+
+    What is left is then less than a step of all trainers; ``samples_left`` is None if it is unknown.
+
+    Example::
+
+        >>> training = TrainingConfig(max_epochs=20, batch_size=32)
+        >>> end_in_words(no_more_data(1), training, trainers=2, samples_left=12)
+        '20 epochs done; 12 samples are less than a step of both trainers'
+        >>> end_in_words(no_more_data(1), training, trainers=2, samples_left=500)
+        'trainer 1 has no more data (training.uneven_inputs: stop)'
+    """
+    epochs, step_samples = training.max_epochs, training.batch_size * training.batches_per_step * trainers
+    data_ended = reason == ALL_SERVED or reason.endswith(_NO_MORE_DATA)
+    if epochs is None or not data_ended or samples_left is None or samples_left >= step_samples:
+        return reason
+    done = f"{epochs} epoch{'' if epochs == 1 else 's'} done"
+    if not samples_left:
+        return done
+    are = "sample is" if samples_left == 1 else "samples are"
+    whose = {1: "the trainer", 2: "both trainers"}.get(trainers, f"all {trainers} trainers")
+    return f"{done}; {samples_left} {are} less than a step of {whose}"
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.evaluate import Restored, add_checkpoint_arguments, restore
 from paramserver.fileio import TEMPORARY, atomic_rename
 from paramserver.importing import load_object, name_user_error
-from paramserver.launch import add_overrides, run_command
-from paramserver.process_utils import print_output
+from paramserver.launch import CommandParser, add_overrides, run_command
+from paramserver.process_utils import exit_process, print_output
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="paramserver predict",
         description="Write what the model of a run's checkpoint returns for given samples: Task.predict_step for each "
         "batch, by default model(batch). Trains nothing; the run may still be in progress.",
@@ -76,6 +78,17 @@ def predict_run(run_dir: Path, source: str, out: Path, which: str = "latest", ov
     """
     check_out(out)
     restored = restore(run_dir, which, overrides)
+    outputs = _predict(restored, source_batches(restored, source))
+    write_tensors(out, outputs)
+    kinds = [
+        f"{name} ({'x'.join(map(str, tensor.shape))}, {str(tensor.dtype).removeprefix('torch.')})"
+        for name, tensor in outputs.items()
+    ]
+    return f"{out}: {', '.join(kinds)}, by {restored.checkpoint.path.name}"
+
+
+def source_batches(restored: Restored, source: str) -> Iterator[Any]:
+    """Return the batches of the samples that the function ``source`` returns, for a model of ``restored``."""
     samples = load_object(source, "--source", [Path.cwd(), *restored.folders])
     try:
         inspect.signature(samples).bind()
@@ -85,27 +98,21 @@ def predict_run(run_dir: Path, source: str, out: Path, which: str = "latest", ov
         ) from error
     with name_user_error(f"--source ({source})"):
         returned = samples()
-    outputs = _predict(restored, returned)
-    write_tensors(out, outputs)
-    kinds = [
-        f"{name} ({'x'.join(map(str, tensor.shape))}, {str(tensor.dtype).removeprefix('torch.')})"
-        for name, tensor in outputs.items()
-    ]
-    return f"{out}: {', '.join(kinds)}, by {restored.checkpoint.path.name}"
+    training = restored.config.training
+    return _batches(restored.task, returned, training.validation_batch_size or training.batch_size)
 
 
-def _predict(restored: Restored, samples: Any) -> dict[str, Tensor]:
+def _predict(restored: Restored, batches: Iterable[Any]) -> dict[str, Tensor]:
     import torch
 
     from paramserver.parameters.model import autocast
     from paramserver.trainers.validation import eval_mode, make_input_mover
 
     task, config, placement = restored.task, restored.config, restored.placement
-    size = config.training.validation_batch_size or config.training.batch_size
     move = make_input_mover(placement)
     found: list[dict[str, Tensor]] = []
     with eval_mode(restored.model), autocast(placement.device, config.training.precision):
-        for batch_idx, batch in enumerate(_batches(task, samples, size)):
+        for batch_idx, batch in enumerate(batches):
             with name_user_error(f"predict_step, batch {batch_idx} of --source,"):
                 outputs = task.predict_step(restored.model, move(batch), batch_idx)
             outputs = _named_tensors(outputs)
@@ -176,14 +183,16 @@ def _named_tensors(value: Any, name: str = "") -> dict[str, Tensor]:
     }
 
 
-def check_out(out: Path) -> None:
-    """Check a file that is to be written by ``write_tensors``.
+def check_out(out: Path, *endings: str) -> None:
+    """Check a file that is to be written: by ``write_tensors``, unless other endings are given.
 
     Raises:
-        UnsupportedConfiguration: it has another ending than ``.npz`` and ``.pt``, or its folder does not exist.
+        UnsupportedConfiguration: it has another ending, or its folder does not exist.
     """
-    if out.suffix not in (".npz", ".pt"):
-        raise UnsupportedConfiguration(f"--out ({out}) must end in .npz or .pt; choose one of them")
+    endings = endings or (".npz", ".pt")
+    if out.suffix not in endings:
+        cure = "choose one of them" if len(endings) > 1 else "rename it"
+        raise UnsupportedConfiguration(f"--out ({out}) must end in {' or '.join(endings)}; {cure}")
     if not out.parent.is_dir() or out.is_dir():
         raise UnsupportedConfiguration(f"--out ({out}) must be a file in a folder that exists; make the folder first")
 
@@ -197,20 +206,35 @@ def write_tensors(out: Path, outputs: Mapping[str, Tensor]) -> None:
     import numpy as np
     import torch
 
+    with replaced_file(out) as file:
+        if out.suffix == ".pt":
+            torch.save(dict(outputs) if set(outputs) != {"output"} else outputs["output"], file)
+        else:
+            with zipfile.ZipFile(file, "w") as archive:  # not numpy.savez, whose arguments are names too
+                for name, tensor in outputs.items():
+                    # numpy has no bfloat16; float32 holds each of its values.
+                    array = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                        np.lib.format.write_array(entry, array, allow_pickle=False)
+
+
+@contextmanager
+def replaced_file(out: Path) -> Iterator[IO[bytes]]:
+    """Open a file for writing that takes the place of ``out`` once it is complete.
+
+    Raises:
+        UnsupportedConfiguration: the file cannot be written.
+    """
     temporary = out.with_name(f".{out.name}.{os.getpid()}{TEMPORARY}")
     try:
         with temporary.open("wb") as file:
-            if out.suffix == ".pt":
-                torch.save(dict(outputs) if set(outputs) != {"output"} else outputs["output"], file)
-            else:
-                with zipfile.ZipFile(file, "w") as archive:  # not numpy.savez, whose arguments are names too
-                    for name, tensor in outputs.items():
-                        # numpy has no bfloat16; float32 holds each of its values.
-                        array = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
-                        with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                            np.lib.format.write_array(entry, array, allow_pickle=False)
+            yield file
         atomic_rename(temporary, out)
     except OSError as error:
         raise UnsupportedConfiguration(f"--out ({out}) cannot be written ({error}); choose another file") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    exit_process(main(sys.argv[1:]))

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from paramserver.errors import TrainingError
+from paramserver.platform import signal_at_end_of_parent
 
 LOADER_NAME = "paramserver-loader"
 """The name of the process that reads a trainer's data set, as ``multiprocessing.current_process().name`` has it."""
@@ -39,21 +37,6 @@ def kill_group(leader: int) -> None:
     """
     with suppress(ProcessLookupError):  # a signal ended the child before it led a group
         os.killpg(leader, signal.SIGKILL)
-
-
-def show_arguments(arguments: Sequence[str]) -> None:
-    """Show ``arguments`` as the last ones of this process, for ``ps``, in the place of its own last two.
-
-    What does not fit there is cut off. Where the kernel has no such place, nothing happens.
-    """
-    start, end = map(int, _stat(os.getpid())[45:47])
-    size = sum(len(word) + 1 for word in sys.orig_argv[-2:])
-    shown = "\0".join(arguments).encode()[: size - 1].ljust(size, b"\0")
-    with suppress(OSError), Path("/proc/self/mem").open("r+b", buffering=0) as memory:
-        memory.seek(start)
-        if memory.read(end - start) == Path("/proc/self/cmdline").read_bytes():
-            memory.seek(end - size)
-            memory.write(shown)
 
 
 def print_output(text: str) -> None:
@@ -128,11 +111,8 @@ def _join_threads(deadline: float) -> None:
             thread.join(max(deadline - time.monotonic(), 0.0))
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 def die_with_parent(parent: int | None = None, number: signal.Signals = signal.SIGTERM) -> None:
-    """Ask the kernel to send a signal when the parent dies (prctl(2)); at SIGTERM a rank saves and ends.
+    """Let this process receive a signal when the parent dies; at SIGTERM a rank saves and ends.
 
     The kernel's parent is the thread that started this process, so that thread must live as long as its process.
     ``parent`` is its process id, if that is known; None = the current parent, unless that is the first process.
@@ -141,42 +121,10 @@ def die_with_parent(parent: int | None = None, number: signal.Signals = signal.S
         TrainingError: the parent is dead already.
     """
     expected = os.getppid() if parent is None else parent
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number) != 0:
-        raise TrainingError(f"prctl failed: {os.strerror(ctypes.get_errno())}")
+    try:
+        signal_at_end_of_parent(number)
+    except OSError as error:
+        raise TrainingError(f"prctl failed: {error.strerror}") from error
     # It may have died before the call above; then no signal comes.
     if os.getppid() != expected or (parent is None and expected == 1):
         raise TrainingError("the parent died before this process began")
-
-
-def is_stopped(pid: int) -> bool:
-    """Return whether a signal stopped the process ``pid``, such as SIGSTOP.
-
-    Example::
-
-        >>> is_stopped(os.getpid())
-        False
-    """
-    return _stat(pid)[0] == "T"
-
-
-def cpu_ticks(pid: int) -> int:
-    """Return the CPU time that all threads of the process ``pid`` have taken, in clock ticks (proc(5)).
-
-    Example::
-
-        >>> cpu_ticks(os.getpid()) >= 0
-        True
-    """
-    user, system = _stat(pid)[11:13]
-    return int(user) + int(system)
-
-
-def start_ticks(pid: int) -> int:
-    """Return when the kernel started the process ``pid``, in clock ticks since boot (proc(5))."""
-    return int(_stat(pid)[19])
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name of the program."""
-    stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    return stat.rpartition(")")[2].split()

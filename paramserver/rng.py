@@ -37,6 +37,7 @@ from paramserver.errors import TaskError
 #
 # SeedSequence takes (0, 1) and (0, 1, 0) for the same; these words are no index of a trainer.
 _READ = 0x72656164  # seed, epoch, index: the read of a sample
+_GROUP = 0x67726F75  # seed, index, worker, number: a group that a worker reads of an IterableDataset
 _ORDER = 0x6F726472  # seed, epoch: the order of a pass
 _VALIDATION = 0x76616C69  # seed, version, index: what a validation of a trainer's share draws
 _UPDATE = 0x75706474  # seed, version, index: what the optimizer of a server draws in the update that makes a version
@@ -134,6 +135,11 @@ _MT19937_BYTES = 2500  # 624 words and the position
 def seed_read(seed: int, epoch: int, index: int) -> None:
     """Seed the CPU generators of torch, numpy and ``random`` for the read of one sample."""
     _seed_default(seed, epoch, index, _READ)
+
+
+def seed_group(seed: int, trainer_index: int, worker: int, number: int) -> None:
+    """Seed the CPU generators of torch, numpy and ``random`` for a group that a worker reads; 0 is before the first."""
+    _seed_default(seed, trainer_index, worker, number, _GROUP)
 
 
 def seed_order(seed: int, epoch: int) -> None:

@@ -13,13 +13,16 @@ from torch.utils.data import default_collate
 
 from paramserver.config import mode_of
 from paramserver.errors import ParamserverError, TaskError, message_of
-from paramserver.importing import describe_user_error, load_object
-from paramserver.rng import CONSTRUCTOR, seed_all
+from paramserver.importing import describe_user_error, load_object, name_user_error
+from paramserver.rng import CONSTRUCTOR, random_states, restore_random_states, seed_all
 from paramserver.sources.base import Partition
+from paramserver.sources.data_loader import is_map_style, resolve_reading
+from paramserver.sources.expected import total_steps
 
 if TYPE_CHECKING:
     from paramserver.config import Config
     from paramserver.metrics.records import Reduction
+    from paramserver.sources.data_loader import Reading
 
 # Methods without a default, with the signature that a message shows.
 REQUIRED = {
@@ -162,6 +165,55 @@ class Task(Hooks):
             named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
         return named
 
+    _total_steps: tuple[Config, int | None] | None = None
+
+    @property
+    def total_steps(self) -> int | None:
+        """How often a schedule that is stepped per step will be stepped, from the start of the run to its end.
+
+        For schedules that need it, such as ``OneCycleLR``. It is an attribute of the task, as ``build_optimizer`` and
+        ``build_scheduler`` may be called in a process that has no trainer. It counts updates, or with rounds the local
+        steps of a trainer, until ``training.max_epochs``, ``max_steps``, ``max_samples`` or the end of the data; None
+        if none of these is known. A resumed run has the number of its present limits. It is exact where all trainers
+        step together. Otherwise trainers are assumed to be equally fast, and dropped gradients make it less. With a
+        dictionary of optimizers batches are counted, of which each may step an optimizer more than once.
+
+        The first access reads the length of the data: it calls ``train_source``.
+
+        Example::
+
+            >>> from paramserver.config import Config, TrainingConfig
+            >>> class Warms(Task):
+            ...     def train_source(self, partition):
+            ...         return range(100)
+            ...     def build_scheduler(self, optimizer):
+            ...         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.total_steps)
+            >>> task = Warms()
+            >>> task.config = Config(mode="local", training=TrainingConfig(max_epochs=3, batch_size=50))
+            >>> task.total_steps
+            6
+        """
+        if self._total_steps is None or self._total_steps[0] != self.config:
+            states = random_states()  # which the data that is trained on must find as they are
+            try:
+                self._total_steps = self.config, self._count_steps()
+            finally:
+                restore_random_states(states)
+        return self._total_steps[1]
+
+    def _count_steps(self) -> int | None:
+        held: Any = None
+
+        def read(partition: Partition) -> Reading:
+            nonlocal held
+            data = self.train_source(partition) if held is None else held
+            if is_map_style(data):  # the same for all trainers
+                held = data
+            return resolve_reading(data, partition, self.config, sampler=sampler_of(self, partition))
+
+        with name_user_error("total_steps: train_source, or what it returned,"):
+            return total_steps(self.config, read)
+
     # Required methods.
 
     def build_model(self) -> nn.Module:
@@ -196,6 +248,8 @@ class Task(Hooks):
 
     def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor | None:
         """Return the loss of a batch: a scalar, the mean over its samples. Called for every batch of a trainer.
+
+        Or a vector with the loss of each sample, of which the mean is taken; see ``log_sample_loss``.
 
         With a dictionary of optimizers it calls ``self.trainer.optimize(name, loss)`` instead, and returns None.
         """
@@ -304,6 +358,22 @@ class Task(Hooks):
                 f"self.log({name!r}) was called where no trainer runs; log from a trainer's steps and hooks"
             )
         self.trainer.log(name, value, reduce)
+
+    def log_sample_loss(self, losses: Tensor) -> None:
+        """Report the loss of each sample of a batch to the sampler of the simulations, if that learns.
+
+        Call it in ``training_step``; the last call counts. It is not needed where ``training_step`` returns a vector of
+        losses. Without simulations that the run starts it has no effect.
+
+        Args:
+            losses: shape [samples of the batch]. Not weighted by ``density_ratio``.
+
+        Raises:
+            TaskError: it is called elsewhere, the shape is another, or a loss is not finite.
+        """
+        if self.trainer is None:
+            raise TaskError("self.log_sample_loss(losses) must be called in training_step, where there is a batch")
+        self.trainer.log_sample_loss(losses)
 
 
 def _missing(task: Task, name: str) -> str:

@@ -35,6 +35,7 @@ CLAIMS: dict[str, dict[str, str]] = {
         "resumed-validations": "a validation made because a run ended is no record of the run that resumes",
         "optimizer-draws": "an optimizer that draws random numbers draws the same in every mode and after a resume",
         "time-after-losses": "seconds and samples/s cover all sessions of a start; time lost between them is a field",
+        "all-reduce": "ddp in shared memory has the bits of rpc for any number of trainers; gloo reduces elsewhere",
         "strided-parameters": "parameters with gaps in memory are bit-equal over shared memory, rpc and ddp",
         "shared-memory-of-tensors": "two tensors of a model that share memory, one of them trained, are refused in rpc",
         "empty-parameters": "parameters without elements have an entry in optimizer.pt with any number of servers",

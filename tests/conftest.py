@@ -30,10 +30,13 @@ CPU_BEGAN = pytest.StashKey[float]()
 def pytest_xdist_auto_num_workers(config):
     """Workers for a run of many files; none for a few, which end before a worker has imported torch.
 
-    More than cores, as tests wait for processes and sockets.
+    More than cores, as tests wait for processes and sockets; but not for the fast ones, which compute. Each gets whole
+    files (``--dist loadfile``): what the fixtures of a module build, as a cluster of Ray or the site, is built once.
     """
     files = {file for argument in config.args for file in Path(argument.partition("::")[0]).rglob("test_*.py")}
-    return min(max((os.cpu_count() or 1) * 3 // 2, 3), 8) if len(files) > 20 else 0
+    cores = os.cpu_count() or 1
+    workers = cores if config.option.markexpr == "fast" else max(cores * 3 // 2, 3)
+    return min(workers, 8) if len(files) > 20 else 0
 
 
 def pytest_addoption(parser):
@@ -53,6 +56,7 @@ def pytest_collection_modifyitems(config, items):
         chosen = fast_tier.sample(items, only_fast=config.option.markexpr == "fast")
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
+    fast_tier.order(items)
     for item in items:
         if fast_tier.is_fast(item):
             item.add_marker("fast")

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.checkpoint import check_storable, stage_copy, unpack
+from paramserver.checkpoint.memory import MEMORY
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict
 from paramserver.context import ProcessContext
@@ -25,6 +26,7 @@ from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.errors import TaskError, message_of
 from paramserver.importing import name_user_error
 from paramserver.limits import epoch_of, is_due
+from paramserver.metrics.profile import spanned
 from paramserver.metrics.records import (
     REDUCTIONS,
     CoreWait,
@@ -39,8 +41,8 @@ from paramserver.metrics.records import (
 )
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import autocast
-from paramserver.parameters.model_tree import ModelTree
-from paramserver.parameters.numerics import check_loss, explain_errors, to_number
+from paramserver.parameters.model_tree import ModelTree, PackedBuffers
+from paramserver.parameters.numerics import check_loss, explain_errors, find_nonfinite, to_number
 from paramserver.rng import random_states, restore_random_states, seed_all
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.runs.monitor import RunMonitor
@@ -81,6 +83,8 @@ class Step:
     is_open: bool = False  # a version is being made, to which records belong; otherwise they belong to the last one
     is_common: bool = False  # hooks are called that all trainers call, or all that have data
     in_batches: bool = False
+    in_training_step: bool = False
+    sample_losses: Tensor | None = None  # of the batch that is computed, once they are known
     batches: Sequence[Any] = ()  # while the version of the step is loaded
     batch_samples: int = 1  # of the batch that is computed; 1 between batches
     gathers: Counter[bool] = field(default_factory=Counter[bool])  # calls of ``all_gather``, by ``in_batches``
@@ -142,6 +146,8 @@ class Trainer(ABC):
     validator: Validator
     updater: Updater | None = None  # with the optimizer and its schedule; None if the servers have them
     local_steps: LocalSteps | None = None
+
+    _is_scaled = False  # the loss of the backward that is computed
 
     def __init__(
         self,
@@ -211,6 +217,11 @@ class Trainer(ABC):
     def data_parallel_group(self) -> Any:
         """The process group of the trainers; None if there is none."""
         return None
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by for the backward (``training.precision: float16``); a power of two."""
+        return 1.0
 
     def block_backward_sync(self) -> AbstractContextManager[Any]:
         """Return a context for all micro-batches of a step except the last: gradients are not synchronized in it."""
@@ -307,6 +318,9 @@ class Trainer(ABC):
     def sync_model(self) -> None:
         """Bring ``unwrapped_model`` to the current version, before it is validated or saved."""
 
+    def publish_version(self) -> None:
+        """Publish the current version if subscribers wait for it. Called between steps, also while there is no data."""
+
     # The start.
 
     def run(self) -> Decision:
@@ -374,6 +388,8 @@ class Trainer(ABC):
 
         ``agree`` calls it at most once per step.
         """
+        # A trainer that waits for data may take no part in updates meanwhile.
+        self.data.set_version(max(self.step, self.current_step.decision.step))
         announcement = self.data_available()
         self.clock.lap("data")
         return self.control.with_stop(announcement)
@@ -383,6 +399,11 @@ class Trainer(ABC):
 
         What it states holds until the next batch is taken.
         """
+        if self.data.limits_staleness:
+            if not self.lockstep or self.config.training.may_skip:
+                return None  # the version of the next step is not known yet, and so is which samples are too old
+            following = self.current_step.decision.step + 1
+            self.data.set_version(following, limit=following)
         announcement = self.data.available(timeout_s=0.0)
         if announcement.readiness is Readiness.WAITING:
             return None
@@ -487,24 +508,65 @@ class Trainer(ABC):
         self.optimizer_calls.made += 1
         self.end_step()
 
+    @spanned("forward")
     def forward_batch(self, batch: Any) -> tuple[float, Tensor]:
         """Call the hooks before a batch, and ``training_step``; return the value of the loss, and the loss."""
         for hooks in self.hooks:
             hooks.on_batch_start(self.progress.batch_idx)
-        with self.autocast:
-            loss: Any = self.task.training_step(self.model, batch, self.progress.batch_idx)
-        # Reading the value waits for the device; a loss that is not finite ends the run before it is applied.
-        value = check_loss(loss, self.trainer_index, self.progress.batch_idx)
+        loss = self.call_training_step(batch)
+        # Reading the value waits for the device; a loss that is not finite is never applied.
+        may_be_nonfinite = self.config.training.nonfinite == "skip"
+        value = check_loss(loss, self.trainer_index, self.progress.batch_idx, may_be_nonfinite=may_be_nonfinite)
+        self.data.report_losses(self.current_step.sample_losses)
         self.clock.lap("forward")
         return value, loss
 
+    def call_training_step(self, batch: Any) -> Any:
+        """Call ``training_step`` and return what it returned; the mean, if that is a vector with a loss per sample."""
+        step, batch_idx = self.current_step, self.progress.batch_idx
+        step.sample_losses, step.in_training_step = None, True
+        try:
+            with self.autocast:
+                loss: Any = self.task.training_step(self.model, batch, batch_idx)
+                if isinstance(loss, Tensor) and loss.shape == (step.batch_samples,):
+                    step.sample_losses = loss.detach() if step.sample_losses is None else step.sample_losses
+                    loss = loss.mean()
+        finally:
+            step.in_training_step = False
+        return loss
+
+    @spanned("backward")
     def backward_batch(self, loss: Tensor, batches: int) -> None:
         """Add the gradients of a loss, of so many batches of a step, and end the batch."""
         self.on_before_backward(loss)
-        (loss / batches if batches > 1 else loss).backward()  # type: ignore[no-untyped-call]
+        loss = loss / batches if batches > 1 else loss
+        if self.config.training.scales_loss:
+            # Not by a number: a loss of float16 would overflow.
+            loss = loss * torch.tensor(self.loss_scale, dtype=torch.float32, device=loss.device)
+        self._is_scaled = self.config.training.scales_loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._is_scaled = False
         self.on_after_backward()
         self.clock.lap("backward")
         self.end_batch()
+
+    def unscale_gradients(self) -> None:
+        """Let each gradient be unscaled before it is accumulated: before it is summed, reduced, sent or clipped."""
+
+        def unscale(gradient: Tensor) -> Tensor:
+            # A backward of the user has no scale. The division is exact, unless the result is subnormal.
+            return gradient / self.loss_scale if self._is_scaled else gradient
+
+        for parameter in self.unwrapped_model.parameters() if self.config.training.scales_loss else ():
+            if parameter.requires_grad:
+                hook = parameter.register_hook(unscale)  # type: ignore[no-untyped-call]
+                self.resources.callback(hook.remove)
+
+    def find_nonfinite(self, loss: float) -> str:
+        """Return what is NaN or infinite of a step that may be skipped, as in ``StepReport.nonfinite``."""
+        if not self.config.training.may_skip:
+            return ""
+        return find_nonfinite(loss, (parameter.grad for parameter in self.unwrapped_model.parameters()))
 
     def end_batch(self) -> None:
         """Call the hooks after the backward of a batch, and count it."""
@@ -526,13 +588,14 @@ class Trainer(ABC):
 
     def is_due(self, step: int) -> bool:
         """Whether a validation or a checkpoint is due at this step, or was due since the last batch began."""
-        due = self.config.training.validate_every, save_every(self.config)
+        due = self.config.training.validate_every, save_every(self.config), self.config.checkpoint.memory_every or 0
         return any(is_due(step, every, self.optimizer_calls.batch_began) for every in due)
 
     def save(self, reason: str) -> None:
         """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent."""
         if self.control.saved_step != self.step:
-            self.control.saved_step = self.step
+            # One in memory is not a checkpoint of the run: the last one of a run is still written to the disk.
+            self.control.saved_step = None if reason == MEMORY else self.step
             began = time.perf_counter()
             self.control.wait_saved()  # all trainers wait for the same checkpoint, so none is more than one ahead
             self.save_part(reason, began)
@@ -572,6 +635,8 @@ class Trainer(ABC):
             self.data.load_after_loss(part, positions)
         else:
             self.data.load_state_dict(part)
+            if part["buffer"]["counters"]["puts"] and (note := self.data.source.resume_note):
+                self.record("note", text=f"trainer {self.trainer_index}: {note}")
         self.progress = TrainerProgress(**part["counters"])
         if self.monitor is not None:  # the time of the run, which another trainer may have reported
             self.progress.seconds = max(self.progress.seconds, self.monitor.seconds)
@@ -641,6 +706,25 @@ class Trainer(ABC):
                 fields["weight"] = self.current_step.batch_samples
         self.record("log", name=name, value=number, **fields)
 
+    def log_sample_loss(self, losses: Tensor) -> None:
+        """Report the loss of each sample; ``Task.log_sample_loss`` calls it."""
+        step = self.current_step
+        if not step.in_training_step:
+            raise TaskError("self.log_sample_loss(losses) must be called in training_step, where there is a batch")
+        if not isinstance(losses, Tensor) or losses.shape != (step.batch_samples,):
+            given = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise TaskError(
+                f"self.log_sample_loss(losses) must get a tensor of shape ({step.batch_samples},), one loss for each "
+                f"sample of the batch, not {given}; take the mean of each sample over its other dimensions"
+            )
+        losses = losses.detach()
+        if not (self.config.training.nonfinite == "skip" or bool(torch.isfinite(losses).all())):
+            raise TaskError(
+                f"self.log_sample_loss(losses): the losses of batch {self.progress.batch_idx} must be finite; they "
+                "have a NaN or an infinity. Look at the batch, or set training.nonfinite to skip"
+            )
+        step.sample_losses = losses
+
     def record(self, kind: str, **fields: Any) -> None:
         """Record something about this trainer, at the step that is being made, or between steps at the last one.
 
@@ -671,6 +755,7 @@ class TrainingLoop:
         trainer = self.trainer
         try:
             trainer.init_connection()
+            trainer.unscale_gradients()
             if not trainer.process.kept.has_started:
                 trainer.process.kept.has_started = True
                 for hooks in trainer.hooks:
@@ -695,6 +780,7 @@ class TrainingLoop:
         self._served_before, self._core_wait = trainer.progress.samples_served, CoreWait()
         trainer.clock.skip()
         while True:
+            trainer.publish_version()
             with trainer.step_scope():
                 trainer.current_step.is_open = True
                 decision = trainer.agree()
@@ -704,7 +790,7 @@ class TrainingLoop:
                     break
                 takes_step = decision.verdict is Verdict.GO and self._take_step(decision)
             if takes_step:
-                self._after_step()
+                self._after_step(is_skipped=trainer.lockstep and trainer.step == decision.step)
             elif decision.verdict in (Verdict.BARRIER, Verdict.VALIDATE):
                 self._between_steps(decision)
         trainer.current_step.is_common = True
@@ -718,6 +804,7 @@ class TrainingLoop:
         completes = not (decision.interrupted or decision.resizes)
         if completes and self._validate(trainer.trainer_index):
             trainer.control.saved_step = None  # a checkpoint of this step was saved before it turned out to be the best
+        trainer.publish_version()
         trainer.save("end" if completes else "resize" if decision.resizes else "interrupted")
         if not decision.resizes:
             for hooks in trainer.hooks:
@@ -731,15 +818,19 @@ class TrainingLoop:
     def _take_step(self, decision: Decision) -> bool:
         """Train on this trainer's batches of a step, or follow the others; return whether there is a new version."""
         trainer = self.trainer
+        trainer.process.profiler.enter_step(decision.step)
         trainer.current_step.is_open = True
-        if decision.samples >= self._epoch_end:
+        if decision.position >= self._epoch_end:
             with trainer.hooks_between_steps():
-                self._enter_epoch(decision.samples)
+                self._enter_epoch(decision.position)
         trainer.current_step.is_common = True
         by_calls = bool(trainer.optimizer_calls.parameters_of)
         if by_calls:
             trainer.optimizer_calls.batch_began = trainer.step = decision.step
         has_data = trainer.current_step.in_batches = trainer.trainer_index in decision.active
+        # The others wait for this trainer, so there is one more version at most until it announces another step.
+        is_waited_for = trainer.lockstep and has_data and not by_calls
+        trainer.data.set_version(decision.step, limit=decision.step + 1 if is_waited_for else None)
         if has_data:
             trainer.step = self._train_by_calls() if by_calls else self._train(decision)
         else:
@@ -757,12 +848,15 @@ class TrainingLoop:
         # A round has a gradient for each local step; any other step has one.
         at_once = decision.batches if local is None else trainer.config.training.accumulate_batches
         done, samples, summed, began = 0, 0, 0.0, time.perf_counter()
+        buffers: PackedBuffers | None = None
         while done < decision.batches:
             if done:
                 trainer.data.wait_batches()
             batches = [self._next_batch() for _ in range(min(at_once, decision.batches - done))]
             samples += sum(batch_samples for _, batch_samples in batches)
             self._load(batches, is_first=not done)
+            if trainer.config.training.may_skip and not done:
+                buffers = trainer.tree.pack_buffers()  # of the version, which a forward with NaN may change
             if local is not None and not done:
                 began = time.perf_counter()  # after the pull, which does not get shorter with fewer local steps
                 with trainer.local_step_scope():
@@ -784,7 +878,9 @@ class TrainingLoop:
                     local.step(trainer.progress.inner_steps)
                 trainer.clock.lap("apply")
         trainer.tree.check_parameters()
-        report = StepReport(trainer.trainer_index, decision.step, samples, summed / done, trainer.seconds)
+        report = StepReport(
+            trainer.trainer_index, decision.step, samples, summed / done, trainer.seconds, scale=trainer.loss_scale
+        )
         if local is not None:
             seconds, steps = time.perf_counter() - began, -(-done // at_once)
             with trainer.local_step_scope():
@@ -794,6 +890,10 @@ class TrainingLoop:
         result = trainer.step_optimizer(report)
         if result is None:  # it is known later
             return decision.step + 1
+        if result.dropped and buffers is not None:
+            trainer.tree.load_buffers(buffers)
+        if result.dropped:
+            return result.step
         trainer.control.update_applied(result)
         return result.step
 
@@ -806,8 +906,9 @@ class TrainingLoop:
         for hooks in trainer.hooks:
             hooks.on_batch_start(batch_idx)
         calls.made = 0
-        with explain_errors("training_step", batch, trainer.model), trainer.autocast:
-            returned = trainer.task.training_step(trainer.model, batch, batch_idx)
+        with explain_errors("training_step", batch, trainer.model):
+            returned = trainer.call_training_step(batch)
+        trainer.data.report_losses(trainer.current_step.sample_losses)
         if returned is not None or not calls.made:
             what = "returned a value" if returned is not None else "did not call it"
             raise TaskError(
@@ -833,6 +934,7 @@ class TrainingLoop:
         calls.made = -1
         return trainer.step
 
+    @spanned("data")
     def _next_batch(self) -> tuple[Any, int]:
         batch, samples = self.trainer.data.next_batch()
         batch = self.trainer.on_before_forward(batch)
@@ -851,7 +953,7 @@ class TrainingLoop:
         trainer.progress.samples_served += sum(samples for _, samples in batches)
 
     def _enter_epoch(self, samples: int) -> None:
-        """Enter the epoch of the next sample, after ``samples`` were applied."""
+        """Enter the epoch of the next sample, after ``samples`` were applied or skipped."""
         progress, epoch_samples = self.trainer.progress, self.trainer.data.epoch_samples
         for epoch in range(progress.epoch, epoch_of(samples, epoch_samples)):
             self._close_epoch()
@@ -876,11 +978,13 @@ class TrainingLoop:
 
     # Between two steps.
 
-    def _after_step(self) -> None:
-        """Record, validate and save what is due after a step."""
+    def _after_step(self, is_skipped: bool) -> None:
+        """Record, validate and save what is due after a step; nothing after one that all trainers have skipped."""
         trainer = self.trainer
         if not trainer.optimizer_calls.parameters_of:  # otherwise each call of ``optimize`` was one
             trainer.end_step()
+        if is_skipped:
+            return
         if self._is_record_due():
             trainer.record("buffer", **trainer.data.record())
             if trainer.local_steps is not None:
@@ -904,6 +1008,8 @@ class TrainingLoop:
         improved = is_due(trainer.step, config.training.validate_every, since) and self._validate(trainer.trainer_index)
         if improved or is_due(trainer.step, save_every(config), since):
             trainer.save("best" if improved else "periodic")
+        elif is_due(trainer.step, config.checkpoint.memory_every or 0, since):
+            trainer.save(MEMORY)
 
     def _validate(self, share: int) -> bool:
         """Validate a trainer's share of the current version; return whether the result of all is the best so far.

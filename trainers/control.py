@@ -215,7 +215,7 @@ class OptimizerCalls:
         self.parameters_of: dict[str, list[nn.Parameter]] = {}  # by optimizer; empty if there is one without a name
         self.batch_began: int | None = None  # the version that the last batch began with; None before the first one
         self.made = -1  # updates in the present batch; -1 outside of ``training_step``
-        self.present: list[OptimizerCall] = []  # the last call, on each trainer that has data
+        self.present: dict[int, OptimizerCall] = {}  # the last call, of each trainer that has data
 
     def set_optimizers(self, names: Mapping[str, Sequence[str]], model: nn.Module) -> None:
         """Take over the names of the parameters of each optimizer."""
@@ -263,7 +263,7 @@ class OptimizerCalls:
                     f"{self.made + 1} of a batch is {made[0][1]} on trainer {made[0][0]}, and {call} on trainer "
                     f"{index}. Let self.trainer.step decide about it, which all trainers have alike, and not batch_idx"
                 )
-        self.present = [call for _, call in made]
+        self.present = dict(made)
         return bool(made and made[0][1].name)
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from paramserver.buffers import Buffer, make_buffer
 from paramserver.buffers.positions import AppliedPositions, Key
+from paramserver.buffers.storage import stored_samples
 from paramserver.checkpoint import StagingPool, stage_copy
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Readiness
@@ -35,6 +39,9 @@ from paramserver.task import Task, sampler_of, uses_default_batching
 
 # How long a trainer waits for its data before it announces to the other processes that it is still waiting.
 _ANNOUNCE_AFTER_S = 1.0
+
+STARVATION_S = 5.0
+"""A trainer whose samples are all too old reports that after so long without a batch."""
 
 _BUFFER_FIGURES = ("population", "unseen", "capacity", "puts", "gets", "put_wait_s", "get_wait_s")
 
@@ -91,23 +98,21 @@ class DataStream:
         self.source: Source = make_source(reading, partition, config, sampler_kwargs)
         if receiver_spec is not None:
             self.source.connect(receiver_spec)
+        # Those of the model with which samples were made; None if samples have none.
+        self.versions = self.source.versions if isinstance(self.source, Stream) else None
+        self._waits_since: float | None = None  # since there is no batch
+        self._expired_before = 0  # samples that were removed as too old before the last batch
+        self._has_reported = False  # that there is no batch, as samples are too old
         # A data set may draw from the default generators, which are one per process: it is read in processes of its
         # own, or here while nothing else is computed.
-        self._reads_between_steps = False
-        if isinstance(self.source, DatasetSource):
-            self._reads_between_steps = not self.training.loader_workers
-            if self.training.loader_workers:
-                if reading.init_fn is not None and task.worker_init_fn is not None:
-                    raise TaskError(
-                        f"{type(task).__name__} and the DataLoader of train_source have a worker_init_fn; remove one"
-                    )
-                init_fn = reading.init_fn or task.worker_init_fn
-                self.source.use_workers(WorkerOptions(self.training.loader_workers, init_fn, partition.index))
-        elif self.training.loader_workers:
-            raise UnsupportedConfiguration(
-                f"training.loader_workers ({self.training.loader_workers}) must be 0, as train_source gives no "
-                "map-style data set and only those are read in worker processes; set it to 0"
-            )
+        workers = self.training.loader_workers
+        self._reads_between_steps = isinstance(self.source, DatasetSource) and not workers
+        if workers:
+            if reading.init_fn is not None and task.worker_init_fn is not None:
+                raise TaskError(
+                    f"{type(task).__name__} and the DataLoader of train_source have a worker_init_fn; remove one"
+                )
+            self.source.use_workers(WorkerOptions(workers, reading.init_fn or task.worker_init_fn, partition.index))
         self._is_ahead = False
         self._config = config
         self.buffer = self._make_buffer()
@@ -118,6 +123,8 @@ class DataStream:
         # Positions of the samples that were served since the last ``pop_served``, per batch; of a stream, their keys.
         self._served: list[npt.NDArray[np.int64]] = []
         self._served_keys: list[Key] = []
+        # Of each batch of a stream whose losses are not reported yet, the keys.
+        self._computed_keys: deque[list[Key]] = deque()
         self._default_batching = uses_default_batching(task) and reading.collate is None and not reading.gives_batches
 
     def _make_buffer(self, *entropy: int) -> Buffer:
@@ -125,7 +132,7 @@ class DataStream:
         # Independent random streams: trainer i draws the same in every mode, whatever the other trainers do.
         seed = np.random.SeedSequence([config.seed, 1 + self.trainer_index, *entropy]).generate_state(1, np.uint64)
         try:
-            return make_buffer(
+            buffer = make_buffer(
                 config.buffer.kind,
                 capacity=config.buffer.capacity,
                 seed=int(seed[0]),
@@ -137,6 +144,22 @@ class DataStream:
             )
         except ValueError as error:
             raise UnsupportedConfiguration(f"buffer: {error}") from error
+        if self.limits_staleness and self.versions is not None:
+            buffer.limit_age(self.versions.step_of)
+        return buffer
+
+    @property
+    def limits_staleness(self) -> bool:
+        """Whether samples are served only while their version is new enough (``buffer.max_staleness``)."""
+        return self.versions is not None and self.versions.max_staleness is not None
+
+    def set_version(self, step: int, limit: int | None = None) -> None:
+        """Set the version that the next batches are for, which decides which samples are too old.
+
+        ``limit`` is the step of the newest version that samples can have by now; None if it is not known.
+        """
+        if self.versions is not None:
+            self.versions.step, self.versions.limit = step, limit
 
     @property
     def _counts_ahead(self) -> bool:
@@ -190,6 +213,8 @@ class DataStream:
             SourceError: the source raised.
         """
         samples, batches = self._held_samples, self.training.batches_per_step
+        if self.versions is not None and self.versions.oldest is not None:
+            self.buffer.expire(self.versions.oldest)
         try:
             ready = self.buffer.wait_ready(samples, 0.0 if self._reads_between_steps else timeout_s)
             if self._reads_between_steps and not (self._is_ahead and ready):
@@ -197,6 +222,8 @@ class DataStream:
                 # Not before: with another content of the buffer other samples would be drawn.
                 ready = self._is_ahead = self._is_ahead and self.buffer.wait_ready(samples, 0.0)
             if not ready:
+                if timeout_s > 0:
+                    self._report_starvation()
                 return Announcement(Readiness.WAITING)
         except BufferExhausted:
             return Announcement(Readiness.DRAINED)
@@ -208,6 +235,17 @@ class DataStream:
             batches = min(batches, -(-left // self.training.batch_size))
         most = self._reading.largest_batch or self.training.batch_size
         return Announcement(Readiness.READY, batches, samples=batches * most)
+
+    def _report_starvation(self) -> None:
+        """Report once, after some seconds without a batch, that samples are removed because they are too old."""
+        now, refused = time.monotonic(), self.buffer.num_expired - self._expired_before
+        self._waits_since = self._waits_since or now
+        if not refused or self._has_reported or now - self._waits_since < STARVATION_S:
+            return
+        assert isinstance(self.source, Stream)
+        assert self.versions is not None
+        self._has_reported = True
+        self.source.report_starvation(self.versions.describe_starvation(self.trainer_index, refused))
 
     def read_ahead(self, timeout_s: float = _ANNOUNCE_AFTER_S) -> None:
         """Read the samples of the next step, if they are read between steps. Call it once a step's batches are taken.
@@ -242,6 +280,12 @@ class DataStream:
             self._raise_source_error()
             raise
         self._is_ahead = False
+        if self.versions is not None:
+            self._waits_since, self._has_reported, self._expired_before = None, False, self.buffer.num_expired
+            rows = [one["version"] for one in batch.samples] if batch.stacked is None else batch.stacked["version"]
+            self.versions.count_served(np.asarray(rows))
+        if isinstance(self.source, Stream):
+            self._computed_keys.append(batch.keys)
         if self._keeps_served:
             if self.source.repeatable:
                 self._served.append(batch.positions)
@@ -278,6 +322,23 @@ class DataStream:
             what, keys = "index", self.source.indices_of(keys)
         shown = ", ".join(map(str, keys[:8])) + (", ..." if len(keys) > 8 else "")
         return f"{what} {shown}"
+
+    def report_losses(self, losses: Tensor | None) -> None:
+        """Report the loss of each sample of the oldest batch that is not reported yet; None = they are not known.
+
+        Raises:
+            TaskError: they must be known, as the sampler of the simulations learns from them.
+        """
+        if not isinstance(self.source, Stream):
+            return
+        keys = self._computed_keys.popleft()
+        if losses is not None:
+            self.source.report_losses([simulation for simulation, _ in keys], losses.tolist())
+        elif self.source.needs_losses:
+            raise TaskError(
+                "training_step must give the loss of each sample, as simulations.sampler learns from it; "
+                "return a vector with one loss per sample, or call self.log_sample_loss(losses)"
+            )
 
     def pop_served(self) -> tuple[npt.NDArray[np.int64], list[Key]]:
         """Return which samples were served since the last call; call it once a step, for the push.
@@ -322,6 +383,8 @@ class DataStream:
     def record(self) -> dict[str, Any]:
         """Return ``figures``, with mean and deviation of a stream's fields since the last record."""
         figures, fields = self.figures(), self.source.statistics()
+        if self.versions is not None and "stream" in figures:
+            figures["stream"]["staleness"] = self.versions.pop_histogram()
         return {**figures, "stream": {**figures["stream"], "fields": fields}} if fields else figures
 
     def figures(self) -> dict[str, Any]:
@@ -334,6 +397,8 @@ class DataStream:
             batches = None if expected is None else self.buffer.expected_batches(expected, self.training.batch_size)
             watermark = self.buffer.watermark
             figures["stream"] = {"expected": expected, "expected_batches": batches, "watermark": watermark, **stream}
+            if self.limits_staleness:
+                figures["stream"]["stale"] = info.stale
         return figures
 
     # Checkpoints.
@@ -387,6 +452,11 @@ class DataStream:
         if self.source.refetchable and buffer["samples"] is None:
             fetched = iter(self.source.fetch_all(buffer["keys"], buffer["positions"].tolist()))
             fetch = lambda key: next(fetched)  # noqa: E731 - the buffer asks for its keys in their order
+        elif isinstance(self.source, Stream) and buffer["samples"] is not None:
+            first = next(stored_samples(buffer["samples"], 1))
+            if self.source.with_columns(first).keys() != first.keys():  # the config had other sections
+                stored = map(self.source.with_columns, stored_samples(buffer["samples"], len(buffer["keys"])))
+                buffer["samples"], fetch = None, lambda key: next(stored)
         with name_user_error(f"trainer {self.trainer_index}: the data set, which gives the buffer's samples again,"):
             self.buffer.load_state_dict(buffer, fetch)
         self._applied = self.buffer.applied()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -19,15 +19,21 @@ from torch.nn.parallel import DistributedDataParallel
 from paramserver.checkpoint import stage_copy
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict, module_buffer_owner
 from paramserver.errors import TaskError, UnsupportedConfiguration, message_of
+from paramserver.metrics.profile import span
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.optim.outer import round_weights
+from paramserver.parameters.flat import trainable_parameters
 from paramserver.parameters.model import build_model, extra_state_dict
 from paramserver.parameters.model_tree import set_buffer
 from paramserver.parameters.numerics import checksums
+from paramserver.parameters.tables import find_tables
+from paramserver.platform import SHARES_MEMORY
 from paramserver.trainers.base import overrides
-from paramserver.trainers.ddp_control import DdpControl, StepTotals, translate_peer_loss
+from paramserver.trainers.ddp_control import AgreedStep, DdpControl, StepTotals, translate_peer_loss
 from paramserver.trainers.local_steps import LocalSteps
 from paramserver.trainers.replica import ReplicaTrainer
+from paramserver.transport.all_reduce import SharedAllReduce
+from paramserver.transport.messages import OptimizerCall
 
 # The ranks compare their parameters at every so many collections of records.
 _COMPARE_EVERY = 10
@@ -58,6 +64,11 @@ class DdpTrainer(ReplicaTrainer):
 
     control: DdpControl
 
+    # Of gradients, in shared memory; None if they are reduced over the process group.
+    all_reduce: SharedAllReduce | None = None
+
+    _known: AgreedStep | None = None  # that was awaited in the step during which it was exchanged
+    _buckets: list[tuple[torch.futures.Future[Tensor], Tensor]]  # of the present backward
     _missed_updates = False
     _went_through_wrapper = False
     _some_were_idle = False
@@ -108,6 +119,7 @@ class DdpTrainer(ReplicaTrainer):
         device_ids = [placement.device] if placement.device.type != "cpu" and len(placement.devices) == 1 else None
         self.model = model
         self.make_optimizer(model)
+        self._share_all_reduce(model)
         if self.updater.parameters_of or self.local_steps is not None:
             self._check_not_wrapped()
             # Not wrapped: a loss has gradients for a part of the model, or for a local step of this rank alone. What
@@ -120,10 +132,44 @@ class DdpTrainer(ReplicaTrainer):
         self.model = self.configure_ddp(model, device_ids)
         if isinstance(self.model, DistributedDataParallel):
             self.model.register_forward_pre_hook(self._on_wrapper_forward)
+            if self.all_reduce is not None:
+                # DDP refuses annotations that are strings; a lambda has none.
+                self.model.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
         if self.config.training.uneven_inputs == "join":
             # Creating the context switches the collectives of joining on. It is never entered: this loop decides.
             self._join = self._ddp().join(divide_by_initial_world_size=False)
             self._shadow = self._ddp().join_hook(divide_by_initial_world_size=False)  # type: ignore[no-untyped-call]
+
+    def _share_all_reduce(self, model: nn.Module) -> None:
+        """Reduce gradients in shared memory, if neither the user, a device nor a sparse gradient needs another way."""
+        options, placement = self.config.ddp, self.process.placement
+        uses_hook = options.comm_hook != "none" or "mixed_precision" in options.extra
+        if (
+            self.process.trainers > 1
+            and SHARES_MEMORY
+            and options.shared_memory == "auto"
+            and placement.device.type == "cpu"
+            and not (uses_hook or overrides(self, DdpTrainer.configure_ddp) or find_tables(model))
+        ):
+            parameters = list(trainable_parameters(model).values())
+            self.all_reduce = self.resources.enter_context(self.control.shared_all_reduce(parameters))
+        self.record("transport", transport="shared_memory" if self.all_reduce else placement.backend)
+
+    def _reduce_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Reduce the gradients of DistributedDataParallel, all buckets at once after the backward of the last one.
+
+        Before, the other ranks still compute, and to wait for them would hold up this backward.
+        """
+        if bucket.index() == 0:
+            self._buckets = []
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._buckets.append((future, bucket.buffer()))
+        if bucket.is_last():
+            assert self.all_reduce is not None
+            self.all_reduce.average([buffer for _, buffer in self._buckets], self._active)
+            for reduced, buffer in self._buckets:
+                reduced.set_result(buffer)
+        return future
 
     def _broadcast_late_buffers(self, model: nn.Module) -> None:
         """Give all ranks the stored module buffers that have another shape than as built, as DDP refuses them."""
@@ -152,9 +198,10 @@ class DdpTrainer(ReplicaTrainer):
         if self.checkpoints is not None and self.monitor is not None:
             # DDP broadcasts tensors only.
             extra_state = stage_copy(extra_state_dict(self.unwrapped_model))
-            start = self.monitor.step, self.monitor.samples, self.checkpoints.updater_state(), extra_state
+            counts = self.monitor.step, self.monitor.samples, self.monitor.skipped
+            start = counts, self.checkpoints.updater_state(), extra_state
             parts = [self.checkpoints.trainer_part(i) for i in range(self.process.trainers)]
-        self.step, self.samples, state, extra_state = self.control.broadcast(start)
+        (self.step, self.samples, self.skipped), state, extra_state = self.control.broadcast(start)
         if extra_state:
             self.unwrapped_model.load_state_dict(extra_state, strict=False)
         if state is not None:
@@ -204,7 +251,7 @@ class DdpTrainer(ReplicaTrainer):
         return translate_peer_loss()
 
     def agree(self) -> Decision:
-        decision = self.decide(self._agreed()) if self.control.agreement.started else None
+        decision = self.decide(self._agreed()) if self._has_announced else None
         if decision is None or decision.verdict is Verdict.WAIT:
             self.control.announce(self.announcement())
             decision = self.decide(self._agreed())
@@ -292,9 +339,35 @@ class DdpTrainer(ReplicaTrainer):
         announcement = self.announcement_if_ready() or self.control.with_stop(Announcement(Readiness.WAITING))
         self.control.announce(announcement, totals, in_step=True)
 
+    @property
+    def _has_announced(self) -> bool:
+        """Whether this rank has announced its next step, of which nothing was decided yet."""
+        return self._known is not None or self.control.agreement.started
+
+    def _skipped(self) -> StepResult | None:
+        """Decide, as all ranks do, whether the step that they have computed is skipped; return the result if it is.
+
+        A mean that is finite is one of finite gradients.
+        """
+        if not self.updater.skipping.is_possible:
+            return None
+        agreed = self.control.agreement.wait()
+        assert agreed.totals is not None
+        has_mean = self.trainer_index in self._active
+        cause = self.find_nonfinite(agreed.totals.loss) if has_mean else ""
+        if len(self._active) < self.process.trainers:  # a rank without data has no gradient
+            cause = next(filter(None, self.control.exchange(cause)), "")
+        if not cause:
+            self._known = agreed
+            self.updater.skipping.update_made(self._active, self.loss_scale)
+            return None
+        self._known = replace(agreed, totals=None)
+        return self.skip_step(self._active, agreed.totals.samples, cause)
+
     def _agreed(self) -> dict[int, Announcement]:
         """Wait for the announcements of all ranks, and count the step during which they were exchanged."""
-        agreed = self.control.agreement.wait()
+        with span("wait"):
+            agreed, self._known = self._known or self.control.agreement.wait(), None
         if agreed.totals is not None:
             self.samples += agreed.totals.samples
             lr, totals = self.updater.lr, agreed.totals
@@ -322,6 +395,8 @@ class DdpTrainer(ReplicaTrainer):
         if self.local_steps is not None:
             self._announce_in_step(StepTotals(report.loss, report.samples, report.inner_steps, report.drift))
             self._reduce_round(self.local_steps, report.samples)
+        elif (skipped := self._skipped()) is not None:
+            return skipped
         self.updater.apply(report.version + 1)
         self.updater.clear_gradients()
         self.clock.lap("apply")
@@ -336,15 +411,17 @@ class DdpTrainer(ReplicaTrainer):
 
         Ranks without data make the same update.
         """
-        name, count = self.optimizer_calls.present[0].name, len(self.optimizer_calls.present)
+        present = self.optimizer_calls.present
+        calls, count = list(present.values()), len(present)
+        name = calls[0].name
         if self.process.trainers > 1:
-            self._reduce_gradients(name, count)
+            self._reduce_gradients(name, present)
         self.clock.lap("push")
         self.updater.apply(self.step + 1, name)
         self.updater.clear_gradients()
         self.clock.lap("apply")
-        self.samples += sum(call.samples for call in self.optimizer_calls.present)
-        loss = sum(call.loss for call in self.optimizer_calls.present) / count
+        self.samples += sum(call.samples for call in calls)
+        loss = sum(call.loss for call in calls) / count
         return StepResult(self.step + 1, self.samples, loss, self.updater.lr, self.seconds, optimizer=name)
 
     @torch.no_grad()
@@ -359,7 +436,7 @@ class DdpTrainer(ReplicaTrainer):
             for parameter in local_steps.parameters if has_data else ():
                 assert parameter.grad is not None
                 parameter.grad *= own[self._active.index(self.trainer_index)]
-        self._reduce_dense(local_steps.parameters, count)
+        self._reduce_dense(local_steps.parameters, self._active)
         _separate_elements(self.unwrapped_model)
         with translate_peer_loss():
             for buffer in self.unwrapped_model.buffers():
@@ -372,28 +449,37 @@ class DdpTrainer(ReplicaTrainer):
         self.clock.lap("push")
 
     @torch.no_grad()
-    def _reduce_gradients(self, name: str, count: int) -> None:
+    def _reduce_gradients(self, name: str, calls: Mapping[int, OptimizerCall]) -> None:
         parameters = [parameter for parameter in self.optimizer_calls.parameters_of[name] if parameter.requires_grad]
         dense: list[nn.Parameter] = []
         for number, parameter in enumerate(parameters):
             # All ranks decide alike. A gradient that is sparse on some only is reduced as a dense one.
-            kinds = {call.sparse[number] for call in self.optimizer_calls.present if call.used[number]}
+            kinds = {call.sparse[number] for call in calls.values() if call.used[number]}
             if kinds and min(kinds) == max(kinds) > 0:
-                self._reduce_sparse(parameter, kinds.pop(), count)
+                self._reduce_sparse(parameter, kinds.pop(), len(calls))
             elif kinds:
                 dense.append(parameter)
-        self._reduce_dense(dense, count)
+        self._reduce_dense(dense, calls)
 
-    def _reduce_dense(self, parameters: Sequence[Tensor], count: int) -> None:
-        """Replace the gradients of some parameters by their sums over all ranks, divided by ``count``."""
-        for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
-            own = [parameter for parameter in parameters if parameter.dtype == dtype]
+    def _reduce_dense(self, parameters: Sequence[Tensor], active: Collection[int]) -> None:
+        """Replace the gradients of some parameters by their means over the ranks of ``active``; called by all ranks."""
+        of_dtype = [
+            [parameter for parameter in parameters if parameter.dtype == dtype]
+            for dtype in sorted({parameter.dtype for parameter in parameters}, key=str)
+        ]
+        flats = []
+        for own in of_dtype:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in own]
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            with translate_peer_loss():
-                dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
-            if count > 1:
-                flat /= count
+            flats.append(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+        if self.all_reduce is not None:
+            self.all_reduce.average(flats, active)
+        else:
+            for flat in flats:
+                with translate_peer_loss(), span("push"):
+                    dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
+                if len(active) > 1:
+                    flat /= len(active)
+        for own, flat in zip(of_dtype, flats, strict=True):
             for parameter, mean in zip(own, torch.split(flat, [p.numel() for p in own]), strict=True):
                 parameter.grad = mean.view(parameter.shape)
 
@@ -404,7 +490,7 @@ class DdpTrainer(ReplicaTrainer):
             indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
             gradient = torch.sparse_coo_tensor(indices, parameter.new_empty(0, *shape[sparse_dim:]), shape)
         gradient = gradient.coalesce()
-        with translate_peer_loss():
+        with translate_peer_loss(), span("push"):
             dist.all_reduce(gradient)
         parameter.grad = gradient / count
 
@@ -421,14 +507,20 @@ class DdpTrainer(ReplicaTrainer):
                 # In each forward, DDP counts the ranks that have data; then shadow its collectives.
                 dist.all_reduce(torch.zeros(1, device=self._ddp().join_device))
                 self._shadow.main_hook()
+        if self._skipped() is not None:
+            return decision.step
         self._missed_updates = True
         return super().idle(decision)
 
     # Validation and checkpoints.
 
+    def publish_version(self) -> None:
+        if not self._missed_updates:  # otherwise the model is an earlier version until ``sync_model``
+            super().publish_version()
+
     def sync_model(self) -> None:
         """Bring all ranks to the same model and module buffers, before they are validated or saved."""
-        if self.control.agreement.started:
+        if self._has_announced:
             self._agreed()  # for the totals of the last step; its announcements may be outdated by now
         source = module_buffer_owner(self._active, self.config.training.uneven_inputs)
         _separate_elements(self.unwrapped_model)

@@ -9,6 +9,7 @@ Parts of a checkpoint reach rank 0 over the control channel while the ranks trai
 from __future__ import annotations
 
 import re
+import socket
 import struct
 import threading
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,7 +39,8 @@ from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout
 from paramserver.runs.checkpoint_manager import PartCollector
 from paramserver.trainers.control import ReplicaControl
-from paramserver.transport.segments import SegmentHost, attach
+from paramserver.transport.all_reduce import Barrier, SharedAllReduce, area_layout
+from paramserver.transport.segments import SegmentHost, attach, attach_socket
 
 T = TypeVar("T")
 
@@ -113,6 +116,51 @@ class SharedRows:
         return None
 
 
+def share_memory(
+    group: Any, name: str, layout: FlatLayout, timeout_s: float, connects: bool = False
+) -> tuple[list[torch.Tensor], Barrier]:
+    """Return memory that all ranks of a process group map, and with ``connects`` a barrier of theirs.
+
+    The group is of gloo. Called by all of its ranks.
+
+    Raises:
+        UnsupportedConfiguration: a rank runs on another host, or may not map the memory. All ranks raise it.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    distances = Barrier.distances(ranks) if connects else []
+    failure, address = "", [""]
+    flats: list[torch.Tensor] = []
+    with ExitStack() as until_attached, ExitStack() as on_failure, translate_peer_loss():
+        if rank == 0:
+            host = until_attached.enter_context(SegmentHost(f"ddp-{name}", timeout_s))
+            try:
+                host.allocate(name, layout)
+                for distance, one in product(distances, range(ranks)):
+                    to, of = socket.socketpair()
+                    host.offer_socket(f"{one} to {distance}", to)
+                    host.offer_socket(f"{(one + distance) % ranks} of {distance}", of)
+                address = [host.address]
+            except (UnsupportedConfiguration, OSError) as error:  # too little memory, or too few descriptors
+                failure = str(error)
+        dist.broadcast_object_list(address, src=0, group=group)
+        connected: dict[str, list[socket.socket]] = {"to": [], "of": []}
+        if address[0]:
+            try:
+                flats = attach(address[0], name, layout, timeout_s)
+                for (direction, sockets), distance in product(connected.items(), distances):
+                    sockets.append(attach_socket(address[0], f"{rank} {direction} {distance}", timeout_s))
+            except (PeerLost, UnsupportedConfiguration, TrainingError, OSError) as error:  # too few descriptors too
+                failure = str(error)
+        barrier = Barrier(connected["to"], connected["of"], timeout_s)
+        on_failure.callback(barrier.close)
+        failures: list[Any] = [None] * ranks
+        dist.all_gather_object(failures, failure, group=group)
+        if any(failures):
+            raise UnsupportedConfiguration(next(filter(None, failures)))
+        on_failure.pop_all()
+    return flats, barrier
+
+
 def share_rows(group: Any, channel: ControlChannel, timeout_s: float) -> SharedRows | None:
     """Return rows that all ranks of a process group share; None if they run on several hosts. Called by all of them.
 
@@ -120,21 +168,9 @@ def share_rows(group: Any, channel: ControlChannel, timeout_s: float) -> SharedR
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     layout = FlatLayout.of([("rows", torch.zeros(2, ranks, 1 + _ROW, dtype=torch.float64))])
-    with ExitStack() as until_attached, translate_peer_loss():
-        address: list[Any] = [None]
-        if rank == 0:
-            host = until_attached.enter_context(SegmentHost("ddp-agreement", timeout_s))
-            flats = host.allocate("rows", layout)
-            address = [host.address]
-        dist.broadcast_object_list(address, src=0, group=group)
-        shared = torch.ones(1)
-        if rank:
-            try:
-                flats = attach(address[0], "rows", layout, timeout_s)
-            except (PeerLost, UnsupportedConfiguration):  # on another host, or of another user
-                shared.zero_()
-        dist.all_reduce(shared, dist.ReduceOp.MIN, group=group)
-    if not shared.item():
+    try:
+        flats, _ = share_memory(group, "rows", layout, timeout_s)
+    except UnsupportedConfiguration:
         return None
     return SharedRows(layout.views(flats)["rows"], rank, channel.raise_if_lost, timeout_s)
 
@@ -342,6 +378,7 @@ class DdpControl(ReplicaControl):
     sender: BackgroundSender
 
     _channel: ControlChannel | None = None
+    _timeout_s: float  # of a wait for another rank
     _last_collected = 0.0
     _lost_at: float | None = None
 
@@ -350,7 +387,7 @@ class DdpControl(ReplicaControl):
         """Connect to the other ranks, and start the process group. Called once by all ranks."""
         sockets = self.rendezvous.sockets
         # Ranks wait for each other after as many steps as a round has; the control channel notices a loss before.
-        timeout_s = self.rendezvous.timeout_s * self.config.training.local_steps
+        timeout_s = self._timeout_s = self.rendezvous.timeout_s * self.config.training.local_steps
         placement, stop, limit = self.process.placement, self.process.stop, self.process.stop_limit
         self._before_limit, limit.at_limit = limit.at_limit, self._on_limit
         self._last_collected = time.monotonic()
@@ -380,6 +417,27 @@ class DdpControl(ReplicaControl):
             yield
 
     # Collectives.
+
+    @contextmanager
+    def shared_all_reduce(self, parameters: Sequence[torch.Tensor]) -> Iterator[SharedAllReduce | None]:
+        """Inside ``with``, an all-reduce of gradients in shared memory; None on several hosts. Called by all ranks."""
+        all_reduce: SharedAllReduce | None = None
+        with ExitStack() as stack, self.rendezvous.sockets.record():
+            if self.agreement.shared is not None:
+                layout = area_layout(self.process.trainers, parameters)
+                try:
+                    flats, barrier = share_memory(self.group, "gradients", layout, self._timeout_s, connects=True)
+                except UnsupportedConfiguration as error:
+                    if self.monitor is not None:
+                        why = str(error).partition(";")[0]  # the cure after it is that of servers
+                        self.monitor.note(f"ddp.shared_memory (auto): gradients are reduced over gloo, as {why}")
+                else:
+                    stack.callback(barrier.close)
+                    areas = list(layout.views(flats).values())
+                    all_reduce = SharedAllReduce(areas, self.trainer_index, barrier)
+            on_exit = stack.pop_all()
+        with on_exit:
+            yield all_reduce
 
     def exchange(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.process.trainers

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from paramserver.checkpoint import stage_copy
+from paramserver.checkpoint.memory import MEMORY
 from paramserver.consistency import Decision
 from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.metrics.records import StepReport, StepResult
@@ -50,7 +51,7 @@ class LocalTrainer(ReplicaTrainer):
         self.make_optimizer(self.model)
         self.checkpoints.restore_optimizer(self.updater)
         self.on_after_setup_optimizers()
-        self.step, self.samples = self.monitor.step, self.monitor.samples
+        self.step, self.samples, self.skipped = self.monitor.step, self.monitor.samples, self.monitor.skipped
         self.prepare_data()
         self.seed_or_restore(self.checkpoints.trainer_part(self.trainer_index))
         # What another thread can save while the main thread is in a hook: see ``_save_applied``. As the hook may return
@@ -67,7 +68,12 @@ class LocalTrainer(ReplicaTrainer):
 
     def step_optimizer(self, report: StepReport) -> StepResult:
         with self._lock:
+            if cause := self.find_nonfinite(report.loss):
+                self.data.pop_served()
+                self._applied_progress = replace(self.progress, steps=self.progress.steps + 1)
+                return self.skip_step([self.trainer_index], report.samples, cause)
             self.updater.apply(report.version + 1, report.optimizer)
+            self.updater.skipping.update_made([self.trainer_index], self.loss_scale)
             self.updater.clear_gradients()
             self.samples += report.samples
             self.data.pop_served()
@@ -90,7 +96,8 @@ class LocalTrainer(ReplicaTrainer):
         # Paused, as the files may be written here.
         with self.process.stop_limit.paused(), self._lock:
             super().commit(step, part, reason, since)
-            self._committed = step
+            if reason != MEMORY:
+                self._committed = step
 
     def _on_limit(self, place: str) -> None:
         """Called in the thread of ``StopLimit``: no other process can save."""

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 
 from paramserver.distributed.local_calls import LocalConnection
+from paramserver.distributed.rpc_agent import autograd_context
 from paramserver.distributed.rpc_calls import note_repeated
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.metrics.profile import spanned
 from paramserver.metrics.records import PhaseClock
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.sharding import full_shard
@@ -46,7 +47,7 @@ class StepContext:
     def renew(self) -> None:
         """Enter a new context, in the place of the one that was entered before in this step."""
         self._entered.close()
-        self.id = self._entered.enter_context(dist_autograd.context())
+        self.id = self._entered.enter_context(autograd_context())
 
 
 class VersionPull:
@@ -123,6 +124,7 @@ class VersionPull:
         )
         self.early = {}
 
+    @spanned("pull")
     def load(self, batches: Sequence[Any] = ()) -> None:
         """Load the version of this step, for these batches, without gradients."""
         if not self._numbers_of:
@@ -170,6 +172,7 @@ class VersionPull:
 
     # Several optimizers.
 
+    @spanned("pull")
     def pull_now(self, version: int) -> None:
         """Pull, in a context of its own, the version to which a call of one of several optimizers is applied."""
         self.version = version
@@ -178,6 +181,7 @@ class VersionPull:
         if self._calls:
             self.finish()
 
+    @spanned("pull")
     def load_updated(self, optimizer: str, step: int) -> None:
         """Load the parameters that an optimizer changed.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paramserver.devices import synchronize
+from paramserver.metrics.profile import span, spanned
 from paramserver.server.client import InFlightCall
 from paramserver.server.shared_optimizer import SharedOptimizer
 from paramserver.trainers.pull import VersionPull, bytes_of
@@ -124,6 +125,7 @@ class GradientPush:
         self._parameters = list(pull.model_copy.parameters.values())
         self.buckets = GradientBuckets(pull.transport, self._parameters, self._send_bucket)
 
+    @spanned("push")
     def _send_bucket(self, bucket: GradientBucket) -> None:
         sent = self._sent.setdefault(bucket, [])
         gradient = self._transport.bucket_tensor(bucket)
@@ -135,6 +137,7 @@ class GradientPush:
             # It replaces the one before, in whichever order they arrive, and must be there before the push.
             sent[-1].wait()
 
+    @spanned("push")
     def finish_buckets(self) -> tuple[bool, ...] | None:
         """Send the rest of the buckets; return whether each parameter has a gradient, or None if all have."""
         self._pull.model_copy.check_gradients()
@@ -155,19 +158,21 @@ class GradientPush:
         def begin(*_: object) -> None:
             optimizer.begin_step(self._pull.context.id, push, list(sent.values()))
 
-        if isinstance(transport, SharedMemoryTrainerTransport):
-            # The backward of the context is local, and sends the push.
-            pulled = transport.pull(begin)
-        root = transport.backward_root(pulled)
-        self._pull.wire_bytes += transport.step_bytes(() if push.report.optimizer else pulled)
-        self._pull.wire_bytes += bytes_of(push.buffers) + bytes_of(self._pull.grant.buffers)
-        if not transport.zero_copy:
-            # Before its gradients are complete: the servers accept the push with the last of them.
-            begin()
-        if sent:
-            self._pull.clock.add_hidden(max(call.in_flight_s() for call in sent.values()))
-        self._server.backward(self._pull.context.id, root)
-        grant = optimizer.step(self._pull.context.id)
+        with span("push"):
+            if isinstance(transport, SharedMemoryTrainerTransport):
+                # The backward of the context is local, and sends the push.
+                pulled = transport.pull(begin)
+            root = transport.backward_root(pulled)
+            self._pull.wire_bytes += transport.step_bytes(() if push.report.optimizer else pulled)
+            self._pull.wire_bytes += bytes_of(push.buffers) + bytes_of(self._pull.grant.buffers)
+            if not transport.zero_copy:
+                # Before its gradients are complete: the servers accept the push with the last of them.
+                begin()
+            if sent:
+                self._pull.clock.add_hidden(max(call.in_flight_s() for call in sent.values()))
+            self._server.backward(self._pull.context.id, root)
+        with span("wait"):
+            grant = optimizer.step(self._pull.context.id)
         for bucket, call in sent.items():
             if (updated := call.wait()) is not None:
                 self._pull.early[bucket] = updated

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from paramserver.consistency import Announcement, Decision, decide
 from paramserver.limits import Limits
+from paramserver.metrics.records import StepResult
 from paramserver.optim.outer import shared_optimizer
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model_tree import ModelTree
@@ -25,6 +27,7 @@ class ReplicaTrainer(Trainer):
     control: ReplicaControl
     updater: Updater
     samples: int = 0  # of all trainers, applied
+    skipped: int = 0  # samples of all trainers, of steps that were skipped
 
     def make_optimizer(self, model: nn.Module) -> None:
         """Make the optimizer of ``model``, which has the start's parameters."""
@@ -38,7 +41,30 @@ class ReplicaTrainer(Trainer):
     def decide(self, announcements: Mapping[int, Announcement]) -> Decision:
         """Return the decision that every trainer derives from these announcements."""
         limits = Limits.of(self.config.training)
-        return decide(announcements, self.step, self.samples, limits, self.config.training.uneven_inputs)
+        decision = decide(announcements, self.step, self.samples, limits, self.config.training.uneven_inputs)
+        return replace(decision, skipped=self.skipped) if self.skipped else decision
+
+    @property
+    def loss_scale(self) -> float:
+        return self.updater.skipping.scale
+
+    def skip_step(self, trainers: Sequence[int], samples: int, cause: str) -> StepResult:
+        """Make no update of a step; ``samples`` are those of all ``trainers`` that had data.
+
+        Raises:
+            NotFinite: there were too many such steps in succession.
+        """
+        self.updater.clear_gradients()
+        self.skipped += samples
+        if self.control.monitor is not None:
+            self.control.monitor.step_skipped(trainers, samples, cause, self.loss_scale)
+        self.updater.skipping.step_skipped(trainers, cause, self.loss_scale)
+        return StepResult(self.step, self.samples, 0.0, self.updater.lr, self.seconds, dropped=True)
+
+    def publish_version(self) -> None:
+        checkpoints = self.control.checkpoints
+        if checkpoints is not None and checkpoints.is_wanted(self.step):
+            checkpoints.publish(self.step, self.unwrapped_model, self.updater)
 
     def save_part(self, reason: str, since: float) -> None:
         self.sync_model()

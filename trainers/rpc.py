@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from paramserver.buffers.positions import AppliedPositions
 from paramserver.checkpoint import stage_copy, unpack
 from paramserver.consistency import Decision, Verdict, module_buffer_owner
 from paramserver.distributed.rendezvous import Rendezvous
+from paramserver.metrics.profile import span
 from paramserver.metrics.records import StepReport, StepResult, TableUse
 from paramserver.parameters.model import build_model, detached_state_dict, load_weights
 from paramserver.parameters.model_tree import PackedBuffers
@@ -72,6 +74,7 @@ class RpcTrainer(Trainer):
     transport: TrainerTransport | None = None  # None if the model stays on the server
     _next_grant: StepGrant | None = None  # came with the reply to the last push
     _validates_averages = False
+    _scale = 1.0  # of the losses of the present step
 
     # The connection.
 
@@ -184,10 +187,11 @@ class RpcTrainer(Trainer):
         grant, self._next_grant = self._next_grant, None
         if grant is None:
             announcement = self.announcement()
-            grant = self.server.announce(announcement, self.model_copy.changed_buffers())
+            with span("wait"):
+                grant = self.server.announce(announcement, self.model_copy.changed_buffers())
             self.clock.lap_shared("pull", wait=grant.held_s)
         assert grant.decision is not None
-        self._is_waited_for = self.lockstep
+        self._is_waited_for, self._scale = self.lockstep, grant.scale
         if grant.decision.active:
             # With ``join`` another trainer's may be kept from now on.
             owner = module_buffer_owner(grant.decision.active, self.config.training.uneven_inputs)
@@ -201,6 +205,10 @@ class RpcTrainer(Trainer):
         # Before hooks are called in which a task may change them: on_epoch_end, on_epoch_start.
         self.model_copy.load_buffers(grant.buffers)
         self.pull.start(grant)
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scale
 
     def load_version(self) -> None:
         self.pull.load(self.current_step.batches)
@@ -218,7 +226,9 @@ class RpcTrainer(Trainer):
     def on_last_loss(self, loss: float, samples: int) -> None:
         # A change through ``grad.data`` after backward cannot be noticed, so nothing is sent before these hooks ran.
         changes_gradients = any(overrides(hooks, Hooks.on_batch_end) for hooks in self.hooks)
-        if self.local_steps is None and not changes_gradients and not overrides(self, Trainer.on_after_backward):
+        # Nor before gradients are checked.
+        waits = changes_gradients or self.config.training.may_skip or overrides(self, Trainer.on_after_backward)
+        if self.local_steps is None and not waits:
             self.push.buckets.start()
 
     def on_round_ended(self) -> None:
@@ -227,6 +237,10 @@ class RpcTrainer(Trainer):
     def step_optimizer(self, report: StepReport) -> StepResult:
         if report.optimizer:
             self.pull.pull_now(report.version)
+        if cause := self.find_nonfinite(report.loss):
+            report = replace(report, nonfinite=cause)
+            for parameter in self.model_copy.parameters.values():
+                parameter.grad = None  # the server uses none of them
         used = self.push.finish_buckets()
         buffers = self.model_copy.pack_buffers() if self.pull.grant.wants_buffers else None
         result = self.finish_step(self.push.send(self.optimizer, self.make_push(report, used, buffers)))
@@ -266,7 +280,8 @@ class RpcTrainer(Trainer):
 
     def idle(self, decision: Decision) -> int:
         """Wait for the version that the others make, which may be validated or saved next."""
-        step = self.server.wait_version(decision.step + 1)
+        with span("wait"):
+            step = self.server.wait_version(decision.step + 1)
         self.clock.lap("wait")
         return step
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from paramserver.distributed.rpc_agent import distributed_backward
 from paramserver.errors import ModelIsElsewhere, TaskError
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.rng import restore_random_states
@@ -231,7 +231,7 @@ class ServedTrainer(RpcTrainer):
         self._losses.append(loss / batches if batches > 1 else loss)
         if len(self._losses) == batches:
             roots = [sum(self._losses[1:], self._losses[0]), *self.model.end_step()]
-            dist_autograd.backward(self.context.id, roots)  # type: ignore[attr-defined]
+            distributed_backward(self.context.id, roots)
         else:
             self.model.next_batch()
         self.on_after_backward()

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from solver import DT, PARAMETERS, solve
+from solver import DIFFUSIVITY, DT, PARAMETERS, solve
 from stored import write_simulation
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--n", type=int, default=N, help="--file: inner points in each direction (%(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="--file: samples (%(default)s)")
     parser.add_argument("--dt", type=float, default=DT, help="length of a step (%(default)s)")
-    parser.add_argument("--parameters", type=float, nargs=len(PARAMETERS), metavar=tuple(n.upper() for n in PARAMETERS))
+    parser.add_argument("--parameters", type=float, nargs="+", help=", ".join((*PARAMETERS, f"[{DIFFUSIVITY}]")))
     parser.add_argument("--simulation", type=int, help="its number, if no run started it")
     parser.add_argument("--address", help="of the run, if no run started it")
     parser.add_argument("--keys", help="folder of keys, for an address beyond loopback")

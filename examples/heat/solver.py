@@ -21,8 +21,18 @@ Field = npt.NDArray[np.float32]
 PARAMETERS = ("initial", "left", "right", "bottom", "top")
 """Temperatures, in this order: at the start, and on the sides x = 0, x = 1, y = 0 and y = 1."""
 
+DIFFUSIVITY = "diffusivity"
+"""A sixth parameter, which the steps of a simulation are multiplied by; 1 if it is left out."""
+
 DT = 0.002
 """The default step. In 100 steps the slowest mode of a field decays to 2 %."""
+
+LOW, HIGH = 100.0, 500.0
+"""The range of all temperatures, as in config.yaml."""
+
+MEAN, SPREAD = (LOW + HIGH) / 2, (HIGH - LOW) / 12**0.5
+
+VALIDATION_SEED = 20230723
 
 
 class Stepper:
@@ -72,7 +82,7 @@ def solve(parameters: Iterable[float], n: int, steps: int, dt: float = DT) -> It
     """Yield the field after each step.
 
     Args:
-        parameters: the temperatures that ``PARAMETERS`` names.
+        parameters: the temperatures that ``PARAMETERS`` names, and ``DIFFUSIVITY`` if the simulations differ in it.
         n: inner points in each direction.
         steps: number of steps.
         dt: length of a step.
@@ -81,6 +91,8 @@ def solve(parameters: Iterable[float], n: int, steps: int, dt: float = DT) -> It
         float32 [n, n]: step ``s``, from 0, is the field at time ``(s + 1) dt``.
     """
     initial, *sides = (float(value) for value in parameters)
+    if len(sides) == len(PARAMETERS):
+        dt *= sides.pop()
     if len(sides) != len(PARAMETERS) - 1:
         raise ValueError(f"parameters ({len(sides) + 1} numbers) must be {', '.join(PARAMETERS)}")
     stepper = Stepper(n, dt, sides)

@@ -7,13 +7,14 @@ Large Ensemble Runs", SC 2023 (https://arxiv.org/abs/2309.16743).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from solver import DT, PARAMETERS, solve
+from solver import DT, HIGH, LOW, MEAN, PARAMETERS, SPREAD, VALIDATION_SEED, solve
 from stored import StoredSimulations
 from torch import Tensor, nn
 
@@ -21,9 +22,7 @@ from paramserver import Task
 from paramserver.errors import TaskError
 from paramserver.online.spec import parse_fields
 
-LOW, HIGH = 100.0, 500.0  # range of all temperatures, as in config.yaml
-MEAN, SPREAD = (LOW + HIGH) / 2, (HIGH - LOW) / 12**0.5
-VALIDATION_SEED = 20230723
+TEMPERATURES = ((LOW, HIGH),) * len(PARAMETERS)
 
 
 class Surrogate(nn.Module):
@@ -33,13 +32,16 @@ class Surrogate(nn.Module):
         n: points of the field in each direction.
         steps: of a simulation; the unit of time.
         width: of the two hidden layers.
+        ranges: (low, high) of each parameter.
     """
 
-    def __init__(self, n: int, steps: int, width: int) -> None:
+    def __init__(self, n: int, steps: int, width: int, ranges: Sequence[tuple[float, float]] = TEMPERATURES) -> None:
         super().__init__()
         self.n, self.steps = n, steps
+        self.means = [(low + high) / 2 for low, high in ranges]
+        self.spreads = [(high - low) / 12**0.5 for low, high in ranges]
         self.layers = nn.Sequential(
-            nn.Linear(len(PARAMETERS) + 1, width),
+            nn.Linear(len(ranges) + 1, width),
             nn.SiLU(),
             nn.Linear(width, width),
             nn.SiLU(),
@@ -47,8 +49,9 @@ class Surrogate(nn.Module):
         )
 
     def forward(self, parameters: Tensor, step: Tensor) -> Tensor:
-        """Map parameters [batch, 5] and steps [batch] to temperatures [batch, n, n]."""
-        given = (parameters.float() - MEAN) / SPREAD
+        """Map parameters [batch, 5 or 6] and steps [batch] to temperatures [batch, n, n]."""
+        given = parameters.float()
+        given = (given - given.new_tensor(self.means)) / given.new_tensor(self.spreads)
         time = ((step.float() + 1) / self.steps - 0.5) * 12**0.5
         out: Tensor = self.layers(torch.cat([given, time[:, None]], dim=1))
         return out.view(-1, self.n, self.n) * SPREAD + MEAN
@@ -66,6 +69,7 @@ class Heat(Task):
         width: of the hidden layers.
         lr: learning rate of Adam.
         validation_simulations: number of simulations for validation, with parameters that training does not use.
+        weighted: weight each loss by ``density_ratio``, which the sampler ``importance`` gives.
     """
 
     def __init__(
@@ -78,12 +82,14 @@ class Heat(Task):
         width: int = 256,
         lr: float = 1e-3,
         validation_simulations: int = 10,
+        weighted: bool = False,
     ) -> None:
         self.offline = offline
         self.folder = Path(folder).expanduser()
         self.n, self.steps, self.dt = n, steps, dt
         self.width, self.lr = width, lr
         self.validation_simulations = validation_simulations
+        self.weighted = weighted
 
     @cached_property
     def sizes(self) -> tuple[int, int]:
@@ -96,8 +102,14 @@ class Heat(Task):
                 return n, simulations.steps or self.steps
         raise TaskError("simulations.fields must be what simulate.py sends; for example {temperature: [32, 32]}")
 
+    @property
+    def ranges(self) -> Sequence[tuple[float, float]]:
+        """(low, high) of each parameter of a simulation."""
+        simulations = None if self.offline else self.config.simulations
+        return TEMPERATURES if simulations is None else [tuple(map(float, r)) for r in simulations.parameters.values()]
+
     def build_model(self) -> nn.Module:
-        return Surrogate(*self.sizes, self.width)
+        return Surrogate(*self.sizes, self.width, self.ranges)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.parameters(), lr=self.lr)
@@ -126,8 +138,9 @@ class Heat(Task):
     def _validation(self) -> list[dict[str, Any]]:
         """The same samples in every run and trainer, so that their errors are comparable."""
         n, steps = self.sizes
+        low, high = np.array(self.ranges).T
         count = self.validation_simulations
-        parameters_of_all = np.random.default_rng(VALIDATION_SEED).uniform(LOW, HIGH, (count, len(PARAMETERS)))
+        parameters_of_all = np.random.default_rng(VALIDATION_SEED).uniform(low, high, (count, len(low)))
         return [
             {"simulation": simulation, "step": step, "parameters": parameters, "temperature": temperature}
             for simulation, parameters in enumerate(parameters_of_all)
@@ -135,7 +148,12 @@ class Heat(Task):
         ]
 
     def training_step(self, model: nn.Module, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return (self._error(model, batch) / SPREAD).square().mean()
+        """Return the loss of each sample, or the mean of the weighted losses; a sampler may learn from each."""
+        losses = (self._error(model, batch) / SPREAD).square().mean(dim=(1, 2))
+        if not self.weighted:
+            return losses
+        self.log_sample_loss(losses)
+        return (losses * batch["density_ratio"].float()).mean()
 
     def validation_step(
         self, model: nn.Module, batch: dict[str, Tensor], valid_batch_idx: int, batch_idx: int

@@ -32,6 +32,7 @@ class ServingCounts:
     evicted: int = 0
     put_wait_s: float = 0.0
     get_wait_s: float = 0.0
+    stale: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,12 @@ class BufferInfo:
         puts: samples put since creation.
         gets: samples served since creation.
         batches: batches served since creation.
-        evicted: samples that a reservoir removed, in a put or, after ``finish()``, in the get that served them.
+        evicted: samples that a reservoir removed, in a put or, after ``finish()``, in the get that served them; and
+            those that were removed as too old after they were served.
         put_wait_s: seconds that producers were blocked, summed over them.
         get_wait_s: seconds that the consumer was blocked.
         bytes: size of the samples held.
+        stale: samples that were never served, as they had become too old (``expire``).
         seen_histogram: {times served: samples}, over every sample ever put, held or removed.
 
     Example::
@@ -73,6 +76,7 @@ class BufferInfo:
     put_wait_s: float
     get_wait_s: float
     bytes: int
+    stale: int
     seen_histogram: dict[int, int]
 
 
@@ -147,6 +151,11 @@ class Buffer(ABC):
         self._finished = self._closed = False
         self._mark: Any = None
         self._counters = ServingCounts()
+        # With ``limit_age``: what returns the step of a sample, the oldest that is served, and whether any is older.
+        self._step_of: Callable[[Any], int] | None = None
+        self._oldest: int | None = None
+        self._some_stale = False
+        self.num_expired = 0  # samples that were removed as too old, in this process
 
     # Producers.
 
@@ -245,6 +254,66 @@ class Buffer(ABC):
         with self._lock:
             self._skip(count)
 
+    # The age of samples.
+
+    def limit_age(self, step_of: Callable[[Any], int]) -> None:
+        """Let ``expire`` remove samples. Call it before the first put, and before ``load_state_dict``.
+
+        Args:
+            step_of: returns the step of a sample.
+        """
+        self._step_of = step_of
+
+    def expire(self, oldest: int) -> None:
+        """From now on serve no sample with a step below ``oldest``. One that is held, or is put, is removed.
+
+        What is served then does not depend on when they are removed, except by a reservoir. One that was never served
+        is counted as ``stale``.
+
+        Example::
+
+            >>> from paramserver.buffers import Fifo
+            >>> buffer = Fifo(capacity=8)
+            >>> buffer.limit_age(lambda sample: sample)
+            >>> buffer.put_many([3, 5, 4, 6], keys="abcd")
+            4
+            >>> buffer.expire(oldest=5)
+            >>> buffer.get_batch(2).keys, buffer.info().stale
+            (['b', 'd'], 2)
+
+        Raises:
+            ValueError: ``limit_age`` was not called.
+        """
+        if self._step_of is None:
+            raise ValueError("expire must know the step of each sample; call limit_age first")
+        with self._lock:
+            if self._oldest is None or oldest > self._oldest:
+                self._oldest, self._some_stale = oldest, True
+            self._remove_stale()
+
+    def _is_stale(self, sample: Any) -> bool:
+        return self._oldest is not None and self._step_of is not None and self._step_of(sample) < self._oldest
+
+    def _note_steps(self, slots: Slots, samples: Iterable[Any]) -> None:
+        if self._step_of is not None:
+            self._store.steps[slots] = steps = [self._step_of(sample) for sample in samples]
+            self._some_stale |= self._oldest is not None and min(steps) < self._oldest
+
+    def _remove_stale(self) -> None:
+        if not self._some_stale or self._oldest is None:
+            return
+        self._some_stale = False
+        slots = self._index.slots()
+        is_stale = self._store.steps[slots] < self._oldest
+        if stale := slots[is_stale].size:
+            self._index.keep(~is_stale)
+            never_served = int(np.count_nonzero(self._store.served[slots[is_stale]] == 0))
+            self._counters.stale += never_served
+            self._counters.evicted += stale - never_served
+            self.num_expired += stale
+            self._store.release(slots[is_stale])
+            self._can_put.notify_all()
+
     # The consumer.
 
     def get(self, timeout: float | None = None) -> Any:
@@ -322,6 +391,11 @@ class Buffer(ABC):
         with self._lock:
             self._closed = True
             self._wake_all()
+
+    @property
+    def stale(self) -> int:
+        """As in ``info``."""
+        return self._counters.stale
 
     @property
     def put_waits(self) -> bool:
@@ -421,6 +495,8 @@ class Buffer(ABC):
             self._rng.bit_generator.state = state["rng"]
             # The store has the saved order as slots 0, 1, ..., so the same random numbers draw the same samples.
             self._index = self._index_type(self.capacity, np.arange(store.count), store.unseen)
+            for slots, held in store.held_in_groups(np.arange(store.count)) if self._step_of is not None else ():
+                self._note_steps(slots, held)
             self._load_extra_state(state)
             self._wake_all()
 
@@ -510,6 +586,8 @@ class Buffer(ABC):
                 times = 0 if served is None else served[done]
                 if times is None or times >= due:
                     self._skip(1)
+                elif self._is_stale(samples[done]):  # before others are evicted for it
+                    self._count_stale()
                 else:
                     self._put(samples[done], keys[done], deadline, times)
                 done += 1
@@ -522,6 +600,15 @@ class Buffer(ABC):
             self._finished = True
             self._wake_all()
         return done, None
+
+    def _count_stale(self) -> None:
+        """Count a sample as put and removed."""
+        if self._closed or self._finished:
+            raise self._not_open_error()
+        self._counters.puts += 1
+        self._counters.stale += 1
+        self.num_expired += 1
+        self._store.count_removed(1, 0)
 
     def _put_together(self, samples: Sequence[Any], keys: Sequence[Any], start: int) -> int | None:
         """Put as many samples from ``start`` on as there is room for without an eviction; return how many.
@@ -542,7 +629,9 @@ class Buffer(ABC):
             return None  # one of them is refused: those before it are put first
         if columns is None:
             return None
-        self._index.extend(store.insert_many(columns, keys[start:end], self._counters.puts))
+        slots = store.insert_many(columns, keys[start:end], self._counters.puts)
+        self._index.extend(slots)
+        self._note_steps(slots, samples[start:end])
         self._counters.puts += end - start
         if self._awaited and self._is_ready(self._awaited):
             self._can_get.notify()
@@ -558,7 +647,9 @@ class Buffer(ABC):
             if self._make_room(size):
                 break
             self._wait_for_room(size, deadline)
-        self._index.append(store.insert(values, size, key, self._counters.puts, served))
+        slot = store.insert(values, size, key, self._counters.puts, served)
+        self._index.append(slot)
+        self._note_steps(np.array([slot]), [sample])
         self._counters.puts += 1
         self._counters.gets += served
         # Notified only once its n is complete: waking the consumer for each sample would switch threads at every put.
@@ -600,7 +691,7 @@ class Buffer(ABC):
             # A blocked producer must check again whether max_bytes can hold what this get waits for.
             self._can_put.notify_all()
         self._batch_size = n
-        ready = self._finished or self._is_ready(n)
+        ready = self._is_ready_now(n)
         if not ready and (timeout is None or timeout > 0):
             ready = self._wait_for_samples(n, timeout)
         if not ready:
@@ -613,7 +704,7 @@ class Buffer(ABC):
         since = time.monotonic()
         self._awaited = n
         try:
-            ready = self._can_get.wait_for(lambda: self._closed or self._finished or self._is_ready(n), timeout)
+            ready = self._can_get.wait_for(lambda: self._closed or self._is_ready_now(n), timeout)
         finally:
             # Also when a signal handler raises during the wait.
             self._awaited = 0
@@ -621,6 +712,10 @@ class Buffer(ABC):
         if self._closed:
             raise _closed_error()
         return ready
+
+    def _is_ready_now(self, n: int) -> bool:
+        self._remove_stale()
+        return self._finished or self._is_ready(n)
 
     def _wake_all(self) -> None:
         self._can_put.notify_all()

@@ -117,8 +117,17 @@ class KeySet:
 
     def update(self, keys: Iterable[Key]) -> None:
         for simulation, step in keys:
-            blocks = self._blocks.setdefault(simulation, {})
-            blocks[step >> _BITS] = blocks.get(step >> _BITS, 0) | 1 << (step & 63)
+            self.add(simulation, step)
+
+    def add(self, simulation: int, step: int) -> bool:
+        """Add one sample; return whether it was not in the set."""
+        blocks = self._blocks.get(simulation)
+        if blocks is None:
+            blocks = self._blocks[simulation] = {}
+        block, bit = step >> _BITS, 1 << (step & 63)
+        bits = blocks.get(block, 0)
+        blocks[block] = bits | bit
+        return not bits & bit
 
     def __contains__(self, key: Key) -> bool:
         blocks = self._blocks.get(key[0])

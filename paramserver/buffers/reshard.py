@@ -136,7 +136,7 @@ def reshard_buffers(
         for which, i in kept[room:]:
             partly[which].append((states[which]["keys"][i], int(states[which]["served"][i])))
         kept = kept[:room]
-    return [_new_state(states, kept[i::count], i, entropy) for i in range(count)], unserved, partly
+    return [_new_state(states, kept[i::count], i, count, entropy) for i in range(count)], unserved, partly
 
 
 def _evict_excess(states: Sequence[State], kept: list[_Place], room: int, entropy: Sequence[int]) -> list[_Place]:
@@ -156,19 +156,22 @@ def _evict_excess(states: Sequence[State], kept: list[_Place], room: int, entrop
     return [place for n, place in enumerate(kept) if n not in evicted]
 
 
-def _new_state(states: Sequence[State], places: list[_Place], index: int, entropy: Sequence[int]) -> dict[str, Any]:
+def _new_state(
+    states: Sequence[State], places: list[_Place], index: int, count: int, entropy: Sequence[int]
+) -> dict[str, Any]:
     """Return the state of new buffer ``index``, with the extra state of the old buffer of that index."""
     own = states[index] if index < len(states) else states[0]
     if buffer_class(own["kind"]).repeats:
         places = sorted(places, key=lambda place: bool(states[place[0]]["served"][place[1]]))  # unseen ones come first
     served = [int(states[which]["served"][i]) for which, i in places]
     rng = np.random.default_rng([*entropy, index])
+    stale = sum(state["counters"].get("stale", 0) for state in states[index::count])
     return {
         **own,
         "finished": False,
         "mark": None,
         "rng": own["rng"] if index < len(states) else rng.bit_generator.state,
-        "counters": vars(ServingCounts(puts=len(places), gets=sum(served))),
+        "counters": vars(ServingCounts(puts=len(places), gets=sum(served), stale=stale)),
         "keys": [states[which]["keys"][i] for which, i in places],
         "served": torch.tensor(served, dtype=torch.int64),
         "positions": torch.arange(len(places)),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -149,16 +149,20 @@ class SampleSpec(ABC):
     Example::
 
         >>> spec = sample_spec_of((torch.zeros(2), 7))
-        >>> leaves = []
-        >>> spec.flatten((torch.ones(2), 8), leaves), leaves
-        (True, [tensor([1., 1.]), 8])
-        >>> spec.flatten((torch.ones(3), 8), [])
+        >>> columns = []
+        >>> spec.flatten([(torch.ones(2), 8), (torch.zeros(2), 9)], columns), columns
+        (True, [[tensor([1., 1.]), tensor([0., 0.])], [8, 9]])
+        >>> spec.flatten([(torch.ones(3), 8)], [])
         False
     """
 
     @abstractmethod
-    def flatten(self, sample: Any, leaves: list[Any]) -> bool:
-        """Append the leaves of ``sample`` and return True; return False if it has another layout."""
+    def flatten(self, samples: Sequence[Any], columns: list[list[Any]]) -> bool:
+        """Append a list per leaf, with its value in each of the samples; return False if one has another layout.
+
+        There is at least one sample. All are visited leaf by leaf, because a call per sample and leaf takes longer than
+        what is checked.
+        """
 
     @abstractmethod
     def leaves(self) -> list[LeafSpec]:
@@ -195,13 +199,11 @@ class LeafSpec(SampleSpec):
 
 
 class TensorLeaf(LeafSpec):
-    def flatten(self, sample: Any, leaves: list[Any]) -> bool:
-        leaves.append(sample)
-        return (
-            type(sample) is Tensor
-            and sample.dtype is self.dtype
-            and sample.shape == self.shape
-            and _fits_column(sample)
+    def flatten(self, samples: Sequence[Any], columns: list[list[Any]]) -> bool:
+        columns.append(list(samples))
+        dtype, shape = self.dtype, self.shape
+        return all(
+            type(one) is Tensor and one.dtype is dtype and one.shape == shape and _fits_column(one) for one in samples
         )
 
     def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
@@ -213,9 +215,10 @@ class ArrayLeaf(LeafSpec):
         super().__init__(dtype, array.shape)
         self.numpy_dtype = array.dtype
 
-    def flatten(self, sample: Any, leaves: list[Any]) -> bool:
-        leaves.append(sample)
-        return type(sample) in _ARRAYS and sample.dtype == self.numpy_dtype and sample.shape == self.shape
+    def flatten(self, samples: Sequence[Any], columns: list[list[Any]]) -> bool:
+        columns.append(list(samples))
+        dtype, shape = self.numpy_dtype, self.shape
+        return all(type(one) in _ARRAYS and one.dtype == dtype and one.shape == shape for one in samples)
 
     def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
         # With the ellipsis a row of a vector stays a 0-d array; an index alone would return a scalar.
@@ -228,9 +231,9 @@ class ScalarLeaf(LeafSpec):
         super().__init__(dtype)
         self.numpy_dtype = scalar.dtype
 
-    def flatten(self, sample: Any, leaves: list[Any]) -> bool:
-        leaves.append(sample)
-        return isinstance(sample, np.generic) and sample.dtype == self.numpy_dtype
+    def flatten(self, samples: Sequence[Any], columns: list[list[Any]]) -> bool:
+        columns.append(list(samples))
+        return all(isinstance(one, np.generic) and one.dtype == self.numpy_dtype for one in samples)
 
     def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
         return list(next(columns).numpy())
@@ -241,9 +244,11 @@ class NumberLeaf(LeafSpec):
         super().__init__(_NUMBERS[type(number)])
         self.type = type(number)
 
-    def flatten(self, sample: Any, leaves: list[Any]) -> bool:
-        leaves.append(sample)
-        return type(sample) is self.type and (self.type is not int or sample in INT64)
+    def flatten(self, samples: Sequence[Any], columns: list[list[Any]]) -> bool:
+        columns.append(list(samples))
+        if set(map(type, samples)) != {self.type}:
+            return False
+        return self.type is not int or (min(samples) in INT64 and max(samples) in INT64)
 
     def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
         return next(columns).tolist()
@@ -271,17 +276,15 @@ class TreeSpec(SampleSpec):
     def __reduce__(self) -> tuple[type[TreeSpec], tuple[Any, ...]]:
         return TreeSpec, (self.kind, self.names, self.children)
 
-    def flatten(self, sample: Any, leaves: list[Any]) -> bool:
-        if type(sample) is not self.kind or len(sample) != len(self.children):
+    def flatten(self, samples: Sequence[Any], columns: list[list[Any]]) -> bool:
+        if set(map(type, samples)) != {self.kind} or set(map(len, samples)) != {len(self.children)}:
             return False
+        names: Sequence[Any] = range(len(self.children)) if self.names is None else self.names
         try:
-            values: Iterable[Any] = sample if self.names is None else [sample[name] for name in self.names]
+            values = [[sample[name] for sample in samples] for name in names]
         except KeyError:
             return False
-        for child, value in zip(self.children, values, strict=True):  # noqa: SIM110 - all() would take twice as long
-            if not child.flatten(value, leaves):
-                return False
-        return True
+        return all(child.flatten(column, columns) for child, column in zip(self.children, values, strict=True))
 
     def leaves(self) -> list[LeafSpec]:
         return [leaf for child in self.children for leaf in child.leaves()]

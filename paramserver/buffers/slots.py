@@ -34,6 +34,15 @@ class SlotIndex(ABC):
     def extend(self, slots: Slots) -> None:
         """Add slots of new samples, as ``append`` does one after the other."""
 
+    def keep(self, stays: npt.NDArray[np.bool_]) -> None:
+        """Remove the slots that are not marked, in the order of ``slots``; the others stay in their order.
+
+        So it makes no difference whether slots are added before or after it, except among those that were served.
+        """
+        left = self.slots()[stays]
+        self._slots[: len(left)] = left
+        self._count = len(left)
+
     def slots(self) -> Slots:
         """Return a copy of all slots in their order."""
         held: Slots = self._slots[: self._count].copy()
@@ -68,6 +77,10 @@ class SlotQueue(SlotIndex):
         self._head = (self._head + n) % len(self._slots)
         self._count -= n
         return oldest
+
+    def keep(self, stays: npt.NDArray[np.bool_]) -> None:
+        super().keep(stays)
+        self._head = 0
 
     def slots(self) -> Slots:
         held: Slots = self._slots[self._places(0, self._count)].copy()
@@ -123,6 +136,10 @@ class SeenUnseenBag(SlotBag):
         self._slots[self.unseen : self.unseen + new] = slots
         self._count += new
         self.unseen += new
+
+    def keep(self, stays: npt.NDArray[np.bool_]) -> None:
+        self.unseen = int(np.count_nonzero(stays[: self.unseen]))
+        super().keep(stays)
 
     def mark_seen(self, positions: Slots) -> None:
         """Move the slots at these positions, all below ``unseen``, to positions [new unseen, old unseen)."""

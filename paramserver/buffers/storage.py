@@ -127,6 +127,7 @@ class SampleStore:
         seen_bytes: size of those that were served at least once; counted only with ``max_bytes``.
         served: how often the sample in each slot was served.
         positions: of the sample in each slot, see ``Batch``.
+        steps: from which the age of the sample in each slot counts, see ``Buffer.limit_age``.
     """
 
     def __init__(self, capacity: int, max_bytes: int | None) -> None:
@@ -139,6 +140,7 @@ class SampleStore:
         self.unseen = 0
         self.served = np.zeros(capacity, np.int64)
         self.positions = np.zeros(capacity, np.int64)
+        self.steps = np.zeros(capacity, np.int64)
         self._keys = _Keys(capacity)
         self._held = np.zeros(capacity, np.bool_)
         # Freed slots are used again first, so memory is touched only up to the largest number of samples held.
@@ -262,19 +264,27 @@ class SampleStore:
         return Batch(len(slots), new, self.positions[slots], stacked, self._keys.get(slots), rebuild)
 
     def release(self, slots: Slots) -> None:
-        """Remove the samples in these slots, each of which was served before."""
+        """Remove the samples in these slots."""
         if not len(slots):
             return
         assert self.storage is not None
-        size = self.storage.remove(slots)
-        self.bytes -= size
+        seen = slots[self.served[slots] > 0]
+        self.unseen -= len(slots) - len(seen)
         if self.max_bytes is not None:
-            self.seen_bytes -= size
+            self.seen_bytes -= self.storage.bytes_of(seen)
+        self.bytes -= self.storage.remove(slots)
         self.count -= len(slots)
         self._count_servings(slots, self._removed)
         self._keys.drop(slots)
         self._held[slots] = False
         self._free.extend(slots.tolist())
+
+    def held_in_groups(self, slots: Slots) -> Iterator[tuple[Slots, list[Any]]]:
+        """Yield these slots and their samples, some at a time."""
+        for start in range(0, len(slots), _ROWS_PER_WRITE):
+            assert self.storage is not None
+            group = slots[start : start + _ROWS_PER_WRITE]
+            yield group, self.storage.gather(group)[1]()
 
     def count_removed(self, samples: int, times: int) -> None:
         """Count samples that were served ``times`` times elsewhere and are not held here."""
@@ -409,7 +419,7 @@ class Column:
             self.array[slots] = values
         else:
             # Stacking arrays would copy them twice, and numpy visits them one by one there too.
-            for slot, value in zip(slots, values, strict=True):
+            for slot, value in zip(np.asarray(slots).tolist(), values, strict=True):
                 self.array[slot] = value
 
     def gather_into(self, slots: Slots, allocate: AllocateBytes) -> Tensor:
@@ -441,17 +451,15 @@ class ColumnStorage(Storage):
             ) from error
 
     def prepare(self, sample: Any) -> tuple[list[Any], int] | None:
-        leaves: list[Any] = []
-        return (leaves, self.row_bytes) if self.layout.flatten(sample, leaves) else None
+        columns = self.prepare_many([sample])
+        return None if columns is None else ([values[0] for values in columns], self.row_bytes)
 
     def prepare_many(self, samples: Sequence[Any]) -> list[Any] | None:
         """Return the values of each column; None if a sample has another layout."""
         if isinstance(samples, StackedSamples):
             return samples.columns if samples.layout == self.layout else None
-        rows: list[list[Any]] = [[] for _ in samples]
-        if not all(map(self.layout.flatten, samples, rows)):
-            return None
-        return [list(values) for values in zip(*rows, strict=True)]
+        columns: list[list[Any]] = []
+        return columns if self.layout.flatten(samples, columns) else None
 
     def write_many(self, slots: Slots | list[int], columns: Iterable[Any]) -> None:
         for column, values in zip(self._columns, columns, strict=True):
@@ -553,13 +561,13 @@ def stack_samples(samples: Sequence[Any]) -> Sequence[Any]:
     if isinstance(samples, StackedSamples):
         return samples
     layout = sample_spec_of(samples[0]) if samples else None
-    rows: list[list[Any]] = [[] for _ in samples]
-    if layout is None or not all(layout.flatten(*pair) for pair in zip(samples, rows, strict=True)):
+    flat: list[list[Any]] = []
+    if layout is None or not layout.flatten(samples, flat):
         return samples
     columns = []
-    for leaf, values in zip(layout.leaves(), zip(*rows, strict=True), strict=True):
+    for leaf, values in zip(layout.leaves(), flat, strict=True):
         column = Column(leaf, len(samples))
-        column.write(list(range(len(samples))), list(values))
+        column.write(list(range(len(samples))), values)
         columns.append(column.array)
     return StackedSamples(layout, columns, len(samples))
 
@@ -579,6 +587,11 @@ def join_states(states: Sequence[dict[str, Any] | None], places: Sequence[tuple[
     rows = torch.tensor([int(starts[which]) + i for which, i in places])
     columns = zip(*(state["columns"] for state in held), strict=True)
     return {"template": template, "columns": [torch.cat(column).index_select(0, rows) for column in columns]}
+
+
+def stored_samples(state: dict[str, Any], count: int) -> Iterator[Any]:
+    """Yield the first ``count`` samples of the state of a storage."""
+    return (decode(_encoded_sample(state, index)) for index in range(count))
 
 
 def _storage_from_state(state: dict[str, Any], capacity: int, max_bytes: int | None) -> Storage:
@@ -603,7 +616,7 @@ def _num_rows(layout: SampleSpec, capacity: int, max_bytes: int | None) -> int:
 
 def _same_layout(template: list[Any], other: list[Any]) -> bool:
     layout = sample_spec_of(decode(template))
-    return layout is not None and layout.flatten(decode(other), [])
+    return layout is not None and layout.flatten([decode(other)], [])
 
 
 def _encoded_sample(state: dict[str, Any] | None, index: int) -> list[Any]:

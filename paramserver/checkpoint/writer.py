@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from paramserver.checkpoint.format import read_manifest
+from paramserver.checkpoint.format import read_manifest, step_name
 from paramserver.checkpoint.save import apply_retention, mark_best, write_checkpoint
-from paramserver.errors import DeadlineExceeded, ParamserverError, PeerLost, UnsupportedConfiguration
+from paramserver.errors import DeadlineExceeded, ParamserverError, PeerLost, StorageError, UnsupportedConfiguration
 
 _log = logging.getLogger(__name__)
 _WAKE_S = 5.0
@@ -48,17 +48,19 @@ class CheckpointWriter:
     submission replaces the waiting one, whose future is then cancelled; a best checkpoint is replaced by a newer best
     one only. So ``submit`` never blocks, and a slow disk costs checkpoints, not memory. The writer holds at most three
     copies of the state: the one being written, the newest and the best that wait. A fourth exists while a new one is
-    staged. Writing copies nothing. Without ``background``, ``submit`` writes before it returns.
+    staged. Writing copies nothing. Without ``background``, ``submit`` writes before it returns. With ``optional`` a
+    file system that refuses a checkpoint fails its future only, and the next one is written.
 
     Raises:
         UnsupportedConfiguration: ``keep`` is below 1.
     """
 
-    def __init__(self, folder: Path, keep: int, background: bool) -> None:
+    def __init__(self, folder: Path, keep: int, background: bool, optional: bool = False) -> None:
         if keep < 1:
             raise UnsupportedConfiguration(f"checkpoint.keep ({keep}) must be at least 1; resuming needs one")
         self.folder = folder
         self.keep = keep
+        self.optional = optional
         self.written: list[WrittenCheckpoint] = []
         self.superseded = 0
         # What ended the last write, if a server was lost whose rows it read; the checkpoint before it is the newest.
@@ -136,6 +138,10 @@ class CheckpointWriter:
         jobs = [job for job in self._jobs() if not job.future.done()]
         return [job.objects for job in sorted(jobs, key=lambda job: job.step, reverse=True)]
 
+    def pending_names(self) -> list[str]:
+        """Return the names of the checkpoints that are not written yet."""
+        return [step_name(job.step) for job in self._jobs()]
+
     def wait(self, timeout_s: float) -> None:
         """Wait until what was submitted is written, replaced, or has failed; ``timeout_s`` seconds at most."""
         wait([job.future for job in self._jobs()], timeout_s)
@@ -199,7 +205,8 @@ class CheckpointWriter:
             job.future.set_exception(lost)
         except BaseException as error:  # noqa: BLE001 - kept: the next submit and close raise it
             # Before the future: a caller that waits for it and then submits must get this error. Same below.
-            self._error = self._error or error
+            if not (self.optional and isinstance(error, StorageError)):
+                self._error = self._error or error
             job.future.set_exception(error)
         else:
             self.lost = None

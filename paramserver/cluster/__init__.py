@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         chosen_interface as chosen_interface,
         host_and_port as host_and_port,
         is_loopback as is_loopback,
-        num_usable_cores as num_usable_cores,
         own_address as own_address,
         quiet_torch_log as quiet_torch_log,
     )

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from paramserver.cluster.control_groups import read_text
 from paramserver.cluster.job_token import TOKEN_VARIABLE
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.platform import num_usable_cores
 
 _log = logging.getLogger("paramserver")
 
@@ -108,10 +109,6 @@ def _check_interface(key: str, name: str) -> None:
         raise UnsupportedConfiguration(
             f"{key} ({name}) must be an interface with an address, and has none; give it one, or choose another"
         )
-
-
-def num_usable_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def child_environment(
@@ -281,11 +278,14 @@ def host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def bind_listener(host: str, port: int, interface: str | None = None) -> socket.socket:
-    """Return a socket that listens on ``host:port`` only.
+def bind_listener(
+    host: str, port: int, interface: str | None = None, key: str = "cluster.master_port"
+) -> socket.socket:
+    """Return a socket that listens on ``host:port`` only, where ``host`` is ``cluster.master_addr``.
 
-    Where ``host`` is the name of a loopback address on this machine, which other machines resolve to another one, it
-    listens on all interfaces if ``interface`` is another one than loopback. Port 0 is a free one.
+    Where that is the name of a loopback address on this machine, which other machines resolve to another one, it
+    listens on all interfaces if ``interface`` is another one than loopback. Port 0 is a free one, and ``key`` its name
+    in the config.
 
     Raises:
         UnsupportedConfiguration: the address is not this machine's, or the port is taken.
@@ -309,7 +309,7 @@ def bind_listener(host: str, port: int, interface: str | None = None) -> socket.
         ) from error
     except OSError as error:
         raise UnsupportedConfiguration(
-            f"cluster.master_port ({port}) on cluster.master_addr ({host}) cannot be opened: "
+            f"{key} ({port}) on cluster.master_addr ({host}) cannot be opened: "
             f"{error.strerror or error}; choose a free port, and for rank 0 an address of its own host"
         ) from error
     return listener

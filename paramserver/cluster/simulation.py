@@ -18,6 +18,7 @@ VARIABLES = {
     "members": "PARAMSERVER_MEMBERS",
     "keys": "PARAMSERVER_KEYS",
     "secret": "PARAMSERVER_SECRET",
+    "publisher": "PARAMSERVER_PUBLISHER",
 }
 # srun gives all processes of a group the same environment except for this variable.
 _SRUN_MEMBER = "SLURM_PROCID"
@@ -32,6 +33,7 @@ class SimulationEnvironment:
         attempt: number of earlier starts.
         keys: folder of the run's keys.
         secret: of this start, by which its clients prove that the run has started them.
+        publisher: address of the versions of the model, for a ``Subscriber``.
     """
 
     address: str | None = None
@@ -42,6 +44,7 @@ class SimulationEnvironment:
     members: int | None = None
     keys: str | None = None
     secret: str | None = None
+    publisher: str | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> SimulationEnvironment:
@@ -64,6 +67,7 @@ class SimulationEnvironment:
             members=members,
             keys=environ.get(VARIABLES["keys"]) or None,
             secret=environ.get(VARIABLES["secret"]) or None,
+            publisher=environ.get(VARIABLES["publisher"]) or None,
         )
 
     def to_environ(self) -> dict[str, str]:

@@ -27,12 +27,15 @@ if TYPE_CHECKING:
         DeviceConfig as DeviceConfig,
         LoggingConfig as LoggingConfig,
         OuterConfig as OuterConfig,
+        ProfileConfig as ProfileConfig,
+        PublishConfig as PublishConfig,
         ServerConfig as ServerConfig,
         SimulationsConfig as SimulationsConfig,
         TrainingConfig as TrainingConfig,
     )
     from paramserver.config.world import (
         Role as Role,
+        check_servers as check_servers,
         is_colocated as is_colocated,
         mode_of as mode_of,
         num_commands_of as num_commands_of,

@@ -56,6 +56,16 @@ def _task(config: Config) -> str | None:
     return None if config.task else "task is missing; give module:Class or path/to/file.py:Class"
 
 
+def _profile(config: Config) -> str | None:
+    profile, max_steps = config.profile, config.training.max_steps
+    if profile is None or max_steps is None or profile.start_step < max_steps:
+        return None
+    return (
+        f"profile.start_step ({profile.start_step}) must be less than training.max_steps ({max_steps}), after which "
+        "there is no step to trace; lower it"
+    )
+
+
 def _spares(config: Config) -> str | None:
     cluster = config.cluster
     if not cluster.spares or cluster.max_restarts:
@@ -145,6 +155,25 @@ def _new_samples(config: Config) -> str | None:
     return None
 
 
+def _max_staleness(config: Config) -> str | None:
+    limit = config.buffer.max_staleness
+    missing = [name for name in ("publish", "simulations") if getattr(config, name) is None]
+    if limit is None:
+        return None
+    if not missing and config.publish is not None and config.publish.every > limit + 1:
+        return (
+            f"buffer.max_staleness ({limit}) must be at least {config.publish.every - 1} with publish.every "
+            f"({config.publish.every}), or samples of the newest version are too old before there is another; raise "
+            "it, or lower publish.every"
+        )
+    if not missing:
+        return None
+    return (
+        f"buffer.max_staleness ({limit}) must be null without the section {missing[0]}, as no sample has a version of "
+        f"the model then; add the section, or leave it out"
+    )
+
+
 def _pseudo_epochs(config: Config) -> str | None:
     pseudo_epochs, kind, kinds = config.buffer.pseudo_epochs, config.buffer.kind, _kinds_with("pseudo_epochs")
     if pseudo_epochs == 1 or kind in kinds:
@@ -152,6 +181,26 @@ def _pseudo_epochs(config: Config) -> str | None:
     return (
         f"buffer.pseudo_epochs ({pseudo_epochs}) must be 1 with the {kind}, which repeats samples until they are "
         f"evicted; set it to 1 or choose {' or '.join(kinds)}"
+    )
+
+
+def _clipping(config: Config) -> str | None:
+    norm, value = config.training.clip_grad_norm, config.training.clip_grad_value
+    if norm is None or value is None:
+        return None
+    return (
+        f"training.clip_grad_value ({value}) must be null with training.clip_grad_norm ({norm}), as gradients are "
+        "clipped once; keep one of them"
+    )
+
+
+def _skipped_rounds(config: Config) -> str | None:
+    training = config.training
+    if not (training.may_skip and training.has_rounds):
+        return None
+    return (
+        f"{training.skipping_rule} with training.local_steps ({training.local_steps}) or training.outer, as a local "
+        "step is an update that cannot be undone; leave it out"
     )
 
 
@@ -308,6 +357,7 @@ _OR_NUM_GPUS = "leave it out, and give the server its GPUs by device.num_gpus"
 
 RELATIONS: tuple[Relation, ...] = (
     Relation(("task",), _task),
+    Relation(("profile.start_step", "training.max_steps"), _profile),
     Relation(("cluster.spares", "cluster.max_restarts"), _spares),
     Relation(("cluster.elastic", "simulations"), _elastic),
     Relation(("training.patience", "checkpoint.best"), _patience_metric),
@@ -317,7 +367,10 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("training.accumulate_batches", "training.batch_size", "buffer.capacity"), _step),
     Relation(("buffer.watermark", "buffer.capacity"), _watermark),
     Relation(("buffer.min_new_per_batch", "buffer.kind", "training.batch_size"), _new_samples),
+    Relation(("buffer.max_staleness", "publish", "simulations"), _max_staleness),
     Relation(("buffer.pseudo_epochs", "buffer.kind"), _pseudo_epochs),
+    Relation(("training.clip_grad_norm", "training.clip_grad_value"), _clipping),
+    Relation(("training.nonfinite", "training.precision", "training.local_steps", "training.outer"), _skipped_rounds),
     Relation(("server.backup_trainers", "server.consistency", "cluster.num_trainers"), _backup_trainers),
     Relation(("server.arrivals", "server.consistency"), _arrivals),
     Relation(("server.arrivals", "training.outer.weighting"), _weighted_arrivals),
@@ -339,6 +392,8 @@ RELATIONS: tuple[Relation, ...] = (
     _served("server.compression", ("none",), "no gradients of parameters are sent", _OR_TRAINER),
     Relation(("server.compute", "training.local_steps", "training.outer"), _served_rounds),
     _served("device.kind", ("auto", "cpu"), "trainers compute nothing but the loss", _OR_NUM_GPUS),
+    _served("training.nonfinite", ("fail",), "no trainer has gradients to check", _OR_TRAINER),
+    _served("training.precision", ("float32", "bfloat16"), "no trainer has gradients to unscale", _OR_TRAINER),
     _served("training.ema_decay", (None,), "no trainer has parameters to validate", _OR_TRAINER),
     Relation(("device.server", "cluster.num_servers", "cluster.colocate"), _one_server_on_gpu),
     _served("device.server", ("auto", "cpu"), "the parameters are on the CPU", _OR_NUM_GPUS),

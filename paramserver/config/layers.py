@@ -115,6 +115,7 @@ _NAMED_ELSEWHERE = {
     "training.clip_grad_norm": (
         *("gradient_clip_val", "max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad", "clipnorm", "clip_norm"),
     ),
+    "training.clip_grad_value": ("clipvalue", "clip_value", "grad_clip_value"),
     "training.precision": ("dtype", "torch_dtype", "mixed_precision", "fp16", "bf16", "amp", "half_precision"),
     "training.validate_every": ("val_check_interval", "check_val_every_n_epoch", "eval_steps", "eval_interval"),
     "training.loader_workers": ("num_workers", "dataloader_num_workers", "n_workers"),
@@ -261,8 +262,10 @@ class Settings:
         # YAML reads a section whose keys are all commented out as null.
         if value is None:
             return
+        example = child_names(name)[0]
+        if value == {} and nullable and not any(KEYS[dotted_name(name, leaf)].required for leaf in child_names(name)):
+            value = {example: KEYS[dotted_name(name, example)].default}  # so that the section is there
         if not isinstance(value, Mapping) or (nullable and not value):
-            example = child_names(name)[0]
             raise UnsupportedConfiguration(
                 f"{origin_prefix(origin_of(path))}{name or 'the config'} ({format_value(value, 60)}) must be "
                 f"a section of keys; write {dotted_name(name, example)} and the like"

@@ -13,6 +13,7 @@ class Mode:
             servers.
         has_servers: the first ``cluster.num_servers`` ranks are parameter servers.
         single_process: the world is one rank, regardless of ``cluster.num_trainers``.
+        modules: what its ranks import until their first step, in addition to what those of every mode do.
     """
 
     name: str
@@ -22,6 +23,7 @@ class Mode:
     has_servers: bool = False
     has_process_group: bool = False
     single_process: bool = False
+    modules: tuple[str, ...] = ()
 
     @property
     def unused_prefixes(self) -> tuple[str, ...]:
@@ -41,18 +43,29 @@ MODES: dict[str, Mode] = {
             trainer_class="paramserver.trainers:RpcTrainer",
             served_trainer_class="paramserver.trainers:ServedTrainer",
             has_servers=True,
+            modules=(
+                "paramserver.server.build",
+                "paramserver.server.model_service",
+                "paramserver.server.shard_process",
+                "paramserver.transport.segments",
+                "paramserver.trainers.rpc",
+                "paramserver.trainers.server_forward",
+                "torch.distributed.rpc.rref_proxy",
+            ),
             summary="ranks 0 to num_servers - 1 are parameter servers, the others are trainers",
         ),
         Mode(
             name="ddp",
             trainer_class="paramserver.trainers:DdpTrainer",
             has_process_group=True,
+            modules=("paramserver.trainers.ddp", "paramserver.trainers.ddp_control", "torch.nn.parallel"),
             summary="every rank is a trainer; gradients are averaged by all-reduce",
         ),
         Mode(
             name="local",
             trainer_class="paramserver.trainers:LocalTrainer",
             single_process=True,
+            modules=("paramserver.trainers.local",),
             summary="one process, no communication",
         ),
     )

@@ -107,9 +107,9 @@ def _to_bool(value: Any, rule: Rule) -> bool:
 
 
 def _to_str(value: Any, rule: Rule) -> str:
-    # YAML 1.1 reads the words on and off as booleans. Where they are choices, the words are meant.
-    if isinstance(value, bool) and {"on", "off"} <= set(rule.choices):
-        value = "on" if value else "off"
+    # YAML 1.1 reads the words on and off as booleans. Where one is a choice, the word is meant.
+    if isinstance(value, bool) and (word := "on" if value else "off") in rule.choices:
+        value = word
     if isinstance(value, PurePath):
         value = str(value)
     if rule.choices and value not in rule.choices:

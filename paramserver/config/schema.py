@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paramserver.config.modes import MODES
+from paramserver.platform import SHARES_MEMORY
 
 Kind = Literal["int", "float", "bool", "str", "list", "mapping"]
 
@@ -167,7 +168,7 @@ _TFLOAT32 = r"tf32|tensorfloat-?32|high|medium|highest"
 _FLOAT64 = r"(torch\.)?(double|f(p|loat)?64|64(-true)?)"
 _PRECISIONS = {
     _BFLOAT16: "write bfloat16, which computes the forward in autocast; the parameters stay as the task makes them",
-    _FLOAT16: "write bfloat16, which has the range of float32 and needs no scaling of the loss, as float16 would",
+    _FLOAT16: "write float16, which computes the forward in autocast and scales the loss",
     _FLOAT32: "write float32",
     _TFLOAT32: "write float32, and call torch.set_float32_matmul_precision in the task's constructor",
     _FLOAT64: "write float32, which leaves the forward as it is, and return model.double() from build_model",
@@ -306,24 +307,58 @@ class TrainingConfig:
     clip_grad_norm: float | None = key(
         None, positive_number(nullable=True), "upper bound of the gradient norm of a step"
     )
+    clip_grad_value: float | None = key(
+        None, positive_number(nullable=True), "upper bound of the absolute value of each element of the gradient"
+    )
+    nonfinite: str = key(
+        "fail",
+        one_of("fail", "skip"),
+        "a loss that is NaN or infinite ends the run; skip = no update with that loss, or with such a gradient",
+    )
     ema_decay: float | None = key(
         None,
         Rule("float", nullable=True, minimum=0, maximum=1),
         "validate an exponential average of the parameters; this is its decay per step",
     )
     precision: str = key(
-        "float32", one_of("float32", "bfloat16", cures=_PRECISIONS), "precision of the forward; bfloat16 = autocast"
+        "float32",
+        one_of("float32", "bfloat16", "float16", cures=_PRECISIONS),
+        "precision of the forward; bfloat16 = autocast; float16 = autocast, with a loss that is scaled",
     )
     validate_every: int = key(100, integer(0), "global steps between two validations; 0 = at the end only")
     uneven_inputs: str = key(
         "stop", one_of("stop", "join"), "stop = all trainers stop when one has no data; join = the others continue"
     )
-    loader_workers: int = key(0, integer(0), "worker processes per trainer that read a map-style data set; 0 = none")
+    loader_workers: int = key(
+        0, integer(0), "worker processes per trainer that read a map-style data set or an IterableDataset; 0 = none"
+    )
 
     @property
     def has_rounds(self) -> bool:
         """Whether a global step is a round: each trainer steps an optimizer of its own, and pushes what it changed."""
         return self.local_steps > 1 or self.outer is not None
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step may be skipped, as what it computed is NaN or infinite, so that each is checked."""
+        return self.nonfinite == "skip" or self.scales_loss
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether losses are scaled for the backward; a step whose gradients overflow is skipped."""
+        return self.precision == "float16"
+
+    @property
+    def skipping_rule(self) -> str:
+        """The key and the value by which a step may be skipped, as a message begins that refuses it."""
+        if self.scales_loss:
+            return "training.precision (float16) must be float32 or bfloat16"
+        return f"training.nonfinite ({self.nonfinite}) must be fail"
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped."""
+        return self.clip_grad_norm is not None or self.clip_grad_value is not None
 
     @property
     def weights_samples(self) -> bool:
@@ -387,13 +422,18 @@ class ServerConfig:
     @property
     def shares_memory(self) -> bool:
         """Whether a trainer on the server's host may use shared memory instead of RPC messages."""
-        return self.transport in ("auto", "shared_memory") and self.compute == "trainer"
+        return SHARES_MEMORY and self.transport in ("auto", "shared_memory") and self.compute == "trainer"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DdpConfig:
     """Section ``ddp``: arguments of DistributedDataParallel. Other modes ignore it."""
 
+    shared_memory: str = key(
+        "auto",
+        one_of("auto", "off"),
+        "auto: trainers on the CPUs of one host reduce gradients in memory that they share; off: over gloo",
+    )
     comm_hook: str = key("none", one_of("none", "fp16", "bf16", "powersgd"), "compression of the gradients")
     extra: dict[str, Any] = key({}, mapping(), "arguments of DistributedDataParallel")
 
@@ -408,6 +448,11 @@ class BufferConfig:
     pseudo_epochs: int = key(1, integer(1), "fifo, firo: times that each sample is served")
     max_bytes: int | None = key(None, integer(1, nullable=True), "a second capacity, in bytes")
     min_new_per_batch: int = key(0, integer(0), "reservoir: unseen samples per batch while data still arrives")
+    max_staleness: int | None = key(
+        None,
+        integer(0, nullable=True),
+        "updates since the version of the model that a sample was made with, at most; null = no limit",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,7 +470,8 @@ class SimulationsConfig:
     steps: int | None = key(None, integer(1, nullable=True), "samples of each simulation; null = unknown")
     fields: dict[str, Any] = key({}, mapping(), "fields of a sample: {name: [sizes]} or {name: {shape, dtype, finite}}")
     parameters: dict[str, Any] = key({}, mapping(), "input parameters of a simulation: {name: [low, high]}")
-    sampler: str = key("uniform", string(), "uniform, lhs, halton, or module:Class of a custom sampler")
+    sampler: str = key("uniform", string(), "uniform, lhs, halton, importance, or module:Class of a custom sampler")
+    sampler_args: dict[str, Any] = key({}, mapping(), "keyword arguments of the sampler's class")
     group_size: int = key(1, integer(1, 65535), "processes of one simulation; each sends a part of each sample")
     deal: str = key("round_robin", one_of("round_robin", "simulation"), "how samples are assigned to trainers")
     address: str = key(
@@ -437,6 +483,18 @@ class SimulationsConfig:
     timeout_s: float = key(60.0, positive_number(), "seconds without a message after which a simulation is restarted")
     max_restarts: int = key(2, integer(0), "restarts of one simulation before another one replaces it")
     launcher: str = key("auto", one_of("auto", "local", "srun"), "auto = srun inside a SLURM allocation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishConfig:
+    """Section ``publish``: versions of the model for other programs. It is null where none are published."""
+
+    address: str = key("127.0.0.1", _HOST, "host where subscribers connect to rank 0")
+    port: int = key(0, integer(0, 65535), "port of rank 0 for subscribers; 0 = a free port")
+    keys: str | None = key(None, string(nullable=True), "folder made by paramserver keys; required beyond loopback")
+    every: int = key(1, integer(1), "updates between two versions that are copied for subscribers, at least")
+    every_s: float | None = key(None, positive_number(nullable=True), "seconds between them, at least; null = no limit")
+    averages: bool = key(False, boolean(), "publish what is validated in the place of parameters")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -457,6 +515,12 @@ class CheckpointConfig:
     keep: int = key(3, integer(1), "number of newest checkpoints that are kept")
     best: BestConfig | None = section(BestConfig, "also keep the best checkpoint", nullable=True)
     background: bool = key(True, boolean(), "write while training continues")
+    memory_every: int | None = key(
+        None,
+        integer(1, nullable=True),
+        "global steps between two in memory, for restarts on this machine; null = none",
+    )
+    memory_folder: str = key("/dev/shm", string(), "folder of rank 0 for those in memory; one is kept")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -468,7 +532,18 @@ class LoggingConfig:
     log_every: int = key(10, integer(1), "global steps between two records")
     tensorboard: bool = key(True, boolean(), "write TensorBoard events")
     sinks: tuple[str, ...] = key((), _SINKS, "also write records to: csv (metrics.csv), or a class of your own")
+    prometheus_port: int | None = key(
+        None, integer(0, 65535, nullable=True), "port of rank 0 that Prometheus scrapes; 0 = a free one; null = none"
+    )
     progress: str = key("auto", one_of("auto", "on", "off"), "progress bar; auto = on a terminal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Section ``profile``: the steps of which each rank writes a trace. It is null where there is none."""
+
+    start_step: int = key(10, integer(0), "version of the parameters with which the first traced step begins")
+    steps: int = key(10, integer(1), "global steps that are traced")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -490,8 +565,10 @@ class Config:
     simulations: SimulationsConfig | None = section(
         SimulationsConfig, "online training: the producers of samples", nullable=True
     )
+    publish: PublishConfig | None = section(PublishConfig, "versions of the model for other programs", nullable=True)
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what is saved, and when")
     logging: LoggingConfig = section(LoggingConfig, "what is recorded, and where")
+    profile: ProfileConfig | None = section(ProfileConfig, "traces of some steps", nullable=True)
     # Not a key: the names of those that were given; None = unknown, then those that have not their default.
     given: frozenset[str] | None = dataclasses.field(default=None, compare=False, repr=False)
 

@@ -89,6 +89,19 @@ def with_world_size(config: Config, world_size: int) -> Config:
     return dataclasses.replace(config, cluster=cluster)
 
 
+def check_servers(mode: Mode, servers: int) -> None:
+    """Refuse a number of servers, given as ``--servers``, that a mode cannot have.
+
+    Raises:
+        UnsupportedConfiguration: it has servers and the number is 0, or it has none and the number is not 0.
+    """
+    if mode.has_servers != (servers > 0):
+        needed = "at least 1" if mode.has_servers else "0"
+        raise UnsupportedConfiguration(
+            f"--servers ({servers}) must be {needed} in mode {mode.name}; correct it, or choose another mode"
+        )
+
+
 def roles(config: Config, world_size: int) -> list[Role]:
     """Return the role of each rank, by global rank: servers first, then trainers.
 

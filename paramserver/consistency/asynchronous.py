@@ -41,9 +41,11 @@ class Async(FreeRunning):
     def may_start(self, trainer_index: int) -> bool:
         return self.has_version_slot()
 
-    def push(self, trainer_index: int, version: int, samples: int) -> bool:
+    def push(self, trainer_index: int, version: int, samples: int, finite: bool = True) -> bool:
         del self._permits[trainer_index]
         self.clocks[trainer_index] += 1
+        if not finite:
+            return False
         self._arrived.append((trainer_index, version, samples))
         return True
 

@@ -47,8 +47,10 @@ class BackupSync(FreeRunning):
     def has_partial_update(self) -> bool:
         return bool(self._held)
 
-    def push(self, trainer_index: int, version: int, samples: int) -> bool:
+    def push(self, trainer_index: int, version: int, samples: int, finite: bool = True) -> bool:
         del self._permits[trainer_index]
+        if not finite:
+            return False
         if version < self.step:
             self.dropped[trainer_index] += 1
             return False

@@ -85,6 +85,12 @@ class Decision:
     batches: int = 0  # of each active trainer; fewer than ``training.accumulate_batches`` only at the end of the data
     resizes: bool = False  # only this generation ends; the run continues with other trainers
     share: int = -1  # with ``VALIDATE`` the trainer whose share of the validation samples is meant
+    skipped: int = 0  # samples of steps that were skipped before it
+
+    @property
+    def position(self) -> int:
+        """The samples before it that count for epochs: those that were applied and those that were skipped."""
+        return self.samples + self.skipped
 
 
 def end(stop: Stop, reason: str, step: int, samples: int) -> Decision:
@@ -121,6 +127,8 @@ class Update:
     averages_buffers: bool = False  # the version has their mean over all these trainers instead
     # Otherwise no version is made yet: the gradients are added to those of the next update.
     completes: bool = True
+    # No version is made of them, as one is NaN or infinite.
+    is_skipped: bool = False
 
 
 class Consistency(ABC):
@@ -281,8 +289,11 @@ class Consistency(ABC):
         """
 
     @abstractmethod
-    def push(self, trainer_index: int, version: int, samples: int) -> bool:
-        """Count a push that is not rejected; return False if it arrived too late and is dropped."""
+    def push(self, trainer_index: int, version: int, samples: int, finite: bool = True) -> bool:
+        """Count a push that is not rejected; return False if it arrived too late and is dropped.
+
+        One that is not ``finite`` is dropped where trainers run freely. In lockstep the whole update is skipped.
+        """
 
     @abstractmethod
     def next_update(self) -> Update | None:

@@ -33,12 +33,13 @@ def make_consistency(config: Config, trainers: int, step: int = 0, samples: int 
     training, rules = config.training, consistency_class(config.server)
     every = training.validate_every if config.checkpoint.every is None else config.checkpoint.every
     together = config.checkpoint.best is not None or training.ema_decay is not None or rules.validates_together
+    in_memory = () if config.checkpoint.memory_every is None else (config.checkpoint.memory_every,)
     terms = RunTerms(
         trainers,
         Limits.of(training),
         training.uneven_inputs,
         training.batch_size,
-        barrier_every=(every, training.validate_every) if together else (every,),
+        barrier_every=((every, training.validate_every) if together else (every,)) + in_memory,
         validate_every=0 if together else training.validate_every,
         has_rounds=training.has_rounds,
     )

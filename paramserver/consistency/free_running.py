@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from paramserver.consistency.base import Announcement, Consistency, Decision, Readiness, RunTerms, Stop, Verdict, end
-from paramserver.limits import is_due
+from paramserver.limits import ALL_SERVED, is_due, no_more_data
 
 MAX_RETAINED_VERSIONS = 2
 """How many versions are retained for validation at the same time: the one being validated, and the next."""
@@ -145,12 +145,11 @@ class FreeRunning(Consistency):
         if announcement.readiness is Readiness.DRAINED:
             self._end_if_all_served()
             if self.terms.uneven_inputs == "stop":
-                reason = f"trainer {trainer_index} has no more data (training.uneven_inputs: stop)"
-                self._request_end(Stop.LIMIT, reason)
+                self._request_end(Stop.LIMIT, no_more_data(trainer_index))
 
     def _end_if_all_served(self) -> None:
         if self._drained == self.trainers and not self._lost:
-            self._request_end(Stop.LIMIT, "all data was served")
+            self._request_end(Stop.LIMIT, ALL_SERVED)
 
     def request_stop(self, stop: Stop, reason: str) -> None:
         super().request_stop(stop, reason)

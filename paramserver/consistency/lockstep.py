@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import replace
 
 from paramserver.config import ServerConfig
 from paramserver.consistency.base import (
@@ -16,7 +17,7 @@ from paramserver.consistency.base import (
     Verdict,
     end,
 )
-from paramserver.limits import Limits, is_due
+from paramserver.limits import ALL_SERVED, Limits, is_due, no_more_data
 
 
 def decide(
@@ -54,10 +55,9 @@ def decide(
     if stop is not Stop.NO:
         return end(stop, reason, step, samples)
     if len(drained) == len(announced) and not some_lost:
-        return Decision(Verdict.END, (), step, samples, "all data was served")
+        return Decision(Verdict.END, (), step, samples, ALL_SERVED)
     if drained and uneven_inputs == "stop":
-        reason = f"trainer {drained[0]} has no more data (training.uneven_inputs: stop)"
-        return Decision(Verdict.END, (), step, samples, reason)
+        return Decision(Verdict.END, (), step, samples, no_more_data(drained[0]))
     if not active or (len(active) + len(drained) < len(announced) and not blocked):
         return Decision(Verdict.WAIT, (), step, samples)
     return Decision(Verdict.GO, tuple(active), step, samples, batches=min(batches))
@@ -84,6 +84,7 @@ class Sync(Consistency):
         super().__init__(terms, step, samples)
         self._active: tuple[int, ...] = ()
         self._pushed: dict[int, int] = {}
+        self._is_skipped = False  # a push of the step is not finite
         self._left: set[int] = set()  # trainers whose last push is part of the next update
         self._is_due = False  # a validation or checkpoint of this version, until one of the participants has done it
 
@@ -123,7 +124,7 @@ class Sync(Consistency):
         if decision.verdict is Verdict.WAIT and self._drained == self.trainers:
             return {}  # until a lost trainer is replaced or forgotten
         if decision.verdict is Verdict.GO:
-            self._active, self._pushed = decision.active, {}
+            self._active, self._pushed, self._is_skipped = decision.active, {}, False
             self._left.clear()
         if decision.verdict is not Verdict.WAIT:
             self.participants = set(self.trainers)
@@ -140,8 +141,9 @@ class Sync(Consistency):
             return f"trainer {trainer_index} pushed a gradient of version {version} to version {self.step}"
         return None
 
-    def push(self, trainer_index: int, version: int, samples: int) -> bool:
+    def push(self, trainer_index: int, version: int, samples: int, finite: bool = True) -> bool:
         self._pushed[trainer_index] = samples
+        self._is_skipped = self._is_skipped or not finite
         return True
 
     def next_update(self) -> Update | None:
@@ -150,6 +152,9 @@ class Sync(Consistency):
         owner = module_buffer_owner(self._active, self.terms.uneven_inputs)
         update = Update(self._active, (0,) * len(self._active), owner, averages_buffers=self.terms.has_rounds)
         self._active = tuple(i for i in self._active if i not in self._left) if self.several_updates else ()
+        if self._is_skipped:
+            self._pushed, self._is_skipped = {}, False
+            return replace(update, is_skipped=True)
         self.step += 1
         self.samples += sum(self._pushed.values())
         self._pushed = {}

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import re
 import socket
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_DESCRIPTORS = Path("/proc/self/fd")
+_DESCRIPTORS = Path("/dev/fd")
 
 
 class OpenedSockets:
@@ -75,9 +76,9 @@ def _sockets() -> dict[int, int]:
     found = {}
     for entry in _DESCRIPTORS.iterdir():
         with suppress(OSError):  # closed since it was listed, such as the descriptor of the listing
-            kind, _, inode = str(entry.readlink()).partition(":")
-            if kind == "socket":
-                found[int(inode.strip("[]"))] = int(entry.name)
+            about = os.fstat(int(entry.name))
+            if stat.S_ISSOCK(about.st_mode):
+                found[about.st_ino] = int(entry.name)
     return found
 
 

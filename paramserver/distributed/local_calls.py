@@ -16,7 +16,7 @@ import io
 import logging
 import os
 import pickle
-import select
+import selectors
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from paramserver.errors import DeadlineExceeded
+from paramserver.platform import CLOSE_ON_EXEC, WakeupFd, memory_file
 
 log = logging.getLogger("paramserver")
 
@@ -36,7 +37,6 @@ MAX_PACKET_BYTES = 64 * 1024
 _SEND_BUFFER_BYTES = 4 * MAX_PACKET_BYTES
 # At most 2 GiB are written at once.
 _WRITE_BYTES = 1 << 30
-_CLOSE_ON_EXEC = socket.MSG_CMSG_CLOEXEC
 
 
 def _tensor_of(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
@@ -71,7 +71,7 @@ def _send_packet(connection: socket.socket, packed: bytes) -> None:
     if len(packed) <= MAX_PACKET_BYTES:
         connection.send(packed, socket.MSG_DONTWAIT)
         return
-    with os.fdopen(os.memfd_create("paramserver-call", os.MFD_CLOEXEC), "w+b", buffering=0) as file:
+    with os.fdopen(memory_file("paramserver-call"), "w+b", buffering=0) as file:
         for first in range(0, len(packed), _WRITE_BYTES):
             file.write(packed[first : first + _WRITE_BYTES])
         socket.send_fds(connection, [b"file"], [file.fileno()], socket.MSG_DONTWAIT)
@@ -80,7 +80,7 @@ def _send_packet(connection: socket.socket, packed: bytes) -> None:
 def _receive_packet(connection: socket.socket) -> bytes:
     """Return the next packet; an empty one at the end of the connection, or if no descriptor is left for a long one."""
     try:
-        packet, descriptors, flags, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, 1, _CLOSE_ON_EXEC)
+        packet, descriptors, flags, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, 1, CLOSE_ON_EXEC)
         if flags & socket.MSG_CTRUNC:
             return b""
         for descriptor in descriptors:
@@ -132,13 +132,13 @@ class LocalCallServer:
             if (earlier := self._by_caller.get(caller)) is not None:
                 _shut_down(earlier)
             self._by_caller[caller] = self._connections[own.fileno()] = own
-            self._epoll.register(own.fileno(), select.EPOLLIN)
+            self._selector.register(own, selectors.EVENT_READ)
         return theirs
 
     def __enter__(self) -> LocalCallServer:
-        self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll = select.epoll()
-        self._epoll.register(self._wakeup_fd, select.EPOLLIN)
+        self._wakeup = WakeupFd()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="local-calls", daemon=True)
         self._thread.start()
         return self
@@ -151,22 +151,22 @@ class LocalCallServer:
             Exception: what ended the thread before, unless another exception is being raised.
         """
         self._closing.set()
-        os.eventfd_write(self._wakeup_fd, 1)
+        self._wakeup.set()
         self._thread.join(self._timeout_s)
         if self._thread.is_alive():
             raise DeadlineExceeded(f"the thread of local calls did not end within {self._timeout_s:g} s")
-        self._epoll.close()
-        os.close(self._wakeup_fd)
+        self._selector.close()
+        self._wakeup.close()
         if self._error is not None and exception[0] is None:
             raise self._error
 
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
-                for descriptor, _ in self._epoll.poll():
-                    if descriptor != self._wakeup_fd:
+                for key, _ in self._selector.select():
+                    if key.fileobj is not self._wakeup:
                         with self._lock:
-                            connection = self._connections[descriptor]
+                            connection = self._connections[key.fd]
                         self._serve(connection)
         except BaseException as error:
             self._error = error
@@ -181,7 +181,7 @@ class LocalCallServer:
 
     def _serve(self, connection: socket.socket) -> None:
         if not (packet := _receive_packet(connection)):
-            self._epoll.unregister(connection.fileno())
+            self._selector.unregister(connection)
             with self._lock:
                 del self._connections[connection.fileno()]
                 connection.close()

@@ -14,7 +14,6 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import yaml
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -51,6 +50,7 @@ from paramserver.errors import (
     Unreachable,
     UnsupportedConfiguration,
 )
+from paramserver.platform import host_number
 
 log = logging.getLogger("paramserver")
 
@@ -79,9 +79,7 @@ _OWN_KEYS = (
 
 def host_identity() -> str:
     """Return what two processes share if they run on one host and in one network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    namespace = Path("/proc/self/ns/net").readlink()
-    return f"{socket.gethostname()}/{boot}/{namespace}"
+    return f"{socket.gethostname()}/{host_number()}"
 
 
 class _LaterAttempt(Exception):  # noqa: N818 - not a failure

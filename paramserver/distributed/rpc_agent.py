@@ -8,8 +8,11 @@ release changes what is used here.
 
 from __future__ import annotations
 
+import ctypes
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,6 +28,19 @@ from paramserver.errors import Unreachable
 _autograd_id: int | None = None
 # Where this process's agent finds addresses; None for the first agent, whose store is that of the run.
 _private_store: HashStore | None = None
+_thread = threading.local()
+
+
+def keep_thread_state() -> None:
+    """Keep the Python state of this thread of an agent for as long as the process lives; later calls do nothing.
+
+    Otherwise torch makes one for each call of a handler and deletes it afterwards (docs/torch-notes.md, "A thread state
+    for each call").
+    """
+    if not hasattr(_thread, "is_kept"):
+        # Its release, which never comes, would let torch delete the state.
+        ctypes.pythonapi.PyGILState_Ensure()
+        _thread.is_kept = True
 
 
 def init_autograd(worker_id: int) -> None:
@@ -99,6 +115,23 @@ def _add_member(member: Any, address: str) -> None:
     if _private_store is not None:
         _private_store.set(f"addrs/{member.name}", address)
     _update_group_membership(member, [], {}, True)
+
+
+def autograd_context() -> AbstractContextManager[int]:
+    """Return a new distributed-autograd context, which is entered with its id."""
+    context: AbstractContextManager[int] = dist_autograd.context()
+    return context
+
+
+def distributed_backward(context_id: int, roots: Sequence[Tensor]) -> None:
+    """Run the distributed backward of ``roots`` in a context."""
+    dist_autograd.backward(context_id, list(roots))
+
+
+def distributed_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """Return the gradients that a context holds in this process, by leaf."""
+    gradients: dict[Tensor, Tensor] = dist_autograd.get_gradients(context_id)
+    return gradients
 
 
 def current_context_id() -> int:

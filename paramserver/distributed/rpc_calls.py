@@ -27,6 +27,7 @@ import torch.distributed.rpc as rpc
 from paramserver.consistency import TrainerId
 from paramserver.distributed.local_calls import LocalCallServer, LocalConnection
 from paramserver.distributed.remote_error import RemoteError as RemoteError
+from paramserver.distributed.rpc_agent import keep_thread_state
 from paramserver.errors import TrainingError
 
 P = ParamSpec("P")
@@ -89,6 +90,16 @@ def get_parameter_server() -> Any:
     return _find("ParameterServer")
 
 
+def server_rref(name: str) -> Any:
+    """Return an RRef of the ``ParameterServer`` of another process."""
+    return rpc.remote(name, get_parameter_server)
+
+
+def rref_of(value: Any) -> Any:
+    """Return an RRef of an object of this process."""
+    return rpc.RRef(value)
+
+
 def _find(owner: str) -> Any:
     with _lock:
         if owner not in _handlers:
@@ -129,12 +140,14 @@ def returns_errors_async(
 
 @returns_errors
 def _handle(owner: str, method: str, *args: Any, **kwargs: Any) -> Any:
+    keep_thread_state()
     return getattr(_find(owner), method)(*args, **kwargs)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 @returns_errors_async
 def _handle_deferred(owner: str, method: str, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
+    keep_thread_state()
     future: torch.futures.Future[Any] = getattr(_find(owner), method)(*args, **kwargs)
     return future
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from paramserver.distributed.rendezvous import Rendezvous, detect_lost_store
@@ -37,17 +36,6 @@ def server_name(server_index: int) -> str:
         'server1'
     """
     return f"server{server_index}"
-
-
-def available_backends() -> dict[str, bool]:
-    """Return whether torch was built with RPC and with each backend of process groups.
-
-    Example::
-
-        >>> available_backends()["gloo"]
-        True
-    """
-    return {"rpc": rpc.is_available(), "gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
 
 
 @contextmanager

@@ -46,6 +46,7 @@ from paramserver.cluster.job_token import TOKEN_VARIABLE, JobToken
 from paramserver.distributed.abort_sockets import is_own_connection
 from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.errors import DeadlineExceeded, UnsupportedConfiguration
+from paramserver.platform import memory_file
 
 _log = logging.getLogger("paramserver")
 
@@ -379,7 +380,7 @@ def _without_warning() -> Iterator[None]:
         yield
         return
     sys.__stderr__.flush()
-    own, written = os.dup(2), os.memfd_create("stderr")
+    own, written = os.dup(2), memory_file("stderr")
     try:
         os.dup2(written, 2)
         try:

@@ -11,8 +11,8 @@ import inspect
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -22,15 +22,12 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from paramserver.buffers import make_buffer
-from paramserver.config import mode_of, num_servers_of, num_trainers_of, server_computes
-from paramserver.consistency.factory import consistency_class
+from paramserver.config import num_servers_of, num_trainers_of, server_computes
 from paramserver.errors import NoSuchMember, TaskError
 from paramserver.importing import source_file
 from paramserver.metrics.records import Reduction
 from paramserver.rng import LOADERS, random_states, restore_random_states, seed_all
-from paramserver.sources import Partition, make_source
-from paramserver.sources.data_loader import resolve_reading
+from paramserver.sources import Partition
 from paramserver.task import Task
 from paramserver.trainers.validation import eval_mode
 
@@ -38,8 +35,7 @@ from paramserver.trainers.validation import eval_mode
 # test and predict are not called either.
 _NOT_CALLED = {
     "backward": "the trainer calls loss.backward()",
-    "configure_callbacks": "return callbacks of paramserver from the method callbacks of the task",
-    "configure_gradient_clipping": "set training.clip_grad_norm",
+    "configure_gradient_clipping": "set training.clip_grad_norm or clip_grad_value",
     "configure_model": "create the layers in __init__ or setup",
     "configure_sharded_model": "create the layers in __init__ or setup",
     "lr_scheduler_step": "return a scheduler that has a step() of its own",
@@ -49,6 +45,19 @@ _NOT_CALLED = {
     "on_validation_model_zero_grad": "there are no gradients then",
     "optimizer_step": 'return a scheduler with "interval": "step" from configure_optimizers',
     "optimizer_zero_grad": "gradients are set to None before each step",
+}
+# The same for the callbacks of ``configure_callbacks``; and what takes the place of Lightning's own callbacks.
+_NOT_CALLED_IN_CALLBACKS = {
+    "on_before_optimizer_step": "the optimizer may be in another process",
+    "on_before_zero_grad": "use on_train_batch_start",
+    "on_exception": "the error is in error-*.json of the run",
+}
+_IN_PLACE_OF = {
+    "EarlyStopping": "set training.patience",
+    "LearningRateMonitor": "the learning rate is in every record",
+    "ModelCheckpoint": "set checkpoint.best",
+    "WeightAveraging": "set training.ema_decay",
+    "StochasticWeightAveraging": "set training.ema_decay",
 }
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _REDUCTIONS = ("mean", "sum", "max")
@@ -62,7 +71,7 @@ class LightningTask(Task):
     refused by name.
 
     Args:
-        module: a ``LightningModule`` with automatic optimization.
+        module: a ``LightningModule``, with automatic or manual optimization.
         datamodule: provides the data that the module itself does not provide.
 
     Raises:
@@ -89,15 +98,14 @@ class LightningTask(Task):
         self._stand_in = TrainerStandIn(self)
         self._loaders: dict[str, Any] = {}
         self._schedules: list[Any] = []
+        self._callbacks: list[Any] = []
+        self._manual: ManualOptimization | None = None
         self._in_batch = False
         self._epoch = -1
         self._first_batch: int | None = None  # of the epoch
         self._sums: dict[str, tuple[str, float, float]] = {}  # of the epoch: reduction, value and weight by name
         self._validation_values: dict[str, Any] | None = None
         self._train_outputs: tuple[Any, Any, int] | None = None
-        if _overrides(module, "on_after_backward") or _overrides(module, "on_train_batch_end"):
-            # Only then: with this hook gradients are not sent during the backward.
-            self.on_batch_end = self._end_batch  # type: ignore[method-assign]
 
     # Model, optimizer and data.
 
@@ -111,12 +119,30 @@ class LightningTask(Task):
         self.module = module
         # A function, not a bound method: a copy of the module must not copy this task.
         vars(module)["log"] = lambda *args, **kwargs: self._log(*args, **kwargs)
+        if not module.automatic_optimization:
+            self._manual = ManualOptimization(self)
+            vars(module).update((name, _manual_member(self, name)) for name in MANUAL)
         owners: list[Any] = [owner for owner in (self.datamodule, module) if owner is not None]
         for owner in owners:
             owner.trainer = self._stand_in
             self._prepare_data(owner)
-        for owner in owners:
-            owner.setup("fit")
+        configured: Any = self.module.configure_callbacks()
+        self._callbacks = list(configured) if isinstance(configured, (list, tuple)) else [configured]
+        for callback in self._callbacks:
+            _check_callback(type(module).__name__, callback, self._manual is not None)
+        keys = [callback.state_key for callback in self._callbacks if _overrides(callback, "state_dict")]
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            raise TaskError(
+                f"{type(module).__name__}.configure_callbacks returned several callbacks with the state_key "
+                f"{twice[0]!r}, of which a checkpoint would have one state; give each a state_key of its own"
+            )
+        if self.datamodule is not None:
+            self.datamodule.setup("fit")
+        self._hook("setup", stage="fit")
+        of_step = ("on_after_backward", "on_train_batch_end")
+        if any(_overrides(one, hook) for one in (module, *self._callbacks) for hook in of_step):
+            # Only then: with this hook gradients are not sent during the backward.
+            self.on_batch_end = self._end_batch  # type: ignore[method-assign]
         return module
 
     def _prepare_data(self, owner: Any) -> None:
@@ -135,28 +161,36 @@ class LightningTask(Task):
                 ) from error
             owner.prepare_data()
 
-    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def build_optimizer(self, model: nn.Module) -> Any:
         module, name = self.module, type(self.module).__name__
         configured = module.configure_optimizers()
         forms = import_module(_base_of(module).__module__.replace(".core.module", ".core.optimizer"))
         try:
             optimizers, schedulers, monitor = forms._configure_optimizers(configured)
-            self._schedules = forms._configure_schedulers_automatic_opt(schedulers, monitor)
+            by_kind = "automatic" if self._manual is None else "manual"
+            schedules = (schedulers, monitor) if self._manual is None else (schedulers,)
+            self._schedules = getattr(forms, f"_configure_schedulers_{by_kind}_opt")(*schedules)
         except Exception as error:
             raise TaskError(f"{name}.configure_optimizers: {error}") from error
+        if _overrides(module, "on_before_optimizer_step"):
+            for one in optimizers:
+                one.register_step_pre_hook(lambda optimizer, *_: module.on_before_optimizer_step(optimizer))
+        if self._manual is not None:
+            return self._manual.set_optimizers(optimizers, self._schedules)
         if len(optimizers) != 1:
             raise TaskError(
-                f"{name}.configure_optimizers returned {len(optimizers)} optimizers; a LightningTask needs one, with "
-                "groups of parameters where they differ"
+                f"{name}.configure_optimizers returned {len(optimizers)} optimizers; with automatic optimization it "
+                "must return one: set self.automatic_optimization = False, or give groups of parameters where they "
+                "differ"
             )
         optimizer: torch.optim.Optimizer = optimizers[0]
-        if _overrides(module, "on_before_optimizer_step"):
-            optimizer.register_step_pre_hook(lambda optimizer, *_: module.on_before_optimizer_step(optimizer))
         return optimizer
 
-    def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+    def build_scheduler(self, optimizer: Any) -> Any:
         if not self._schedules:
             return None
+        if self._manual is not None:
+            return self._manual.schedules
         intervals = {("validation", s.monitor) if s.reduce_on_plateau else (s.interval, None) for s in self._schedules}
         if len(intervals) > 1:
             raise TaskError(
@@ -201,12 +235,12 @@ class LightningTask(Task):
 
     # Steps.
 
-    def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor | None:
         module = self.module
         batch, self._in_batch = self._transfer(batch), True
         self._first_batch = batch_idx if self._first_batch is None else self._first_batch
         batch_idx -= self._first_batch
-        if module.on_train_batch_start(batch, batch_idx) == -1:
+        if self._hook("on_train_batch_start", batch, batch_idx) == -1:
             raise TaskError(
                 "on_train_batch_start returned -1, and an epoch cannot end early; set self.trainer.should_stop, or "
                 "leave out samples in the data set"
@@ -216,6 +250,13 @@ class LightningTask(Task):
         outputs = _redirect_forward(model, module, arguments) if is_wrapped else module.training_step(*arguments)
         outputs = dict(outputs) if isinstance(outputs, Mapping) else {"loss": outputs}
         loss = outputs.get("loss")
+        if self._manual is not None:
+            self._manual.end_batch()
+            if "on_batch_end" in vars(self):
+                detached = {"loss": loss.detach()} if isinstance(loss, Tensor) else {}
+                outputs = {**{k: v for k, v in outputs.items() if v is not None}, **detached}
+                self._train_outputs = outputs, batch, batch_idx
+            return None
         if not isinstance(loss, Tensor):
             raise TaskError(
                 f"{type(module).__name__}.training_step returned no loss; it must return a tensor, or a dict with the "
@@ -223,23 +264,24 @@ class LightningTask(Task):
             )
         if "on_batch_end" in vars(self):
             self._train_outputs = {**outputs, "loss": loss.detach()}, batch, batch_idx
-        module.on_before_backward(loss)
+        self._hook("on_before_backward", loss)
         return loss
 
     def _end_batch(self, batch_idx: int) -> None:
         assert self._train_outputs is not None
-        self.module.on_after_backward()
-        self.module.on_train_batch_end(*self._train_outputs)
+        if self._manual is None:
+            self._hook("on_after_backward")
+        self._hook("on_train_batch_end", *self._train_outputs)
         self._train_outputs = None
 
     def validation_step(self, model: Any, batch: Any, valid_batch_idx: int, batch_idx: int) -> dict[str, Any]:
         module = model if isinstance(model, _base_of(self._given)) else model.module  # averaged weights are wrapped
         module.trainer = self._stand_in  # also of a copy, which lacks it
         batch, self._validation_values = self._transfer(batch), {}
-        module.on_validation_batch_start(batch, valid_batch_idx)
+        self._hook("on_validation_batch_start", batch, valid_batch_idx, module=module)
         arguments = (batch, valid_batch_idx) if self._takes_number["validation_step"] else (batch,)
         outputs = module.validation_step(*arguments)
-        module.on_validation_batch_end(outputs, batch, valid_batch_idx)
+        self._hook("on_validation_batch_end", outputs, batch, valid_batch_idx, module=module)
         values, self._validation_values = self._validation_values, None
         return values
 
@@ -278,7 +320,12 @@ class LightningTask(Task):
 
     def on_checkpoint(self, state: dict[str, Any]) -> None:
         of_module = {"epoch": self._stand_in.current_epoch, "global_step": self._stand_in.global_step}
-        self.module.on_save_checkpoint(of_module)
+        state["callbacks"] = {
+            callback.state_key: callback.state_dict()
+            for callback in self._callbacks
+            if _overrides(callback, "state_dict")
+        }
+        self._hook("on_save_checkpoint", of_module)
         state["module"] = of_module
         state["datamodule"] = {} if self.datamodule is None else self.datamodule.state_dict()
         state["values"], state["epoch"] = dict(self.values), (self._epoch, self._first_batch, dict(self._sums))
@@ -286,20 +333,30 @@ class LightningTask(Task):
     def on_resume(self, state: dict[str, Any]) -> None:
         self.values, self.resumed = state["values"], state["module"]
         self._epoch, self._first_batch, self._sums = state["epoch"]
-        self.module.on_load_checkpoint(state["module"])
+        for callback in self._callbacks:
+            if stored := state.get("callbacks", {}).get(callback.state_key):
+                callback.load_state_dict(stored)
+        self._hook("on_load_checkpoint", state["module"])
         if self.datamodule is not None:
             self.datamodule.load_state_dict(state["datamodule"])
 
     def on_train_end(self) -> None:
         self._call("on_train_end", "on_fit_end")
-        for owner in (self.datamodule, self.module):
-            if owner is not None:
-                owner.teardown("fit")
+        if self.datamodule is not None:
+            self.datamodule.teardown("fit")
+        self._hook("teardown", stage="fit")
 
     def _call(self, *hooks: str) -> None:
         self._in_batch = False
         for hook in hooks:
-            getattr(self.module, hook)()
+            self._hook(hook)
+
+    def _hook(self, hook: str, *args: Any, module: Any = None, **options: Any) -> Any:
+        """Call a hook of all callbacks, and then of the module, whose result is returned."""
+        module = self.module if module is None else module
+        for callback in self._callbacks:
+            getattr(callback, hook)(self._stand_in, module, *args, **options)
+        return getattr(module, hook)(*args, **options)
 
     # Values.
 
@@ -387,24 +444,6 @@ def _local_rank(task: Task) -> int:
     return int(identity.local_rank - max(servers_here, 0))
 
 
-def _estimate_updates(task: Task) -> float:
-    """Return the number of updates until ``max_steps`` or ``max_epochs``; gradients that are dropped make it less."""
-    config, trainers = task.config, num_trainers_of(task.config)
-    limit, batches = config.training.max_steps or math.inf, 0
-    for partition in (Partition(index, trainers) for index in range(trainers)):
-        reading = resolve_reading(task.train_source(partition), partition, config)
-        total = make_source(reading, partition, config).total
-        if total is None:
-            return limit
-        buffer = make_buffer("fifo", capacity=config.buffer.capacity, pseudo_epochs=config.buffer.pseudo_epochs)
-        batches = max(batches, buffer.expected_batches(total, reading.config.training.batch_size) or 0)
-        buffer.close()
-    taken = trainers
-    if mode_of(config).has_servers:
-        taken = consistency_class(config.server).gradients_per_update(config.server, trainers)
-    return min(limit, math.ceil(math.ceil(batches / config.training.accumulate_batches) * trainers / taken))
-
-
 # ``paramserver evaluate`` has the progress that the checkpoint stored.
 MEMBERS: dict[str, Callable[[LightningTask], Any]] = {
     "global_step": lambda task: getattr(_trainer_of(task), "step", task.resumed["global_step"]),
@@ -415,7 +454,7 @@ MEMBERS: dict[str, Callable[[LightningTask], Any]] = {
     "validating": lambda task: task.is_validating,
     "max_epochs": lambda task: task.config.training.max_epochs or -1,
     "max_steps": lambda task: task.config.training.max_steps or -1,
-    "estimated_stepping_batches": _estimate_updates,
+    "estimated_stepping_batches": lambda task: math.inf if task.total_steps is None else task.total_steps,
     "accumulate_grad_batches": lambda task: task.config.training.accumulate_batches,
     "world_size": lambda task: num_trainers_of(task.config),
     "global_rank": lambda task: _trainer_of(task).trainer_index,
@@ -426,8 +465,222 @@ MEMBERS: dict[str, Callable[[LightningTask], Any]] = {
     "should_stop": lambda task: False,  # until the module sets it
     **dict.fromkeys(("sanity_checking", "testing", "predicting", "fast_dev_run", "barebones"), lambda task: False),
     **dict.fromkeys(("logger", "progress_bar_callback"), lambda task: None),
-    **dict.fromkeys(("loggers", "callbacks"), lambda task: []),
+    "loggers": lambda task: [],
+    "callbacks": lambda task: list(task._callbacks),
 }
+
+
+class ManualOptimization:
+    """Manual optimization of a module, as calls of ``Trainer.optimize``: one for each step of one of its optimizers.
+
+    A loss is kept by ``manual_backward``, for each optimizer whose gradients it would be added to. Its gradients are
+    computed when an optimizer is stepped. What then is not what Lightning does is refused: a step of several losses, or
+    of gradients that were not set to zero.
+    """
+
+    def __init__(self, task: LightningTask) -> None:
+        self.task = task
+        self.schedules: dict[str, Any] = {}
+        self._steppers: list[ManualOptimizer] = []
+        self._owners: list[str] = []  # of each schedule the optimizer that it is stepped with
+        self._toggled: ManualOptimizer | None = None
+
+    def set_optimizers(self, optimizers: list[Any], schedules: list[Any]) -> dict[str, Any]:
+        """Return the optimizers by name, and keep the schedules that are stepped with them; others never are."""
+        by_name = {f"optimizer_{number}": optimizer for number, optimizer in enumerate(optimizers)}
+        self.schedules, self._owners = {}, []
+        for one in schedules:
+            own = getattr(one.scheduler, "optimizer", None)
+            name = next((name for name, optimizer in by_name.items() if optimizer is own), "")
+            if not name:
+                raise TaskError(
+                    f"{type(self.task.module).__name__}.configure_optimizers returned a {type(one.scheduler).__name__} "
+                    "whose attribute optimizer is none of the optimizers that it returned; with manual optimization it "
+                    "must be one of them: return that optimizer too"
+                )
+            is_stepped = one.interval == "step" and not one.reduce_on_plateau and name not in self.schedules
+            self._owners.append(name if is_stepped else "")
+            if is_stepped:
+                self.schedules[name] = one.scheduler
+        self._steppers = [ManualOptimizer(self, name, name in self.schedules) for name in by_name]
+        return by_name
+
+    @property
+    def steppers(self) -> list[ManualOptimizer]:
+        if not self._steppers:  # in mode rpc the optimizers are on the servers
+            self.task.build_optimizer(self.task.module)
+        return self._steppers
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return self.steppers[0] if len(self.steppers) == 1 else self.steppers
+
+    def lr_schedulers(self) -> Any:
+        by_name = {stepper.name: stepper for stepper in self.steppers}
+        schedules = [ManualSchedule(by_name.get(owner)) for owner in self._owners]
+        return schedules[0] if len(schedules) == 1 else schedules or None
+
+    def manual_backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        self.task._hook("on_before_backward", loss)
+        for stepper in self.steppers if self._toggled is None else [self._toggled]:
+            stepper.losses.append((loss, retain_graph))
+        self.mark_gradients()
+
+    def toggle_optimizer(self, optimizer: ManualOptimizer) -> None:
+        self._toggled = optimizer
+
+    def untoggle_optimizer(self, optimizer: ManualOptimizer) -> None:
+        self._toggled = None
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: ManualOptimizer) -> Iterator[None]:
+        self.toggle_optimizer(optimizer)
+        yield
+        self.untoggle_optimizer(optimizer)
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        raise TaskError("self.clip_gradients is not supported by a LightningTask; set training.clip_grad_norm")
+
+    def end_batch(self) -> None:
+        """Release the graphs of the batch, and remember which gradients were not set to zero."""
+        self._toggled = None
+        for stepper in self.steppers:
+            stepper.losses = [None for one in stepper.losses if stepper.depends_on(one)]
+        self.mark_gradients()
+
+    def mark_gradients(self) -> None:
+        """Let a use of gradients that a ``step`` will compute be refused: to clip them would change nothing."""
+        for stepper in self.steppers:
+            is_ahead = any(one is not None for one in stepper.losses)
+            for parameter in stepper.parameters:
+                if is_ahead and parameter.requires_grad:
+                    parameter.grad = parameter.new_zeros(()).expand(parameter.shape).as_subclass(_NotComputed)
+                elif isinstance(parameter.grad, _NotComputed):
+                    parameter.grad = None
+
+    def needs_graph(self, loss: Tensor) -> bool:
+        """Whether another optimizer may be stepped with this loss."""
+        return any(one is not None and one[0] is loss for stepper in self.steppers for one in stepper.losses)
+
+
+# Members of a module that ``ManualOptimization`` takes the place of.
+MANUAL = (
+    "optimizers", "lr_schedulers", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer",
+    "clip_gradients",
+)  # fmt: skip
+
+
+def _manual_member(task: LightningTask, name: str) -> Callable[..., Any]:
+    return lambda *args, **kwargs: getattr(task._manual, name)(*args, **kwargs)
+
+
+class _NotComputed(Tensor):
+    """A gradient between ``manual_backward`` and ``step``."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():  # which reads the properties of the gradients that it finds
+            return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+        raise TaskError(
+            "a gradient cannot be read or clipped between self.manual_backward(loss) and step() in a LightningTask, as "
+            "step() computes it; to clip gradients set training.clip_grad_norm or training.clip_grad_value"
+        )
+
+
+class ManualOptimizer(torch.optim.Optimizer):
+    """What ``self.optimizers()`` gives with manual optimization; the optimizer itself may be in another process.
+
+    ``losses`` are those since ``zero_grad``; None for one of an earlier step or batch.
+    """
+
+    def __init__(self, manual: ManualOptimization, name: str, has_schedule: bool) -> None:
+        # The base class would collect groups and states of its own.
+        self.name = name
+        self.has_schedule = has_schedule
+        self.is_schedule_due = False
+        self.losses: list[tuple[Tensor, bool] | None] = []
+        self._manual = manual
+
+    def __getattr__(self, name: str) -> Any:
+        raise NoSuchMember(
+            f"an optimizer of self.optimizers() has no {name} in a LightningTask; it has step, zero_grad and "
+            "toggle_model, as the optimizer may be in another process"
+        )
+
+    def __repr__(self) -> str:
+        return f"ManualOptimizer({self.name})"
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return cast(list[nn.Parameter], self._manual.task.trainer.optimizer_calls.parameters_of[self.name])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.losses = []
+        self._manual.mark_gradients()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make an update with the gradients of the loss that ``manual_backward`` was given.
+
+        Raises:
+            TaskError: it would not be what Lightning does.
+        """
+        output = None if closure is None else closure()
+        if len(self.losses) > 1:  # of others this optimizer has no gradients
+            self.losses = [one for one in self.losses if self.depends_on(one)]
+        if len(self.losses) != 1 or self.losses[0] is None:
+            raise TaskError(
+                f"step() of {self.name} must follow one self.manual_backward(loss) since its zero_grad(), and not "
+                f"{len(self.losses)}, or one of an earlier step; call zero_grad() before each manual_backward, and add "
+                "losses up before it"
+            )
+        if self.is_schedule_due:
+            raise wrong_schedule()
+        (loss, retain_graph), self.losses = self.losses[0], [None]
+        self._manual.task.trainer.optimize(self.name, loss, retain_graph or self._manual.needs_graph(loss))
+        self._manual.mark_gradients()
+        self.is_schedule_due = self.has_schedule
+        return output
+
+    def depends_on(self, one: tuple[Tensor, bool] | None) -> bool:
+        """Whether a loss, or an earlier one, has given this optimizer gradients."""
+        if one is None:
+            return True
+        own = set(map(id, self.parameters))
+        seen: set[Any] = set()
+        ahead: list[Any] = [one[0].grad_fn]
+        while ahead:
+            node = ahead.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if id(getattr(node, "variable", None)) in own:
+                return True
+            ahead += [function for function, _ in node.next_functions]
+        return False
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        with self._manual.toggled_optimizer(self):
+            yield
+
+
+class ManualSchedule:
+    """What ``self.lr_schedulers()`` gives: the schedule is stepped with its optimizer, and ``step`` has to follow."""
+
+    def __init__(self, stepper: ManualOptimizer | None) -> None:
+        self._stepper = stepper
+
+    def step(self, *metric: Any) -> None:
+        if self._stepper is None or not self._stepper.is_schedule_due:
+            raise wrong_schedule()
+        self._stepper.is_schedule_due = False
+
+
+def wrong_schedule() -> TaskError:
+    return TaskError(
+        "a scheduler of manual optimization must be stepped once after each step of its optimizer; return it from "
+        'configure_optimizers as {"scheduler": scheduler, "interval": "step"}, one for each optimizer, and call its '
+        "step() there"
+    )
 
 
 class _Schedules:
@@ -454,7 +707,7 @@ class _Schedules:
 
 def _base_of(instance: Any) -> Any:
     """Return Lightning's class from which the class of a module or datamodule is derived; None if there is none."""
-    names = ("LightningModule", "LightningDataModule")
+    names = ("LightningModule", "LightningDataModule", "Callback")
     packages = ("lightning", "pytorch_lightning")
     return next(
         (k for k in type(instance).__mro__ if k.__name__ in names and k.__module__.split(".")[0] in packages), None
@@ -475,11 +728,7 @@ def _check(module: Any, datamodule: Any) -> None:
         raise TaskError(
             f"LightningTask was given the datamodule {datamodule!r}; give it a LightningDataModule, or None"
         )
-    if not module.automatic_optimization:
-        raise TaskError(
-            f"{name}.automatic_optimization (False) must be True for a LightningTask; let training_step return the "
-            "loss, and remove the backward and the step"
-        )
+    _check_after_backward(module, not module.automatic_optimization)
     for method in ("training_step", "configure_optimizers"):
         if not _overrides(module, method):
             raise TaskError(f"{name} lacks {method}, which a LightningTask needs; write it")
@@ -488,6 +737,30 @@ def _check(module: Any, datamodule: Any) -> None:
             raise TaskError(f"{name}.{method} would not be called by a LightningTask; remove it: {cure}")
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise TaskError(f"{name}.training_step takes a dataloader_iter; a LightningTask gives it (batch, batch_idx)")
+
+
+def _check_after_backward(instance: Any, is_manual: bool) -> None:
+    if is_manual and _overrides(instance, "on_after_backward"):
+        raise TaskError(
+            f"{type(instance).__name__}.on_after_backward would not be called with manual optimization, where "
+            "gradients are computed when an optimizer is stepped; remove it"
+        )
+
+
+def _check_callback(name: str, callback: Any, is_manual: bool) -> None:
+    """Refuse, by name, a callback of ``configure_callbacks`` that does more than observe what is called here."""
+    kind = type(callback).__name__
+    if _base_of(callback) is None:
+        raise TaskError(f"{name}.configure_callbacks returned {callback!r}; it must return Lightning's callbacks")
+    for one in type(callback).__mro__:
+        inside = one.__module__.partition(".callbacks.")[0] in ("lightning.pytorch", "pytorch_lightning")
+        if inside and one.__name__ not in ("Callback", "LambdaCallback"):
+            cure = _IN_PLACE_OF.get(one.__name__, "write what it observes as a Callback of your own")
+            raise TaskError(f"{name}.configure_callbacks returned {kind}, which acts on Lightning's Trainer; {cure}")
+    for method, cure in _NOT_CALLED_IN_CALLBACKS.items():
+        if _overrides(callback, method):
+            raise TaskError(f"{kind}.{method} would not be called by a LightningTask; remove it: {cure}")
+    _check_after_backward(callback, is_manual)
 
 
 def _takes_number(step: Callable[..., Any]) -> bool:

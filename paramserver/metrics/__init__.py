@@ -6,6 +6,7 @@ from paramserver._lazy import attach
 
 if TYPE_CHECKING:
     from paramserver.metrics.console import Progress as Progress
+    from paramserver.metrics.prometheus import Prometheus as Prometheus
     from paramserver.metrics.sinks import (
         FanOut as FanOut,
         JsonLines as JsonLines,

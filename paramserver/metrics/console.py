@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from importlib import import_module
 from typing import Any, TextIO
 
 from paramserver.config import Config
@@ -97,8 +99,9 @@ class Progress(Sink):
     A closed stream or a broken pipe stops the display, never the run.
 
     Args:
-        style: ``auto``: one live line (with tqdm, if installed) if ``stream`` is a terminal, otherwise a plain line at
-            most every 2 seconds and one per validation. ``on``: the live line on any stream. ``off``: nothing.
+        style: ``auto``: one live line (with tqdm, if installed) if ``stream`` is a terminal, and a bar in a notebook;
+            otherwise a plain line at most every 2 seconds and one per validation. ``on``: the live line on any stream.
+            ``off``: nothing.
         total_steps: ``training.max_steps``, if it is a limit. Where neither total is given, a record "expected" may
             set a total of samples before the first step.
         step_name: what a step is called.
@@ -123,7 +126,7 @@ class Progress(Sink):
         self._validation = ""
         self._display: _PlainLines | _LiveLine | None = None
         if style != "off":
-            tqdm = _tqdm() if style == "on" or _is_terminal(stream) else None
+            tqdm = _tqdm() if style == "on" or _is_terminal(stream) or _is_notebook() else None
             if tqdm is None:
                 self._display = _PlainLines(stream, self._unit, self._total, clock)
             else:
@@ -195,10 +198,15 @@ def _columns(stream: TextIO) -> int:
         return 0
 
 
+def _is_notebook() -> bool:
+    return "ipykernel" in sys.modules
+
+
 def _tqdm() -> Any:
     """Return the class of tqdm, without its monitor thread, which never ends; None where tqdm is not installed."""
     try:
-        from tqdm import tqdm
+        # In a notebook a widget, if ipywidgets is installed.
+        tqdm = import_module("tqdm.auto" if _is_notebook() else "tqdm").tqdm
     except ImportError:
         return None
     return type("_Bar", (tqdm,), {"monitor_interval": 0})
@@ -257,7 +265,8 @@ class _LiveLine:
 
     def __init__(self, tqdm: Any, stream: TextIO, unit: str, total: int | None) -> None:
         # A terminal of unknown size reports 0 columns and rows, for which tqdm draws nothing.
-        size = {"dynamic_ncols": True} if _columns(stream) else {"ncols": _DEFAULT_COLUMNS, "nrows": _DEFAULT_ROWS}
+        fits = _columns(stream) or _is_notebook()
+        size = {"dynamic_ncols": True} if fits else {"ncols": _DEFAULT_COLUMNS, "nrows": _DEFAULT_ROWS}
         self._options = {"file": stream, "unit": unit, "total": total, **size}
         self._tqdm = tqdm
         self._bar: Any = None

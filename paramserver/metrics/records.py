@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paramserver.errors import TaskError
+from paramserver.platform import core_wait_ns
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,6 +46,9 @@ class StepReport:
         optimizer: the name of the one that is stepped, where there are several.
         inner_steps, inner_s: local steps of a round, and their seconds without the pull of the version.
         drift: how far the round moved the parameters, relative to their norm.
+        nonfinite: what of it is NaN or infinite, "loss" or "gradient", so that the step is skipped; empty if nothing
+            is, or nothing was checked.
+        scale: of its losses in the backward; its gradients are without it.
     """
 
     trainer_index: int
@@ -63,6 +66,8 @@ class StepReport:
     inner_steps: int = 0
     inner_s: float = 0.0
     drift: float = 0.0
+    nonfinite: str = ""
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,8 @@ class StepResult:
         seconds: training time so far.
         apply_s: duration of the optimizer step.
         held_s: time that the push waited on the server.
-        dropped: the push arrived too late and was not applied; the other values are those of the current version.
+        dropped: the push arrived too late, or the step was skipped, and was not applied; the other values are those of
+            the current version.
         optimizer: as in ``StepReport``.
         inner_steps, drift: means of those in ``StepReport`` over the trainers.
     """
@@ -399,23 +405,14 @@ class CoreWait:
     """Measures the share of the time from now on for which this thread could run and had no core."""
 
     def __init__(self) -> None:
-        self._began, self._waited_s = time.perf_counter(), self._seconds()
+        self._began, self._waited_ns = time.perf_counter(), core_wait_ns()
 
     def share(self) -> float | None:
         """Return it, for the thread that made this object; None where the kernel does not count."""
-        now, waited_s = time.perf_counter(), self._seconds()
-        if waited_s is None or self._waited_s is None or now <= self._began:
+        now, waited_ns = time.perf_counter(), core_wait_ns()
+        if waited_ns is None or self._waited_ns is None or now <= self._began:
             return None
-        return min((waited_s - self._waited_s) / (now - self._began), 1.0)
-
-    @staticmethod
-    def _seconds() -> float | None:
-        try:
-            # CPU time, time on a run queue, number of slices (Linux, Documentation/scheduler/sched-stats.rst).
-            _, waited_ns, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
-        except OSError:
-            return None
-        return int(waited_ns) / 1e9
+        return min((waited_ns - self._waited_ns) / 1e9 / (now - self._began), 1.0)
 
 
 def peak_rss_mb() -> float:

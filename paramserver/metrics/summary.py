@@ -100,7 +100,7 @@ _OVERLAPPED = ("hidden",)
 _STARVED = 0.1
 # Measured on two cores, both used by torch: 0.02 to 0.04 on a quiet machine, 0.33 to 0.35 with another busy program.
 _CONTENDED = 0.15
-_RECEIVED = ("received", "lost", "duplicated", "refused")
+_RECEIVED = ("received", "lost", "stale", "duplicated", "refused")
 _SIMULATION_COUNTS = ("complete", "running", "waiting", "restarted", "given_up", "lost")
 
 
@@ -167,10 +167,16 @@ def _steps(summary: Summary) -> str:
 
 def _samples(summary: Summary) -> str:
     text = f"{_number(summary.get('samples'))} applied"
-    for key, word in (("samples_served", "served"), ("samples_left", "left")):
-        if summary.get(key) is not None:
-            text += f", {_number(summary[key])} {word}"
+    for key, word in (("samples_skipped", "skipped"), ("samples_served", "served"), ("samples_left", "left")):
+        number = summary.get(key)
+        # Where the reason says what is left, and why, it is not a figure that asks for an explanation.
+        if number is not None and not (word == "left" and f"; {number} sample" in _reason(summary)):
+            text += f", {_number(number)} {word}"
     return text
+
+
+def _reason(summary: Summary) -> str:
+    return str(summary.get("reason") or "")
 
 
 def _train_loss(summary: Summary) -> str:
@@ -284,7 +290,7 @@ def _with_noun(number: int, what: str) -> str:
 _LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("status", lambda summary: str(summary.get("status") or "-")),
     ("error", lambda summary: str(summary.get("error") or "").split("\n")[0]),
-    ("reason", lambda summary: str(summary.get("reason") or "")),
+    ("reason", _reason),
     ("mode", _mode),
     ("transport", lambda summary: transport_text(summary.get("transports"))),
     ("steps", _steps),

@@ -26,7 +26,7 @@ _TRAIN = {
 }
 _STALENESS = {"mean": "server/staleness", "p95": "server/staleness_p95", "max": "server/staleness_max"}
 _BUFFER = ("population", "unseen", "put_wait_s", "get_wait_s")
-_STREAM = ("received", "refused", "duplicated", "partial", "clients")
+_STREAM = ("received", "refused", "stale", "duplicated", "partial", "clients")
 _FIELD = ("mean", "deviation")
 _CHECKPOINT = ("seconds", "pause_ms")
 
@@ -110,6 +110,8 @@ def _histograms(record: Record) -> Iterator[tuple[str, Mapping[str, int]]]:
     """Histograms of whole numbers as tags and values, given as value to count."""
     if record["kind"] == "buffer" and record.get("seen_histogram"):
         yield f"buffer/trainer-{record['trainer']}/seen", record["seen_histogram"]
+    if record["kind"] == "buffer" and (staleness := (record.get("stream") or {}).get("staleness")):
+        yield f"stream/trainer-{record['trainer']}/staleness", staleness
     if record["kind"] == "staleness":
         yield "server/staleness_histogram", record["histogram"]
         for one in record["trainers"]:

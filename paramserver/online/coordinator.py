@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paramserver.config import SimulationsConfig
-from paramserver.errors import TrainingError, UnsupportedConfiguration
-from paramserver.online.connections import UnfinishedMessages, peer_host, receive_parts, resolve_listen_address, zmq
-from paramserver.online.coordinator_protocol import Message, RequestHandler
-from paramserver.online.handoff import WakeupFd
+from paramserver.errors import TrainingError
+from paramserver.online.coordinator_protocol import RequestHandler
 from paramserver.online.process_runner import ProcessRunner
 from paramserver.online.protocol import Header, MessageKind, start_secret
-from paramserver.online.sampler import make_sampler
-from paramserver.online.security import ServerSecurity
+from paramserver.online.router import RouterSocket, end_thread
+from paramserver.online.sampler import sampler_of_run
 from paramserver.online.spec import IngestSpec
 from paramserver.online.tracker import (
     Action,
@@ -37,6 +33,7 @@ from paramserver.online.tracker import (
     TrackerEvent,
 )
 from paramserver.online.tracker_managed import ManagedSimulations
+from paramserver.platform import WakeupFd
 
 _MAX_MESSAGES_AT_ONCE = 256
 _POLL_INTERVAL_S = 0.5
@@ -91,8 +88,45 @@ class CoordinatorJournal:
         self._append({**header._asdict(), "kind": header.kind.name})
 
     def _append(self, entry: dict[str, Any]) -> None:
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        _append_line(self._file, entry)
+
+
+def _append_line(file: Path, entry: Mapping[str, Any]) -> None:
+    with file.open("a", encoding="utf-8") as opened:
+        opened.write(json.dumps(entry) + "\n")
+
+
+class SamplerRecord:
+    """A file to which what a sampler that learns did is appended, one JSON object per line, for ``replay``.
+
+    The run does not need it: when it cannot be written, there is one warning, and it ends there.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._ended = False
+
+    def begin(self, state: Mapping[str, Any] | None) -> None:
+        """Append that a coordinator starts with this state of the sampler; None = a new one."""
+        try:
+            with self._file.open("a+b") as opened:
+                opened.seek(max(0, opened.tell() - 1))
+                if opened.read(1) not in (b"", b"\n"):
+                    opened.write(b"\n")  # the process died while it wrote the last line
+        except OSError as error:
+            self._end(error)
+        self.append({"state": state})
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        if not self._ended:
+            try:
+                _append_line(self._file, entry)
+            except OSError as error:
+                self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        self._ended = True
+        _log.warning("%s cannot be written (%s); the run continues without it", self._file, error)
 
 
 class SimulationCoordinator:
@@ -113,9 +147,12 @@ class SimulationCoordinator:
         journal: of the run. If an earlier coordinator wrote it, this one takes its place: it listens on the same port,
             and what the other one trained on after ``state`` is needed again. Simulations that are closed do not send
             it: it is lost.
+        publisher: address of the versions of the model, for the simulations that are started.
+        record: file for what a sampler that learns draws and observes, for ``replay``.
 
     Attributes:
         token: the secret that trainers show in JOIN.
+        learns: whether the sampler learns from the losses of trainers.
 
     Raises:
         UnsupportedConfiguration: the sampler or command cannot be used; on entry, the address cannot be bound.
@@ -134,20 +171,27 @@ class SimulationCoordinator:
         status: Callable[[], Mapping[str, Any]] = dict,
         on_event: OnEvent = lambda kind, details: None,
         journal: CoordinatorJournal | None = None,
+        publisher: str | None = None,
+        record: Path | None = None,
     ) -> None:
         self.spec = spec
         self._journal = journal
         self.token = secrets.token_hex(16).encode()
         self._runner: ProcessRunner | None = None
         self._tracker: SimulationTracker
-        if (count := spec.config.count) is not None and spec.is_managed:
-            self._runner = ProcessRunner(spec, logs, folders)
-            sampler = make_sampler(spec.config.sampler, spec.parameters, seed, count, folders)
-            self._tracker = ManagedSimulations(spec.config, num_trainers, sampler.draw, logs)
+        sampler = sampler_of_run(spec, seed, folders)
+        self.learns = sampler is not None and sampler.learns
+        if sampler is not None:
+            self._runner = ProcessRunner(spec, logs, folders, publisher=publisher)
+            self._tracker = ManagedSimulations(spec.config, num_trainers, sampler, logs)
         else:
             self._tracker = ExternalSimulations(spec.config, num_trainers, timeout_s)
         if state is not None:
             self._tracker.load_state_dict(state)
+        if sampler is not None and sampler.learns and record is not None:
+            kept = SamplerRecord(record)
+            kept.begin(None if state is None else state.get("sampler"))
+            sampler.record = kept.append
         self._handler = RequestHandler(spec, self._tracker, num_trainers, self.token, status)
         if journal is not None:
             self._tracker.replay(journal.received)
@@ -167,7 +211,7 @@ class SimulationCoordinator:
     def __enter__(self) -> SimulationCoordinator:
         # Bound here and not in the thread: an address that cannot be bound must be raised to the caller. The thread
         # start is the memory barrier that ZeroMQ asks for when a socket changes its thread.
-        self._router = RouterSocket(self.spec.config, None if self._journal is None else self._journal.port)
+        self._router = open_router(self.spec.config, None if self._journal is None else self._journal.port)
         # Where clients and trainers connect: ``tcp://host:port``.
         self.address = self._router.address
         if self._journal is not None:
@@ -219,14 +263,7 @@ class SimulationCoordinator:
         if self._router is None:
             return
         self._closing.set()
-        if self._thread.is_alive():
-            self._wakeup.set()
-            self._thread.join(2 * _KILL_TIMEOUT_S)
-            if self._thread.is_alive():
-                raise TrainingError(
-                    f"the coordinator must end within {2 * _KILL_TIMEOUT_S:g} s of its close, and has not"
-                )
-        self._wakeup.close()
+        end_thread(self._thread, self._wakeup, 2 * _KILL_TIMEOUT_S)
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -297,9 +334,9 @@ class SimulationCoordinator:
             return
         assert self._runner is not None
         if isinstance(action, StartProcess):
-            secret = start_secret(self.token, action.simulation, action.attempt)
+            secret = start_secret(self.token, action.simulation, action.attempt, action.density_ratio)
             self._runner.start(action, router.address, secret)
-            self._on_event("started", vars(action))
+            self._on_event("started", {name: value for name, value in vars(action).items() if value is not None})
         elif isinstance(action, KillProcess):
             _log.warning("simulation %d is ended: %s", action.simulation, action.reason)
             # OVER first: a client that receives it may end well before the signal ends it.
@@ -331,86 +368,11 @@ _MAX_MESSAGE_BYTES = 64 * 2**20
 _SPARE_BYTES, _BYTES_PER_SIMULATION = 2**20, 256
 # JOIN has header, token and JSON.
 _MAX_PARTS = 3
-_LINGER_MS = 1000
 
 
-class RouterSocket:
-    """One bound ROUTER socket with its context and keys. Created by one thread, then used and closed by another.
-
-    It listens on ``port`` if the config leaves the port open and this one is free. Clients and trainers connect to
-    ``address``, ``tcp://host:port``.
-
-    Raises:
-        UnsupportedConfiguration: the address cannot be bound, the keys cannot be read, or pyzmq is missing.
-    """
-
-    def __init__(self, config: SimulationsConfig, port: int | None = None) -> None:
-        host = resolve_listen_address(config.address)
-        self._max_bytes = _MAX_MESSAGE_BYTES
-        if config.count is not None:
-            self._max_bytes = min(self._max_bytes, _SPARE_BYTES + _BYTES_PER_SIMULATION * config.count)
-        with ExitStack() as opening:
-            context: zmq.Context[Any] = zmq.Context()
-            opening.callback(context.term)
-            security = opening.enter_context(ServerSecurity(context, config.keys))
-            self._router = opening.enter_context(context.socket(zmq.ROUTER))
-            security.protect(self._router)
-            self._router.linger = _LINGER_MS
-            self._router.sndtimeo = 0  # the thread that serves all peers must not wait for one of them
-            self._router.maxmsgsize = self._max_bytes
-            # A peer that reconnects with its routing id replaces its old connection.
-            self._router.router_handover = True
-            self._router.ipv6 = ":" in host
-            self._unfinished = UnfinishedMessages(self._router, self._max_bytes, self._max_bytes)
-            opening.callback(self._unfinished.close)
-            self._bind(host, config, port)
-            self._opened = opening.pop_all()
-        endpoint: bytes = self._router.getsockopt(zmq.LAST_ENDPOINT)
-        self.address = endpoint.decode().rstrip("\0")
-
-    def _bind(self, host: str, config: SimulationsConfig, port: int | None) -> None:
-        if port is not None and not config.port:
-            try:
-                self._router.bind(f"tcp://{host}:{port}")
-                return
-            except zmq.ZMQError as error:
-                _log.warning(
-                    "port %d, where clients reached this run, cannot be opened again (%s); they must be started again "
-                    "with the new address",
-                    port,
-                    error.strerror,
-                )
-        try:
-            self._router.bind(f"tcp://{host}:{config.port or '*'}")
-        except zmq.ZMQError as error:
-            raise UnsupportedConfiguration(
-                f"simulations.port ({config.port}) on simulations.address ({config.address}) cannot be opened: "
-                f"{error.strerror}; choose a free port, and an address of rank 0's own host"
-            ) from error
-
-    def poll(self, descriptors: Iterable[int], timeout_s: float) -> None:
-        """Wait until a message has arrived, a file descriptor is readable, or the time is over."""
-        watched: list[Any] = [self._router, self._unfinished.events, *descriptors]
-        timeout_s = min(timeout_s, max(0.0, self._unfinished.check_at - time.monotonic()))
-        zmq.zmq_poll([(one, zmq.POLLIN) for one in watched], math.ceil(1000 * timeout_s))
-
-    def receive(self, max_messages: int) -> Iterable[tuple[Message, str]]:
-        """The messages that have arrived, up to a number, each with the host that it came from; does not block."""
-        for _ in range(max_messages):
-            frames = receive_parts(self._router, _MAX_PARTS, self._max_bytes)
-            if frames is None:
-                self._unfinished.check(no_message_left=True)
-                return
-            self._unfinished.received(frames[0])
-            peer, *rest = (frame.bytes for frame in frames)
-            yield (peer, rest), peer_host(frames)
-        self._unfinished.check(no_message_left=False)
-
-    def send(self, messages: Sequence[Message]) -> None:
-        """Send messages without blocking: a ROUTER drops what it cannot deliver."""
-        for peer, frames in messages:
-            self._router.send_multipart([peer, *frames])
-
-    def close(self) -> None:
-        """Close the socket; messages have a second to leave."""
-        self._opened.close()
+def open_router(config: SimulationsConfig, port: int | None = None) -> RouterSocket:
+    """Open the socket of a coordinator; the port is that of the last one."""
+    max_bytes = _MAX_MESSAGE_BYTES
+    if config.count is not None:
+        max_bytes = min(max_bytes, _SPARE_BYTES + _BYTES_PER_SIMULATION * config.count)
+    return RouterSocket("simulations", config.address, config.port, config.keys, _MAX_PARTS, max_bytes, port)

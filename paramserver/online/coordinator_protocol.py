@@ -14,6 +14,7 @@ from paramserver.online.protocol import (
     NO_MORE_SAMPLES,
     Header,
     MalformedMessage,
+    Message,
     MessageKind,
     SimulationReport,
     TrainerDirectory,
@@ -25,10 +26,6 @@ from paramserver.online.protocol import (
 )
 from paramserver.online.spec import IngestSpec
 from paramserver.online.tracker import SimulationTracker
-
-Message = tuple[bytes, list[bytes]]
-"""The routing id of the peer, and the frames."""
-
 
 _log = logging.getLogger("paramserver.coordinator")
 
@@ -168,14 +165,15 @@ class RequestHandler:
         return [_to(peer, header.reply(MessageKind.WELCOME), self._directory(header).pack())]
 
     def _directory(self, header: Header) -> TrainerDirectory:
-        config = self.spec.config
+        config, required = self.spec.config, self.spec.required_columns
         return TrainerDirectory(
             trainers=tuple(trainer.joined.address for trainer in self.trainers),
             single_trainer=self.tracker.trainer_for(header.simulation),
             window=config.window,
             timeout_s=config.timeout_s,
             steps=config.steps,
-            fields=self.spec.descriptors,
+            fields=(*self.spec.descriptors, *(column.descriptor for column in required)),
+            optional=tuple(column.descriptor for column in self.spec.columns if column not in required),
         )
 
     def _read_parameters(self, body: list[bytes]) -> list[float]:

@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.errors import ClientError
-from paramserver.online.protocol import ArrayDescriptor, pack_descriptor
+from paramserver.online.protocol import VERSION_ROW, ArrayDescriptor, pack_descriptor
 
 
 class SampleEncoder:
     r"""Encodes the samples of one member as frames, checked against the fields that the run declares.
 
     ``declared`` are the fields of a whole sample. With more than one member, each array is this member's part of the
-    field along the first dimension.
+    field along the first dimension. What is ``optional`` a sample may have in addition, each member the whole of it.
 
     Example::
 
@@ -30,11 +30,40 @@ class SampleEncoder:
         paramserver.errors.ClientError: field u must have the shape (2,), this one has (1,); reshape it
     """
 
-    def __init__(self, declared: Sequence[ArrayDescriptor], members: int) -> None:
+    def __init__(
+        self, declared: Sequence[ArrayDescriptor], members: int, optional: Sequence[ArrayDescriptor] = ()
+    ) -> None:
         self._declared = {field.name: field for field in declared}
-        self._dtypes = {field.name: np.dtype(field.dtype) for field in declared}
+        self._optional = {field.name: field for field in optional}
+        self._dtypes = {field.name: np.dtype(field.dtype) for field in (*declared, *optional)}
         self._members = members
-        self._descriptors: dict[tuple[tuple[int, ...], ...], bytes] = {}
+        self._descriptors: dict[tuple[Any, ...], bytes] = {}
+
+    def add_version(self, fields: Mapping[str, Any], version: Any) -> Mapping[str, Any]:
+        """Return the fields with the version of the weights with which the sample was made.
+
+        Raises:
+            ClientError: it is no version, or the run takes none, or must be given one.
+        """
+        name = VERSION_ROW.name
+        if version is None:
+            if self._declared.get(name) == VERSION_ROW and name not in fields:
+                raise ClientError(
+                    "version (None) must be given, as this run has buffer.max_staleness; give the weights.version of "
+                    "its Subscriber"
+                )
+            return fields
+        if VERSION_ROW not in (self._declared.get(name), self._optional.get(name)):
+            raise ClientError(
+                f"version ({version}) must be left out, as this run takes none: it has no section publish"
+            )
+        try:
+            generation, step = version
+        except (TypeError, ValueError):
+            raise ClientError(
+                f"version ({version}) must be a pair of generation and step; give the weights.version of a Subscriber"
+            ) from None
+        return {**fields, name: [check_integer("generation", generation), check_integer("step", step)]}
 
     def encode(self, fields: Mapping[str, Any]) -> list[Any]:
         """Return the descriptor and one frame per field. The frames are views of the arrays, copied only to convert.
@@ -42,18 +71,21 @@ class SampleEncoder:
         Raises:
             ClientError: a field is missing or unknown, or its shape, dtype or value does not fit.
         """
-        if fields.keys() != self._declared.keys():
-            self._refuse_names(fields)
-        arrays = [self._convert(field, fields[name]) for name, field in self._declared.items()]
-        shapes = tuple([array.shape for array in arrays])
+        given = self._declared
+        if fields.keys() != given.keys():
+            given = given | {name: field for name, field in self._optional.items() if name in fields}
+            if fields.keys() != given.keys():
+                self._refuse_names(fields)
+        arrays = [self._convert(field, fields[name]) for name, field in given.items()]
+        form = (*given, *[array.shape for array in arrays])
         # One entry: the samples of a member nearly always have the same shapes.
-        if shapes not in self._descriptors:
-            self._descriptors = {shapes: pack_descriptor(dict(zip(self._declared, arrays, strict=True)))}
+        if form not in self._descriptors:
+            self._descriptors = {form: pack_descriptor(dict(zip(given, arrays, strict=True)))}
         # All declared dtypes are little-endian, so an array in C order has the bytes of the message.
-        return [self._descriptors[shapes], *[np.ascontiguousarray(array).data for array in arrays]]
+        return [self._descriptors[form], *[np.ascontiguousarray(array).data for array in arrays]]
 
     def _refuse_names(self, fields: Mapping[str, Any]) -> None:
-        unknown = [name for name in fields if name not in self._declared]
+        unknown = [name for name in fields if name not in self._declared | self._optional]
         if unknown:
             raise ClientError(
                 f"field ({unknown[0]}) must be one of {', '.join(self._declared)}; rename or leave it out"
@@ -71,7 +103,7 @@ class SampleEncoder:
         return array if array.dtype == dtype else _cast(field.name, array, dtype)
 
     def _check_shape(self, field: ArrayDescriptor, shape: tuple[int, ...]) -> None:
-        if self._members == 1:
+        if self._members == 1 or field.name in self._optional:
             if shape != field.shape:
                 raise ClientError(
                     f"field {field.name} must have the shape {field.shape}, this one has {shape}; reshape it"
@@ -101,7 +133,14 @@ def _cast(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArr
 
 
 # Exclusive upper bounds, from the widths of the header's fields.
-_LIMITS = {"simulation_id": 2**63, "step": 2**63, "member": 65535, "members": 65536, "attempt": 2**32}
+_LIMITS = {
+    "simulation_id": 2**63,
+    "step": 2**63,
+    "generation": 2**63,
+    "member": 65535,
+    "members": 65536,
+    "attempt": 2**32,
+}
 
 
 def check_integer(name: str, value: Any, least: int = 0) -> int:

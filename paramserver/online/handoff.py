@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Sequence
 
 from paramserver.online.validator import SampleAccepted
-
-
-class WakeupFd:
-    """An eventfd that wakes a thread in ``poll``. ``set`` is safe to call from any thread, also after ``close``."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def set(self) -> None:
-        # The lock keeps a late writer from writing to another file that got this number after close().
-        with self._lock:
-            if self._fd >= 0:
-                os.eventfd_write(self._fd, 1)
-
-    def clear(self) -> None:
-        """Make the descriptor unreadable again, in the thread that was woken."""
-        os.eventfd_read(self._fd)
-
-    def close(self) -> None:
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd = -1
+from paramserver.platform import WakeupFd
 
 
 class HandoffQueue:

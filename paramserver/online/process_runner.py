@@ -42,9 +42,15 @@ class ProcessRunner:
     """
 
     def __init__(
-        self, spec: IngestSpec, logs: Path, folders: Sequence[Path] = (), environ: Mapping[str, str] | None = None
+        self,
+        spec: IngestSpec,
+        logs: Path,
+        folders: Sequence[Path] = (),
+        environ: Mapping[str, str] | None = None,
+        publisher: str | None = None,
     ) -> None:
         self._environ = process_environ() if environ is None else environ
+        self._publisher = publisher
         self._command = LaunchCommand(spec, folders, self._environ)
         self._config = spec.config
         self._logs = logs
@@ -62,6 +68,7 @@ class ProcessRunner:
             members=self._config.group_size,
             keys=None if keys is None else str(Path(keys).absolute()),
             secret=secret,
+            publisher=self._publisher,
         )
         self._logs.mkdir(parents=True, exist_ok=True)
         # Registered before the first process starts: if a later one fails to start, kill_all() finds the others.

@@ -29,6 +29,14 @@ A message is a list of frames. The first is a ``Header``; the kind determines wh
     trainer -> coordinator   JOIN       token, JSON                 ready to receive, see ``TrainerJoined``
                              REPORT     JSON                        progress once a second, see ``SimulationReport``
                              OVER       -                           the trainer leaves: the run needs no more samples
+    subscriber -> publisher  GET        JSON, ``WeightsRequest``    asks for a version of the model; ``simulation``
+                                                                    and ``step`` are generation and step of the newest
+                                                                    that it has, ``attempt`` counts its requests
+    publisher -> subscriber  WEIGHTS    JSON, then frames           a version, see weights.py; ``attempt`` is that
+                                                                    of the request, generation and step as in GET
+                             UNCHANGED  -                           there is no newer one yet
+                             REFUSED    text
+                             OVER       text                        the run has ended
     coordinator -> trainer   READY      -                           acknowledges JOIN or REPORT
                              DRAIN      -                           the last simulation ended: empty the queue, then end
                              OVER       text                        the simulations failed for good
@@ -57,6 +65,9 @@ NO_MORE_SAMPLES = "the run wants no more samples"
 """The text of OVER when the run ends normally."""
 
 Frames = Sequence[bytes]
+
+Message = tuple[bytes, list[Any]]
+"""A peer's routing id, and the frames to or from it."""
 
 _MAGIC = b"ps"
 _HEADER = struct.Struct("!2sBBqqHHI")
@@ -88,6 +99,9 @@ class MessageKind(IntEnum):
     READY = 66
     REPORT = 67
     DRAIN = 68
+    GET = 81
+    WEIGHTS = 82
+    UNCHANGED = 83
 
 
 _KINDS = {int(kind): kind for kind in MessageKind}
@@ -146,7 +160,8 @@ class Header(NamedTuple):
         # What comes from the network is checked once, here; all code behind relies on it.
         if member >= members:
             raise MalformedMessage(f"member ({member}) must be below the size of its group ({members})")
-        return cls(kind, simulation, step, member, members, attempt)
+        # As cls(...), in half of the time.
+        return tuple.__new__(cls, (kind, simulation, step, member, members, attempt))
 
     def reply(self, kind: MessageKind, step: int = 0) -> Header:
         """The header of a reply about the same member of the same simulation."""
@@ -179,6 +194,10 @@ class ArrayDescriptor:
     def num_bytes(self) -> int:
         # dtype=object: a shape from the network must not overflow an int64.
         return int(np.prod(self.shape, dtype=object)) * int(self.dtype[2:])
+
+
+VERSION_ROW = ArrayDescriptor("version", "<i8", (2,))
+"""The version of the weights with which a sample was made, generation and step, in its descriptor."""
 
 
 def pack_descriptor(fields: Mapping[str, npt.NDArray[Any]]) -> bytes:
@@ -235,10 +254,23 @@ def _array_descriptor(row: Any) -> ArrayDescriptor:
 
 # Opening a simulation.
 
+_DIGEST_LENGTH = 64
 
-def start_secret(token: bytes, simulation: int, attempt: int) -> str:
-    """What the clients of a simulation that the run starts must show. All ranks derive it from the token of the run."""
-    return hmac.new(token, f"{simulation} {attempt}".encode(), hashlib.sha256).hexdigest()
+
+def start_secret(token: bytes, simulation: int, attempt: int, density_ratio: float | None = None) -> str:
+    """What the clients of a simulation that the run starts must show. All ranks derive it from the token of the run.
+
+    The ``density_ratio`` of its parameters, if there is one, follows in clear text: so trainers receive it from the
+    coordinator, before the first sample, and no client needs to know of it or can change it.
+    """
+    ratio = "" if density_ratio is None else f" {density_ratio!r}"
+    return hmac.new(token, f"{simulation} {attempt}{ratio}".encode(), hashlib.sha256).hexdigest() + ratio
+
+
+def density_ratio_of(secret: bytes) -> float | None:
+    """The ``density_ratio`` in a secret that ``check_secret`` has accepted."""
+    _, _, ratio = secret.decode().partition(" ")
+    return float(ratio) if ratio else None
 
 
 def pack_opening(parameters: Any, secret: str | None) -> list[bytes]:
@@ -248,9 +280,11 @@ def pack_opening(parameters: Any, secret: str | None) -> list[bytes]:
 
 def check_secret(token: bytes, header: Header, body: Sequence[Any]) -> str | None:
     """Why the HELLO or OPEN of a simulation that the run starts must be refused; None = it must not."""
-    expected = start_secret(token, header.simulation, header.attempt).encode()
+    shown = bytes(body[1]) if len(body) == 2 else b""
+    digest, ratio = shown[:_DIGEST_LENGTH], shown[_DIGEST_LENGTH:]
+    expected = hmac.new(token, f"{header.simulation} {header.attempt}".encode() + ratio, hashlib.sha256).hexdigest()
     # In constant time: how long a refusal takes must not reveal how much of it was right.
-    if len(body) == 2 and hmac.compare_digest(bytes(body[1]), expected):
+    if hmac.compare_digest(digest, expected.encode()):
         return None
     return (
         f"simulation {header.simulation}, attempt {header.attempt}, must be opened with the secret of this start; open "
@@ -309,6 +343,7 @@ class TrainerDirectory:
         timeout_s: silence after which a client gives up.
         steps: samples of the simulation, if known.
         fields: the fields of a whole sample. Each member of a group sends its part along the first dimension.
+        optional: what a sample may have in addition, which each member of a group sends whole.
     """
 
     trainers: tuple[str, ...]
@@ -317,18 +352,24 @@ class TrainerDirectory:
     timeout_s: float
     steps: int | None
     fields: tuple[ArrayDescriptor, ...]
+    optional: tuple[ArrayDescriptor, ...] = ()
 
     def pack(self) -> bytes:
-        return pack_json({**asdict(self), "fields": [[f.name, f.dtype, f.shape] for f in self.fields]})
+        fields, optional = ([[f.name, f.dtype, f.shape] for f in rows] for rows in (self.fields, self.optional))
+        body = {**asdict(self), "fields": fields, "optional": optional}
+        return pack_json({key: value for key, value in body.items() if key != "optional" or value})
 
     @classmethod
     def unpack(cls, frame: bytes) -> TrainerDirectory:
         """Decode it. Raises ``MalformedMessage`` if the frame holds anything else."""
         body = unpack_json(frame)
         try:
-            fields = tuple(ArrayDescriptor(name, dtype, tuple(shape)) for name, dtype, shape in body["fields"])
+            fields, optional = (
+                tuple(ArrayDescriptor(name, dtype, tuple(shape)) for name, dtype, shape in rows)
+                for rows in (body["fields"], body.get("optional", ()))
+            )
             addresses, timeout_s = tuple(body["trainers"]), body["timeout_s"]
-            return cls(addresses, body["single_trainer"], body["window"], timeout_s, body["steps"], fields)
+            return cls(addresses, body["single_trainer"], body["window"], timeout_s, body["steps"], fields, optional)
         except (KeyError, TypeError, ValueError) as error:
             raise MalformedMessage(f"this is no welcome ({error})") from error
 
@@ -379,6 +420,7 @@ class SimulationReport:
         pending: simulations of which samples have arrived that are not in the buffer yet.
         lost: simulation -> samples that died with a trainer which this one replaces.
         first_refusals: kind -> the first message of this kind that was refused, and why.
+        losses: simulation -> mean loss of its samples that were trained on since the last report.
     """
 
     received: Mapping[int, int]
@@ -387,6 +429,7 @@ class SimulationReport:
     pending: Sequence[int] = ()
     lost: Mapping[int, int] = field(default_factory=dict)
     first_refusals: Mapping[str, str] = field(default_factory=dict)
+    losses: Mapping[int, float] = field(default_factory=dict)
 
     def pack(self) -> bytes:
         return pack_json(asdict(self))
@@ -401,7 +444,8 @@ class SimulationReport:
             lost = {int(key): int(n) for key, n in body["lost"].items()}
             pending = tuple(int(number) for number in body["pending"])
             refusals = {str(kind): str(text) for kind, text in body["first_refusals"].items()}
-            return cls(received, active, dict(body["counters"]), pending, lost, refusals)
+            losses = {int(key): float(loss) for key, loss in body["losses"].items()}
+            return cls(received, active, dict(body["counters"]), pending, lost, refusals, losses)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise MalformedMessage(f"this is no report of a trainer ({error})") from error
 

@@ -6,6 +6,7 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -49,11 +50,11 @@ class ReceivedLog:
     def contains(self, simulation: int, step: int) -> bool:
         return (simulation, step) in self._received
 
-    def mark_received(self, simulation: int, step: int) -> None:
-        """Add this sample to the set, before it is handed to the feeder."""
-        self._received.update(((simulation, step),))
+    def mark_received(self, simulation: int, step: int) -> bool:
+        """Add this sample to the set, before it is handed to the feeder; return whether it was not in it."""
         if self._lost:
             self._lost.get(simulation, set()).discard(step)
+        return self._received.add(simulation, step)
 
     def mark_lost(self, simulation: int, step: int) -> None:
         """A trainer that this one replaces had this sample: it is lost, until it is received here."""
@@ -68,7 +69,7 @@ class ReceivedLog:
 
     def extend(self, keys: Iterable[Key]) -> None:
         """Append samples to the log, before they are put into the buffer."""
-        flat = [number for key in keys for number in key]
+        flat = list(chain.from_iterable(keys))
         with self._lock:
             self._log.extend(flat)
 

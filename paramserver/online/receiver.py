@@ -12,7 +12,7 @@ import math
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from paramserver.errors import SourceError, UnsupportedConfiguration
 from paramserver.online.connections import UnfinishedMessages, peer_host, receive_parts, resolve_listen_address, zmq
-from paramserver.online.handoff import HandoffQueue, WakeupFd
+from paramserver.online.handoff import HandoffQueue
 from paramserver.online.protocol import (
     NO_MORE_SAMPLES,
     Header,
@@ -49,6 +49,8 @@ from paramserver.online.validator import (
     StepsReported,
     describe_sender,
 )
+from paramserver.online.versions import SampleVersions
+from paramserver.platform import WakeupFd
 
 GROUP = 64
 """Maximum of samples that ``SampleReceiver.get`` returns at once."""
@@ -72,15 +74,17 @@ class SampleReceiver:
     may have ``simulations.window`` samples in flight each, and are sent an ACK for what was marked as stored. Call
     ``stop`` when no more samples are needed, and ``close`` in any case. Without ``stop`` the clients get no OVER: they
     wait for a receiver that takes this one's place, or for the coordinator's OVER. The thread adds what it accepts to
-    the set of ``received_log``; the caller extends its log.
+    the set of ``received_log``; the caller extends its log. ``versions`` are those that samples may have, if any.
     """
 
-    def __init__(self, spec: ReceiverSpec, received_log: ReceivedLog) -> None:
+    def __init__(self, spec: ReceiverSpec, received_log: ReceivedLog, versions: SampleVersions | None = None) -> None:
         self._wakeup = WakeupFd()
         self._queue = HandoffQueue(self._wakeup)
         self._stats = ReceiveStats(received_log.counts(), spec.ingest.sample_bytes, spec.trainer_index)
         self._field_statistics = FieldStatistics([field.name for field in spec.ingest.fields])
-        self._loop = _ReceiverLoop(spec, received_log, self._queue, self._wakeup, self._stats, self._field_statistics)
+        self._loop = _ReceiverLoop(
+            spec, received_log, self._queue, self._wakeup, self._stats, self._field_statistics, versions
+        )
         self._thread = threading.Thread(target=self._run, name=f"receiver-{spec.trainer_index}", daemon=True)
 
     def start(self) -> None:
@@ -119,9 +123,20 @@ class SampleReceiver:
             "clients": self._loop.num_clients,
         }
 
+    def report_losses(self, simulations: Sequence[int], losses: Sequence[float]) -> None:
+        """Send the coordinator the loss of each sample of a batch, with the next report. Safe to call from any thread.
+
+        Losses that are not finite are left out.
+        """
+        self._stats.losses.append((simulations, losses))
+
     def field_statistics(self) -> dict[str, dict[str, float]]:
         """Mean and deviation of each field since the last call, see ``FieldStatistics.read_and_reset``."""
         return self._field_statistics.read_and_reset()
+
+    def report_starvation(self, text: str) -> None:
+        """Log that samples arrive and none can be used; of the first text rank 0 informs the user. For any thread."""
+        self._stats.report_starvation(text)
 
     def stop(self) -> None:
         """Begin to close without waiting; wakes ``get``. The thread sends OVER to all clients and the coordinator."""
@@ -157,9 +172,10 @@ class _ReceiverLoop:
     wakeup: WakeupFd
     stats: ReceiveStats
     field_statistics: FieldStatistics
+    versions: SampleVersions | None = None
 
     def __post_init__(self) -> None:
-        self.validator = MessageValidator(self.spec.ingest, self.received_log, self.spec.token)
+        self.validator = MessageValidator(self.spec.ingest, self.received_log, self.spec.token, self.versions)
         self.report_interval_s = min(_REPORT_INTERVAL_S, self.spec.timeout_s / 4)
         self.num_clients = 0
         self.sends_over = False
@@ -201,8 +217,8 @@ class _ReceiverLoop:
     def _bind(self, opening: ExitStack) -> None:
         largest_bytes = max((descriptor.num_bytes for descriptor in self.spec.ingest.descriptors), default=0)
         self._clients.maxmsgsize = 2 * largest_bytes + _SPARE_BYTES
-        # Header, descriptor and the fields of a sample, or header, parameters and secret.
-        self._max_parts = max(2 + len(self.spec.ingest.fields), 3)
+        # Header, descriptor, fields and columns of a sample, or header, parameters and secret.
+        self._max_parts = max(2 + len(self.spec.ingest.fields) + len(self.spec.ingest.columns), 3)
         self._max_bytes = 2 * self.spec.ingest.sample_bytes + _SPARE_BYTES
         self._unfinished = UnfinishedMessages(self._clients, self._max_bytes)
         opening.callback(self._unfinished.close)
@@ -361,24 +377,26 @@ class _ReceiverLoop:
 
     def _receive_from_clients(self) -> bool:
         """Receive and validate a bounded number of messages; returns whether no message is left."""
-        accepted: list[SampleAccepted] = []
-        now = time.monotonic()
-        no_message_left = False
-        for _ in range(_MAX_MESSAGES_AT_ONCE):
+        messages: list[list[Any]] = []
+        while len(messages) < _MAX_MESSAGES_AT_ONCE:
             message = receive_parts(self._clients, self._max_parts, self._max_bytes)
             if message is None:
-                no_message_left = True
                 break
             self._unfinished.received(message[0])
-            peer, frames = bytes(message[0]), message[1:]
+            messages.append(message)
+        accepted: list[SampleAccepted] = []
+        now = time.monotonic()
+        # After all of them are received: in turns both take longer, as one's code and data displace the other's from
+        # the processor's caches.
+        for peer, *frames in messages:
             if self._over:
-                self._refuse_late(peer, frames)
+                self._refuse_late(bytes(peer), frames)
             else:
-                self._validate(peer, frames, accepted, now)
+                self._validate(bytes(peer), frames, accepted, now)
         if accepted:
             self.field_statistics.add([sample.sample for sample in accepted])
             self.queue.put(accepted)
-        return no_message_left
+        return len(messages) < _MAX_MESSAGES_AT_ONCE
 
     def _refuse_late(self, peer: bytes, frames: list[Any]) -> None:
         try:
@@ -389,13 +407,16 @@ class _ReceiverLoop:
 
     def _validate(self, peer: bytes, frames: list[Any], accepted: list[SampleAccepted], now: float) -> None:
         outcome = self.validator.validate(peer, frames)
-        self.stats.record(outcome, peer_host(frames) if isinstance(outcome, MessageRefused) else "")
         session = outcome.session
+        if isinstance(outcome, SampleAccepted):
+            same_session = bool(accepted) and accepted[-1].session is session
+            accepted.append(outcome)
+            if same_session:
+                return  # recorded with the sample before
+        self.stats.record(outcome, peer_host(frames) if isinstance(outcome, MessageRefused) else "")
         if session is not None:
             session.last_seen_s = now
-        if isinstance(outcome, SampleAccepted):
-            accepted.append(outcome)
-        elif isinstance(outcome, MessageRefused):
+        if isinstance(outcome, MessageRefused):
             header = Header(MessageKind.REFUSED) if session is None else session.header.reply(MessageKind.REFUSED)
             self._send(peer, header, outcome.text)
         elif isinstance(outcome, StepsReported):
@@ -448,6 +469,9 @@ def _source_error(text: str) -> SourceError:
 
 # Statistics.
 
+STARVATION = "starvation"
+"""Among the first refusals of a report: samples were received, and all are too old."""
+
 # Pairs of reason and sender whose first refusal is logged; further pairs are only counted.
 _MAX_LOGGED = 1000
 
@@ -468,6 +492,9 @@ class ReceiveStats:
         self._trainer_index = trainer_index
         self._logged: set[tuple[Reason, str]] = set()
         self._first_refusals: dict[str, str] = {}
+        self._starvation: dict[str, str] = {}  # set by the training thread
+        # Batches that were trained on: appended by the training thread, removed by that of the receiver.
+        self.losses: deque[tuple[Sequence[int], Sequence[float]]] = deque()
         self._changed: set[int] = set()
         self._active: set[tuple[int, int]] = set()
 
@@ -488,8 +515,13 @@ class ReceiveStats:
             return
         self._logged.add((outcome.reason, sender))
         text = f"trainer {self._trainer_index} refused a message of {sender}: {outcome.text}"
-        self._first_refusals.setdefault(outcome.reason, text)
+        self._first_refusals = {outcome.reason: text, **self._first_refusals}
         _log.warning("%s; more of this kind (%s) are counted and not logged", text, outcome.reason)
+
+    def report_starvation(self, text: str) -> None:
+        """Log this, and send the first text with the next report."""
+        self._starvation = self._starvation or {STARVATION: text}
+        _log.warning(text)
 
     def record_stored(self, samples: Sequence[SampleAccepted]) -> set[int]:
         """Count samples that the buffer has stored; returns their simulations."""
@@ -520,10 +552,25 @@ class ReceiveStats:
         """What has changed since the last report, the counters, and the ``pending`` simulations."""
         received = {simulation: self.stored[simulation] for simulation in sorted(self._changed)}
         report = SimulationReport(
-            received, sorted(self._active), self.counters(), pending, self.lost, self._first_refusals
+            received,
+            sorted(self._active),
+            self.counters(),
+            pending,
+            self.lost,
+            {**self._first_refusals, **self._starvation},
+            self._mean_losses(),
         )
         self._changed, self._active = set(), set()
         return report
+
+    def _mean_losses(self) -> dict[int, float]:
+        """The mean loss of each simulation since the last call."""
+        found: dict[int, list[float]] = {}
+        while self.losses:
+            for simulation, loss in zip(*self.losses.popleft(), strict=True):
+                if math.isfinite(loss):
+                    found.setdefault(simulation, []).append(loss)
+        return {simulation: math.fsum(found[simulation]) / len(found[simulation]) for simulation in sorted(found)}
 
 
 # One of so many samples is measured. A prime, so that simulations that take turns are all measured.

@@ -333,6 +333,12 @@ class ClientConnection:
         """The sockets to poll while waiting for this peer."""
         return [self.socket]
 
+    @property
+    def num_connections(self) -> int:
+        """How often the connection was made, at least 1."""
+        self._monitor.disconnected_s()
+        return max(1, self._monitor.num_connections)
+
     def __str__(self) -> str:
         return f"{self.name} at {self.address}"
 
@@ -534,12 +540,6 @@ class CoordinatorConnection(ClientConnection):
     ) -> None:
         self._run_started = run_started
         super().__init__(context, name, address, keys)
-
-    @property
-    def num_connections(self) -> int:
-        """How often the connection was made, at least 1."""
-        self._monitor.disconnected_s()
-        return max(1, self._monitor.num_connections)
 
     def request(
         self, header: Header, *frames: Any, expect: MessageKind, timeout_s: float, limit_s: float | None = None

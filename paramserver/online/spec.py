@@ -14,12 +14,16 @@ from typing import Any
 import numpy as np
 
 from paramserver.cluster import is_loopback
-from paramserver.config import SimulationsConfig
+from paramserver.config import Config, SimulationsConfig
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.online.protocol import DTYPES, ArrayDescriptor
+from paramserver.online.protocol import DTYPES, VERSION_ROW, ArrayDescriptor
+from paramserver.online.weights import Version
 
 RESERVED = ("simulation", "step", "parameters")
 """What a sample holds in addition to its fields; no field may have one of these names."""
+
+OPTIONAL = ("density_ratio",)
+"""What samples hold in addition where the run knows it of their simulation; likewise."""
 
 _KEYS = ("shape", "dtype", "finite")
 
@@ -42,7 +46,21 @@ class FieldSpec:
         return ArrayDescriptor(self.name, self.dtype, self.shape)
 
 
-def parse_fields(declared: Mapping[str, Any]) -> tuple[FieldSpec, ...]:
+VERSION_COLUMN = FieldSpec(VERSION_ROW.name, VERSION_ROW.dtype, VERSION_ROW.shape)
+"""The column with the version of the weights with which a sample was made: generation and step."""
+
+COLUMNS: dict[FieldSpec, Any] = {VERSION_COLUMN: (0, 0)}
+"""What a sample may hold in addition, where the config has it, and its value in samples that are sent without it."""
+
+
+def columns_of(config: Config) -> tuple[FieldSpec, ...]:
+    """Return the columns that the samples of a run have in addition, in the order of ``COLUMNS``."""
+    return (VERSION_COLUMN,) if config.publish is not None else ()
+
+
+def parse_fields(
+    declared: Mapping[str, Any], reserved: Sequence[str] = (*RESERVED, *OPTIONAL)
+) -> tuple[FieldSpec, ...]:
     """Parse ``simulations.fields``.
 
     ``name: [100, 100]`` is float32 of this shape. ``name: {shape: [100, 100], dtype: float64, finite: true}`` is the
@@ -60,13 +78,13 @@ def parse_fields(declared: Mapping[str, Any]) -> tuple[FieldSpec, ...]:
         raise UnsupportedConfiguration(
             "simulations.fields must name what a sample holds; for example {temperature: [100, 100]}"
         )
-    return tuple(_parse_field(str(name), value) for name, value in declared.items())
+    return tuple(_parse_field(str(name), value, reserved) for name, value in declared.items())
 
 
-def _parse_field(name: str, value: Any) -> FieldSpec:
+def _parse_field(name: str, value: Any, reserved: Sequence[str]) -> FieldSpec:
     key = f"simulations.fields.{name}"
-    if name in RESERVED:
-        raise UnsupportedConfiguration(f"{key} must not be one of {', '.join(RESERVED)}; rename it")
+    if name in reserved:
+        raise UnsupportedConfiguration(f"{key} must not be one of {', '.join(reserved)}; rename it")
     options = value if isinstance(value, Mapping) else {"shape": value}
     unknown = [option for option in options if option not in _KEYS]
     if unknown:
@@ -100,30 +118,50 @@ def _parse_shape(key: str, options: Mapping[str, Any]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class IngestSpec:
-    """The parsed section ``simulations``, with (name, low, high) of each parameter. Create it with ``from_config``."""
+    """The parsed section ``simulations``, with (name, low, high) of each parameter. Create it with ``of_run``.
+
+    Samples have the ``columns`` in addition to the fields. With ``max_staleness`` (``buffer.max_staleness``) each must
+    have a version.
+    """
 
     config: SimulationsConfig
     fields: tuple[FieldSpec, ...]
     parameters: tuple[tuple[str, float, float], ...]
+    columns: tuple[FieldSpec, ...] = ()
+    max_staleness: int | None = None
 
     @classmethod
-    def from_config(cls, config: SimulationsConfig) -> IngestSpec:
+    def of_run(cls, config: Config) -> IngestSpec:
+        """Parse and check the section of a config that has it. Raises as ``from_config``."""
+        assert config.simulations is not None
+        return cls.from_config(config.simulations, columns_of(config), config.buffer.max_staleness)
+
+    @classmethod
+    def from_config(
+        cls, config: SimulationsConfig, columns: tuple[FieldSpec, ...] = (), max_staleness: int | None = None
+    ) -> IngestSpec:
         """Parse and check the section.
 
         Raises:
             UnsupportedConfiguration: an invalid field or range, or an address beyond loopback without keys.
         """
         parameters = tuple(_parse_range(str(name), value) for name, value in config.parameters.items())
-        spec = cls(config, parse_fields(config.fields), parameters)
+        fields = parse_fields(config.fields, (*RESERVED, *OPTIONAL, *(column.name for column in columns)))
+        spec = cls(config, fields, parameters, columns, max_staleness)
         _check_groups(spec)
         # Checked here, before anything listens: a run that others can reach must never be open to everyone for a
         # moment.
-        _check_keys(config)
+        check_keys("simulations", config.address, config.keys)
         return spec
 
     @property
     def descriptors(self) -> tuple[ArrayDescriptor, ...]:
         return tuple(field.descriptor for field in self.fields)
+
+    @property
+    def required_columns(self) -> tuple[FieldSpec, ...]:
+        """Those of the columns without which a sample is refused."""
+        return () if self.max_staleness is None else (VERSION_COLUMN,)
 
     @property
     def sample_bytes(self) -> int:
@@ -176,15 +214,20 @@ def _check_groups(spec: IngestSpec) -> None:
         )
 
 
-def _check_keys(config: SimulationsConfig) -> None:
-    if config.keys is None and not is_loopback(config.address):
+def check_keys(section: str, address: str, keys: str | None) -> None:
+    """Refuse an address beyond loopback without keys, and keys that are no folder.
+
+    Raises:
+        UnsupportedConfiguration: they are such; the message names the keys of ``section``.
+    """
+    if keys is None and not is_loopback(address):
         raise UnsupportedConfiguration(
-            f"simulations.keys (null) must be given with simulations.address {config.address}, which others can reach; "
-            "make them with: paramserver keys FOLDER"
+            f"{section}.keys (null) must be given with {section}.address {address}, which others can reach; make them "
+            "with: paramserver keys FOLDER"
         )
-    if config.keys is not None and not Path(config.keys).is_dir():
+    if keys is not None and not Path(keys).is_dir():
         raise UnsupportedConfiguration(
-            f"simulations.keys ({config.keys}) must be a folder; make it with: paramserver keys {config.keys}"
+            f"{section}.keys ({keys}) must be a folder; make it with: paramserver keys {keys}"
         )
 
 
@@ -196,6 +239,8 @@ class ReceiverSpec:
         token: secret of the run, created by the coordinator; a trainer shows it in JOIN.
         host: the address of this machine on which clients reach the trainer.
         timeout_s: silence of the coordinator after which the trainer fails.
+        starts: the first version of each generation of the run, if samples have versions.
+        learns: whether the sampler of the simulations learns from losses.
     """
 
     coordinator_address: str
@@ -205,6 +250,8 @@ class ReceiverSpec:
     num_trainers: int
     host: str = "127.0.0.1"
     timeout_s: float = 60.0
+    starts: tuple[Version, ...] = ()
+    learns: bool = False
 
     @property
     def keys(self) -> str | None:

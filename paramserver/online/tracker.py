@@ -34,6 +34,7 @@ class Simulation:
 
     Attributes:
         parameters: sampled by the run or sent by its clients; None before.
+        density_ratio: of the parameters, see ``Sampler``; None if the sampler gives none.
         client_parameters: those that its clients sent; None before the first HELLO.
         lost: samples of it that died with a trainer, as far as no trainer reports them.
         closed_with: samples that its clients, which are closed, had sent, once all trainers have counted them.
@@ -52,6 +53,7 @@ class Simulation:
     failures: int = 0
     state: SimulationState = SimulationState.WAITING
     parameters: list[float] | None = None
+    density_ratio: float | None = None
     client_parameters: list[float] | None = None
     total: int | None = None
     lost: int = 0
@@ -114,6 +116,7 @@ class Simulation:
             "failures": self.failures,
             "given_up": given_up,
             "parameters": None if self.parameters is None else list(self.parameters),
+            "density_ratio": self.density_ratio,
             "total": self.total,
             "trainer": self.trainer,
         }
@@ -124,6 +127,7 @@ class Simulation:
         rest = {name: state[name] for name in ("id", "attempt", "failures", "parameters", "total", "trainer")}
         return cls(
             **rest,
+            density_ratio=state.get("density_ratio"),
             lost=state.get("lost", 0),
             state=SimulationState.GIVEN_UP if state["given_up"] else SimulationState.WAITING,
         )
@@ -137,6 +141,7 @@ class StartProcess:
     simulation: int
     attempt: int
     parameters: tuple[float, ...]
+    density_ratio: float | None = None
 
 
 @dataclass(frozen=True)

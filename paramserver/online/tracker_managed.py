@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paramserver.config import SimulationsConfig
+from paramserver.errors import CheckpointError
 from paramserver.online.protocol import Header, SimulationReport, TrainerJoined
+from paramserver.online.sampler import CheckedSampler
 from paramserver.online.tracker import (
     Action,
     KillProcess,
@@ -41,13 +43,13 @@ class ManagedSimulations(SimulationTracker):
         self,
         config: SimulationsConfig,
         num_trainers: int,
-        sample_parameters: Callable[[int], Sequence[float]],
+        sampler: CheckedSampler,
         logs: Path,
     ) -> None:
         super().__init__(config, num_trainers)
         assert config.count is not None
         self.count = config.count
-        self._sample_parameters = sample_parameters
+        self._sampler = sampler
         self._logs = logs
         self._given_up_in_a_row = 0
         # Three sets, so that poll() visits only simulations with which something may happen: to be started again, to be
@@ -77,6 +79,7 @@ class ManagedSimulations(SimulationTracker):
 
     def on_report(self, trainer_index: int, report: SimulationReport, now: float) -> None:
         super().on_report(trainer_index, report, now)
+        self._sampler.observe({number: loss for number, loss in report.losses.items() if number in self.simulations})
         for number in report.pending:
             simulation = self._started.get(number)
             if simulation is not None and simulation.state is SimulationState.SETTLING:
@@ -215,11 +218,11 @@ class ManagedSimulations(SimulationTracker):
 
     def _start(self, simulation: Simulation, now: float) -> StartProcess:
         if simulation.parameters is None:
-            simulation.parameters = [float(value) for value in self._sample_parameters(simulation.id)]
+            simulation.parameters, simulation.density_ratio = self._sampler.draw_with_ratio(simulation.id)
         simulation.start_attempt(now)
         simulation.process_alive = True
         self._started[simulation.id] = simulation
-        return StartProcess(simulation.id, simulation.attempt, tuple(simulation.parameters))
+        return StartProcess(simulation.id, simulation.attempt, tuple(simulation.parameters), simulation.density_ratio)
 
     def _complete(self, simulation: Simulation, now: float) -> TrackerEvent:
         self._given_up_in_a_row = 0
@@ -240,8 +243,29 @@ class ManagedSimulations(SimulationTracker):
 
     # Checkpoints.
 
+    def state_dict(self) -> dict[str, Any]:
+        learned = {"sampler": self._sampler.state_dict()} if self._sampler.learns else {}
+        return {**super().state_dict(), "drawn_by": self._sampler.reference, **learned}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
+        drawn = [one for one in self.simulations.values() if one.parameters is not None]
+        learned = state.get("sampler")
+        if drawn and self._sampler.learns != (learned is not None):
+            does, other = ("learns", "does not") if self._sampler.learns else ("does not learn", "does")
+            raise CheckpointError(
+                f"simulations.sampler ({self._sampler.reference}) {does}, and that of the checkpoint "
+                f"({state.get('drawn_by', 'another one')}), which has drawn simulations, {other}; resume with the "
+                "sampler of the checkpoint"
+            )
+        if any((one.density_ratio is not None) != self._sampler.gives_density_ratio for one in drawn):
+            had, has = ("no", "a") if self._sampler.gives_density_ratio else ("a", "no")
+            raise CheckpointError(
+                f"simulations.sampler ({self.config.sampler}) gives {has} density_ratio, and the samples of the "
+                f"checkpoint have {had} density_ratio; resume with the sampler of the checkpoint"
+            )
+        if self._sampler.learns and learned is not None:
+            self._sampler.load_state_dict(learned)
         self._add_missing()  # the count may be larger than that of the run that is resumed
 
 

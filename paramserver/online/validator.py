@@ -24,13 +24,15 @@ from paramserver.online.protocol import (
     MalformedMessage,
     MessageKind,
     check_secret,
+    density_ratio_of,
     first_frame,
     unpack_descriptor,
     unpack_integers,
     unpack_parameters,
 )
 from paramserver.online.received_log import ReceivedLog
-from paramserver.online.spec import RESERVED, FieldSpec, IngestSpec
+from paramserver.online.spec import COLUMNS, RESERVED, VERSION_COLUMN, FieldSpec, IngestSpec
+from paramserver.online.versions import SampleVersions
 
 Reason: TypeAlias = Literal[
     "malformed",  # no message of this protocol, or of another version of it
@@ -47,6 +49,7 @@ Reason: TypeAlias = Literal[
     "shape",
     "size",  # bytes that do not fit the shape
     "values",  # not finite although the spec requires it, or no booleans
+    "version",  # none of the model's
     "stale",  # a part of another attempt
     "unfinished",  # a part of one unfinished sample too many
 ]
@@ -54,7 +57,7 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 """Why messages are refused; each is counted."""
 
 Arrays: TypeAlias = "tuple[npt.NDArray[Any], ...]"
-"""The fields of a sample or of a part, in the order of the spec."""
+"""The fields of a sample or of a part, in the order of the spec, and the columns after them."""
 
 _MAX_SESSIONS = 65_536
 _MAX_SIMULATIONS = 65_536
@@ -80,9 +83,13 @@ def describe_sender(header: Header) -> str:
 
 @dataclass(eq=False, slots=True)
 class Opening:
-    """The parameters of a simulation. An OPEN with others replaces them until a valid sample or part has arrived."""
+    """The parameters of a simulation. An OPEN with others replaces them until a valid sample or part has arrived.
+
+    Each sample of the simulation holds the ``optional`` values, by their names in ``spec.OPTIONAL``.
+    """
 
     parameters: npt.NDArray[np.float64]
+    optional: dict[str, Any] = field(default_factory=dict)
     has_sample: bool = False
     replaced: bool = False
 
@@ -128,7 +135,7 @@ class ClientSession:
 # Outcomes are not frozen, although nothing changes them: frozen=True doubles the time to create one.
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Outcome:
     """The result of validating one message.
 
@@ -160,7 +167,7 @@ class DuplicateSample(Outcome):
     """The sample or part was received before and is dropped."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class SampleAccepted(Outcome):
     """A whole sample.
 
@@ -173,7 +180,7 @@ class SampleAccepted(Outcome):
     contributors: tuple[tuple[ClientSession, int], ...] = ()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class MessageRefused(Outcome):
     """The message is refused. ``header`` is that of the message, if it can be read."""
 
@@ -190,14 +197,23 @@ class MessageValidator:
 
     A simulation from outside belongs to the client that opened it last, until its first valid sample has arrived. From
     then on its parameters are fixed, and its attempt is the highest that was opened. One that the run starts is opened
-    with the secret of its start only.
+    with the secret of its start only. ``versions`` are those that samples may have, if they have any.
     """
 
-    def __init__(self, spec: IngestSpec, received_log: ReceivedLog, token: bytes = b"") -> None:
+    def __init__(
+        self,
+        spec: IngestSpec,
+        received_log: ReceivedLog,
+        token: bytes = b"",
+        versions: SampleVersions | None = None,
+    ) -> None:
         self.spec = spec
+        self._versions = versions
         self._token = token
         self.received_log = received_log
-        self._names = (*RESERVED, *(field.name for field in spec.fields))
+        self._all_fields = (*spec.fields, *spec.columns)
+        self._names = (*RESERVED, *(field.name for field in self._all_fields))
+        self._version_at = self._all_fields.index(VERSION_COLUMN) if versions is not None else -1
         self.assembly = SampleAssembly(spec.config.group_size, spec.config.window * spec.config.group_size)
         self._sessions: OrderedDict[tuple[bytes, int], ClientSession] = OrderedDict()
         self._openings: OrderedDict[int, Opening] = OrderedDict()
@@ -261,6 +277,8 @@ class MessageValidator:
             if opening is not None:
                 self._replace(simulation, opening)
             opening = Opening(parameters)
+            if self.spec.is_managed and (ratio := density_ratio_of(bytes(frames[2]))) is not None:
+                opening.optional["density_ratio"] = ratio
         session = self._find(peer, simulation)
         # A repeated OPEN must not reset the counts; one of another attempt or member starts a new session.
         if session is None or session.header != header or session.opening is not opening:
@@ -325,9 +343,11 @@ class MessageValidator:
 
     def _validate_sample(self, session: ClientSession, header: Header, frames: Frames) -> Outcome:
         opening = session.opening
-        if opening is None or not _is_open(session, header):
-            raise _unopened(header)
-        self._check_header(header)
+        # The header of the OPEN was checked; that of a sample has another kind and step, and else the same numbers.
+        if opening is None or header[3:] != session.header[3:]:
+            if opening is None or not _is_open(session, header):
+                raise _unopened(header)
+            self._check_header(header)
         steps, window = self.spec.config.steps, self.spec.config.window
         if steps is not None and header.step >= steps:
             raise Refusal("step", f"step ({header.step}) must be below simulations.steps ({steps})")
@@ -335,14 +355,18 @@ class MessageValidator:
             raise Refusal("window", f"samples on their way must be at most simulations.window ({window})")
         # Arrays are checked before the duplicate test: a wrong array is refused whether or not its key is known.
         arrays = self._read_arrays(frames)
+        if self._versions is not None:
+            reason = self._versions.reason_to_refuse(arrays[self._version_at].tolist())
+            if reason is not None:
+                raise Refusal("version", reason)
         if opening.replaced:
             raise Refusal("parameters", f"simulation {header.simulation} was opened anew, with other parameters")
         opening.has_sample = True
         key = (header.simulation, header.step)
-        if self.received_log.contains(*key):
-            return _duplicate(session)
         if self.assembly.members == 1:
             return self._accept(session, opening, key, arrays, ((session, session.received - 1),))
+        if self.received_log.contains(*key):
+            return _duplicate(session)
         return self._add_part(session, opening, header, arrays)
 
     def _add_part(self, session: ClientSession, opening: Opening, header: Header, arrays: Arrays) -> Outcome:
@@ -360,8 +384,8 @@ class MessageValidator:
         if parts is PartOutcome.FULL:
             raise Refusal("unfinished", f"at most {self.assembly.limit} samples of a simulation may be unfinished")
         assert isinstance(parts, list)
-        whole = concatenate_parts(parts)
-        for declared, array in zip(self.spec.fields, whole, strict=True):
+        whole = concatenate_parts(parts, len(self.spec.columns))
+        for declared, array in zip(self._all_fields, whole, strict=True):
             if array.shape != declared.shape:
                 text = f"{declared.name} ({list(array.shape)}) must have the shape {list(declared.shape)} when its "
                 text += "parts are put together"
@@ -376,29 +400,41 @@ class MessageValidator:
         key: Key,
         arrays: Arrays,
         contributors: tuple[tuple[ClientSession, int], ...],
-    ) -> SampleAccepted:
-        self.received_log.mark_received(*key)
-        sample = dict(zip(self._names, (*key, opening.parameters, *arrays), strict=True))
+    ) -> SampleAccepted | DuplicateSample:
+        if not self.received_log.mark_received(*key):
+            return _duplicate(session)
+        sample = dict(zip(self._names, (*key, opening.parameters, *arrays)))  # noqa: B905 - as many as fields
+        if opening.optional:
+            sample.update(opening.optional)
         return SampleAccepted(session, (), key, sample, contributors)
 
     def _read_arrays(self, frames: Frames) -> Arrays:
-        """The arrays of a message in the order of the spec's fields: views of its frames."""
-        _check_frames(frames, 2 + len(self.spec.fields), least=2)
-        field_frames = self._field_frames(bytes(frames[1]))
-        _check_frames(frames, 2 + len(field_frames))
+        """The arrays of a message in the order of the spec's fields and columns: views of its frames."""
+        most = 2 + len(self._all_fields)
+        if len(frames) != most:
+            _check_frames(frames, most, least=2)
+        expected, field_frames = self._field_frames(bytes(frames[1]))
+        if len(frames) != expected:  # a wrong descriptor is refused first
+            _check_frames(frames, expected)
         return tuple([one.array(frames[one.frame]) for one in field_frames])
 
-    def _read_field_frames(self, descriptor: bytes) -> tuple[_FieldFrame, ...]:
+    def _read_field_frames(self, descriptor: bytes) -> tuple[int, tuple[_FieldFrame | _NoColumn, ...]]:
         described = {found.name: (2 + i, found) for i, found in enumerate(unpack_descriptor(descriptor))}
-        names = [field.name for field in self.spec.fields]
-        if described.keys() != set(names):
+        names = [field.name for field in (*self.spec.fields, *self.spec.required_columns)]
+        if not set(names) <= described.keys() <= {field.name for field in self._all_fields}:
             raise Refusal("field", f"fields ({', '.join(described)}) must be {', '.join(names)}")
-        return tuple(self._field_frame(field, *described[field.name]) for field in self.spec.fields)
+        return 2 + len(described), tuple(
+            self._field_frame(field, *described[field.name])
+            if field.name in described
+            else _NoColumn(np.array(COLUMNS[field], field.dtype))
+            for field in self._all_fields
+        )
 
     def _field_frame(self, field: FieldSpec, frame: int, found: ArrayDescriptor) -> _FieldFrame:
         if found.dtype != field.dtype:
             raise Refusal("dtype", f"{field.name} ({found.dtype}) must have the dtype {field.dtype}")
-        fits = found.shape == field.shape if self.assembly.members == 1 else _is_part(found.shape, field.shape)
+        is_whole = self.assembly.members == 1 or field in self.spec.columns
+        fits = found.shape == field.shape if is_whole else _is_part(found.shape, field.shape)
         if not fits:
             raise Refusal("shape", f"{field.name} ({list(found.shape)}) must have the shape {list(field.shape)}")
         return _FieldFrame(field, frame, found.shape, np.dtype(found.dtype), found.num_bytes)
@@ -423,6 +459,17 @@ class _FieldFrame:
         if self.dtype == np.bool_ and array.view(np.uint8).max(initial=0) > 1:
             raise Refusal("values", f"{self.field.name} must hold booleans, a byte of it is neither 0 nor 1")
         return array
+
+
+@dataclass(frozen=True)
+class _NoColumn:
+    """Stands for a column that a message does not have."""
+
+    value: npt.NDArray[Any]
+    frame: int = 1  # any
+
+    def array(self, frame: bytes) -> npt.NDArray[Any]:
+        return self.value
 
 
 def _is_part(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
@@ -562,7 +609,12 @@ class SampleAssembly:
         return [parts[i] for i in range(self.members)]
 
 
-def concatenate_parts(parts: list[SamplePart]) -> Arrays:
-    """The whole arrays: the parts of each field along the first dimension."""
-    columns = zip(*(part.arrays for part in parts), strict=True)
-    return tuple(np.concatenate(column) for column in columns)
+def concatenate_parts(parts: list[SamplePart], num_columns: int = 0) -> Arrays:
+    """The whole arrays: the parts of each field along the first dimension.
+
+    Of each of the last ``num_columns`` arrays, which every part has whole, it is the least: the oldest version.
+    """
+    arrays = list(zip(*(part.arrays for part in parts), strict=True))
+    num_fields = len(arrays) - num_columns
+    fields = [np.concatenate(parts_of) for parts_of in arrays[:num_fields]]
+    return (*fields, *(min(parts_of, key=np.ndarray.tolist) for parts_of in arrays[num_fields:]))

@@ -1,6 +1,6 @@
 """Clipping of the mean of the gradients before an update: where one process has all of them, and on several servers.
 
-To add a kind, such as clipping by value: write a subclass of ``Clipping``, and return it in ``clipping_of`` for its key
+To add a kind: write a subclass of ``Clipping``, and return it in ``clipping_of`` for its key
 in config/schema.py.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paramserver.config import TrainingConfig
-from paramserver.parameters.numerics import check_gradient_norm
+from paramserver.parameters.numerics import check_gradient_norm, largest_value
 from paramserver.parameters.tables import with_values
 
 
@@ -85,11 +85,50 @@ class NormClipping(Clipping):
         nn.utils.clip_grads_with_norm_(map(with_values, parameters), self._max_norm, merged)
 
 
+class ValueClipping(Clipping):
+    """Limits each element of the gradients to at most ``max_value`` and at least its negative, as ``clip_grad_value_``.
+
+    Complex gradients are limited by their real and imaginary parts.
+    """
+
+    why_not_by_bucket = "training.clip_grad_value first looks for NaN in all gradients"
+
+    def __init__(self, max_value: float) -> None:
+        self._max_value = max_value
+
+    def clip(self, parameters: Sequence[Tensor], version: int) -> None:
+        self.clip_shard(parameters, self.merge([self.measure(parameters, is_everything=True)], version))
+
+    def measure(self, parameters: Sequence[Tensor], is_everything: bool) -> Tensor:
+        """Return the largest absolute value of a shard, which NaN and infinity, that clipping would hide, change."""
+        return largest_value(p.grad for p in map(with_values, parameters) if p.grad is not None)
+
+    def merge(self, measured: Sequence[Tensor], version: int) -> Tensor:
+        largest = torch.stack([value.to("cpu", torch.float64) for value in measured]).max()
+        check_gradient_norm(float(largest), version, "the largest value")
+        return largest
+
+    def clip_shard(self, parameters: Sequence[Tensor], merged: Tensor) -> None:
+        if merged > self._max_value:
+            nn.utils.clip_grad_value_(map(_as_real, map(with_values, parameters)), self._max_value)
+
+
+def _as_real(parameter: Tensor) -> Tensor:
+    """Return a tensor with the real view of a complex ``.grad`` as its ``.grad``; otherwise the parameter itself."""
+    if parameter.grad is None or not parameter.grad.is_complex():
+        return parameter
+    stand_in = torch.view_as_real(parameter.detach())
+    stand_in.grad = torch.view_as_real(parameter.grad)
+    return stand_in
+
+
 def clipping_of(training: TrainingConfig) -> Clipping | None:
     """Return how the gradients of an update are clipped; None if they are not.
 
     What a round of local steps has changed is not: each trainer clips the gradients of its own steps.
     """
-    if training.clip_grad_norm is None or training.has_rounds:
+    if training.has_rounds:
         return None
-    return NormClipping(training.clip_grad_norm)
+    if training.clip_grad_value is not None:
+        return ValueClipping(training.clip_grad_value)
+    return None if training.clip_grad_norm is None else NormClipping(training.clip_grad_norm)

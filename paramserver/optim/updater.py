@@ -16,6 +16,7 @@ from paramserver.checkpoint.row_stream import RowStream
 from paramserver.config import TrainingConfig
 from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration
 from paramserver.limits import is_due
+from paramserver.metrics.profile import spanned
 from paramserver.optim.averaging import AverageParameters, averages, drop_averages, rename_averages
 from paramserver.optim.clipping import clipping_of
 from paramserver.optim.named_optimizers import (
@@ -31,6 +32,7 @@ from paramserver.optim.named_optimizers import (
 from paramserver.optim.outer import OptimizerBuilder
 from paramserver.optim.parallel_step import generators_of_update
 from paramserver.optim.row_versions import record_rows
+from paramserver.optim.skipping import Skipping
 from paramserver.parameters.tables import coalesce_gradients, opt_out_of_checks
 
 _EVERY = ("step", "epoch", "validation")
@@ -66,6 +68,11 @@ class Updater:
             for name, own in self.optimizer.by_name.items():
                 params = [p for group in own.param_groups for p in group["params"]]
                 self.parameters_of[name] = tuple(names[id(p)] for p in params)
+            if training.may_skip:
+                raise UnsupportedConfiguration(
+                    f"{training.skipping_rule} with several optimizers that take turns "
+                    f"({', '.join(self.optimizer.by_name)}), as a part of a batch cannot be skipped; leave it out"
+                )
         self._with_modes = [SwitchedOptimizer(own) for own in optimizers_of(self.optimizer) if has_modes(own)]
         for own in optimizers_of(self.optimizer) if training.ema_decay is not None else ():
             reason = "whose eval() gives the parameters that are validated" if has_modes(own) else None
@@ -82,9 +89,11 @@ class Updater:
         self._schedules = _schedules_of(task, self.optimizer)
         self._seed = seed
         self.clipping = clipping_of(training)
+        self.skipping = Skipping(training)
         self.validate_every = training.validate_every
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
+    @spanned("apply")
     def apply(self, step: int, optimizer: str = "") -> None:
         """Apply the gradients in ``.grad`` of the parameters of an optimizer as update number ``step``.
 
@@ -213,7 +222,8 @@ class Updater:
     def _state_dict(self) -> dict[str, Any]:
         states = {name: schedule.scheduler.state_dict() for name, schedule in self._schedules.items()}
         scheduler = self.optimizer.pack(states) if isinstance(self.optimizer, SeveralOptimizers) else states.get("")
-        return {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}
+        state = {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}
+        return {**state, "skipping": self.skipping.state_dict()} if self.skipping.is_possible else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load ``state_dict()``. If it has no ``parameters`` of ``eval()``, the model has these.
@@ -252,6 +262,8 @@ class Updater:
             switched.optimizer.train()
         # What ``train()`` makes of the parameters of ``eval()`` is rounded.
         self._write(parameters.get("train", {}))
+        if (skipping := state.get("skipping")) is not None:
+            self.skipping.load_state_dict(skipping)
 
 
 def _load(owner: Any, state: dict[str, Any]) -> None:

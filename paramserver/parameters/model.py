@@ -131,8 +131,9 @@ def extra_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """Return a context of mixed precision if ``precision`` is "bfloat16", otherwise one that does nothing."""
-    return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bfloat16" else nullcontext()
+    """Return a context of mixed precision if ``precision`` is of 16 bits, otherwise one that does nothing."""
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 # A change through ``data`` shows in the values only. To compare these in each step would cost up to a tenth of it.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,17 +19,47 @@ from paramserver.importing import describe_user_error
 from paramserver.parameters.tables import describe_missing_row
 
 
-def check_gradient_norm(norm: float, step: int) -> None:
-    """Check gradients by their norm, before any of them is applied.
+def check_gradient_norm(norm: float, step: int, what: str = "the norm") -> None:
+    """Check gradients by their norm, or by ``what`` else was computed of all, before any of them is applied.
 
     Raises:
         NotFinite: the norm is NaN or infinite.
     """
     if not math.isfinite(norm):
         raise NotFinite(
-            f"step {step}: the norm of all gradients is {norm} and must be finite; nothing of this step was applied. "
+            f"step {step}: {what} of all gradients is {norm} and must be finite; nothing of this step was applied. "
             "Lower the learning rate, or look at the batches"
         )
+
+
+def largest_value(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the largest absolute value of all elements, also of sparse tensors; NaN if one is, and 0 without any.
+
+    Example::
+
+        >>> largest_value([torch.tensor([1.0, -3.0]), torch.empty(0)]), largest_value([torch.tensor([1.0, math.nan])])
+        (tensor(3., dtype=torch.float64), tensor(nan, dtype=torch.float64))
+    """
+    values = (_as_real(tensor._values() if tensor.is_sparse else tensor) for tensor in tensors)
+    parts = [own for own in values if own.numel()]
+    if not parts:
+        return torch.zeros((), dtype=torch.float64)
+    largest: Any = torch._foreach_norm(parts, math.inf)
+    return torch.stack([value.to(parts[0].device, torch.float64) for value in largest]).max()
+
+
+def find_nonfinite(loss: float, gradients: Iterable[Tensor | None]) -> str:
+    """Return what of a step is NaN or infinite: "loss", "gradient", or the empty string for nothing.
+
+    Example::
+
+        >>> find_nonfinite(0.5, [torch.ones(2), None]), find_nonfinite(0.5, [torch.tensor([math.inf])])
+        ('', 'gradient')
+    """
+    if not math.isfinite(loss):
+        return "loss"
+    found = largest_value(gradient for gradient in gradients if gradient is not None)
+    return "" if math.isfinite(float(found)) else "gradient"
 
 
 def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
@@ -85,12 +115,14 @@ def check_parameters_finite(parameters: Mapping[str, Tensor], step: int, resume_
     )
 
 
-def check_loss(loss: object, trainer_index: int, batch_idx: int, optimizer: str = "") -> float:
+def check_loss(
+    loss: object, trainer_index: int, batch_idx: int, optimizer: str = "", may_be_nonfinite: bool = False
+) -> float:
     """Return the loss of a batch as a number, before its backward.
 
     Raises:
         TaskError: it is not a scalar tensor with a gradient.
-        NotFinite: it is NaN or infinite; nothing of this batch, or call, is applied.
+        NotFinite: it is NaN or infinite, unless it may be; nothing of this batch, or call, is applied.
     """
     where = f"training_step, trainer {trainer_index}, batch {batch_idx}"
     origin, unit = (f"gave optimize({optimizer!r}, loss)", "call") if optimizer else ("returned", "batch")
@@ -98,7 +130,8 @@ def check_loss(loss: object, trainer_index: int, batch_idx: int, optimizer: str 
         raise TaskError(f"{where}: {origin} {type(loss).__name__}; the loss must be a scalar tensor")
     if loss.numel() != 1:
         raise TaskError(
-            f"{where}: {origin} a tensor of shape {tuple(loss.shape)}; the loss must be one number: take .mean()"
+            f"{where}: {origin} a tensor of shape {tuple(loss.shape)}; the loss must be one number, or a vector with "
+            "one for each sample of the batch: take .mean()"
         )
     if loss.is_complex():
         raise TaskError(
@@ -109,7 +142,7 @@ def check_loss(loss: object, trainer_index: int, batch_idx: int, optimizer: str 
             f"{where}: the loss does not depend on a trained parameter; compute it from model(...) with gradients on"
         )
     value = to_number(loss, f"{where}: the loss", "it must be one real number on a device that holds values")
-    if value != value or value in (float("inf"), float("-inf")):
+    if not (math.isfinite(value) or may_be_nonfinite):
         raise NotFinite(
             f"{where}: the loss is {value}; nothing of this {unit} was applied. "
             "Lower the learning rate, set training.clip_grad_norm, or look at the batch"

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paramserver.parameters.tables import EMBEDDINGS, LARGE_BYTES
+from paramserver.platform import PORTABLE, memory_file
 
-_CAN_REPEAT = hasattr(os, "memfd_create")  # on Linux
+_CAN_REPEAT = not PORTABLE
 _CHUNK_BYTES = 2 * 2**20
 _PROT_NONE, _MAP_FIXED = 0, 0x10  # of mmap(2) on Linux; Python's mmap has no names for them
 _MOST_CHUNKS = 4096  # a process has at most 65,530 mappings (vm.max_map_count)
@@ -138,7 +139,7 @@ def repeated_memory(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
             raise OSError(ctypes.get_errno(), f"no address space for a table of {num_bytes / 2**20:,.0f} MiB")
         return place
 
-    file = os.memfd_create("table")
+    file = memory_file("table")
     try:
         os.ftruncate(file, chunk)
         start = map_pages(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)

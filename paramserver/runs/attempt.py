@@ -18,8 +18,10 @@ from typing import Any
 
 from paramserver.checkpoint import find_checkpoint, read_checkpoint
 from paramserver.checkpoint.format import BEST, LATEST, read_pointer, remove, step_of
+from paramserver.checkpoint.memory import move_to_disk, remove_memory
 from paramserver.config import Config
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.importing import PICKLED_TASK
 from paramserver.runs.losses import LossLog
 from paramserver.runs.resume import check_writable
 from paramserver.runs.rundir import RunDir, not_writable, read_mapping, write_text
@@ -29,7 +31,7 @@ from paramserver.runs.rundir import RunDir, not_writable, read_mapping, write_te
 # What a start makes before rank 0 stores the config.
 _BEFORE_START = ("checkpoints", "logs", ".reserved", ".reserved.json", ".lock", ".lock.json")
 # What a failed start may leave and another one has no use for, such as half a file.
-_REMAINS = re.compile(r"summary\.json|\..+\.\d+\.tmp")
+_REMAINS = re.compile(rf"summary\.json|{re.escape(PICKLED_TASK)}|\..+\.\d+\.tmp")
 
 
 @contextmanager
@@ -145,6 +147,11 @@ def resume_transaction(run: RunDir) -> Iterator[None]:
         LossLog(run.losses_file)  # rank 0 reads it, which may be another process: a damaged one is refused here
         with run.lock(resuming=True):
             journal.roll_back()  # of an attempt that was killed
+            # Before the copy: what was in memory is on the disk, also if this attempt is refused.
+            if run.chosen is None:
+                move_to_disk(run.path)
+            else:
+                remove_memory(run.path)  # later than the chosen one, or older
             first_step = step_of((run.chosen or find_checkpoint(run.path)).name) or 0
             if run.chosen is not None:
                 read_checkpoint(run.chosen)

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -26,12 +27,13 @@ from paramserver.checkpoint import (
     stage_copy,
     unpack,
 )
+from paramserver.checkpoint.memory import MEMORY, follows, make_memory_folder, newer_in_memory, remove_memory
 from paramserver.checkpoint.row_stream import RowStream, address_of, replace_tensors
 from paramserver.checkpoint.save import restore_best_pointer
 from paramserver.checkpoint.serialization import check_mapping
 from paramserver.config import Config, num_trainers_of, world_size_of
 from paramserver.config.deadlines import LAST_WRITE_S
-from paramserver.errors import CheckpointError, StorageError, TrainingError
+from paramserver.errors import CheckpointError, StorageError, TrainingError, UnsupportedConfiguration
 from paramserver.metrics.records import TrainerTotals, make_record
 from paramserver.optim.averaging import averaged_state_dict
 from paramserver.optim.outer import OuterBuilder, outer_class, outer_names
@@ -137,6 +139,9 @@ class UpdaterState(Protocol):
     @property
     def tables(self) -> Mapping[int, tuple[str, RowStream]]: ...
 
+    @property
+    def validates_averages(self) -> bool: ...
+
     def release(self) -> None: ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -151,6 +156,20 @@ class SimulationsState(Protocol):
     def summary(self) -> dict[str, Any]: ...
 
     def trainer_lost(self, trainer_index: int) -> None: ...
+
+
+class Publisher(Protocol):
+    """Sends versions of the model to other programs; see ``ModelPublisher``."""
+
+    address: str
+    on_request: Callable[[], None]
+
+    @property
+    def starts(self) -> Sequence[tuple[int, int]]: ...
+
+    def is_wanted(self, step: int) -> bool: ...
+
+    def publish(self, step: int, tensors: Mapping[str, Tensor]) -> None: ...
 
 
 class CheckpointManager:
@@ -183,7 +202,10 @@ class CheckpointManager:
         # Of an online run; its state is saved and its figures are in the summary.
         self.simulations: SimulationsState | None = None
         self.simulations_state: dict[str, Any] | None = None
+        self.publisher: Publisher | None = None
         self.writer = CheckpointWriter(run.checkpoints_dir, config.checkpoint.keep, config.checkpoint.background)
+        self._memory: CheckpointWriter | None = None  # of those in memory, from the first one on
+        self._memory_failed = False
         self._pool = StagingPool()
         self._resume = resume
         self._buffers_as_built: dict[str, tuple[object, ...]] | None = None
@@ -217,7 +239,9 @@ class CheckpointManager:
         if self._resume is None:
             return None
         checkpoint = self._resume.checkpoint
-        state = {"optimizer": checkpoint.load("optimizer"), "scheduler": self._resume.run["scheduler"]}
+        run = self._resume.run
+        state = {"optimizer": checkpoint.load("optimizer"), "scheduler": run["scheduler"]}
+        state |= {"skipping": run["skipping"]} if "skipping" in run else {}
         if _TRAINED in checkpoint.names:
             state["parameters"] = {"train": checkpoint.load(_TRAINED)}
         return state
@@ -247,6 +271,35 @@ class CheckpointManager:
         if self._resume.parts is not None:
             return self._resume.parts[trainer_index]
         return self._resume.checkpoint.read_bytes(f"trainer-{trainer_index}.pt")
+
+    # Publishing.
+
+    def is_wanted(self, step: int) -> bool:
+        """Return whether a subscriber waits for the version of ``step``, which is current; ``publish`` follows."""
+        return self.publisher is not None and self.publisher.is_wanted(step)
+
+    @property
+    def publishes_averages(self) -> bool:
+        return self.config.publish is not None and self.config.publish.averages
+
+    def publish(self, step: int, model: nn.Module, updater: UpdaterState) -> None:
+        """Send a copy of the model to subscribers. Nothing changes model and updater during this call.
+
+        Raises:
+            UnsupportedConfiguration: averages are to be published, and there are none.
+            TaskError: a tensor of the model cannot be sent.
+        """
+        assert self.publisher is not None
+        averages: Mapping[str, Tensor] = {}
+        if self.publishes_averages:
+            if not updater.validates_averages:
+                raise UnsupportedConfiguration(
+                    "publish.averages (True) must be false, as this run keeps no averages; set it to false, or set "
+                    "training.ema_decay"
+                )
+            averages = updater.averages()
+        entries = averaged_state_dict(model, averages)
+        self.publisher.publish(step, {name: value for name, value in entries.items() if isinstance(value, Tensor)})
 
     # Saving.
 
@@ -312,6 +365,7 @@ class CheckpointManager:
             "step": step,
             "simulations": None if self.simulations is None else self.simulations.state_dict(),
             "scheduler": state["scheduler"],
+            **({"skipping": state["skipping"]} if "skipping" in state else {}),
             "consistency": dict(consistency or {}),
             "ledger": dict(ledger or {"rows": {}}),
             "late_buffers": self.late_buffers(model),
@@ -396,8 +450,16 @@ class CheckpointManager:
             "task": config.task,
             "seed": config.seed,
         }
+        in_memory, objects = staged.reason == MEMORY, {**staged.objects, **files}
+        if self.simulations is not None and "sampler" in (objects["run"]["simulations"] or {}):
+            # Draws depend on when they are made: a simulation of which a trainer's part has samples must keep its own.
+            objects["run"] = {**objects["run"], "simulations": self.simulations.state_dict()}
         try:
-            future = self.writer.submit(staged.step, {**staged.objects, **files}, metadata, staged.is_best)
+            if in_memory:
+                metadata |= follows([*self.writer.pending_names(), self.last_checkpoint])
+                future = self._memory_writer(objects).submit(staged.step, objects, metadata)
+            else:
+                future = self.writer.submit(staged.step, objects, metadata, staged.is_best)
         except BaseException:
             staged.release()
             raise
@@ -409,6 +471,14 @@ class CheckpointManager:
         release = staged.release
         future.add_done_callback(lambda _: release())
 
+    def _memory_writer(self, objects: Mapping[str, Any]) -> CheckpointWriter:
+        """Return the writer of checkpoints in memory, which is made for the first one, of these objects."""
+        if self._memory is None:
+            config = self.config.checkpoint
+            folder = make_memory_folder(self.run.path, Path(config.memory_folder), objects)
+            self._memory = CheckpointWriter(folder, keep=1, background=config.background, optional=True)
+        return self._memory
+
     def _kept_state(self, trainer_index: int) -> dict[str, Any]:
         """Return what the part of a lost trainer has of its newest one: of its task, local steps and compression.
 
@@ -419,8 +489,15 @@ class CheckpointManager:
         return {"task": part.get("task", {}), **{name: part.get(name) for name in ("local_steps", "residuals")}}
 
     def _record_written(self, done: Future[WrittenCheckpoint], pause_s: float, reason: str) -> None:
-        if done.cancelled() or done.exception() is not None:
-            return  # replaced by a newer one; and a failure is raised by the writer's next call
+        if done.cancelled():
+            return  # replaced by a newer one
+        if (error := done.exception()) is not None:  # raised by the writer's next call, unless it is optional
+            if reason == MEMORY and isinstance(error, StorageError) and not self._memory_failed:
+                self._memory_failed = True
+                self.monitor.note(
+                    f"training continues without a new checkpoint in memory: {str(error).partition(';')[0]}"
+                )
+            return
         written = done.result()
         self.monitor.record(
             make_record(
@@ -437,9 +514,16 @@ class CheckpointManager:
     def suspend(self) -> None:
         """Finish what is being written, and close the records without a summary: another generation follows."""
         try:
-            self.writer.close(LAST_WRITE_S)
+            self._close_writers()
         finally:
             self.monitor.suspend()
+
+    def _close_writers(self) -> None:
+        try:
+            if self._memory is not None:
+                self._memory.close(LAST_WRITE_S)
+        finally:
+            self.writer.close(LAST_WRITE_S)
 
     def close(
         self, status: str, totals: Sequence[TrainerTotals], reason: str = "", error: str | None = None
@@ -458,7 +542,9 @@ class CheckpointManager:
                 self.monitor.note(f"{folder} was removed while the run wrote it; what it logged there is lost")
         refused: StorageError | None = None
         try:
-            self.writer.close(LAST_WRITE_S)
+            self._close_writers()
+            if status == "completed" or newer_in_memory(self.run.path) is None:
+                remove_memory(self.run.path)
         except Exception as failure:  # noqa: BLE001 - it becomes the run's error, unless there is an earlier one
             if isinstance(failure, StorageError) and status != "failed":
                 refused = failure

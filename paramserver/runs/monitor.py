@@ -13,7 +13,7 @@ from paramserver.checkpoint import BestMetric
 from paramserver.config import Config, mode_of, num_servers_of, num_trainers_of
 from paramserver.consistency import StalenessHistogram
 from paramserver.errors import StorageError, TaskError
-from paramserver.limits import Limits, is_due
+from paramserver.limits import Limits, end_in_words, is_due
 from paramserver.metrics import Sink
 from paramserver.metrics.records import (
     LogReducer,
@@ -53,11 +53,12 @@ class RunMonitor:
         self.train_loss: float | None = None
         self.train_losses: dict[str, float] = {}
         self.validation: dict[str, float] = {}
-        # Of parameters and gradients, by the index of each trainer, where there is a server.
+        # Of parameters and gradients, by the index of each trainer; empty in a mode without communication.
         self.transports: dict[int, str] = {}
         self.improved_step: int | None = None  # the step of the newest validation that was the best
         self.staleness = StalenessHistogram()  # of the gradients that the server applied
         self.dropped_pushes = 0  # those that came too late for it
+        self.skipped = 0  # samples of steps that were skipped
         best = config.checkpoint.best
         # The best value of ``checkpoint.best.metric``; None where none is configured.
         self.best = None if best is None else BestMetric(best.metric, best.mode, config.training.min_delta)
@@ -161,6 +162,15 @@ class RunMonitor:
         with self._lock:
             self.dropped_pushes += 1
 
+    def step_skipped(self, trainers: Sequence[int], samples: int, cause: str, scale: float) -> None:
+        """Record that a step of some trainers was skipped; ``cause`` and ``scale`` as in ``StepReport``."""
+        with self._lock:
+            self.skipped += samples
+            # Of the step that was not made: a run that resumes from the last one makes it again.
+            fields = {"trainers": list(trainers), "samples": samples, "cause": cause}
+            fields |= {"scale": scale} if self.config.training.scales_loss else {}
+            self.record(make_record("skipped", self.step + 1, rank=0, **fields))
+
     def _close_window(self) -> None:
         record = self._window.to_record(self.epoch)
         self.train_loss, self.train_losses = record["loss"], record.get("losses", {})
@@ -234,6 +244,7 @@ class RunMonitor:
                 "window": dict(vars(self._window)),
                 "staleness": self.staleness.state_dict(),
                 "dropped": self.dropped_pushes,
+                **({"skipped": self.skipped} if self.skipped else {}),
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -242,7 +253,7 @@ class RunMonitor:
         self.first_samples, self.first_seconds = self.samples, self.seconds
         self.validation = dict(state["validation"])
         self._validated_step = self._due_validated_step = state.get("validated_step")
-        self.epoch = state["epoch"]
+        self.epoch, self.skipped = state["epoch"], state.get("skipped", 0)
         self.resumes = state["resumes"] + 1
         if "staleness" in state:
             self.staleness.load_state_dict(state["staleness"])
@@ -295,11 +306,12 @@ class RunMonitor:
         def summarized() -> dict[str, Any]:
             # A run whose records are lost fails of the first error, unless it failed before.
             failed = (status, error) if status == "failed" or not failures else ("failed", str(failures[0]))
+            figures = self._figures(totals)
             # docs/interface.md, section 5. An unknown value is None.
             return {
                 "status": failed[0],
-                "reason": reason,
-                **self._figures(totals),
+                "reason": end_in_words(reason, self.config.training, figures["num_trainers"], figures["samples_left"]),
+                **figures,
                 "checkpoint": checkpoint,
                 "sink_failures": list(self.sink_failures),
                 "checkpoint_pause_ms": [round(pause_s * 1e3, 3) for pause_s in checkpoint_pauses_s],
@@ -339,9 +351,10 @@ class RunMonitor:
             "consistency": self.config.server.consistency if has_servers else None,
             "num_servers": num_servers_of(self.config),
             "num_trainers": num_trainers_of(self.config),
-            "transports": {str(i): self.transports[i] for i in sorted(self.transports)} if has_servers else None,
+            "transports": {str(i): self.transports[i] for i in sorted(self.transports)} or None,
             "steps": self.step,
             "samples": self.samples,
+            **({"samples_skipped": self.skipped} if self.skipped else {}),
             "seconds": seconds,
             "recovery_s": recovery_s,
             "samples_per_second": (self.samples - first_samples) / seconds if seconds else None,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from paramserver.checkpoint import find_checkpoint, skipped_checkpoints
 from paramserver.checkpoint.format import BEST, LATEST, step_of
+from paramserver.checkpoint.memory import newer_in_memory
 from paramserver.cluster import Job, ProcessIdentity, find_job, process_environ
 from paramserver.config import Config, differences, load_config, num_trainers_of
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
@@ -125,8 +126,10 @@ def describe_resume(run: RunDir, config: Config) -> list[str]:
     Raises:
         CheckpointError: there is no checkpoint.
     """
-    checkpoint = run.chosen or find_checkpoint(run.path)
-    lines = [f"resuming {run.path} from {checkpoint.name}"]
+    in_memory = None if run.chosen else newer_in_memory(run.path)
+    checkpoint = run.chosen or in_memory or find_checkpoint(run.path)
+    where = "" if in_memory is None else f", which is in memory ({in_memory.parent})"
+    lines = [f"resuming {run.path} from {checkpoint.name}{where}"]
     lines += [f"  skipped: {wrong}" for wrong in (() if run.chosen else skipped_checkpoints(checkpoint))]
     if not run.config_file.is_file():
         return [*lines, "  note: the run holds no config.yaml, so the given one is used"]

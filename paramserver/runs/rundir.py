@@ -21,10 +21,12 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
+from paramserver.checkpoint.memory import newer_in_memory
 from paramserver.checkpoint.save import explain_disk_errors
 from paramserver.cluster import find_job, process_environ
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
-from paramserver.fileio import TEMPORARY, atomic_write_text, json_text
+from paramserver.fileio import TEMPORARY, atomic_write_bytes, atomic_write_text, json_text
+from paramserver.platform import is_alive
 from paramserver.version import __version__
 
 _GIT_TIMEOUT_S = 5.0
@@ -63,6 +65,9 @@ class RunDir:
     def superseded_file(self) -> Path:
         return self.path / "metrics.superseded.jsonl"
 
+    def trace_file(self, global_rank: int) -> Path:
+        return self.path / "profile" / f"rank-{global_rank}.pt.trace.json"
+
     @property
     def tensorboard_dir(self) -> Path:
         return self.path / "tensorboard"
@@ -72,8 +77,8 @@ class RunDir:
         return self.path / "checkpoints"
 
     def has_checkpoint(self) -> bool:
-        """Return whether there is a checkpoint that was written completely."""
-        return any(self.checkpoints_dir.glob("step-*/manifest.json"))
+        """Return whether there is a checkpoint that was written completely, on the disk or in memory."""
+        return any(self.checkpoints_dir.glob("step-*/manifest.json")) or newer_in_memory(self.path) is not None
 
     def remove_half_written(self) -> None:
         """Remove the files that a process was writing when it was killed. The caller holds the lock."""
@@ -99,6 +104,15 @@ class RunDir:
 
     def log_file(self, global_rank: int) -> Path:
         return self.logs_dir / f"rank-{global_rank}.log"
+
+    def is_in_use(self) -> bool:
+        """Return whether a process uses the folder: one that lives on this host, or one of another host."""
+        for name in (".lock.json", ".reserved.json"):
+            holder = read_mapping(self.path / name, json.loads)  # that of a process which was killed is left behind
+            host, pid = (holder or {}).get("host"), (holder or {}).get("pid")
+            if holder and (host != socket.gethostname() or (isinstance(pid, int) and is_alive(pid))):
+                return True
+        return False
 
     def task_folders(self) -> list[Path]:
         """The folders in which the run looked for its task when it began."""
@@ -272,8 +286,13 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         TrainingError: the disk refused; ``path`` is as it was.
     """
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """As ``write_text``."""
     with explain_disk_errors(path, "file"):
-        atomic_write_text(path, text)
+        atomic_write_bytes(path, content)
 
 
 def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()) -> int:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from paramserver.buffers import make_buffer
 from paramserver.cluster import allocated_gpus, process_environ
 from paramserver.cluster.resolve import environment_class
 from paramserver.config import Config, Deadlines, Role, dump_yaml, mode_of, roles, world_size_of
 from paramserver.devices import place_server, place_trainer, require_visible_gpus
+from paramserver.distributed.backends import require_rpc
 from paramserver.importing import source_file
 from paramserver.metrics import make_sinks
 from paramserver.online.process_runner import LaunchCommand
-from paramserver.online.sampler import make_sampler
-from paramserver.online.spec import IngestSpec
+from paramserver.online.sampler import sampler_of_run
+from paramserver.online.spec import IngestSpec, check_keys
 from paramserver.runtime.rank import trainer_class
 from paramserver.sources import Partition, make_source
 from paramserver.sources.data_loader import resolve_reading
+from paramserver.sources.expected import expected_batches, expected_samples
 from paramserver.sources.factory import check_watermark
 from paramserver.task import Task, make_callbacks, make_task, sampler_of
 
@@ -27,6 +28,7 @@ def plan_text(config: Config, folders: Sequence[Path], launcher: str | None) -> 
 
     The launcher starts the ranks, as in ``ProcessIdentity.source``; None is the local supervisor.
     """
+    require_rpc(mode_of(config))
     task = make_task(config, folders)
     trainer_class(config, folders)
     make_sinks(config.logging.sinks, folders)
@@ -37,6 +39,11 @@ def plan_text(config: Config, folders: Sequence[Path], launcher: str | None) -> 
     lines += [f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}, mode {config.mode}:"]
     lines += [f"  rank {role.global_rank}: {_rank_text(role, config, task, trainers)}" for role in ranks]
     make_callbacks(task)
+    if config.publish is not None:
+        from paramserver.online.connections import resolve_listen_address
+
+        check_keys("publish", config.publish.address, config.publish.keys)
+        resolve_listen_address(config.publish.address, "publish.address")
     lines += _simulations_lines(config, folders)
     lines += [f"limits: {_limits_text(config)}"]
     lines += loss_lines(config, launcher)
@@ -53,14 +60,10 @@ def _rank_text(role: Role, config: Config, task: Task, trainers: int) -> str:
     source, config = make_source(reading, partition, config), reading.config
     watermark = config.buffer.watermark
     devices = ", ".join(str(device) for device in placement.devices)
-    total = source.total
-    if total is None and config.simulations is not None:
-        total = IngestSpec.from_config(config.simulations).expected_for(role.trainer_index, trainers)
+    total = expected_samples(source, partition, config)
     if total is None:
         return f"{role} on {devices}, samples until {'the last simulation ends' if config.simulations else 'a limit'}"
-    buffer = make_buffer(config.buffer.kind, capacity=config.buffer.capacity, pseudo_epochs=config.buffer.pseudo_epochs)
-    batches = buffer.expected_batches(total, config.training.batch_size)
-    buffer.close()
+    batches = expected_batches(total, config)
     check_watermark(watermark, total, partition)
     first = f", the first from {watermark} samples on" if watermark else ""
     if reading.gives_batches:
@@ -74,12 +77,12 @@ def _simulations_lines(config: Config, folders: Sequence[Path]) -> list[str]:
     simulations = config.simulations
     if simulations is None:
         return []
-    spec = IngestSpec.from_config(simulations)
+    spec = IngestSpec.of_run(config)
+    sampler_of_run(spec, config.seed, folders)
     if not spec.is_managed:
         return [f"simulations: {'any number of' if simulations.count is None else simulations.count} from outside"]
     assert simulations.count is not None
     LaunchCommand(spec, folders, process_environ())
-    make_sampler(simulations.sampler, spec.parameters, config.seed, simulations.count, folders)
     return [f"simulations: {simulations.count}, {simulations.at_once} at a time"]
 
 

@@ -1,4 +1,4 @@
-"""Start-up of an online run: the coordinator of its simulations on rank 0, and its address on all ranks."""
+"""Start-up of what other programs connect to on rank 0: the coordinator of simulations, and the publisher."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from paramserver.cluster import own_address
 from paramserver.config import mode_of
 from paramserver.context import ProcessContext
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.errors import GenerationChanged, PeerLost
+from paramserver.errors import GenerationChanged, Interrupted, PeerLost
 from paramserver.metrics.records import make_record
 from paramserver.online.spec import IngestSpec, ReceiverSpec
-from paramserver.runs.checkpoint_manager import CheckpointManager
+from paramserver.online.weights import Version
+from paramserver.runs.checkpoint_manager import CheckpointManager, Publisher
 
 if TYPE_CHECKING:
     from paramserver.online.coordinator import SimulationCoordinator
+    from paramserver.online.publisher import ModelPublisher
 
 _KEY = "coordinator"
 
@@ -44,7 +46,7 @@ def start_coordinator(
             monitor.record(make_record("simulation", monitor.step, rank=0, event=event, **details))
 
     coordinator = SimulationCoordinator(
-        IngestSpec.from_config(config.simulations),
+        IngestSpec.of_run(config),
         process.trainers,
         config.seed,
         checkpoints.run.logs_dir,
@@ -54,6 +56,8 @@ def start_coordinator(
         status=lambda: {"run": checkpoints.run.name, "step": monitor.step},
         on_event=record,
         journal=CoordinatorJournal(checkpoints.run.path / "coordinator.jsonl", continues),
+        publisher=None if checkpoints.publisher is None else checkpoints.publisher.address,
+        record=checkpoints.run.path / "sampler.jsonl",
     )
     checkpoints.simulations = coordinator
     with coordinator:
@@ -67,31 +71,57 @@ def start_coordinator(
             raise
 
 
+@contextmanager
+def start_publisher(process: ProcessContext, checkpoints: CheckpointManager) -> Iterator[ModelPublisher]:
+    """Publish versions of the model on rank 0, in another generation at the same address."""
+    from paramserver.online.publisher import ModelPublisher
+
+    config, monitor, run = process.config, checkpoints.monitor, checkpoints.run
+    assert config.publish is not None
+    file = run.path / "publisher.json"
+    publisher = ModelPublisher(config.publish, run.name, checkpoints.generation, monitor.step, file)
+    checkpoints.publisher = publisher
+    with publisher:
+        monitor.note(f"subscribers reach this run at {publisher.address}")
+        try:
+            yield publisher
+        except BaseException as error:
+            if not isinstance(error, Interrupted):  # a launcher may start the run again
+                publisher.suspend()
+            raise
+
+
 def publish_endpoint(
-    process: ProcessContext, coordinator: SimulationCoordinator | None, rendezvous: Rendezvous | None
+    process: ProcessContext,
+    coordinator: SimulationCoordinator | None,
+    publisher: Publisher | None,
+    rendezvous: Rendezvous | None,
 ) -> ReceiverSpec | None:
-    """Publish the address and token of the coordinator, on rank 0, or receive them, elsewhere.
+    """Publish what others need of the coordinator, and the publisher's generations, on rank 0; receive it elsewhere.
 
     Return what a trainer needs to receive samples; None on a server.
     """
     simulations = process.config.simulations
     assert simulations is not None
     if coordinator is not None:
-        address, token = coordinator.address, coordinator.token
+        address, token, learns = coordinator.address, coordinator.token, coordinator.learns
+        of_run = () if publisher is None else publisher.starts
         if rendezvous is not None:
-            rendezvous.set(_KEY, json.dumps([address, token.decode()]))
+            rendezvous.set(_KEY, json.dumps([address, token.decode(), learns, of_run]))
     else:
         assert rendezvous is not None
-        address, text = json.loads(rendezvous.get(_KEY))
+        address, text, learns, of_run = json.loads(rendezvous.get(_KEY))
         token = text.encode()
     if process.role.trainer_index is None:
         return None
     return ReceiverSpec(
         coordinator_address=address,
         token=token,
-        ingest=IngestSpec.from_config(simulations),
+        ingest=IngestSpec.of_run(process.config),
         trainer_index=process.trainer_index,
         num_trainers=process.trainers,
         host=own_address(simulations.address),
         timeout_s=process.config.cluster.timeout_s,
+        starts=tuple(Version(*start) for start in of_run),
+        learns=learns,
     )

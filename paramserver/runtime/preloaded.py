@@ -7,7 +7,6 @@ its start; it ends once all ranks are started. A spare waits to take the role of
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -16,60 +15,41 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from paramserver.config.modes import Mode
 from paramserver.errors import kind_and_message
 from paramserver.importing import torch_import_without_gc
-from paramserver.process_utils import OWN_GROUP, die_with_parent, is_stopped, kill_group, show_arguments
+from paramserver.platform import CLOSE_ON_EXEC, FORKS_RANKS, adopt_orphans, is_stopped, other_threads, show_arguments
+from paramserver.process_utils import OWN_GROUP, die_with_parent, kill_group
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
 
 log = logging.getLogger("paramserver")
 
-MODULES = (
-    "paramserver.runtime.rank",
-    "paramserver.server.build",
-    "paramserver.server.model_service",
-    "paramserver.server.shard_process",
-    "paramserver.transport.segments",
-    "paramserver.trainers.ddp",
-    "paramserver.trainers.ddp_control",
-    "paramserver.trainers.local",
-    "paramserver.trainers.rpc",
-    "paramserver.trainers.server_forward",
-    "numpy.random",
-    "torch._dynamo",
-    "torch.distributed.rpc.rref_proxy",
-    "torch.nn.parallel",
-    "torch.profiler",
-    "encodings.idna",
-)
-"""What a rank imports until its first step. torch imports its compiler when the first optimizer is built."""
+MODULES = ("paramserver.runtime.rank", "numpy.random", "torch._dynamo", "torch.profiler", "encodings.idna")
+"""What every rank imports until its first step. torch imports its compiler when the first optimizer is built."""
 
 _COMMAND = (sys.executable, "-m", "paramserver.launch")
 
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_DESCRIPTORS = 4
 
-_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _POLL_S = 0.1
 _END_S = 5.0
 _GO = b"1"
 
-_subreaper_lock = threading.Lock()
-
 
 def start_importing(
-    flag: str, environ: Mapping[str, str], log_file: Path
+    flag: str, mode: Mode, environ: Mapping[str, str], log_file: Path
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start ``paramserver.launch FLAG DESCRIPTOR``; return the process, and the socket to it.
+    """Start ``paramserver.launch --mode MODE FLAG DESCRIPTOR``; return the process, and the socket to it.
 
     With the flag the process calls ``import_modules`` and waits for roles. The log receives its output until it has
     one.
@@ -79,7 +59,7 @@ def start_importing(
         try:
             process = subprocess.Popen(
                 # Long enough for ``show_arguments`` to put a rank there.
-                [*_COMMAND, flag, f"{child_link.fileno():010d}"],
+                [*_COMMAND, "--mode", mode.name, flag, f"{child_link.fileno():010d}"],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -107,11 +87,11 @@ def role_arguments(config: int, pipe: int, listener: int | None = None) -> list[
     return arguments if listener is None else [*arguments, "--listener", str(listener)]
 
 
-def import_modules() -> None:
-    """Import what a rank needs, and no module of the user's. The process ends with its parent from here on."""
+def import_modules(mode: Mode) -> None:
+    """Import what a rank of the mode needs, and no module of the user. The process ends with its parent from now on."""
     die_with_parent()
     with torch_import_without_gc():
-        for name in MODULES:
+        for name in (*MODULES, *mode.modules):
             import_module(name)
         if find_spec("tensorboard") is not None:
             import_module("torch.utils.tensorboard")
@@ -119,7 +99,7 @@ def import_modules() -> None:
 
 def receive_role(link: socket.socket) -> tuple[list[str], list[int]] | None:
     """Wait for the arguments and descriptors of a role; None if the supervisor has closed the socket, or is gone."""
-    message, descriptors, _, _ = socket.recv_fds(link, _MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    message, descriptors, _, _ = socket.recv_fds(link, _MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS, CLOSE_ON_EXEC)
     while not message.endswith(b"\n"):
         chunk = link.recv(_MAX_MESSAGE_BYTES) if message else b""
         if not chunk:
@@ -159,14 +139,20 @@ class ForkServer:
     be started in another way.
     """
 
-    def __init__(self, environ: Mapping[str, str], log_file: Path, guard: RankGuard, timeout_s: float) -> None:
+    def __init__(
+        self, mode: Mode, environ: Mapping[str, str], log_file: Path, guard: RankGuard, timeout_s: float
+    ) -> None:
         self._guard, self._timeout_s = guard, timeout_s
         # Of an earlier attempt of the run.
         self._log_start = log_file.stat().st_size if log_file.exists() else 0
-        self._process, self._link = start_importing("--fork_server", environ, log_file)
-        self._guard.add(self._process.pid)
         self._log_file = log_file
-        self.failed = ""
+        self.failed = "" if FORKS_RANKS else "this system has no fork server"
+        if self.failed:
+            self._link = socket.socket()
+            self._link.close()
+            return
+        self._process, self._link = start_importing("--fork_server", mode, environ, log_file)
+        self._guard.add(self._process.pid)
 
     def fork(
         self, arguments: Sequence[str], descriptors: Sequence[int], is_stopping: Callable[[], bool]
@@ -179,7 +165,7 @@ class ForkServer:
         """
         if self._link.fileno() < 0:
             return None
-        with _adopt_orphans():
+        with adopt_orphans():
             try:
                 send_role(self._link, [str(os.getpid()), *arguments], descriptors)
                 pid = self._receive_pid(is_stopping)
@@ -227,32 +213,19 @@ class ForkServer:
         self._process.wait()
 
 
-@contextmanager
-def _adopt_orphans() -> Iterator[None]:
-    """Make this process the parent of descendants whose parent ends meanwhile (prctl(2))."""
-    prctl, before = ctypes.CDLL(None, use_errno=True).prctl, ctypes.c_int()
-    with _subreaper_lock:
-        prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        try:
-            yield
-        finally:
-            prctl(_PR_SET_CHILD_SUBREAPER, before.value)
-
-
 # In the fork server.
 
 
-def serve_forks(descriptor: int) -> list[str] | None:
+def serve_forks(descriptor: int, mode: Mode) -> list[str] | None:
     """Be the fork server until the supervisor closes the socket; return in each fork the arguments of the rank to be.
 
     Return None in the fork server at its end.
     """
     with socket.socket(fileno=descriptor) as link:
-        import_modules()
+        import_modules(mode)
         # A fork has only the thread that called it; what another thread holds would stay locked in it for ever.
         _end_library_threads()
-        if names := _other_threads():
+        if names := other_threads():
             print(f"the process to fork them from has other threads ({', '.join(names)}), which a fork would lose")
             return None
         while (role := receive_role(link)) is not None:
@@ -269,13 +242,6 @@ def _end_library_threads() -> None:
     if (pid := os.fork()) == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-
-
-def _other_threads() -> list[str]:
-    """Return the names of all threads but this one."""
-    own = threading.get_native_id()
-    tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != own]
-    return [(task / "comm").read_text().strip() for task in tasks]
 
 
 def _fork(link: socket.socket, supervisor: int) -> bool:
@@ -332,6 +298,7 @@ class Spares:
         self,
         count: int,
         max_restarts: int,
+        mode: Mode,
         environ: Mapping[str, str],
         log_file: Path,
         guard: RankGuard,
@@ -339,7 +306,7 @@ class Spares:
     ) -> None:
         self._count = count
         self._policy = RestartPolicy(max_restarts)
-        self._environ, self._log_file, self._guard, self._note = environ, log_file, guard, note
+        self._mode, self._environ, self._log_file, self._guard, self._note = mode, environ, log_file, guard, note
         self._waiting: list[_Spare] = []
         self._start_at = 0.0
 
@@ -349,7 +316,7 @@ class Spares:
             self._waiting.append(self._start())
 
     def _start(self) -> _Spare:
-        process, link = start_importing("--spare", self._environ, self._log_file)
+        process, link = start_importing("--spare", self._mode, self._environ, self._log_file)
         self._guard.add(process.pid)
         return _Spare(process, link)
 
@@ -399,13 +366,13 @@ class Spares:
         return spare.process.wait()
 
 
-def wait_for_role(descriptor: int) -> list[str] | None:
+def wait_for_role(descriptor: int, mode: Mode) -> list[str] | None:
     """Be a spare process: import what a rank needs, wait, and return the arguments of the rank to be.
 
     Return None if the supervisor is gone.
     """
     with socket.socket(fileno=descriptor) as link:
-        import_modules()
+        import_modules(mode)
         log.info("process %d waits for a role", os.getpid())
         role = receive_role(link)
     return None if role is None else assume_role(*role)

@@ -24,11 +24,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from paramserver._trainers import FORMER_NAME_NOTE, former_name_is_used
 from paramserver.checkpoint import load_chosen, remove_leftovers
 from paramserver.checkpoint.format import LATEST, step_name
+from paramserver.checkpoint.memory import move_to_disk
 from paramserver.cluster import (
     ProcessIdentity,
     allocated_gpus,
+    bind_listener,
     choose_interface,
-    num_usable_cores,
+    chosen_interface,
     process_environ,
 )
 from paramserver.config import (
@@ -54,6 +56,7 @@ from paramserver.context import (
     set_trainer_index,
 )
 from paramserver.devices import Placement, place_server, place_trainer, require_visible_gpus
+from paramserver.distributed.backends import require_rpc
 from paramserver.distributed.remote_error import RemoteError
 from paramserver.distributed.rendezvous import LeftRun, Rendezvous, job_store, join_rendezvous
 from paramserver.distributed.resize import ResizeRequest, mark_carried_out, pending_requests, refuse, resized
@@ -75,8 +78,10 @@ from paramserver.errors import (
     kind_and_message,
 )
 from paramserver.importing import load_object, source_file
-from paramserver.metrics import Csv, FanOut, JsonLines, OpenSink, Sink, TensorBoard, make_sinks
+from paramserver.metrics import Csv, FanOut, JsonLines, OpenSink, Prometheus, Sink, TensorBoard, make_sinks
+from paramserver.metrics.profile import StepProfiler
 from paramserver.metrics.records import Record, TrainerTotals, make_record
+from paramserver.platform import num_usable_cores
 from paramserver.runs.attempt import furthest_step, reserve_run, start_transaction
 from paramserver.runs.checkpoint_manager import CheckpointManager, load_for_resume
 from paramserver.runs.losses import LossLog
@@ -91,7 +96,7 @@ from paramserver.runs.rundir import (
     write_json,
     write_text,
 )
-from paramserver.runtime.online import publish_endpoint, start_coordinator
+from paramserver.runtime.online import publish_endpoint, start_coordinator, start_publisher
 from paramserver.runtime.watchdog import Watchdog
 from paramserver.task import Task, make_callbacks, make_task
 
@@ -149,7 +154,7 @@ def _check_descriptors() -> None:
     Raises:
         OSError: ``describe_error`` makes a sentence of it.
     """
-    used, (limit, _) = len(list(Path("/proc/self/fd").iterdir())), resource.getrlimit(resource.RLIMIT_NOFILE)
+    used, (limit, _) = len(list(Path("/dev/fd").iterdir())), resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit - used < _DESCRIPTORS:
         raise OSError(errno.EMFILE, f"{used} are open, and a rank needs {_DESCRIPTORS} more")
 
@@ -165,6 +170,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
     config, identity = plan.config, plan.identity
     timer = StartupTimer(plan.began)
     timer.mark("interpreter and imports")
+    require_rpc(mode_of(config))
     if not mode_of(config).single_process:
         _check_descriptors()
     with StopRequest(restore=not plan.ends_process) as stop, ExitStack() as stack:
@@ -300,13 +306,17 @@ class RankSession:
             with self._reports_failure(rendezvous):
                 if plan.writes_log:
                     stack.enter_context(_log_file(run, identity.global_rank))
+                if config.publish is not None and checkpoints is not None:
+                    stack.enter_context(start_publisher(process, checkpoints))
                 if config.simulations is not None:
                     coordinator = None
                     if checkpoints is not None:
                         coordinator = stack.enter_context(
                             start_coordinator(process, checkpoints, plan.folders, plan.restarted)
                         )
-                    process = replace(process, receiver_spec=publish_endpoint(process, coordinator, rendezvous))
+                    publisher = None if checkpoints is None else checkpoints.publisher
+                    endpoint = publish_endpoint(process, coordinator, publisher, rendezvous)
+                    process = replace(process, receiver_spec=endpoint)
             return self._work(process, checkpoints, rendezvous, run, stack)
 
     @contextmanager
@@ -393,6 +403,8 @@ class RankSession:
         set_trainer_index(role.trainer_index)
         stack.callback(set_trainer_index, None)
 
+        trace_file = run.trace_file(identity.global_rank)
+        process = replace(process, profiler=stack.enter_context(StepProfiler(config.profile, trace_file)))
         totals: list[TrainerTotals] = []
         work: Callable[[], Decision]
         if self.plan.report is not None:
@@ -575,10 +587,18 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
     assert run is not None
     with ExitStack() as stack:
         stack.enter_context(run.lock(plan.resume))
+        from_memory = move_to_disk(run.path)
         # Read everything that a resume or init_from needs before the first file changes.
         resume = load_for_resume(config, run) if plan.resume else None
         weights = _initial_weights(config) if resume is None else None
         own_sinks = make_sinks(config.logging.sinks, plan.folders)
+        prometheus: Prometheus | None = None
+        if (port := config.logging.prometheus_port) is not None:
+            host, interface = process.identity.master_addr, chosen_interface(process_environ())
+            listener = bind_listener(host, port, interface, "logging.prometheus_port")
+            prometheus = Prometheus(listener, run.name)
+            stack.callback(prometheus.close)
+            own_sinks.append(prometheus)
         first_step = 0 if resume is None else resume.checkpoint.step
         losses, generation, ranks = LossLog(run.losses_file), session.generation, session.trainer_ranks or ()
         if session.resize is not None:
@@ -631,6 +651,10 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
                 resumed=resume is not None,
             )
         )
+        if from_memory is not None:
+            monitor.note(from_memory)
+        if prometheus is not None:
+            monitor.note(f"Prometheus can scrape this run at {prometheus.address}")
         try:
             yield checkpoints
         except BaseException:
@@ -839,6 +863,7 @@ def _serve(
         local_calls,
         updates.submit,
     )
+    updates.before_job = lambda: process.profiler.enter_step(server.shard.version)
     # Registered before the agent starts: its first call may arrive at once.
     register_server(server)
     register_server(server.roster.coordinator)

@@ -4,7 +4,8 @@ When a supervisor dies, the kernel sends SIGTERM to its ranks (``die_with_parent
 that is stopped, holds the interpreter's lock or blocks in a hook never reacts to that. So a supervisor also starts this
 file as a process of its own, ``python rank_guard.py SUPERVISOR LIMIT_S``, and sends it the process ids of its ranks.
 Once the supervisor is dead, the guard kills the process group of each rank as soon as the rank has ended, at the latest
-``LIMIT_S`` seconds later. It imports the standard library only, to start at once and stay small.
+``LIMIT_S`` seconds later. It imports the standard library and
+``paramserver.platform`` only, to start at once and stay small.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 
 class RankGuard:
@@ -25,7 +27,7 @@ class RankGuard:
     """
 
     def __init__(self, limit_s: float) -> None:
-        # Imported here: the guard process runs this file without the package.
+        # Imported here: the guard process runs this file without these.
         from paramserver.cluster import process_environ
         from paramserver.cluster.job_token import hide_token
 
@@ -67,7 +69,7 @@ def main(supervisor: int, limit_s: float) -> None:
 
 
 def _ranks_left_by(supervisor: int) -> dict[int, int | None]:
-    """Wait for the end of the supervisor, and return the ranks that it left: process group -> pidfd."""
+    """Wait for the end of the supervisor, and return the ranks that it left: process group -> descriptor."""
     ranks: dict[int, int | None] = {}
     ends = _pidfd(supervisor)
     unread = b""
@@ -92,9 +94,12 @@ def _ranks_left_by(supervisor: int) -> dict[int, int | None]:
 def _pidfd(pid: int) -> int | None:
     """Return a descriptor that is readable once the process has ended; None = it has ended and is reaped."""
     with suppress(ProcessLookupError):
-        return os.pidfd_open(pid)
+        from paramserver.platform import open_process
+
+        return open_process(pid)
     return None
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[2]))  # where the package is, which imports nothing else for this
     main(int(sys.argv[1]), float(sys.argv[2]))

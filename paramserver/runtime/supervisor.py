@@ -34,7 +34,8 @@ from paramserver.errors import Interrupted, ParamserverError, StorageError, Trai
 from paramserver.fileio import DISK_CURES
 from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
-from paramserver.process_utils import OWN_GROUP, cpu_ticks, is_stopped, kill_group
+from paramserver.platform import cpu_ticks, has_ended, is_stopped, memory_file, open_process, signal_process
+from paramserver.process_utils import OWN_GROUP, kill_group
 from paramserver.runs.rundir import RunDir, read_mapping, write_json
 from paramserver.runtime.preloaded import ForkedProcess, ForkServer, Spares, role_arguments
 from paramserver.runtime.rank_guard import RankGuard
@@ -50,7 +51,7 @@ _POLL_S = 0.1
 class _RankProcess:
     """One process of a rank, which leads a process group of its own.
 
-    Its end is that of the process, by its pidfd: a fork of the rank may hold the pipe open for longer.
+    Its end is that of the process, by a descriptor of it: a fork of the rank may hold the pipe open for longer.
     """
 
     def __init__(self, role: Role, process: subprocess.Popen[bytes] | ForkedProcess, pipe: int) -> None:
@@ -59,7 +60,7 @@ class _RankProcess:
         self.title = f"rank {role.global_rank} ({role})"
         self.process = process
         self.pipe = pipe  # the reading end of its event pipe; owned from here on
-        self.pidfd = os.pidfd_open(process.pid)  # readable once the process has ended
+        self.ends = open_process(process.pid)  # readable once the process has ended
         self.failure: dict[str, Any] | None = None
         self.exit_code: int | None = None
         self.sent: set[int] = set()
@@ -97,20 +98,16 @@ class _RankProcess:
         """Send a signal, unless the process has ended. Signal handlers may call this."""
         with suppress(ProcessLookupError, ChildProcessError):  # it was reaped just now
             # Not ``Popen.poll``, which would reap it.
-            if self.exit_code is None and _has_ended(self.pidfd) is False:
+            if self.exit_code is None and not has_ended(self.ends):
                 self.sent.add(number)
-                signal.pidfd_send_signal(self.pidfd, number)
+                signal_process(self.ends, self.process.pid, number)
 
     def reap(self) -> int:
         """Wait for the end of the process, and return its exit code."""
         self.exit_code = self.process.wait()
-        os.close(self.pidfd)
+        os.close(self.ends)
         os.close(self.pipe)
         return self.exit_code
-
-
-def _has_ended(pidfd: int) -> bool:
-    return os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 @dataclass
@@ -193,7 +190,7 @@ class Supervisor:
         self.run.logs_dir.mkdir(parents=True, exist_ok=True)
         # In memory: rank 0 stores the config in the run once it has accepted it; until then a resumed run keeps its
         # earlier one, and whatever ends this process leaves no file behind.
-        config_file = stack.enter_context(os.fdopen(os.memfd_create("config.yaml"), "w", encoding="utf-8"))
+        config_file = stack.enter_context(os.fdopen(memory_file("config.yaml"), "w", encoding="utf-8"))
         config_file.write(dump_yaml(self.config))
         config_file.flush()
         environ = child_environment(
@@ -204,11 +201,12 @@ class Supervisor:
         # again.
         listener = stack.enter_context(bind_listener(self.config.cluster.master_addr, self.config.cluster.master_port))
         cluster, log_file = self.config.cluster, self.run.logs_dir / "spares.log"
-        spares = Spares(cluster.spares, cluster.max_restarts, environ, log_file, self._guard, self._note)
+        mode = mode_of(self.config)
+        spares = Spares(cluster.spares, cluster.max_restarts, mode, environ, log_file, self._guard, self._note)
         self._spares = stack.enter_context(closing(spares))
         self._start_rank = partial(self._start_process, config_file.fileno(), listener, environ)
         start_log = self.run.logs_dir / "start.log"
-        with closing(ForkServer(environ, start_log, self._guard, cluster.timeout_s)) as fork_server:
+        with closing(ForkServer(mode, environ, start_log, self._guard, cluster.timeout_s)) as fork_server:
             for role in roles(self.config, world_size_of(self.config)):
                 self._start_rank(role, fork_server)
             if fork_server.failed and self._signal is None:
@@ -263,7 +261,7 @@ class Supervisor:
         self._ranks = sorted(
             [*(r for r in self._ranks if r.global_rank != rank.global_rank), rank], key=lambda r: r.global_rank
         )
-        self._selector.register(rank.pidfd, selectors.EVENT_READ, rank)
+        self._selector.register(rank.ends, selectors.EVENT_READ, rank)
         self._selector.register(rank.pipe, selectors.EVENT_READ, rank)
 
     # Watching.
@@ -274,12 +272,12 @@ class Supervisor:
             rank = key.data
             if rank.exit_code is not None:
                 continue  # its end was handled just now, and all that was in its pipe
-            if _has_ended(rank.pidfd):
+            if has_ended(rank.ends):
                 # First the group, so that nothing writes into the pipe any more.
                 kill_group(rank.process.pid)
                 self._guard.remove(rank.process.pid)
                 self._read_events(rank)
-                self._selector.unregister(rank.pidfd)
+                self._selector.unregister(rank.ends)
                 self._selector.unregister(rank.pipe)
                 self._on_exit(rank, rank.reap())
             else:

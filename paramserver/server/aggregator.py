@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,10 +29,11 @@ from paramserver.consistency import (
 )
 from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
-from paramserver.errors import Evicted, GenerationChanged, RunEnded, TrainingError
+from paramserver.errors import Evicted, GenerationChanged, NotFinite, RunEnded, TrainingError
+from paramserver.metrics.profile import span, spanned
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.parameters.model_tree import PackedBuffers
-from paramserver.runs.checkpoint_manager import UpdaterState
+from paramserver.runs.checkpoint_manager import CheckpointManager, UpdaterState
 from paramserver.runs.monitor import RunMonitor
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.shard import ParameterShard
@@ -79,6 +81,7 @@ class Aggregator:
         self.stop = stop
         self.transports: dict[int, ServerTransport] = {}
         self.epoch_samples: int | None = None
+        self._publishes: CheckpointManager | None = None
         self.batch_began: int | None = None  # the version that the last batch began with, if it may make several
         self._shard = shard
         shard.on_push = self.gradients_arrived
@@ -284,6 +287,8 @@ class Aggregator:
             self._processing = False
 
     def _carry_out(self, decisions: Mapping[int, Decision]) -> None:
+        if self.monitor.skipped:
+            decisions = {index: replace(own, skipped=self.monitor.skipped) for index, own in decisions.items()}
         for trainer_index, decision in decisions.items():
             if decision.verdict is Verdict.END:
                 self.ended = True
@@ -311,20 +316,47 @@ class Aggregator:
         """From now on make an update of what was added to the next one so far. No trainer takes a step any more."""
         self._completes_updates = True
 
-    def with_updater_state(self, then: Callable[[UpdaterState], None], streams_tables: bool = False) -> None:
+    def with_updater_state(
+        self, then: Callable[[UpdaterState], None], streams_tables: bool = False, states: bool = True
+    ) -> None:
         """Call ``then`` with the state of optimizer and schedule, once the model holds all parameters.
 
         Without the lock, in the update thread, while no update is applied. With ``streams_tables`` the state has
-        streams in the place of large tables, which may be read afterwards.
+        streams in the place of large tables, which may be read afterwards. Without ``states`` those of optimizers on
+        other servers are missing.
         """
-        self.run_exclusively(lambda release: self._updates.with_state(then, release, streams_tables))
+        self.run_exclusively(lambda release: self._updates.with_state(then, release, streams_tables, states))
+
+    def publish_with(self, checkpoints: CheckpointManager, lock: AbstractContextManager[Any]) -> None:
+        """Publish versions, if the run does: when they are made, and with the lock when a subscriber asks for one."""
+
+        def publish() -> None:
+            with lock:
+                if not self._busy:  # otherwise after the update, or when the subscriber's wait is looked at again
+                    self._publish_version()
+
+        self._publishes = checkpoints
+        if checkpoints.publisher is not None:
+            checkpoints.publisher.on_request = publish
+
+    def _publish_version(self) -> None:
+        checkpoints = self._publishes
+        # Of the version that is being made, the buffers of pushes that are held are here already.
+        if checkpoints is None or self._held or not checkpoints.is_wanted(self.rules.step):
+            return
+
+        def publish(updater: UpdaterState) -> None:
+            with self.store.keep_buffers():
+                checkpoints.publish(self.rules.step, self.store.model, updater)
+
+        self.with_updater_state(publish, states=checkpoints.publishes_averages)
 
     def _grant(self, trainer_index: int, decision: Decision) -> None:
         future, announced = self._announcements.pop(trainer_index)
         held_s = time.perf_counter() - announced
         result = self._results.pop(trainer_index, None)
         if decision.verdict is Verdict.GO:
-            self._enter_epoch(decision.samples)
+            self._enter_epoch(decision.position)
         if trainer_index not in decision.active:
             if decision.active:
                 self._buffer_owners.discard(trainer_index)
@@ -334,7 +366,8 @@ class Aggregator:
             steps = self._dynamic_steps.next_steps(trainer_index, self.rules.trainers)
             decision = replace(decision, batches=min(decision.batches, steps * self._batches_per_local_step))
         transport = self.transports[trainer_index]
-        slot = transport.pin_version()
+        with span("pull"):  # of memory that is shared
+            slot = transport.pin_version()
         buffers = self.store.buffers if transport.sends_buffers else None
         self._granted[trainer_index], self._batches[trainer_index] = decision.step, decision.batches
         wants_buffers = self.rules.wants_buffers_from(trainer_index)
@@ -342,10 +375,11 @@ class Aggregator:
         owner = module_buffer_owner(decision.active, self.rules.terms.uneven_inputs)
         keeps = wants_buffers and trainer_index == owner
         (self._buffer_owners.add if keeps else self._buffer_owners.discard)(trainer_index)
-        future.set_result(StepGrant(decision, slot, buffers, wants_buffers, result, held_s))
+        scale = self.store.updater.skipping.scale
+        future.set_result(StepGrant(decision, slot, buffers, wants_buffers, result, held_s, scale))
 
     def _enter_epoch(self, samples: int) -> None:
-        """Step the schedule of epochs before the first step of a new epoch, after ``samples`` were applied."""
+        """Step the schedule of epochs before the first step of a new epoch, after ``samples`` applied or skipped."""
         while self.epoch_samples and samples >= (self._epoch + 1) * self.epoch_samples:
             self._epoch += 1
             self.store.updater.on_epoch_end()
@@ -379,6 +413,7 @@ class Aggregator:
             self._check_granted(sender.trainer_index, version, "sent a gradient for it")
         return self._shard.receive_bucket(sender, version, number, gradient, revision, has_all)
 
+    @spanned("push")
     def push(self, push: Push, has_gradients: bool = False) -> torch.futures.Future[StepGrant]:
         """Keep the report of a push until its gradients have arrived: see ``gradients_arrived``.
 
@@ -455,8 +490,10 @@ class Aggregator:
         self._replies[trainer_index] = push.future
         if self._dynamic_steps is not None:
             self._dynamic_steps.add(trainer_index, report.inner_steps, report.inner_s)
-        if self.rules.push(trainer_index, version, report.samples):
+        if self.rules.push(trainer_index, version, report.samples, not report.nonfinite):
             self._pushes[trainer_index] = push
+        elif report.nonfinite:
+            self._skip([push])
         else:
             self.monitor.push_dropped()
             self._reply(push, self._result([push], dropped=True))
@@ -464,11 +501,32 @@ class Aggregator:
 
     # Updates.
 
+    def _skip(self, pushes: Sequence[PendingPush]) -> None:
+        """Make no update of these pushes, one of which is not finite; their samples are not served again."""
+        reports, result = [push.report for push in pushes], self._result(pushes, dropped=True)
+        trainers = [report.trainer_index for report in reports]
+        cause, scale = next((report.nonfinite, report.scale) for report in reports if report.nonfinite)
+        self.monitor.step_skipped(trainers, sum(report.samples for report in reports), cause, scale)
+        try:
+            self.store.updater.skipping.step_skipped(trainers, cause, scale)
+        except NotFinite as error:
+            self._fail(error)
+            return
+        for push in pushes:
+            self._reply(push, result)
+
     def _apply_update(self, update: Update) -> None:
         pushes = [self._pushes[i] for i in update.trainers]
+        if update.is_skipped:
+            self._skip(pushes)
+            for trainer_index in update.trainers:
+                self._pushes.pop(trainer_index, None)
+            self._release_version_waits()
+            return
         # With trainers that run freely, these gradients may have been in flight when the last epoch ended.
         if self.batch_began is None:
-            self._enter_epoch(self.rules.samples - sum(push.report.samples for push in pushes))
+            applied_before = self.rules.samples - sum(push.report.samples for push in pushes)
+            self._enter_epoch(applied_before + self.monitor.skipped)
         started = time.perf_counter()
         self._busy, self._applying = True, update.completes
         applied = partial(self._after_update, update, pushes, started)
@@ -485,6 +543,8 @@ class Aggregator:
         apply_s = time.perf_counter() - started
         self._held += pushes
         result = self._result(self._held, apply_s)
+        if pushes:
+            self.store.updater.skipping.update_made(update.trainers, min(push.report.scale for push in pushes))
         self.monitor.gradients_applied(zip(update.trainers, update.staleness, strict=True))
         if update.completes:
             self._held = []
@@ -492,6 +552,7 @@ class Aggregator:
             if validate_every and self.rules.step % validate_every == 0:
                 self.store.retain(self.rules.step)
             self.monitor.update_applied(result)
+            self._publish_version()
         for push in pushes:
             del self._pushes[push.report.trainer_index]
             self._continue_batch(push.report.trainer_index)

@@ -94,6 +94,8 @@ def build_server(
     # The checkpoint is loaded before parameters and states are split into shards.
     checkpoints.restore_model(store.model)
     checkpoints.restore_optimizer(store.updater)
+    if checkpoints.is_wanted(monitor.step):
+        checkpoints.publish(monitor.step, store.model, store.updater)  # the first samples may need it
     shards, updater, states_of_others = split_over_servers(store, servers, block_of(config.server))
     buckets, why_not_by_bucket = plan_buckets(config, store.updater, parameters.layout, shards)
 
@@ -141,6 +143,7 @@ def build_server(
     aggregator = Aggregator(
         rules, ledger, store, shard, updates, monitor, stop, run.fail_with, dynamic_steps, training.accumulate_batches
     )
+    aggregator.publish_with(checkpoints, run.lock)
 
     def welcome() -> JoinReply:
         if not coordinator.shares_memory:

@@ -12,8 +12,6 @@ from itertools import count
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
-import torch.distributed.autograd as dist_autograd
-import torch.distributed.rpc as rpc
 from torch import Tensor
 
 from paramserver.config import Config, Deadlines, num_servers_of
@@ -22,16 +20,17 @@ from paramserver.context import StopLimit
 from paramserver.distributed.abort_sockets import abort_connections
 from paramserver.distributed.local_calls import LocalConnection
 from paramserver.distributed.membership import Heartbeat, Member, watch_peer
+from paramserver.distributed.rpc_agent import distributed_backward
 from paramserver.distributed.rpc_calls import (
     NO_TIMEOUT_S,
     RemoteError,
-    get_parameter_server,
     is_numbered,
     is_repeatable,
     note_repeated,
     send,
     send_deferred,
     send_local,
+    server_rref,
 )
 from paramserver.distributed.session import SERVER_NAME, server_name
 from paramserver.errors import DeadlineExceeded, PeerLost
@@ -390,7 +389,7 @@ class ServerClient(ServerConnection):
         self._sequence = self._announced = 0
         self._shard_servers: list[str] = []
         # For the task and custom trainers. Steps address the server by name; see distributed/rpc_calls.py.
-        self.rref = rpc.remote(SERVER_NAME, get_parameter_server)
+        self.rref = server_rref(SERVER_NAME)
 
     def _send_heartbeat(self) -> torch.futures.Future[str]:
         timeout_s, limit = self.config.server.lost_after_s, self._stop_limit
@@ -500,7 +499,7 @@ class ServerClient(ServerConnection):
             PeerLost: the gradients did not reach all servers.
         """
         try:
-            dist_autograd.backward(context_id, [root])  # type: ignore[attr-defined]
+            distributed_backward(context_id, [root])
         except RuntimeError as error:
             self.raise_if_lost()  # a loss that was noticed before is the cause; this error is its consequence
             who = "a server" if self._shard_servers else self._name

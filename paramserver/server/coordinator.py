@@ -74,9 +74,9 @@ class RemoteShard:
         """Update buckets of the next version as their gradients arrive."""
         return self._network.send_deferred(self._name(), ShardServer.begin_update, version, trainers, groups)
 
-    def collect_state(self, weights: bool, snapshot: int | None = None) -> Future:
+    def collect_state(self, weights: bool, snapshot: int | None = None, states: bool = True) -> Future:
         """Return what a checkpoint stores of the shard."""
-        return self._network.send(self._name(), self._timeout_s, ShardServer.collect_state, weights, snapshot)
+        return self._network.send(self._name(), self._timeout_s, ShardServer.collect_state, weights, snapshot, states)
 
     def read_rows(self, snapshot: int, rows: SnapshotTensor, first: int, end: int) -> Future:
         """Return rows of a snapshot that ``collect_state`` has made."""

@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paramserver.config import Config
 from paramserver.devices import CPU, move_to_device, place_server
+from paramserver.distributed.rpc_agent import distributed_gradients
 from paramserver.errors import TaskError, UnsupportedConfiguration, kind_and_message
 from paramserver.metrics.records import StepReport
 from paramserver.parameters.flat import FlatLayout
@@ -198,7 +198,7 @@ class ServedTransport(ServerTransport):
     def collect_gradients(self) -> list[Tensor] | None:
         if self.context_id is None:  # no call of the step recorded gradients
             return None
-        return self.add_gradients(dist_autograd.get_gradients(self.context_id))  # type: ignore[attr-defined]
+        return self.add_gradients(distributed_gradients(self.context_id))
 
     @torch.no_grad()
     def add_gradients(self, by_leaf: Mapping[Tensor, Tensor]) -> list[Tensor] | None:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed.autograd as dist_autograd
-import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
 from paramserver.checkpoint import stage_copy
@@ -20,7 +18,15 @@ from paramserver.config import Config, num_servers_of
 from paramserver.consistency import Announcement, Decision, PushId, TrainerId
 from paramserver.devices import to_cpu
 from paramserver.distributed.membership import Member
-from paramserver.distributed.rpc_calls import LastReplies, RemoteError, completed_future, executed_once, repeatable
+from paramserver.distributed.rpc_agent import distributed_gradients
+from paramserver.distributed.rpc_calls import (
+    LastReplies,
+    RemoteError,
+    completed_future,
+    executed_once,
+    repeatable,
+    rref_of,
+)
 from paramserver.errors import DeadlineExceeded, Evicted, StorageError, UnsupportedConfiguration, as_peer_error
 from paramserver.metrics.records import Record, TrainerTotals, WeightedSums
 from paramserver.parameters.model_tree import PackedBuffers
@@ -64,14 +70,14 @@ class TutorialMethods(nn.Module):
     def get_dist_gradients(self, context_id: int) -> dict[str, Tensor]:
         """Return the gradients that a distributed-autograd context holds, by parameter name, on the CPU."""
         self._require_all_parameters()
-        gradients = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
+        gradients = distributed_gradients(context_id)
         by_name = self.aggregator.store.gradients_by_name(gradients, self.shard.updater.leaves)
         return {name: view.cpu() for name, view in by_name.items()}
 
     def get_param_rrefs(self) -> list[Any]:
         """Return an RRef for each trained parameter."""
         self._require_all_parameters()
-        return [rpc.RRef(parameter) for parameter in self.aggregator.store.parameters.tensors.values()]
+        return [rref_of(parameter) for parameter in self.aggregator.store.parameters.tensors.values()]
 
     def _require_all_parameters(self) -> None:
         if num_servers_of(self.config) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -166,6 +167,10 @@ class ParameterStore:
         with self._snapshot_lock:
             self._tree.load_buffers(changed, partial=True)
             self._buffers = None
+
+    def keep_buffers(self) -> AbstractContextManager[Any]:
+        """Return a context in which no module buffer changes; no other thread waits for long."""
+        return self._snapshot_lock
 
     def drop_snapshot(self) -> None:
         """Release the snapshot of the current version, before its parameters change.

@@ -19,6 +19,7 @@ from paramserver.distributed.membership import watch_peer
 from paramserver.distributed.rpc_agent import current_context_id, release_context
 from paramserver.distributed.rpc_calls import RemoteError, send, send_deferred
 from paramserver.errors import ParamserverError, as_peer_error
+from paramserver.metrics.profile import spanned
 from paramserver.transport.messages import Future
 
 log = logging.getLogger("paramserver")
@@ -52,6 +53,7 @@ class UpdateExecutor:
     """
 
     def __init__(self, timeout_s: float) -> None:
+        self.before_job: Job = lambda: None  # called in the thread
         self._timeout_s = timeout_s
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._closing = False
@@ -93,13 +95,18 @@ class UpdateExecutor:
 
     def _run(self) -> None:
         try:
-            while (job := self._jobs.get()) is not None and not self._closing:
+            while (job := self._next()) is not None and not self._closing:
                 self._job_began = time.monotonic()
+                self.before_job()
                 job()
                 self._job_began = math.inf
         except BaseException as error:
             self._error = error
             log.exception("the thread of updates ends")
+
+    @spanned("wait")
+    def _next(self) -> Job | None:
+        return self._jobs.get()
 
 
 class Waiter(Protocol):

@@ -17,6 +17,7 @@ from torch import Tensor
 from paramserver.consistency import PushId, TrainerId
 from paramserver.distributed.rpc_calls import RemoteError, completed_future, repeatable
 from paramserver.errors import Evicted, TrainingError
+from paramserver.metrics.profile import spanned
 from paramserver.optim.bucket_updates import BucketUpdates
 from paramserver.optim.clipping import Clipping
 from paramserver.optim.parallel_step import WORTHWHILE_BYTES, ThreadTeam
@@ -173,6 +174,7 @@ class ParameterShard:
         """Return the current version in the form in which it is sent, immutable."""
         return self._wire.current()
 
+    @spanned("pull")
     def pull(self, sender: PushId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
         """Return a version for the push ``sender``, whose gradient of the first tensor returns by distributed autograd.
 
@@ -240,6 +242,7 @@ class ParameterShard:
 
     # Gradients.
 
+    @spanned("push")
     def receive_bucket(
         self, sender: PushId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
     ) -> Future:
@@ -271,6 +274,7 @@ class ParameterShard:
                 self._assembly_of(sender, version).add_first(gradient)
                 self._accept_if_complete(trainer_index)
 
+    @spanned("push")
     def report_push(self, push: PushId, version: int) -> None:
         """Accept the report of a push; it is complete once its gradients are here, now or later."""
         trainer_index = self.admit(push)
@@ -432,6 +436,7 @@ class ParameterShard:
         reply: Future = torch.futures.Future()
         groups = self._groups
 
+        @spanned("apply")
         def step() -> None:
             assert self._clipping is not None
             self.updater.clip(self._clipping, norm)
@@ -503,6 +508,7 @@ class ParameterShard:
                 self._pushes[push.trainer_index] = push, []
         return taken
 
+    @spanned("apply")
     def _make(self, request: ApplyRequest, taken: Mapping[PushId, list[Tensor]]) -> Tensor | None:
         """Make the version, or return the norm of the gradients if they are to be clipped."""
         gradients = [self._shared(push, key) if key is not None else taken[push] for push, key in request.pushes]
@@ -574,25 +580,25 @@ class ParameterShard:
 
     # The end.
 
-    def collect_state(self, weights: bool, snapshot: int | None = None) -> ShardState:
-        """Return what a checkpoint stores of this shard. Server 0 requests no update meanwhile.
+    def collect_state(self, weights: bool, snapshot: int | None = None, states: bool = True) -> ShardState:
+        """Return what a checkpoint stores of this shard, or no ``states``. Server 0 requests no update meanwhile.
 
         With the number of a ``snapshot`` large tables are not copied: ``read_rows`` reads their rows from it until
         ``delete_snapshot``, while updates continue.
         """
-        states, tables = self.updater.owned_states, {}
+        owned, tables = self.updater.owned_states if states else {}, {}
         if snapshot is not None:
             self.updater.snapshots[snapshot] = self.updater.snapshot_tables()
             for slot, taken in self.updater.snapshots[snapshot].items():
                 described = {n: SnapshotTensor(slot, n, tuple(t.shape), t.dtype) for n, t in taken.tensors.items()}
                 tables[slot] = described.pop(WEIGHT)
-                if (index := self.updater.optimizer_indices[slot]) in states:
-                    states[index] = {**states[index], **described}
+                if (index := self.updater.optimizer_indices[slot]) in owned:
+                    owned[index] = {**owned[index], **described}
         copies: list[Tensor | None] | None = None
         if weights:
             kept = {number for number, own in self.updater.tables.items() if own.slot in tables}
             copies = [None if n in kept else flat.detach().clone() for n, flat in enumerate(self.updater.ranges)]
-        return ShardState(copies, states, tables)
+        return ShardState(copies, owned, tables)
 
     def read_rows(self, snapshot: int, rows: SnapshotTensor, first: int, end: int) -> Tensor:
         """Return rows of a snapshot; the next ones are read next. The lock need not be held.

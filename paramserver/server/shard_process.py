@@ -47,6 +47,7 @@ def serve_shard(
             updates = stack.enter_context(closing(UpdateExecutor(config.cluster.timeout_s)))
             client.stuck_place = updates.stuck_place
             server = ShardServer(task, config, index, assignment, rendezvous.generation, updates.submit, client.weights)
+            updates.before_job = lambda: process.profiler.enter_step(server.shard.version)
             register_server(server)
             client.report_ready(server.shares_memory)
             return _wait_for_end(server, client, process, updates)

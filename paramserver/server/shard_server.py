@@ -176,10 +176,10 @@ class ShardServer(ShardHandlers):
         with self._lock:
             return self.shard.apply_clipped(norm)
 
-    def collect_state(self, weights: bool, snapshot: int | None) -> ShardState:
-        """Return what a checkpoint stores of this shard. Server 0 requests no update meanwhile."""
+    def collect_state(self, weights: bool, snapshot: int | None, states: bool) -> ShardState:
+        """Return what a checkpoint stores of this shard, or no ``states``. Server 0 requests no update meanwhile."""
         with self._lock:
-            return self.shard.collect_state(weights, snapshot)
+            return self.shard.collect_state(weights, snapshot, states)
 
     def read_rows(self, snapshot: int, rows: SnapshotTensor, first: int, end: int) -> Tensor:
         """Return rows of a snapshot that ``collect_state`` has made."""

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -19,24 +19,42 @@ if TYPE_CHECKING:
     from paramserver.transport.messages import Push, StepGrant
 else:
 
-    def _import_class() -> type:
-        """Import ``torch.distributed.optim.optimizer`` without the package around it.
+    class _FunctionalOptimizers(Mapping):
+        """torch's table of optimizers in TorchScript, which are compiled when it is imported: when it is first read."""
 
-        The package imports FSDP, and with it sympy, which takes most of a second in every process. It stays importable.
+        @property
+        def _table(self) -> Mapping[type, type]:
+            return importlib.import_module("torch.distributed.optim.utils").functional_optim_map
+
+        def __getitem__(self, optimizer: type) -> type:
+            return self._table[optimizer]
+
+        def __iter__(self) -> Iterator[type]:
+            return iter(self._table)
+
+        def __len__(self) -> int:
+            return len(self._table)
+
+    def _import_class() -> type:
+        """Import ``torch.distributed.optim.optimizer`` without the package around it, and without the table.
+
+        The package imports FSDP, and with it sympy, and the table compiles eight optimizers, which takes most of a
+        second in every process. Both stay importable.
         """
         name = "torch.distributed.optim"
-        package = None if name in sys.modules else importlib.util.find_spec(name)
-        if package is not None:
-            sys.modules[name] = ModuleType(name)
-            sys.modules[name].__path__ = package.submodule_search_locations
+        if name in sys.modules or (found := importlib.util.find_spec(name)) is None:
+            return importlib.import_module(f"{name}.optimizer").DistributedOptimizer
+        package, table = ModuleType(name), ModuleType(f"{name}.utils")
+        package.__path__ = found.submodule_search_locations
+        table.functional_optim_map = _FunctionalOptimizers()
+        sys.modules.update({name: package, table.__name__: table})
         try:
             return importlib.import_module(f"{name}.optimizer").DistributedOptimizer
         finally:
-            if package is not None:
-                del sys.modules[name]
+            del sys.modules[name], sys.modules[table.__name__]
 
     with warnings.catch_warnings():
-        # torch scripts its functional optimizers while it imports this module; none of them is used here.
+        # torch scripts a class while it imports this module; it is not used here.
         warnings.filterwarnings("ignore", message=r"`torch\.jit\.", category=DeprecationWarning)
         DistributedOptimizer = _import_class()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from paramserver.checkpoint.memory import MEMORY
 from paramserver.config.deadlines import GRACE_S
 from paramserver.consistency import TrainerId
 from paramserver.consistency.base import end
@@ -47,8 +48,8 @@ class Staging(JointCall):
         self._clock = clock
         self._calls = PendingReplies()
         self._reason = ""
-        # What was saved last. A trainer that joined afterwards does not do it again.
-        self._staged = (checkpoints.monitor.step if checkpoints.resumes else -1, False)
+        # What was saved last, to the disk and in memory. A trainer that joined afterwards does not do it again.
+        self._staged = self._in_memory = (checkpoints.monitor.step if checkpoints.resumes else -1, False)
         self._parts = PartCollector(checkpoints)
         # Of each trainer: when the last chunk of its part arrived, or could first be sent; infinite while it waits for
         # the copy of model and optimizer.
@@ -67,7 +68,7 @@ class Staging(JointCall):
         Return None if it joined after the others had saved this version. The ``extra_state`` of the first trainer is
         saved, as in ddp. ``buffers`` are the module buffers that the trainer changed since its last push.
         """
-        if self._staged == self._due():
+        if self._due() in (self._staged, self._in_memory if reason == MEMORY else self._staged):
             return None
         self._reason = reason
         self._aggregator.keep_buffers(sender.trainer_index, buffers)
@@ -110,7 +111,10 @@ class Staging(JointCall):
         """
         rules, ledger = self._aggregator.rules, self._aggregator.ledger
         with self._run.lock:
-            self._staged = self._due()
+            if self._reason == MEMORY:
+                self._in_memory = self._due()
+            else:
+                self._staged = self._due()
             states, substitutes = (rules.state_dict(), ledger.state_dict()), self._sources.substitute_parts()
 
         def collect(staged: StagedCheckpoint) -> None:

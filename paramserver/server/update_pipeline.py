@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paramserver.config import Config, is_colocated, server_computes
 from paramserver.consistency.factory import consistency_class
+from paramserver.metrics.profile import spanned
 from paramserver.optim.bucket_updates import BucketUpdates, UpdatedBucket, why_not_by_bucket
 from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout
@@ -43,6 +44,8 @@ def plan_buckets(
         return (), "the forward runs on the server"
     if layout.tables:
         return (), "embedding tables are updated by rows"
+    if config.training.may_skip:
+        return (), "a step whose gradients are not finite is skipped"
     if config.training.weights_samples:
         return (), "the mean over the trainers is weighted by samples"
     reason = why_not_by_bucket(updater.optimizer, updater.clipping)
@@ -147,6 +150,7 @@ class UpdatePipeline:
         gradients = [arrived[index] for index in self._trainers]
         self._submit(partial(self._compute, bucket, gradients, self._groups, self._step))
 
+    @spanned("apply")
     def _compute(self, bucket: int, gradients: Sequence[Tensor], groups: list[dict[str, Any]], step: object) -> None:
         if step is not self._step:
             return  # the update was made, or abandoned
@@ -179,6 +183,7 @@ class UpdatePipeline:
         for future in futures:
             future.set_result(reply)
 
+    @spanned("apply")
     def prepare(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         """Compute what is left of the version, so that ``commit`` with the same gradients only writes it.
 

@@ -53,7 +53,7 @@ class OtherShard(Protocol):
 
     def begin_update(self, version: int, trainers: Sequence[int], groups: list[dict[str, Any]]) -> Future: ...
 
-    def collect_state(self, weights: bool, snapshot: int | None = None) -> Future: ...
+    def collect_state(self, weights: bool, snapshot: int | None = None, states: bool = True) -> Future: ...
 
     def read_rows(self, snapshot: int, rows: SnapshotTensor, first: int, end: int) -> Future: ...
 
@@ -73,6 +73,7 @@ class _CollectedState:
         self.tables = tables
         self.release = release
         self.parameter_names = updater.parameter_names
+        self.validates_averages = updater.validates_averages
         self._state = state
         self._updater = updater
 
@@ -230,12 +231,17 @@ class Updates:
     # The state.
 
     def with_state(
-        self, then: Callable[[UpdaterState], None], done: Callable[[], None], streams_tables: bool = False
+        self,
+        then: Callable[[UpdaterState], None],
+        done: Callable[[], None],
+        streams_tables: bool = False,
+        states: bool = True,
     ) -> None:
         """Call ``then`` with the state of optimizer and schedule, once the model holds all parameters, then ``done``.
 
         ``then`` is a job of the update thread, without the lock. No update may be applied before ``done``. With
-        ``streams_tables`` the state has streams in the place of large tables, which may be read afterwards.
+        ``streams_tables`` the state has streams in the place of large tables, which may be read afterwards. Without
+        ``states`` those of optimizers on other servers are missing, and what is there already is not sent.
         """
         snapshot: int | None = None
         # Optimizers that have modes are stored in another one than that in which they make updates.
@@ -245,16 +251,18 @@ class Updates:
 
         def collect(_: Sequence[Any]) -> None:
             weights = not self._shares_memory()
-            replies = [other.collect_state(weights, snapshot) for other in self._others]
+            others = self._others if weights or states else ()
+            replies = [other.collect_state(weights, snapshot, states) for other in others]
             # In the order of calls: what server 0 has to write for the others comes before it is read.
             self._when_all(
-                replies, lambda parts: self._run.compute(lambda: then(self._merge(parts, snapshot)), lambda _: done())
+                replies,
+                lambda parts: self._run.compute(lambda: then(self._merge(parts, snapshot, states)), lambda _: done()),
             )
 
         unconfirmed, self._unconfirmed = self._unconfirmed, []
         self._when_all(unconfirmed, collect)  # a request for the state must not overtake the last update
 
-    def _merge(self, others: Sequence[ShardState], snapshot: int | None) -> UpdaterState:
+    def _merge(self, others: Sequence[ShardState], snapshot: int | None, states: bool) -> UpdaterState:
         store, updater = self._store, self._shard.updater
         if not others and snapshot is None:
             return store.updater
@@ -263,6 +271,8 @@ class Updates:
             for own, collected in zip(shard.slice_flats(store.parameters.flats), part.weights or (), strict=False):
                 if collected is not None:
                     own.copy_(collected)
+        if not states:
+            return store.updater
         parts = [self._shard.collect_state(False, snapshot), *others]
         by_shard = []
         tables: dict[str, list[RowStream]] = {}
@@ -276,9 +286,9 @@ class Updates:
         if others:
             state["optimizer"] = with_states(updater.optimizer, {**updater.states, **merged})
         else:
-            states = updater.owned_states
+            owned = updater.owned_states
             streams = {
-                states[index][name].data_ptr(): value
+                owned[index][name].data_ptr(): value
                 for index, values in merged.items()
                 for name, value in values.items()
                 if isinstance(value, RowStream)

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +38,7 @@ from paramserver.distributed.membership import Member
 from paramserver.distributed.rpc_calls import RemoteError, is_numbered, is_repeatable
 from paramserver.errors import GenerationChanged, ParamserverError, PeerFailed, PeerLost, RunEnded
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
+from paramserver.optim.skipping import Skipping
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
 from paramserver.parameters.sharding import full_shard
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
@@ -96,6 +97,7 @@ class Store:
             on_validation_end=lambda version, means, since: None,
             state_dict=dict,
             lr=(0.1,),
+            skipping=Skipping(node.world.config.training),
         )
         self.held: set[int] = set()
         self.update: tuple[int, Sequence[PendingPush]] = 0, ()  # that is in progress
@@ -500,7 +502,7 @@ class Session:
                 self.step = yield Call("wait_version", (self.id, decision.step + 1))
                 if self.step == decision.step:
                     continue
-            if lockstep and self.is_due(self.step):
+            if lockstep and self.step != decision.step and self.is_due(self.step):
                 yield from self.validate_and_save(decision)
 
     @property
@@ -527,6 +529,7 @@ class Session:
             incarnation=self.incarnation,
             sequence=self.sequence,
         )
+        report = replace(report, nonfinite=self.world.nonfinite_of(report))
         announcement = None
         if not (lockstep and self.is_due(decision.step + 1)) and not self.world.chance(self.world.waits):
             announcement = self.data.announcement()
@@ -740,6 +743,10 @@ class World(ABC):
     def samples_of(self, positions: Sequence[int]) -> int:
         """Return the number of samples of a push."""
         return len(positions)
+
+    def nonfinite_of(self, report: StepReport) -> str:
+        """Return what of a push is NaN or infinite, as in ``StepReport.nonfinite``."""
+        return ""
 
     def submit(self, node: Node, job: Callable[[], None]) -> None:
         """Run what the update thread of a server computes; an update takes no time here."""

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paramserver.errors import CheckpointError
+from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.online.spec import ReceiverSpec
+from paramserver.sources.loader import WorkerOptions
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,18 @@ class Source(ABC):
     refetchable: bool = False
     repeatable: bool = True
 
+    def use_workers(self, options: WorkerOptions) -> None:
+        """Read in worker processes instead of the thread that calls ``groups``. Called before anything is read.
+
+        Raises:
+            UnsupportedConfiguration: this kind of source cannot be read so.
+            TaskError: the data set or ``worker_init_fn`` cannot be pickled.
+        """
+        raise UnsupportedConfiguration(
+            f"training.loader_workers ({options.count}) must be 0, as train_source gives no map-style data set and no "
+            "IterableDataset, and only those are read in worker processes; set it to 0"
+        )
+
     # Reading, in the feeder thread.
 
     @abstractmethod
@@ -186,6 +199,11 @@ class Source(ABC):
 
     def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
         """Restore ``state_dict()``, and the mark of the last group in the buffer."""
+
+    @property
+    def resume_note(self) -> str:
+        """What the user should know after ``load_state_dict``; empty if nothing."""
+        return ""
 
     @property
     def can_reshard(self) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -23,6 +21,7 @@ from paramserver.config import Config
 from paramserver.config.checks import check_batch_size
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.sources.base import Partition, Source
+from paramserver.sources.iterable import IterableBatches
 from paramserver.sources.sampler import SamplerOrder
 
 
@@ -107,12 +106,8 @@ def _read_data_loader(
     if isinstance(loader.dataset, IterableDataset):
         if sampler is not None:
             raise TaskError(f"{what} over an iterable data set, of which no sampler can draw; return None from sampler")
-        if loader.num_workers and hook != "validation_source":
-            raise TaskError(
-                f"{what} with num_workers ({loader.num_workers}) over an iterable data set; only map-style data sets "
-                "are read in worker processes: use num_workers=0"
-            )
-        return Reading(_WholeBatches(loader), config, {}, collate, largest_batch=loader.batch_size)
+        batches = IterableBatches(loader.dataset, loader.batch_size, loader.drop_last)  # type: ignore[arg-type]
+        return Reading(batches, config, {}, collate, loader.worker_init_fn, loader.batch_size)
 
     order: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
     if sampler is not None:
@@ -217,17 +212,3 @@ def _with_whole_batches(reading: Reading, hook: str) -> Reading:
 
 def _with_training(config: Config, **values: Any) -> Config:
     return replace(config, training=replace(config.training, **values))
-
-
-class _WholeBatches:
-    """The batches of a DataLoader over an iterable data set, each the list of its samples."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = copy.copy(loader)
-        self._loader.collate_fn = list
-        self._loader.num_workers, self._loader.timeout = 0, 0  # a timeout is that of workers
-        # Each pass of a DataLoader draws a seed: not from the generator of the training.
-        self._loader.generator = torch.Generator()
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return iter(self._loader)

@@ -19,7 +19,7 @@ import torch
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.errors import CheckpointError, SourceError, TaskError, UnsupportedConfiguration
 from paramserver.sources.base import KeyedSamples, Partition, ResumePosition, Source
-from paramserver.sources.loader import Loader, WorkerOptions, pickle_data
+from paramserver.sources.loader import IndexedReads, WorkerOptions, Workers
 from paramserver.sources.reader import SampleReader
 from paramserver.sources.sampler import SamplerOrder
 
@@ -258,6 +258,10 @@ class _Requests:
         options = {**self.order.options, "sampler": sampler}
         return replace(self, order=replace(self.order, options=options))
 
+    def items(self, dataset: Any, sampler: SamplerOrder | None, seed: int) -> tuple[IndexedReads, _Requests]:
+        """Return what the workers of a ``Loader`` read, and in which order."""
+        return IndexedReads(dataset, seed, sampler is not None), self.with_sampler(sampler)
+
 
 class DatasetSource(Source):
     """One trainer's share of a map-style data set, pass after pass. A sample's key is its index in the data set.
@@ -299,9 +303,7 @@ class DatasetSource(Source):
         self.options = {"seed": seed, **(sampler_kwargs or {})}
         self.sampler: SamplerOrder | None = self.options.get("sampler")
         self._reader = SampleReader(dataset, seed, wraps=self.sampler is not None)
-        self._workers: WorkerOptions | None = None
-        self._pickled: bytes | None = None
-        self._loader: Loader | None = None
+        self._workers: Workers | None = None
         self.length = len(dataset)
         self.partition = partition
         self.passes = passes
@@ -329,14 +331,7 @@ class DatasetSource(Source):
             raise TaskError(f"trainer {partition.index} gets none of the {number} {what}; {cure}")
 
     def use_workers(self, options: WorkerOptions) -> None:
-        """Read in worker processes instead of the thread that calls ``groups``. Call it before anything is read.
-
-        Raises:
-            TaskError: the data set or ``worker_init_fn`` cannot be pickled.
-        """
-        self._workers = options
-        # Here, not when the feeder thread reads it: the user learns of an error before any process waits.
-        self._pickled = pickle_data(self.dataset, options, self.sampler)
+        self._workers = Workers(self.dataset, options, self.seed, self.sampler)
 
     def samples(self, position: int) -> Iterator[tuple[int, Any]]:
         return chain.from_iterable(self.groups(position))
@@ -367,20 +362,12 @@ class DatasetSource(Source):
             for epoch, indices, skip in requests:
                 yield indices[skip:], *self._reader.read(epoch, indices, skip)
             return
-        pickled, self._pickled = self._pickled or pickle_data(self.dataset, self._workers, self.sampler), None
-        self._loader = Loader(pickled, self._workers, self.seed, requests.with_sampler(None))
-        del pickled
-        try:
-            # Only the loader draws a sampler: here the default generators belong to the training thread.
-            while (result := self._loader.receive()) is not None:
-                yield result
-        finally:
-            self._loader.close()
-            self._loader = None
+        # Only the loader draws a sampler: here the default generators belong to the training thread.
+        yield from self._workers.results(requests.with_sampler(None))
 
     def close(self) -> None:
-        if (loader := self._loader) is not None:
-            loader.kill()
+        if self._workers is not None:
+            self._workers.kill()
 
     def indices_of(self, keys: Sequence[int]) -> Sequence[int]:
         """Return the indices in the data set of these keys, which differ where a sampler repeats indices."""

@@ -56,7 +56,7 @@ def make_source(
             groups_ahead=8 if buffer_class(config.buffer.kind).in_order and not training.loader_workers else 1,
         )
     elif isinstance(data, Iterable):
-        source = IterableSource(data, partition)
+        source = IterableSource(data, partition, seed=config.seed, group=training.batch_size)
     else:
         raise TaskError(
             f"train_source returned {type(data).__name__}; it must return a map-style data set, an iterable, or one of "

@@ -1,4 +1,4 @@
-"""Reads a map-style data set in worker processes: those of torch's DataLoader, in a process of their own.
+"""Reads a data set in worker processes: those of torch's DataLoader, in a process of their own.
 
 The rank has threads and sockets by the time it reads data, so it cannot fork workers. It starts the *loader*, a fresh
 interpreter that inherits none of its descriptors, and sends it the data set. The loader forks the workers of an
@@ -13,7 +13,7 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -69,15 +69,16 @@ def pickle_data(dataset: Any, options: WorkerOptions, sampler: Any = None) -> by
         kind = type(dataset)
         raise TaskError(
             f"the training data set ({kind.__module__}.{kind.__qualname__}) and worker_init_fn must be picklable "
-            f"to be sent to worker processes ({kind_and_message(error)}); define what they consist of at the top "
-            f"of a module and open files in __getitem__, or use training.loader_workers: 0, not {options.count}"
+            f"to be sent to worker processes ({kind_and_message(error)}); define what they consist of at the top of a "
+            f"module and open files in __getitem__ or __iter__, or use training.loader_workers: 0, not {options.count}"
         ) from error
 
 
 class Loader:
     """The loader process of one trainer, as the rank sees it. It ends when the thread that started it does.
 
-    ``data`` is that of ``pickle_data``. ``requests`` is pickled: its ``with_sampler`` returns what is read, in order.
+    ``data`` is that of ``pickle_data``. ``requests`` is pickled: its ``items`` returns what the workers read, each item
+    a pickled result of ``receive``, and the order of a map-style one.
     """
 
     def __init__(self, data: bytes, options: WorkerOptions, seed: int, requests: Any) -> None:
@@ -95,19 +96,18 @@ class Loader:
         except OSError:
             pass  # it ended; ``receive`` raises the reason
 
-    def receive(self) -> tuple[list[Any], Sequence[Any], str | None] | None:
-        """Return the indices and samples of the next request, and the error of a read that failed after them.
+    def receive(self) -> Any:
+        """Return the next result, whose last entry is the error of a read that failed after its samples, or None.
 
-        None: there are no more requests.
+        None: there are no more results.
 
         Raises:
             SourceError: the loader or a worker ended, or could not start.
         """
         try:
-            result: tuple[list[Any], Sequence[Any], str | None] | None = pickle.loads(self._connection.recv_bytes())
+            return pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise SourceError(f"trainer {self._options.trainer_index}: {self._reason()}") from error
-        return result
 
     def _reason(self) -> str:
         """Return why the loader ended."""
@@ -134,6 +134,39 @@ class Loader:
         self._process.join()
         self._connection.close()
         self._errors.close()
+
+
+class Workers:
+    """The worker processes of one source, which read ``dataset``: at each call of ``results``, in new processes.
+
+    Raises:
+        TaskError: the data set, its sampler or ``worker_init_fn`` cannot be pickled.
+    """
+
+    def __init__(self, dataset: Any, options: WorkerOptions, seed: int, sampler: Any = None) -> None:
+        self.options = options
+        self._seed = seed
+        self._parts = dataset, options, sampler
+        # Here, not when the feeder thread reads it: the user learns of an error before any process waits.
+        self._pickled: bytes | None = pickle_data(*self._parts)
+        self._loader: Loader | None = None
+
+    def results(self, requests: Any) -> Generator[Any, None, None]:
+        """Yield what ``Loader.receive`` returns; the processes end with the generator."""
+        pickled, self._pickled = self._pickled or pickle_data(*self._parts), None
+        self._loader = Loader(pickled, self.options, self._seed, requests)
+        del pickled
+        try:
+            while (result := self._loader.receive()) is not None:
+                yield result
+        finally:
+            self._loader.close()
+            self._loader = None
+
+    def kill(self) -> None:
+        """End the processes, if there are any; any thread may call this."""
+        if (loader := self._loader) is not None:
+            loader.kill()
 
 
 # In the loader.
@@ -173,12 +206,13 @@ def _payloads(data: bytes, workers: int, trainer_index: int, seed: int, requests
             f"the training data set cannot be unpickled in another process ({kind_and_message(error)}); define "
             "its class at the top of a module that can be imported, or use training.loader_workers: 0"
         ) from error
+    items, order = requests.items(dataset, sampler, seed)
     try:
         batches = iter(
             DataLoader(
-                _Reads(dataset, seed, sampler is not None),
+                items,
                 batch_size=None,  # an item is a group already
-                sampler=requests.with_sampler(sampler),
+                sampler=order,
                 num_workers=workers,
                 collate_fn=bytes,
                 worker_init_fn=partial(_init_worker, init_fn),
@@ -206,7 +240,7 @@ def _explain(error: BaseException) -> str:
     return f"{message_of(error)}\n{traceback.format_exc()}"
 
 
-class _Reads(Dataset[bytes]):
+class IndexedReads(Dataset[bytes]):
     """What the workers read: one item is the pickled samples of a request, and the failure that ended it."""
 
     def __init__(self, dataset: Any, seed: int, wraps: bool) -> None:
@@ -217,19 +251,27 @@ class _Reads(Dataset[bytes]):
         samples, error = self.reader.read(*request)
         keys, failure = request[1][request[2] :], None
         if error is not None:
-            lines = "".join(traceback.format_exception(error))
-            info = get_worker_info()
-            worker = info.id if info else 0
-            where = f"{self.reader.failed_at} in DataLoader worker process {worker}"
-            failure = f", {where}: {kind_and_message(error)}\n{lines}"
-        try:
-            return pickle.dumps((keys, stack_samples(samples), failure), pickle.HIGHEST_PROTOCOL)
-        except Exception as reason:  # noqa: BLE001 - pickle calls methods of the user's classes
-            failure = (
-                f": {kind_and_message(reason)}; samples must be picklable to be sent by a worker process; return "
-                "tensors, arrays and numbers, or use training.loader_workers: 0"
-            )
-            return pickle.dumps((keys, [], failure))
+            failure = explain_read(error, self.reader.failed_at)
+        return pickle_result((keys, samples, failure), (keys, []))
+
+
+def explain_read(error: BaseException, failed_at: str) -> str:
+    """Return the failure of a read in this worker, as the rank appends it to the position of the sample."""
+    info = get_worker_info()
+    where = f"{failed_at} in DataLoader worker process {info.id if info else 0}"
+    return f", {where}: {kind_and_message(error)}\n{''.join(traceback.format_exception(error))}"
+
+
+def pickle_result(result: tuple[Any, ...], without_samples: tuple[Any, ...]) -> bytes:
+    """Return a result that ``receive`` returns, with samples in second place; if they cannot be sent, the reason."""
+    try:
+        return pickle.dumps((result[0], stack_samples(result[1]), *result[2:]), pickle.HIGHEST_PROTOCOL)
+    except Exception as reason:  # noqa: BLE001 - pickle calls methods of the user's classes
+        failure = (
+            f": {kind_and_message(reason)}; samples must be picklable to be sent by a worker process; return "
+            "tensors, arrays and numbers, or use training.loader_workers: 0"
+        )
+        return pickle.dumps((*without_samples, failure))
 
 
 def _init_worker(init_fn: Callable[[int], None] | None, worker_id: int) -> None:
@@ -242,9 +284,7 @@ def _init_worker(init_fn: Callable[[int], None] | None, worker_id: int) -> None:
     _ignore_signals()
     info = get_worker_info()
     assert info is not None
-    reads = info.dataset
-    assert isinstance(reads, _Reads)
     # What users find there is their data set. torch forbids to assign attributes, so that users do not lose theirs.
-    object.__setattr__(info, "dataset", reads.dataset)
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
     if init_fn is not None:
         init_fn(worker_id)

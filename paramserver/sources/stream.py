@@ -13,8 +13,9 @@ from paramserver.buffers.positions import Key
 from paramserver.config import SimulationsConfig
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.online.received_log import ReceivedLog
-from paramserver.online.spec import ReceiverSpec
-from paramserver.sources.base import ResumePosition, Source
+from paramserver.online.spec import COLUMNS, VERSION_COLUMN, ReceiverSpec
+from paramserver.online.versions import SampleVersions
+from paramserver.sources.base import KeyedSamples, ResumePosition, Source
 
 if TYPE_CHECKING:
     from paramserver.online.receiver import SampleReceiver
@@ -47,6 +48,7 @@ class Stream(Source):
         self._receiver: SampleReceiver | None = None
         self._closed = False
         self._inherited = 0
+        self.versions: SampleVersions | None = None
 
     @classmethod
     def check(cls, config: SimulationsConfig | None) -> None:
@@ -80,7 +82,9 @@ class Stream(Source):
         # Here, not when the feeder thread reads it: the import fails with the cure if pyzmq is missing.
         import paramserver.online.receiver  # noqa: F401
 
-        self._spec = receiver_spec
+        self._spec, ingest = receiver_spec, receiver_spec.ingest
+        has_versions = VERSION_COLUMN in ingest.columns
+        self.versions = SampleVersions(receiver_spec.starts, ingest.max_staleness) if has_versions else None
 
     def samples(self, position: int) -> Iterator[tuple[Any, Any]]:
         return (pair for group in self.groups(position) for pair in group)
@@ -89,8 +93,9 @@ class Stream(Source):
         if (receiver := self._start_receiver(position)) is None:
             return
         while (group := receiver.get()) is not None:
-            self.received_log.extend(accepted.key for accepted in group)
-            yield [(accepted.key, accepted.sample) for accepted in group]
+            keys = [accepted.key for accepted in group]
+            self.received_log.extend(keys)
+            yield KeyedSamples(keys, [accepted.sample for accepted in group])
             # The feeder asks for the next group once the buffer holds this one. Only now are the samples acknowledged.
             receiver.mark_stored(len(group))
 
@@ -107,7 +112,7 @@ class Stream(Source):
                 return None
             self.received_log.truncate(position)
             self._inherited = self.received_log.num_inherited_for(self._spec.trainer_index, self._spec.num_trainers)
-            self._receiver = SampleReceiver(self._spec, self.received_log)
+            self._receiver = SampleReceiver(self._spec, self.received_log, self.versions)
             self._receiver.start()
             return self._receiver
 
@@ -151,10 +156,35 @@ class Stream(Source):
             "expected": ingest.expected_for(self._spec.trainer_index, self._spec.num_trainers),
         }
 
+    @property
+    def needs_losses(self) -> bool:
+        """Whether the simulations that follow are chosen by the loss of each sample."""
+        return self._spec is not None and self._spec.learns
+
+    def report_losses(self, simulations: Sequence[int], losses: Sequence[float]) -> None:
+        """Report the loss of each sample of a batch, which came from these simulations, if they are needed."""
+        if self._receiver is not None and self.needs_losses:
+            self._receiver.report_losses(simulations, losses)
+
     def statistics(self) -> dict[str, dict[str, float]]:
         return {} if self._receiver is None else self._receiver.field_statistics()
 
+    def report_starvation(self, text: str) -> None:
+        """Inform the user that samples arrive and none can be used."""
+        if self._receiver is not None:
+            self._receiver.report_starvation(text)
+
     # Checkpoints.
+
+    def with_columns(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a sample of a checkpoint with the columns of this run, which may have others than when it was made."""
+        assert self._spec is not None
+        columns = {column.name: np.array(COLUMNS[column], column.dtype) for column in self._spec.ingest.columns}
+        others = {column.name for column in COLUMNS} - columns.keys() - {one.name for one in self._spec.ingest.fields}
+        return {
+            **{name: value for name, value in sample.items() if name not in others},
+            **{name: sample.get(name, value) for name, value in columns.items()},
+        }
 
     def state_dict(self) -> dict[str, Any]:
         # All of the log: the reader of the checkpoint knows the position of the buffer and truncates it. As tensors,

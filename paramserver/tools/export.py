@@ -1,50 +1,238 @@
-"""Writes the rows of embedding tables that have changed since a step, for serving: ``paramserver export RUN_DIR``."""
+"""Writes the model of a checkpoint, or the rows of tables that have changed, for serving: ``paramserver export``."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import importlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.checkpoint import load_chosen
 from paramserver.checkpoint.format import LATEST, step_of
-from paramserver.errors import CheckpointError, UnsupportedConfiguration
-from paramserver.evaluate import add_checkpoint_arguments
-from paramserver.launch import run_command
-from paramserver.predict import check_out, write_tensors
+from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration, kind_and_message
+from paramserver.evaluate import Restored, add_checkpoint_arguments, restore
+from paramserver.importing import name_user_error
+from paramserver.launch import CommandParser, add_overrides, run_command
+from paramserver.predict import check_out, replaced_file, source_batches, write_tensors
 from paramserver.process_utils import print_output
 from paramserver.runs.resume import open_run
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.export import ExportedProgram
+
+
+_ONNX_BYTES = 2**31 - 2**20  # of one file of protobuf, less what is not a weight
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of models: the ending of its files, the packages that it needs, and what makes the bytes of one."""
+
+    ending: str
+    packages: Sequence[str]
+    to_bytes: Callable[[Restored, str | None], bytes]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="paramserver export",
-        description="Write the rows of embedding tables (docs/tables.md) that have changed since a step, and all other "
-        "weights, for a process that serves the model and has the weights of that step. Needs no code of the task; the "
-        "run may still be in progress.",
-        epilog="Exit codes: 0 done, 2 the input is wrong.",
+        description="Write the model of a checkpoint for a process that serves it (--format). Or write the rows of "
+        "embedding tables (docs/tables.md) that have changed since a step, and all other weights (--rows_since), for a "
+        "process that has the weights of that step, which needs no code of the task. The run may still be in progress.",
+        epilog="Exit codes: 0 done, 1 the code of the task failed, 2 the input is wrong.",
     )
     add_checkpoint_arguments(parser)
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--format", choices=list(FORMATS), help="of the model; onnx and safetensors need the extra export"
+    )
+    what.add_argument(
         "--rows_since",
         type=int,
-        required=True,
         metavar="STEP",
         help="rows that an update after this step has changed; 0 for those that any update has changed",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="name.npz or name.pt; a file that exists is replaced"
+        "--source",
+        metavar="CODE",
+        help="onnx and torch_export: module:function or path/to/file.py:function, as of paramserver predict; the model "
+        "is traced with its first batch in predict_step (default: the first batch of the validation)",
     )
+    endings = ", ".join(f"name{one.ending}" for one in FORMATS.values())
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help=f"{endings}; of rows name.npz or name.pt; a file that exists is replaced",
+    )
+    add_overrides(parser)
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     given = make_parser().parse_args(argv)
-    return run_command(lambda: print_output(export_rows(given.run, given.rows_since, given.out, given.checkpoint)))
+
+    def export() -> None:
+        if given.format is None:
+            text = export_rows(given.run, given.rows_since, given.out, given.checkpoint)
+        else:
+            text = export_model(given.run, given.format, given.out, given.checkpoint, given.source, given.overrides)
+        print_output(text)
+
+    return run_command(export)
+
+
+def export_model(
+    run_dir: Path,
+    format: str,
+    out: Path,
+    which: str = LATEST,
+    source: str | None = None,
+    overrides: Sequence[str] = (),
+) -> str:
+    """Write the model of a checkpoint, in ``eval()`` and on the CPU, and describe the file.
+
+    Of ``safetensors``, ``safetensors.torch.load_file`` gives the ``state_dict()``. The others have the computation too:
+    what ``forward`` does with the first input that it gets. The first dimension of each tensor in it may have another
+    size than there, unless it is 1 or the computation depends on it.
+
+    Args:
+        run_dir, which, overrides: as for ``evaluate_run``.
+        format: one of ``FORMATS``.
+        out: the file.
+        source: reference of a function that returns samples, as for ``predict_run``, for which ``predict_step`` calls
+            the model; None for ``validation_step`` and the first batch of the validation.
+
+    Raises:
+        CheckpointError: as ``evaluate_run``.
+        TaskError: there is no input, or the model cannot be traced.
+        UnsupportedConfiguration: a package is missing, or the format cannot hold the model, or the file has another
+            ending, or its folder does not exist.
+
+    Example::
+
+        >>> export_model(Path("runs/digits"), "onnx", Path("digits.onnx"), "best")  # doctest: +SKIP
+        'digits.onnx: onnx, 25450 parameters, by step-00001200'
+    """
+    kind = FORMATS[format]
+    check_out(out, kind.ending)
+    for package in kind.packages:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise UnsupportedConfiguration(
+                f"--format ({format}) needs {package}; install paramserver[export]"
+            ) from error
+    restored = restore(run_dir, which, [*overrides, "device.kind=cpu"])
+    restored.model.eval()
+    content = kind.to_bytes(restored, source)
+    with replaced_file(out) as file:
+        file.write(content)
+    count = sum(parameter.numel() for parameter in restored.model.parameters())
+    return f"{out}: {format}, {count} parameters, by {restored.checkpoint.path.name}"
+
+
+def _to_safetensors(restored: Restored, source: str | None) -> bytes:
+    from safetensors.torch import save
+    from torch import Tensor
+
+    if source is not None:
+        raise UnsupportedConfiguration("--source is for onnx and torch_export, which trace the model; leave it out")
+    state = restored.model.state_dict()
+    others = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if others:
+        raise UnsupportedConfiguration(
+            f"--format (safetensors) holds tensors only, and the model has {', '.join(others)}; choose torch_export"
+        )
+    # Copies: tied weights are stored under each of their names, so that load_state_dict finds all.
+    return save({name: value.clone().contiguous() for name, value in state.items()})
+
+
+def _to_torch_export(restored: Restored, source: str | None) -> bytes:
+    import torch
+
+    file = io.BytesIO()
+    torch.export.save(_trace(restored, source), file)
+    return file.getvalue()
+
+
+def _to_onnx(restored: Restored, source: str | None) -> bytes:
+    import torch
+
+    state = restored.model.state_dict().values()
+    if (size := sum(value.nbytes for value in state if isinstance(value, torch.Tensor))) >= _ONNX_BYTES:
+        raise UnsupportedConfiguration(
+            f"--format (onnx) holds at most {_ONNX_BYTES} bytes, and the model has {size}; choose torch_export"
+        )
+    program = torch.onnx.export(_trace(restored, source), dynamo=True, verbose=False)
+    assert program is not None
+    return bytes(program.model_proto.SerializeToString())
+
+
+def _trace(restored: Restored, source: str | None) -> ExportedProgram:
+    """Return what ``forward`` computes, with a first dimension of any size where that is possible."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    arguments, keywords = _example(restored, source)
+    shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+    for tensor in tree_leaves((arguments, keywords)):
+        if isinstance(tensor, torch.Tensor) and tensor.dim() and len(tensor) > 1:
+            shapes[tensor] = {0: torch.export.Dim.AUTO}
+    dynamic = shapes.dynamic_shapes(restored.model, arguments, keywords)  # type: ignore[no-untyped-call]
+    try:
+        return torch.export.export(restored.model, arguments, keywords, dynamic_shapes=dynamic)
+    except Exception as error:
+        raise TaskError(
+            f"{type(restored.model).__name__}.forward cannot be traced by torch.export "
+            f"({kind_and_message(error).splitlines()[0]}); change it, or choose safetensors"
+        ) from error
+
+
+def _example(restored: Restored, source: str | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments and keyword arguments with which a step of the task calls the model first."""
+    import torch
+
+    from paramserver.sources import Partition
+    from paramserver.trainers.validation import validation_batches
+
+    task, calls = restored.task, list[tuple[tuple[Any, ...], dict[str, Any]]]()
+    step: Callable[..., Any]
+    further: tuple[int, ...]
+    if source is not None:
+        what, step, further, batches = "--source", task.predict_step, (0,), source_batches(restored, source)
+    else:
+        what, step, further = "validation_source", task.validation_step, (0, restored.batch_idx)
+        if (loader := validation_batches(task, Partition(0, 1), restored.config)) is None:
+            raise TaskError(
+                f"{type(task).__name__} has no validation_source, with whose first batch the model is traced; give "
+                "--source module:function, which returns samples"
+            )
+        batches = (batch for batch, _ in loader)
+    batch = next(batches, None)
+    if batch is None:
+        raise TaskError(f"{what} gave no samples; return at least one")
+    hook = restored.model.register_forward_pre_hook(lambda _, *inputs: calls.append(inputs), with_kwargs=True)
+    with torch.no_grad(), name_user_error(f"{step.__name__}, batch 0 of {what},"):
+        step(restored.model, batch, *further)
+    hook.remove()
+    if not calls:
+        raise TaskError(
+            f"{step.__name__} must call the model that it is given, which is traced with that input; call it"
+        )
+    return calls[0]
+
+
+FORMATS = {
+    "safetensors": Format(".safetensors", ("safetensors",), _to_safetensors),
+    "onnx": Format(".onnx", ("onnx", "onnxscript"), _to_onnx),
+    "torch_export": Format(".pt2", (), _to_torch_export),
+}
 
 
 def export_rows(run_dir: Path, since: int, out: Path, which: str = "latest") -> str:

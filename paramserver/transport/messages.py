@@ -139,6 +139,7 @@ class StepGrant:
     wants_buffers: bool = False  # the push of this step brings the trainer's own module buffers
     result: StepResult | None = None  # of the push that the announcement was sent with
     held_s: float = 0.0  # how long the reply waited for other trainers
+    scale: float = 1.0  # of the losses of the step
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hmac
 import json
 import logging
@@ -38,12 +37,10 @@ from paramserver.errors import (
     UnsupportedConfiguration,
 )
 from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout
+from paramserver.platform import WakeupFd, abstract_address, memory_file, peer_uid, seal
 
 _log = logging.getLogger(__name__)
 
-# Without these seals, a process with the descriptor could truncate the file, and every other process that touches the
-# lost pages would be killed.
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 
 # A request and its reply are one packet each.
@@ -54,7 +51,6 @@ _MIB = 2**20
 _WAKE_S = 5.0
 _RETRY_S = 0.1
 _SOCKET = "a socket"
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: unix(7)
 
 
 def require_memory(what: str, needed_bytes: int) -> None:
@@ -161,14 +157,13 @@ class SegmentHost:
             raise ParamserverError(f"a segment host ({self._name}) must be entered once; make another")
         with contextlib.ExitStack() as opened:
             listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            listener.bind(f"\0{self._name}")
+            listener.bind(abstract_address(self._name))
             listener.listen(512)
             listener.setblocking(False)
-            self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            opened.callback(os.close, self._wakeup_fd)
+            self._wakeup = opened.enter_context(contextlib.closing(WakeupFd()))
             selector = opened.enter_context(selectors.DefaultSelector())
             selector.register(listener, selectors.EVENT_READ)
-            selector.register(self._wakeup_fd, selectors.EVENT_READ)
+            selector.register(self._wakeup, selectors.EVENT_READ)
             self._thread = threading.Thread(
                 target=self._run, args=(listener, selector), name="segment-host", daemon=True
             )
@@ -185,7 +180,7 @@ class SegmentHost:
         """
         assert self._thread is not None
         self._closing.set()
-        os.eventfd_write(self._wakeup_fd, 1)
+        self._wakeup.set()
         self._thread.join(self._timeout_s)
         if self._thread.is_alive():
             raise DeadlineExceeded(f"the thread of segment host {self._name} did not end within {self._timeout_s:g} s")
@@ -259,7 +254,7 @@ class SegmentHost:
             # One lock for both: a descriptor that is released in between could be another file when it is sent.
             with self._lock:
                 try:
-                    descriptors = self._find(_peer_uid(client), request)
+                    descriptors = self._find(peer_uid(client), request)
                     reply: dict[str, str] = {}
                 except Exception as error:  # noqa: BLE001 - it is sent to the client, which raises it
                     descriptors, reply = [], vars(RemoteError.of(error, "the segment host"))
@@ -367,19 +362,14 @@ def _requested(address: str, key: str | None, description: str, timeout_s: float
 
 
 def _exchange(host: socket.socket, name: str, request: list[Any]) -> tuple[dict[str, str], list[int]]:
-    host.connect(f"\0{name}")
+    host.connect(abstract_address(name))
     # Before the secret is sent: any user of this namespace can bind a name that is free.
-    _require_same_user(_peer_uid(host))
+    _require_same_user(peer_uid(host))
     host.send(json.dumps(request).encode())
     packet, descriptors, _, _ = socket.recv_fds(host, _MAX_PACKET_BYTES, 1)
     if not packet:
         raise ConnectionResetError("closed without an answer")
     return json.loads(packet), descriptors
-
-
-def _peer_uid(peer: socket.socket) -> int:
-    _, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return int(uid)
 
 
 def _require_same_user(uid: int) -> None:
@@ -409,12 +399,12 @@ def create_memfd(what: str, layout: FlatLayout) -> int:
     """
     size_bytes, needed_bytes = segment_bytes(layout), _dense_bytes(layout)
     require_memory(what, needed_bytes)
-    descriptor = os.memfd_create("paramserver-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = memory_file("paramserver-segment", sealable=True)
     try:
         with _out_of_memory_named(what, size_bytes):
             os.ftruncate(descriptor, size_bytes)
             os.posix_fallocate(descriptor, 0, needed_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        seal(descriptor)
     except BaseException:
         os.close(descriptor)
         raise
@@ -434,7 +424,7 @@ def map_memfd(what: str, descriptor: int, layout: FlatLayout) -> list[Tensor]:
     with _out_of_memory_named(what, size_bytes):
         # torch.from_file leaks its descriptor, and with it the memory, if the mapping fails: so this one tries first.
         mmap.mmap(descriptor, size_bytes).close()
-    whole = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size_bytes, dtype=torch.uint8)
+    whole = torch.from_file(f"/dev/fd/{descriptor}", shared=True, size=size_bytes, dtype=torch.uint8)
     return [whole[start:end].view(dtype) for (start, end), dtype in zip(_extents(layout), layout.dtypes, strict=True)]
 
 

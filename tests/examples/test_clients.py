@@ -1,18 +1,25 @@
-"""examples/clients: the heat solver in C and in Fortran sends what the one in Python does, also to a real run."""
+"""examples/clients: the heat solver in C and in Fortran sends what the one in Python does, also to a real run.
+
+And ``watch``, in C, reads the model of a real run.
+"""
 
 import os
+import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 from c_client import build, missing
 from example_modules import EXAMPLES, load_example
 from fake_run import FakeRun
-from launching import FinishedRun, environment
+from launching import FinishedRun, environment, free_port, launch
 
 from paramserver.cluster.simulation import SimulationEnvironment
 from paramserver.online.protocol import ArrayDescriptor, Header, MessageKind
 
+PACED_TASKS = Path(__file__).parents[1] / "helpers" / "paced_tasks.py"
 GIVEN = (150.0, 420.0, 180.0, 350.0, 270.0)
 LANGUAGES = [
     pytest.param(name, marks=pytest.mark.skipif(missing(fortran) is not None, reason=str(missing(fortran))))
@@ -115,3 +122,53 @@ def test_a_solver_survives_the_death_of_a_trainer_and_of_rank_0(tmp_path, fork_s
     most = 0 if lost == "server:0" else 10 + 2 * 5  # the content of a buffer, and batches that were not applied
     assert simulations["lost"] <= most
     assert simulations["restarted"] == count(finished, "refused") == 0, finished.output
+
+
+def watch(*arguments):
+    """Run the program that prints a norm of each version; returns the finished process."""
+    command = [build("watch"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.parametrize("mode", ["local", "rpc"])
+def test_a_program_in_c_watches_a_model_while_it_is_trained(tmp_path, mode):
+    """It is started before the run. In rpc rank 0 dies on the way, and returns."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    build("watch")
+    task = f"{PACED_TASKS}:{'Slow' if mode == 'local' else 'PacedKillsItsServer'}"
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch, address, "conv.weight")
+        finished = launch(
+            tmp_path,
+            mode=mode,
+            task=task,
+            task_args={"seconds": 0.1, **({} if mode == "local" else {"mark": str(tmp_path / "mark")})},
+            training={"max_steps": 20},
+            checkpoint={"every": 2},
+            publish={"port": int(address.rpartition(":")[2])},
+        )
+        done = watching.result()
+    assert finished.code == 0, finished.output
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.endswith("watch: the run has ended, and publishes no more versions\n")
+    lines = [re.fullmatch(r"generation (\d+), step (\d+): (\S+)", line).groups() for line in done.stdout.splitlines()]
+    versions = [(int(generation), int(step)) for generation, step, _ in lines]
+    assert versions == sorted(set(versions))
+    assert {generation for generation, _ in versions} == ({1} if mode == "local" else {1, 2})
+    assert len(versions) >= 10
+    saved = {int(name.removeprefix("step-")) for name in finished.checkpoints}
+    compared = [(int(step), float(norm)) for _, step, norm in lines if int(step) in saved]
+    assert compared
+    for step, norm in compared[-len(saved) :]:
+        assert norm == pytest.approx(finished.load("model", step)["conv.weight"].norm().item(), rel=1e-5)
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_a_watch_of_nothing_says_so():
+    done = watch()
+    assert (done.returncode, done.stderr) == (2, f"usage: {build('watch')} ADDRESS TENSOR [KEYS]\n")
+    done = watch("tcp://192.0.2.1:5", "conv.weight")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "watch: keys (NULL) must be given with the address tcp://192.0.2.1:5" in done.stderr

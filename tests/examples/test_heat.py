@@ -224,7 +224,7 @@ def test_the_error_is_told_normalised_and_in_kelvin(heat):
     task = task_of(heat)
     batch = {"parameters": torch.zeros(2, 5), "step": torch.zeros(2), "temperature": torch.zeros(2, 3, 3)}
     away = torch.full((2, 3, 3), 3 * heat.task.SPREAD)
-    assert task.training_step(lambda *_: away, batch, 0) == pytest.approx(9)
+    assert task.training_step(lambda *_: away, batch, 0).tolist() == pytest.approx([9, 9])
     values = task.validation_step(lambda *_: -away, batch, 0, 0)
     assert {name: float(value) for name, value in values.items()} == pytest.approx(
         {"loss": 9, "kelvin": 3 * heat.task.SPREAD}
@@ -239,6 +239,42 @@ def test_stored_simulations_that_do_not_fit_are_refused_in_one_sentence(heat, tm
         task_of(heat, offline=True, folder=str(tmp_path), n=5, steps=3).train_source(Partition(0, 1))
     with pytest.raises(TaskError, match=r"^task_args\.folder: folder \(.*none\) must hold simulations"):
         task_of(heat, offline=True, folder=str(tmp_path / "none")).train_source(Partition(0, 1))
+
+
+# Steered.
+
+
+def test_a_diffusivity_multiplies_the_steps(heat):
+    once = list(heat.solver.solve([*GIVEN, 1.0], 4, 3, 0.002))
+    np.testing.assert_array_equal(once, list(heat.solver.solve(GIVEN, 4, 3, 0.002)))
+    np.testing.assert_array_equal(
+        list(heat.solver.solve([*GIVEN, 2.0], 4, 3, 0.002)), list(heat.solver.solve(GIVEN, 4, 3, 0.004))
+    )
+
+
+def test_losses_are_weighted_by_the_ratio_of_densities_where_that_is_asked_for(heat):
+    task = task_of(heat, weighted=True)
+    logged = []
+    task.trainer = SimpleNamespace(log_sample_loss=logged.append)
+    batch = {"parameters": torch.zeros(2, 5), "step": torch.zeros(2), "temperature": torch.zeros(2, 3, 3)}
+    batch["density_ratio"] = torch.tensor([2.0, 0.5], dtype=torch.float64)
+    away = torch.full((2, 3, 3), 3 * heat.task.SPREAD)
+    assert task.training_step(lambda *_: away, batch, 0) == pytest.approx(9 * 1.25)
+    assert logged[0].tolist() == pytest.approx([9, 9])
+
+
+def test_a_model_is_evaluated_on_the_same_simulations_whatever_it_was_trained_on(heat):
+    steer = heat.steer
+    ranges = [*heat.task.TEMPERATURES, (0.1, 20.0)]
+    models = [heat.task.Surrogate(4, 3, 8, ranges) for _ in range(2)]
+    first, second = (steer.errors(model, 5) for model in models)
+    assert len(first) == 5
+    assert first == steer.errors(models[0], 5) != second
+    found = [
+        {"case": case, "seed": 0, "steps": 9, "seconds": 2.0, "errors": errors}
+        for case, errors in (("uniform", [1.0, 3.0]), ("importance", [1.0, 1.0]))
+    ]
+    assert "| importance | 1 | 9 | 1 (-66 %) | 1 (-50 %) | 1 (-50 %) | 2 (+0 %) |" in steer.table(found)
 
 
 # The comparison.

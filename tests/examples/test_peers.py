@@ -43,6 +43,7 @@ def losses():
 
 
 @pytest.mark.processes
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", HERE)
 def test_every_program_computes_the_same_losses(case, losses):
     trainers = peers.run(case, MODEL, TRAINERS, STEPS)

@@ -56,6 +56,11 @@ int main(void)
         if (!strcmp(call, "free")) break;
         if (!strcmp(call, "open")) status = open_client(client);
         if (!strcmp(call, "put")) status = put(client);
+        if (!strcmp(call, "version")) {
+            ps_version version = {strtoll(word(), NULL, 10), 0};
+            version.step = strtoll(word(), NULL, 10);
+            status = ps_client_put_version(client, version);
+        }
         if (!strcmp(call, "send")) status = ps_client_send(client, strtoll(word(), NULL, 10));
         if (!strcmp(call, "close")) status = ps_client_close(client);
         printf("%d %" PRId64 " %" PRId64 " %.17g %" PRId64 " %" PRId64 " %d", status, info->sent, info->refused,

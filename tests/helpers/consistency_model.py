@@ -56,11 +56,12 @@ class Trainer:
 class SimulatedRun:
     """A run of one kind in a random order of events; each event is checked against counts kept here.
 
+    ``nonfinite`` is the probability that a push is not finite, and is skipped.
     ``churn`` is the probability that the next event is a trainer that leaves, joins or is given up.
     """
 
-    def __init__(self, random: Random, kind: str, churn: float = 0.0) -> None:
-        self.random, self.kind, self.churn = random, kind, churn
+    def __init__(self, random: Random, kind: str, churn: float = 0.0, nonfinite: float = 0.0) -> None:
+        self.random, self.kind, self.churn, self.nonfinite = random, kind, churn, nonfinite
         number = random.randint(1, 6)
         longest = random.choice((5, 20, 100))
         self.trainers = [self._trainer(longest) for _ in range(number)]
@@ -114,7 +115,7 @@ class SimulatedRun:
         return BackupSync(terms, self.backups, self.step, self.samples)
 
     def _begin(self) -> None:
-        self.events = self.served = self.lost = 0
+        self.events = self.served = self.lost = self.skipped = 0
         self.start, self.samples_before = self.step, self.samples
         self.arrived: list[tuple[int, int, int]] = []
         self.summed: list[int] = []  # samples of the gradients that were added to the next version
@@ -281,12 +282,16 @@ class SimulatedRun:
         assert self.rules.rejection_reason(index, trainer.version) is None
         assert self.rules.rejection_reason(index, trainer.version + self.random.choice((-1, 1))) is not None
         late = self.kind == "backup" and trainer.version < self.step
-        assert self.rules.push(index, trainer.version, sum(taken)) is not late
+        finite = not (self.nonfinite and self.random.random() < self.nonfinite)
+        assert self.rules.push(index, trainer.version, sum(taken), finite) is (finite and not late)
         assert self.rules.rejection_reason(index, trainer.version) is not None  # once is enough
         trainer.clock += 1
         self.served += sum(taken)
         trainer.state = "boundary"
-        if late:
+        if not finite:
+            self.lost += sum(taken)
+            self.skipped += 1
+        elif late:
             self.lost += sum(taken)
             self.dropped[index] += 1
             self.dropped_of[trainer.version] += 1

@@ -33,6 +33,7 @@ SLOW = frozenset(
         "tests/laws/test_torch_private.py::test_a_context_is_found_and_released",
         "tests/laws/test_torch_private.py::test_a_store_looks_up_names_until_a_lookup_fails",
         "tests/laws/test_torch_private.py::test_the_first_agent_publishes_its_address_where_a_star_agent_looks_for_it",
+        "tests/laws/test_torch_private.py::test_threads_of_an_agent_keep_their_python_state",
         "tests/simulation/test_simulation.py",
         "tests/unit/buffers/test_buffer_models.py::test_a_drain_at_random_is_a_uniform_permutation",
         "tests/unit/buffers/test_buffer_models.py::test_eviction_is_uniform_over_seen_samples_only",
@@ -55,6 +56,7 @@ SLOW = frozenset(
         "tests/unit/consistency/test_free_running.py::test_the_runs_reach_what_they_are_to_test",
         "tests/unit/consistency/test_free_running.py::test_whatever_happens_the_run_ends_as_it_must",
         "tests/unit/consistency/test_free_running.py::test_whatever_happens_while_trainers_leave_and_join_the_run_ends_as_it_must",
+        "tests/unit/consistency/test_free_running.py::test_whatever_is_skipped_the_run_ends_as_it_must",
         "tests/unit/distributed/test_connection.py",
         "tests/unit/distributed/test_control_channel.py",
         "tests/unit/distributed/test_name_lookups.py::test_no_store_of_the_process_looks_up_a_name",
@@ -63,6 +65,7 @@ SLOW = frozenset(
         "tests/unit/distributed/test_rpc_calls.py::test_a_wire_type_that_rounds_nothing_is_noted_once",
         "tests/unit/distributed/test_timeouts.py",
         "tests/unit/online/test_c_client.py",
+        "tests/unit/online/test_c_subscriber.py",
         "tests/unit/online/test_coordinator.py",
         "tests/unit/online/test_coordinator_protocol.py",
         "tests/unit/online/test_process_runner.py",
@@ -109,6 +112,29 @@ SLOW = frozenset(
 """Files, and tests as ``file::function``, of these folders that are not fast."""
 
 
+LONGEST = (
+    "tests/integration/test_benchmark.py",
+    "tests/integration/test_any_optimizer.py",
+    "tests/integration/test_several_servers.py",
+    "tests/integration/test_ray.py",
+    "tests/integration/test_portable.py",
+    "tests/integration/test_elastic.py",
+    "tests/integration/test_colocate.py",
+    "tests/integration/test_launch.py",
+    "tests/integration/test_rounds.py",
+    "tests/integration/test_chaos.py",
+    "tests/integration/test_lightning.py",
+    "tests/integration/test_data_loader.py",
+    "tests/integration/test_slurm.py",
+    "tests/integration/test_ddp_faults.py",
+    "tests/integration/test_publish.py",
+    "tests/integration/test_several_optimizers.py",
+    "tests/simulation/test_simulation.py",
+    "tests/laws/test_site.py",
+)
+"""Files with the most CPU time, the longest first. They begin first, so that no worker ends long after the others."""
+
+
 @cache
 def place_of(path: Path) -> str:
     """Return a file as it is named in ``FOLDERS`` and ``SLOW``."""
@@ -134,7 +160,7 @@ def sample(items: Sequence[pytest.Item], only_fast: bool = False) -> set[pytest.
 
     A test that is marked ``nightly`` is left out: it takes many seconds and shows with other processes what shorter
     ones show. Of a test that is marked ``sampled(every)`` one of so many cases is run. Of any other test that starts
-    processes it is one case, or two if there are four or more, and with ``only_fast`` two of every test. Its name
+    processes it is one case, or two if there are eight or more, and with ``only_fast`` two of every test. Its name
     chooses them: of three modes, say, another one in another test.
     """
     cases: dict[str, list[pytest.Item]] = {}
@@ -147,12 +173,22 @@ def sample(items: Sequence[pytest.Item], only_fast: bool = False) -> set[pytest.
         if mark := own[0].get_closest_marker("sampled"):
             chosen.update(own[:: mark.args[0]])
         elif only_fast or own[0].get_closest_marker("processes"):
-            count = 2 if only_fast or len(own) > 3 else 1
+            count = 2 if only_fast or len(own) > 7 else 1
             first = zlib.crc32(test.encode())
             chosen.update(own[(first + turn * len(own) // count) % len(own)] for turn in range(count))
         else:
             chosen.update(own)
     return chosen
+
+
+def order(items: list[pytest.Item]) -> None:
+    """Sort the tests by their files: the longest files first, then other runs, then what runs in one process."""
+
+    def turn_of(item: pytest.Item) -> int:
+        place = place_of(item.path)
+        return LONGEST.index(place) if place in LONGEST else len(LONGEST) + place.startswith(FOLDERS)
+
+    items.sort(key=turn_of)
 
 
 def cpu_time() -> float:

@@ -21,6 +21,7 @@ import time
 from importlib import import_module
 from pathlib import Path
 
+from paramserver.config.modes import MODES
 from paramserver.runtime.preloaded import MODULES
 
 READY = b"ready"
@@ -35,6 +36,7 @@ PRELOADED = (
     "paramserver.tools.bench.processes",
     "paramserver.metrics.console",
     *MODULES,
+    *(name for mode in MODES.values() for name in mode.modules),
 )
 
 

@@ -216,3 +216,60 @@ class DiffersBetweenTrainers(ReferenceTask):
 
     def validation_source(self, partition):
         return self._data(self.validation - (self.what == "validation") * partition.index, 2)
+
+
+class Nonfinite(ReferenceTask):
+    """``places`` are pairs of trainer and batch at which the loss is NaN, or only the gradient if ``what`` says so."""
+
+    def __init__(self, places, what="loss", sequential=False, left_out=(), **options):
+        super().__init__(**options)
+        self.places, self.what = [tuple(place) for place in places], what
+        self.sequential, self.left_out = sequential, left_out
+
+    def train_source(self, partition):
+        data = super().train_source(partition)
+        kept = [index for index in range(len(data)) if index not in self.left_out]
+        return torch.utils.data.Subset(data, kept)
+
+    def sampler(self, partition):
+        return torch.utils.data.SequentialSampler(self.train_source(partition)) if self.sequential else None
+
+    def training_step(self, model, batch, batch_idx):
+        place = (self.trainer.trainer_index, batch_idx)
+        if place not in self.places and (-1, batch_idx) not in self.places:
+            return super().training_step(model, batch, batch_idx)
+        images, labels = batch
+        if self.what == "loss":  # of the module buffers too
+            return super().training_step(model, (images * float("nan"), labels), batch_idx)
+        loss = super().training_step(model, batch, batch_idx)
+        return loss + (0 * loss).sqrt()
+
+
+class Overflows(ReferenceTask):
+    """At ``places``, pairs of trainer and batch, the gradient of an output is too large for float16 if it is scaled."""
+
+    def __init__(self, places, plain=False, derives=False, **options):
+        super().__init__(**options)
+        self.places, self.plain, self.derives = [tuple(place) for place in places], plain, derives
+
+    def build_model(self):
+        if not self.plain:
+            return super().build_model()
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            return nn.Sequential(nn.Flatten(), nn.Linear(36, 16), nn.Tanh(), nn.Linear(16, 5))
+
+    def sampler(self, partition):
+        return torch.utils.data.SequentialSampler(self.train_source(partition)) if self.plain else None
+
+    def training_step(self, model, batch, batch_idx):
+        images, labels = batch
+        output = model(images)
+        loss = nn.functional.cross_entropy(output, labels)
+        if self.derives:
+            weight = self.trainer.unwrapped_model.last.weight
+            (gradient,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+            assert 1e-3 < float(gradient.abs().max()) < 10.0, gradient
+        if (self.trainer.trainer_index, batch_idx) in self.places:
+            loss = loss + 60.0 * output[0, 0]
+        return loss

@@ -17,6 +17,7 @@ OUR_THREADS = (
     "colocated-trainer",
     "feeder",
     "coordinator",
+    "publisher",
     "receiver",
     "heartbeat",
     "checkpoint-writer",
@@ -29,6 +30,7 @@ OUR_THREADS = (
     "stop-limit",
     "fault-director",
     "zap-authenticator",
+    "prometheus",
 )
 # Set by pytest for each phase, and by scikit-learn and torch's compiler while they are imported.
 _NOT_OURS = frozenset(

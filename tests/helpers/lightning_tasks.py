@@ -86,6 +86,73 @@ class Points(LightningDataModule):
         return DataLoader(self.valid, batch_size=BATCH)
 
 
+class Manual(LightningModule):
+    """Two optimizers in turns, by one of the ways in which modules write it: ``way``."""
+
+    def __init__(self, way="toggled", schedule=False):
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+        self.encoder = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh())
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+    def loss(self, batch, detached=False):
+        x, y = batch
+        hidden = self.encoder(x)
+        return F.mse_loss(self.head(hidden.detach() if detached else hidden), y)
+
+    def step(self, optimizer, batch, detached=False):
+        if self.hparams.way == "closure":
+
+            def closure():
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch, detached))
+
+            optimizer.step(closure)
+        elif self.hparams.way == "zero after":
+            self.manual_backward(self.loss(batch, detached))
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            optimizer.zero_grad()
+            loss = self.loss(batch, detached)
+            self.manual_backward(loss)
+            if self.hparams.way == "clipped":
+                nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+            optimizer.step()
+            self.log("loss", loss)
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        if self.hparams.way == "toggled":
+            self.toggle_optimizer(first)
+            self.step(first, batch)
+            self.untoggle_optimizer(first)
+            with second.toggle_model():
+                self.step(second, batch)
+        else:
+            self.step(first, batch)
+            first.zero_grad()
+            second.zero_grad()  # which the first loss has given gradients
+            self.step(second, batch, detached=True)
+        if self.hparams.schedule:
+            self.lr_schedulers().step()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self):
+        first = torch.optim.Adam(self.encoder.parameters(), 0.01)
+        second = torch.optim.SGD(self.head.parameters(), 0.1, momentum=0.9)
+        if not self.hparams.schedule:
+            return first, second
+        schedule = {"scheduler": lr_scheduler.ExponentialLR(second, 0.8), "interval": "step"}
+        return [first, second], [schedule]
+
+
 HOOKS = [
     "on_fit_start",
     "on_fit_end",

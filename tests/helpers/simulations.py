@@ -65,3 +65,40 @@ def simulate_wrong(parameters, client):
             client.send(step, {"u": spoilt})
             continue
         client.send(step, {"u": values})
+
+
+MAX_STALENESS = 2
+
+
+def act(parameters, client):
+    """Sends the version that it has; even simulations keep their first one, and odd ones take the newest.
+
+    The last sample of simulation 0 is certainly too old.
+    """
+    from paramserver.subscriber import Subscriber
+
+    with Subscriber() as model:
+        weights = model.latest(timeout_s=20)
+        for step in range(client.steps):
+            if client.simulation == 1 and client.attempt == 0 and step == client.steps // 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if client.simulation % 2:
+                weights = model.newer_than(weights.version, timeout_s=0) or weights
+            elif client.simulation == 0 and step == client.steps - 1:
+                model.newer_than((weights.version.generation, weights.step + MAX_STALENESS), timeout_s=20)
+            client.send(step, {"u": field(client.simulation, step, parameters)}, version=weights.version)
+
+
+def act_as_planned(parameters, client):
+    """Sends versions that do not depend on timing."""
+    for step in range(client.steps):
+        client.send(
+            step, {"u": field(client.simulation, step, parameters)}, version=(1, (client.simulation + step) % 2)
+        )
+
+
+def act_too_late(parameters, client):
+    """All samples are of the first version, and come slowly."""
+    for step in range(client.steps):
+        client.send(step, {"u": field(client.simulation, step, parameters)}, version=(1, 0))
+        time.sleep(0.05)

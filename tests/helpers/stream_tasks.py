@@ -90,3 +90,18 @@ def served(ledger):
     """Every sample that was served, by all trainers."""
     lines = [line for file in sorted(Path(ledger).iterdir()) for line in file.read_text().splitlines()]
     return [tuple(json.loads(line)) for line in lines]
+
+
+class FedWithVersions(Fed):
+    """Writes down the version of each sample too, and the step that it is served in: one line a sample in ``ages``."""
+
+    def training_step(self, model, batch, batch_idx):
+        ages = self.ledger.parent / "ages"
+        ages.mkdir(exist_ok=True)
+        step = self.trainer.current_step.decision.step
+        with (ages / f"trainer-{self.trainer.trainer_index}").open("a") as file:
+            for key in zip(
+                batch["simulation"].tolist(), batch["step"].tolist(), batch["version"].tolist(), strict=True
+            ):
+                file.write(json.dumps([*key, step]) + "\n")
+        return super().training_step(model, batch, batch_idx)

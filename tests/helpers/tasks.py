@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from paramserver import Task
+from paramserver.transport import segments
 
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
@@ -110,6 +111,15 @@ class ReferenceTask(Task):
         return {"loss": F.cross_entropy(output, labels), "accuracy": (output.argmax(1) == labels).float().mean()}
 
 
+class OneCycle(ReferenceTask):
+    """Its schedule raises after its last step, and a checkpoint has its number of steps."""
+
+    def build_scheduler(self, optimizer):
+        if self.schedule == "decay":  # to zero at the end, also of a run that is extended
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / self.total_steps)
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.total_steps)
+
+
 class ClampsGradients(ReferenceTask):
     """Changes gradients through ``.data`` after backward."""
 
@@ -117,6 +127,14 @@ class ClampsGradients(ReferenceTask):
         for parameter in self.trainer.unwrapped_model.parameters():
             if parameter.grad is not None:
                 parameter.grad.data.clamp_(-0.01, 0.01)
+
+
+class LittleSharedMemory(ReferenceTask):
+    """Trains where less memory is left than gradients need, once the ranks are connected."""
+
+    def build_model(self):
+        segments.available_bytes = lambda: 1000
+        return super().build_model()
 
 
 class CountsForwards(nn.Module):

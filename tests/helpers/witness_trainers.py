@@ -39,7 +39,7 @@ class ReducingTrainer(DdpTrainer):
     """Agrees by reductions, as ranks on several hosts do."""
 
     def init_connection(self):
-        ddp_control.share_rows = lambda group, channel, timeout_s: None
+        ddp_control.share_rows = lambda group, channel, timeout_s: None  # nor are gradients shared then
         super().init_connection()
 
     def leave(self, totals, decision):

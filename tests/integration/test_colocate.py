@@ -93,6 +93,7 @@ def test_the_supervisor_starts_a_server_for_each_trainer_and_the_result_is_that_
     assert differing_tensors(ddp.load("optimizer"), again.load("optimizer")) == []
 
 
+@pytest.mark.nightly
 def test_one_command_per_host_is_the_run_of_the_supervisor(tmp_path):
     config = {"task_args": DATA, "training": STEPS, "server": {"transport": "rpc"}}
     whole = train(tmp_path, "rpc", 2, cluster=COLOCATED, **config)
@@ -112,7 +113,8 @@ def test_fewer_servers_than_hosts(tmp_path):
 
 def test_a_host_whose_server_is_killed_continues_with_its_command_started_again(tmp_path):
     ddp = straight(tmp_path)
-    with Hosts(tmp_path / "hosts", task_args=DATA, training=STEPS, checkpoint={"every": 10}) as hosts:
+    config = {"task_args": DATA, "training": STEPS, "checkpoint": {"every": 10}, "server": {"transport": "rpc"}}
+    with Hosts(tmp_path / "hosts", **config) as hosts:
         hosts.wait_for_checkpoint()
         trainer = hosts.trainer_of(1)
         os.kill(hosts.commands[1].pid, signal.SIGKILL)
@@ -121,6 +123,8 @@ def test_a_host_whose_server_is_killed_continues_with_its_command_started_again(
         hosts.commands[1] = hosts.start(1)
         hosts.wait()
         assert hosts.run.summary["restarts"] >= 1
+        assert sorted(log.name for log in hosts.run.run_dir.glob("logs/*.log")) == [f"rank-{n}.log" for n in range(4)]
+        assert "server 1 on cpu" in hosts.commands[1].output.read_text()
         assert differing_tensors(ddp.load("model"), hosts.run.load("model")) == []
         assert differing_tensors(ddp.load("optimizer"), hosts.run.load("optimizer")) == []
 

@@ -201,7 +201,7 @@ def settings(mode, name):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("mode", "batch", "begins_at"), [("ddp", 17, 14), ("ddp", 3, 0), ("rpc", 17, 14)])
+@pytest.mark.parametrize(("mode", "batch", "begins_at"), [("rpc", 17, 14), ("ddp", 17, 14), ("ddp", 3, 0)])
 def test_torchrun_restarts_the_ranks_and_they_continue_the_run(tmp_path, mode, batch, begins_at):
     """From the last checkpoint; from its beginning where there is none yet. It ends as if nothing had happened."""
     whole = launch(tmp_path / "whole", task="ReferenceTask", **settings(mode, "run"))

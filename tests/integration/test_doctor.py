@@ -6,7 +6,7 @@ import sys
 from contextlib import ExitStack
 
 import pytest
-from launching import environment, free_port, write_config
+from launching import environment, fork_server, free_port, write_config
 
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.tools.bench.processes import NetworkHosts, host_address, require_network_namespaces
@@ -26,6 +26,11 @@ def ended(process):
     return process.returncode, output, errors
 
 
+def doctor(folder, *words):
+    """The exit code and all output of a doctor that is a fork."""
+    return fork_server().run(words, folder, 100, environment(), program="tools.doctor.command")
+
+
 def test_one_machine_without_a_config(tmp_path):
     code, output, errors = ended(start(DOCTOR, tmp_path))
     assert (code, errors) == (0, "")
@@ -42,18 +47,18 @@ def test_one_machine_without_a_config(tmp_path):
 
 def test_flags_count_without_a_config_too(tmp_path):
     flags = ["--num_servers", "2", "--num_trainers", "3", "--master_port", str(port := free_port()), "--json"]
-    code, output, _ = ended(start([*DOCTOR, *flags], tmp_path))
+    code, output = doctor(tmp_path, *flags)
     started = json.loads(output)["choices"]
     assert (code, len(started["devices"]["value"])) == (0, 5)
     assert started["rank 0"]["value"] == {"host": "127.0.0.1", "port": port}
-    code, _, errors = ended(start([*DOCTOR, "--role", "server", "--index", "2", *flags], tmp_path))
+    code, output = doctor(tmp_path, "--role", "server", "--index", "2", *flags)
     assert code == 2
-    assert errors.startswith("error: --index (2) must be below the number of servers (2)")
+    assert output.startswith("error: --index (2) must be below the number of servers (2)")
 
 
 def test_a_problem_sets_the_exit_code_and_comes_first(tmp_path):
     config = write_config(tmp_path, mode="rpc", cluster={"interface": "eth99"})
-    code, output, _ = ended(start([*DOCTOR, "--config", str(config), "--json"], tmp_path))
+    code, output = doctor(tmp_path, "--config", config, "--json")
     content = json.loads(output)
     assert code == content["exit_code"] == 1
     assert next(iter(content)) == "problems"
@@ -66,10 +71,10 @@ def test_a_problem_sets_the_exit_code_and_comes_first(tmp_path):
     "words", [["--config", "none.yaml"], ["--set", "mode=none"], ["--rank", "5", "--world_size", "3"]]
 )
 def test_wrong_input_is_one_sentence(words, tmp_path):
-    code, output, errors = ended(start([*DOCTOR, *words], tmp_path))
-    assert (code, output) == (2, "")
-    assert errors.startswith("error: ")
-    assert "Traceback" not in errors
+    code, output = doctor(tmp_path, *words)
+    assert code == 2
+    assert output.startswith("error: ")
+    assert "Traceback" not in output
 
 
 def test_ranks_of_one_host_meet_and_a_missing_one_is_named(tmp_path):
@@ -89,8 +94,8 @@ def test_ranks_of_one_host_meet_and_a_missing_one_is_named(tmp_path):
 
 def test_a_rank_that_finds_no_rank_0_says_so(tmp_path):
     config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 2})
-    words = ["--config", str(config), "--rank", "1", "--world_size", "3", "--master_port", str(free_port())]
-    code, output, _ = ended(start([*DOCTOR, *words], tmp_path))
+    words = ["--config", config, "--rank", 1, "--world_size", 3, "--master_port", free_port()]
+    code, output = doctor(tmp_path, *words)
     assert code == 1
     assert "rank 1 found no rank 0 at 127.0.0.1" in " ".join(output.split())
 

@@ -17,7 +17,7 @@ from launching import FinishedRun, environment, fork_server, resume, write_confi
 
 pytestmark = pytest.mark.processes
 
-EPOCHS = 6
+EPOCHS = 3
 LIMIT_S = 150
 
 
@@ -34,7 +34,7 @@ class Job:
         self.file = write_config(
             folder,
             task=f"elastic_tasks:{task}",
-            task_args={"folder": str(folder)},
+            task_args={"folder": str(folder), "step_s": 0.1},
             mode=config.pop("mode", "rpc"),
             training=training,
             cluster=cluster,

@@ -2,11 +2,9 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
-from launching import environment, launch, train
+from launching import environment, fork_server, launch, train
 
 from paramserver import evaluate
 
@@ -116,16 +114,8 @@ class Own(ReferenceTask):
     )
     run = launch(tmp_path, task=f"{tmp_path}/own.py:Own", **CONFIG)
     assert run.code == 0, run.output
-    done = subprocess.run(
-        [sys.executable, "-m", "paramserver.evaluate", str(run.run_dir), "--json"],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        cwd=tmp_path,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    code, output = fork_server().run([run.run_dir, "--json"], tmp_path, 90, environment(), program="evaluate")
+    assert code == 0, output
+    found = json.loads(output)
     assert found["logged"] == {"seen": 41.0}
     assert found["values"]["batch_idx"] == 6.0

@@ -1,14 +1,17 @@
-"""``paramserver export``: the rows of tables that have changed since a step."""
+"""``paramserver export``: the model of a checkpoint, and the rows of tables that have changed since a step."""
 
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from launching import resume, train
+from tasks import ReferenceTask
 
 from paramserver.tools import export
-from paramserver.tools.export import export_rows
+from paramserver.tools.export import FORMATS, export_rows
 
 TASKS = Path(__file__).parents[1] / "helpers" / "table_tasks.py"
 
@@ -98,3 +101,123 @@ def test_a_run_without_tables_is_refused(tmp_path, capsys):
     run = train(tmp_path, "local", 1, training={"max_steps": 3}, checkpoint={"every": 3})
     assert export.main([str(run.run_dir), "--rows_since", "0", "--out", str(tmp_path / "new.pt")]) == 2
     assert "has no versions of rows; train embedding tables" in capsys.readouterr().err
+
+
+SOURCE = """
+import torch
+from torch.utils.data import TensorDataset
+from tasks import ReferenceTask
+
+def images():
+    return TensorDataset(torch.ones(3, 1, 6, 6))
+
+def nothing():
+    return []
+
+class NoValidation(ReferenceTask):
+    def validation_source(self, partition):
+        return None
+
+class NotCalled(ReferenceTask):
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        return {"loss": 1.0}
+
+class Branches(ReferenceTask):
+    def build_model(self):
+        model = super().build_model()
+        model.drop.forward = lambda x: x if x.sum() > 0 else -x
+        return model
+"""
+
+
+@pytest.fixture(scope="module")
+def model_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export")
+    config = {"checkpoint": {"every": 3, "keep": 5}, "training": {"max_steps": 6, "ema_decay": 0.5}}
+    return train(folder, "local", 1, **config)
+
+
+def export_model(run, format, out, *flags):
+    for package in FORMATS[format].packages:
+        pytest.importorskip(package)
+    return export.main([str(run.run_dir), "--format", format, "--out", str(out), *flags])
+
+
+def onnx_outputs(file, images):
+    session = pytest.importorskip("onnxruntime").InferenceSession(str(file))
+    (name,) = [one.name for one in session.get_inputs()]
+    return torch.from_numpy(session.run(None, {name: images.numpy()})[0])
+
+
+def safetensors_outputs(file, images):
+    model = ReferenceTask().build_model()
+    model.load_state_dict(pytest.importorskip("safetensors.torch").load_file(file))
+    return model.eval()(images)
+
+
+LOADED = {
+    "safetensors": safetensors_outputs,
+    "onnx": onnx_outputs,
+    "torch_export": lambda file, images: torch.export.load(file).module()(images),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the exporter to ONNX
+@pytest.mark.parametrize("step", [None, 3])
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_export_that_is_loaded_again_equals_the_model(model_run, tmp_path, capsys, format, step):
+    out = tmp_path / f"model{FORMATS[format].ending}"
+    flags = () if step is None else ("--checkpoint", str(step))
+    assert export_model(model_run, format, out, *flags) == 0
+    text = capsys.readouterr().out.splitlines()[-1]
+    assert text == f"{out}: {format}, 3014 parameters, by step-{step or 6:08d}"
+    model = ReferenceTask().build_model()
+    model.load_state_dict(model_run.load("ema", step))
+    images = torch.randn(5, 1, 6, 6, generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        torch.testing.assert_close(LOADED[format](out, images), model.eval()(images), rtol=0, atol=1e-6)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_the_input_is_that_of_a_source_where_it_is_given(model_run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "export_sources.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    without = ("--set", "task=export_sources.py:NoValidation")
+    assert export_model(model_run, "torch_export", "a.pt2", *without) == 2
+    assert "NoValidation has no validation_source" in capsys.readouterr().err
+    assert export_model(model_run, "torch_export", "a.pt2", *without, "--source", "export_sources.py:images") == 0
+    assert torch.export.load("a.pt2").module()(torch.ones(11, 1, 6, 6)).shape == (11, 5)
+
+
+@pytest.mark.parametrize(
+    ("format", "out", "flags", "expected"),
+    [
+        ("torch_export", "a.pt", (), "--out (a.pt) must end in .pt2; rename it"),
+        ("safetensors", "a.safetensors", ("--source", "export_sources.py:images"), "--source is for onnx and torch_"),
+        ("torch_export", "a.pt2", ("--source", "export_sources.py:nothing"), "--source gave no samples"),
+        ("torch_export", "a.pt2", ("--set", "task=export_sources.py:NotCalled"), "validation_step must call the model"),
+        (
+            "torch_export",
+            "a.pt2",
+            ("--set", "task=export_sources.py:Branches"),
+            "forward cannot be traced by",
+        ),
+        ("torch_export", "a.pt2", ("--checkpoint", "4"), "there are latest and the steps"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(model_run, tmp_path, monkeypatch, capsys, format, out, flags, expected):
+    (tmp_path / "export_sources.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    assert export_model(model_run, format, out, *flags) == 2
+    error = capsys.readouterr().err
+    (line,) = [line for line in error.splitlines() if line.startswith("error: ")]  # torch adds its own log
+    assert expected in line
+    assert not (tmp_path / out).exists()
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(model_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    monkeypatch.setitem(sys.modules, "onnx", types.ModuleType("onnx"))
+    out = tmp_path / "a.onnx"
+    assert export.main([str(model_run.run_dir), "--format", "onnx", "--out", str(out)]) == 2
+    assert capsys.readouterr().err == "error: --format (onnx) needs onnxscript; install paramserver[export]\n"

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import ExitStack
 
 import pytest
 import yaml
@@ -15,6 +17,7 @@ from launching import (
     command,
     differing_tensors,
     environment,
+    fork_server,
     free_port,
     launch,
     run_in_process,
@@ -34,6 +37,19 @@ def start(folder, *arguments, **env):
         env=environment(**env),
         cwd=folder,
     )
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Starts a rank by itself as ``start`` does, by fork; it is killed at the end of the test."""
+    with ExitStack() as stack:
+        yield lambda *words, **env: stack.enter_context(fork_server().start(words, tmp_path, environment(**env)))
+
+
+def ended(rank, timeout_s=90):
+    """The exit code and the output of a rank that is a fork."""
+    code = rank.wait(timeout_s)
+    return -signal.SIGKILL if code is None else code, rank.output.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +82,7 @@ def test_one_rank_per_terminal_in_any_order_is_the_same_run(tmp_path, supervised
         assert "arning" not in output
 
 
+@pytest.mark.nightly
 def test_torchrun_starts_the_ranks(tmp_path):
     config = write_config(tmp_path, mode="rpc", logging={"name": "torchrun"})
     done = subprocess.run(
@@ -165,26 +182,25 @@ def test_the_python_interface_gives_the_same_run(tmp_path, supervised):
 
         if __name__ == "__main__":
             config = {{
-                "mode": sys.argv[1],
+                "mode": "rpc",
                 "training": {{"max_steps": 12, "batch_size": 8, "validate_every": 0}},
-                "logging": {{"run_dir": "runs", "name": sys.argv[1], "tensorboard": False, "progress": "off"}},
+                "logging": {{"run_dir": "runs", "name": "rpc", "tensorboard": False, "progress": "off"}},
             }}
             result = paramserver.run(Mine(samples=256), config)
             print(result.status, result.run_dir, result.validation["loss"])
         """)
     )
-    for mode in ("local", "rpc"):
-        done = subprocess.run(
-            [sys.executable, str(script), mode],
-            capture_output=True,
-            text=True,
-            env=environment(PYTHONPATH=str(TASKS.parent)),
-            cwd=tmp_path,
-            timeout=150,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith(f"completed runs/{mode}"), done.stdout
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        env=environment(PYTHONPATH=str(TASKS.parent)),
+        cwd=tmp_path,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("completed runs/rpc"), done.stdout
     run = FinishedRun(0, "", tmp_path / "runs" / "rpc")
     assert differing_tensors(run.load("model"), supervised.load("model")) == []
 
@@ -233,33 +249,31 @@ def test_a_run_folder_is_never_taken_over(tmp_path):
     assert first.summary["status"] == "completed"
 
 
-def test_a_world_that_never_fills_ends_at_the_timeout(tmp_path):
+def test_a_world_that_never_fills_ends_at_the_timeout(tmp_path, begin):
     config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 3})
-    rank = start(tmp_path, "--config", config, "--rank", 0, "--world_size", 3, "--master_port", free_port())
-    output, _ = rank.communicate(timeout=90)
-    assert rank.returncode == 1
+    code, output = ended(begin("--config", config, "--rank", 0, "--world_size", 3, "--master_port", free_port()))
+    assert code == 1
     assert "missing: rank 1, 2" in output
 
 
-def test_a_missing_rank_0_is_named(tmp_path):
+def test_a_missing_rank_0_is_named(tmp_path, begin):
     config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 2})
     port = free_port()
-    rank = start(tmp_path, "--config", config, "--rank", 1, "--world_size", 3, "--master_port", port)
-    output, _ = rank.communicate(timeout=90)
-    assert rank.returncode == 1
+    code, output = ended(begin("--config", config, "--rank", 1, "--world_size", 3, "--master_port", port))
+    assert code == 1
     assert f"found no rank 0 at 127.0.0.1:{port}" in output
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("lost", [0, 1])
-def test_ranks_started_by_hand_name_the_lost_rank_last(tmp_path, lost):
+def test_ranks_started_by_hand_name_the_lost_rank_last(tmp_path, begin, lost):
     """How a collective failed is printed before."""
     task_args = {"what": "kill", "mark": str(tmp_path / "mark"), "trainer": lost}
     config = write_config(tmp_path, mode="ddp", task="FaultyTask", task_args=task_args, logging={"name": "run"})
     common = ("--config", config, "--world_size", 2, "--master_port", free_port())
-    ranks = [start(tmp_path, *common, "--rank", rank) for rank in (0, 1)]
-    outputs = [rank.communicate(timeout=150)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == ([-9, 1] if lost == 0 else [1, -9]), outputs
+    ranks = [begin(*common, "--rank", rank) for rank in (0, 1)]
+    codes, outputs = zip(*(ended(rank, 150) for rank in ranks), strict=True)
+    assert codes == ((-9, 1) if lost == 0 else (1, -9)), outputs
     above, last = outputs[1 - lost].rstrip().rsplit("\n", 1)
     assert re.fullmatch(
         rf"error: rank {lost} is lost: its connection was closed( \(.+\))?; look for its own error", last
@@ -269,35 +283,34 @@ def test_ranks_started_by_hand_name_the_lost_rank_last(tmp_path, lost):
         assert json.loads((tmp_path / "runs/run/summary.json").read_text())["error"] == f"PeerLost: {last[7:]}"
 
 
-def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path):
+def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path, begin):
     config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 25})
     port = free_port()
     common = ("--config", config, "--world_size", 3, "--master_port", port)
-    zero, one = (start(tmp_path, *common, "--rank", rank) for rank in (0, 1))
-    other = start(tmp_path, *common, "--rank", 2, "--set", "training.batch_size=9")
-    output, _ = other.communicate(timeout=90)
-    assert other.returncode == 2
+    zero, one = (begin(*common, "--rank", rank) for rank in (0, 1))
+    code, output = ended(begin(*common, "--rank", 2, "--set", "training.batch_size=9"))
+    assert code == 2
     assert "training.batch_size: 8 -> 9" in output
-    twin = start(tmp_path, *common, "--rank", 1)
-    output, _ = twin.communicate(timeout=90)
-    assert twin.returncode == 2
+    code, output = ended(begin(*common, "--rank", 1))
+    assert code == 2
     assert "rank 1 is taken by" in output
-    for process in (zero, one):
-        process.terminate()
-        output, _ = process.communicate(timeout=90)
-        assert process.returncode in (1, 3), output
+    for rank in (zero, one):
+        os.kill(rank.pid, signal.SIGTERM)
+        code, output = ended(rank)
+        assert code in (1, 3), output
 
 
 @pytest.mark.parametrize(
     ("words", "code", "expected"),
     [
         (["--help"], 0, "launch"),
-        (["--help"], 0, "(paramserver benchmark predict --help)"),
+        (["--help"], 0, "benchmark predict"),
         (["benchmark", "predict", "--help"], 0, "usage: paramserver benchmark predict"),
         ([], 2, "usage"),
         (["doctor", "--set", "mode=none"], 2, "mode"),
-        (["lunch"], 2, "there is no such command; did you mean launch?"),
-        (["compare"], 2, "there is no such command; see paramserver --help"),
+        (["lunch"], 2, "there is no such command; did you mean paramserver launch?"),
+        (["train"], 2, "there is no such command; did you mean paramserver launch?"),
+        (["xyzzy"], 2, "there is no such command; see paramserver --help"),
         (["launch", "--dry-run"], 2, "--config FILE is missing"),
     ],
 )
@@ -312,12 +325,12 @@ def test_the_console_script(words, code, expected):
 @pytest.mark.parametrize("flags", [[], ["--dry_run"]])
 def test_an_allocation_whose_gpus_are_not_visible_is_refused_at_the_start(flags, tmp_path):
     gpus = {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": ""}
-    refused = launch(tmp_path, *flags, env=gpus, fresh=True)
+    refused = launch(tmp_path, *flags, env=gpus)
     assert refused.code == 2
     assert "has 2 GPU(s) on this host (SLURM_GPUS_ON_NODE), and torch sees 0 of them" in refused.output
     assert "Traceback" not in refused.output
     if not flags:
-        assert launch(tmp_path, "--set", "device.kind=cpu", env=gpus, fresh=True).code == 0
+        assert launch(tmp_path, "--set", "device.kind=cpu", env=gpus).code == 0
 
 
 def test_a_script_is_run_from_another_folder_than_its_task(tmp_path):
@@ -354,7 +367,7 @@ def test_a_script_that_runs_at_its_top_level_does_not_start_runs_in_its_ranks(tm
     assert "put the call under if __name__" in done.stderr
 
 
-def test_an_error_of_one_rank_by_hand_is_reported_by_all_others(tmp_path):
+def test_an_error_of_one_rank_by_hand_is_reported_by_all_others(tmp_path, begin):
     """A data set that one trainer refuses, with ranks started by hand: every rank exits with 2, and no run begins."""
     task = """
 from paramserver.errors import TaskError
@@ -370,9 +383,9 @@ class Refuses(ReferenceTask):
     config = write_config(tmp_path, task=f"{tmp_path}/refuses.py:Refuses", mode="rpc", logging={"name": "refused"})
     port, path = free_port(), f"{TASKS.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     common = ("--config", config, "--world_size", 3, "--master_port", port)
-    ranks = [start(tmp_path, *common, "--rank", rank, PYTHONPATH=path) for rank in range(3)]
-    outputs = [rank.communicate(timeout=150)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [2, 2, 2], outputs
+    ranks = [begin(*common, "--rank", rank, PYTHONPATH=path) for rank in range(3)]
+    codes, outputs = zip(*(ended(rank, 150) for rank in ranks), strict=True)
+    assert codes == (2, 2, 2), outputs
     for output in outputs:
         assert "there is nothing to train with; copy the files to data" in output
         assert "Traceback" not in output

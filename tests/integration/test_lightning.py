@@ -9,6 +9,7 @@ import sys
 import warnings
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import launching
@@ -21,7 +22,7 @@ pytest.importorskip("lightning.pytorch")
 
 import lightning_tasks as tasks
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from torchmetrics import MeanMetric, R2Score
 
@@ -267,6 +268,266 @@ def test_a_resumed_run_is_the_same_as_a_straight_one(tmp_path, mode):
     assert set(logged[0]) <= set(logged[1])
 
 
+# Manual optimization.
+
+MANUAL = {"task": TASK, "training": {**EPOCHS, "validate_every": 2 * tasks.STEPS}}
+
+
+@pytest.mark.parametrize(
+    ("way", "schedule"), [("toggled", True), ("plain", False), ("closure", False), ("zero after", False)]
+)
+def test_manual_optimization_is_that_of_lightning_bit_for_bit(tmp_path, way, schedule):
+    seed_all(Config().seed, CONSTRUCTOR)
+    module = tasks.Manual(way, schedule)
+    torch.set_num_threads(1)
+    trainer = lightnings_trainer(max_epochs=tasks.EPOCHS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, datamodule=tasks.Points())
+    args = {"kind": "Manual", "way": way, "schedule": schedule}
+    run = train(tmp_path, "local", 1, **MANUAL, task_args=args)
+    assert differing_tensors(run.load("model"), module.state_dict()) == []
+    stored = run.load("optimizer")
+    for number, optimizer in enumerate(trainer.optimizers):
+        assert differing_tensors(stored[f"optimizer_{number}"], optimizer.state_dict()) == []
+    assert run.summary["steps"] == trainer.global_step == 2 * tasks.STEPS * tasks.EPOCHS
+
+
+def test_manual_optimization_of_two_trainers_is_the_same_in_ddp_and_rpc_and_resumes(tmp_path):
+    config = {**MANUAL, "task_args": {"kind": "Manual", "schedule": True}}
+    ddp, rpc = train(tmp_path, "ddp", 2, **config), train(tmp_path, "rpc", 2, **config)
+    equal_runs(ddp, rpc)
+    begun = train(tmp_path / "begun", "rpc", 2, **{**config, "training": {**config["training"], "max_steps": 10}})
+    ended = resume(begun, "--set", "training.max_steps=null")
+    assert ended.code == 0, ended.output
+    assert_equal_runs(rpc, ended, trainers=2)
+
+
+def test_lightnings_manual_demo_trains(tmp_path):
+    result = paramserver.run(LightningTask(ManualOptimBoringModel()), quiet(tmp_path))
+    assert result.summary["samples"] == 64
+
+
+def manual(step, **members):
+    """A module with one optimizer, whose training_step is ``step(module, optimizer, loss)``."""
+
+    def training_step(self, batch, batch_idx):
+        step(self, self.optimizers(), self.step(batch))
+
+    return own(training_step=training_step, automatic_optimization=False, **members)
+
+
+def twice(module, optimizer, loss):
+    module.manual_backward(loss, retain_graph=True)
+    module.manual_backward(loss)
+    optimizer.step()
+
+
+def never_zero(module, optimizer, loss):
+    module.manual_backward(loss)
+    optimizer.step()
+
+
+def of_epochs(self):
+    optimizer = torch.optim.SGD(self.parameters(), 0.1)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def of_steps(self):
+    optimizer = torch.optim.SGD(self.parameters(), 0.1)
+    return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}]
+
+
+def step_schedule(module, optimizer, loss):
+    zero_and_step(module, optimizer, loss)
+    module.lr_schedulers().step()
+
+
+def zero_and_step(module, optimizer, loss):
+    optimizer.zero_grad()
+    never_zero(module, optimizer, loss)
+
+
+def own_schedule(self):
+    return [torch.optim.SGD(self.parameters(), 0.1)], [SimpleNamespace(state_dict=dict, load_state_dict=dict)]
+
+
+def of_another(self):
+    return [torch.optim.SGD(self.parameters(), 0.1)], of_steps(self)[1]
+
+
+def clipped(clip):
+    def step(module, optimizer, loss):
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+        clip(module.parameters(), 0.1)
+        optimizer.step()
+
+    return step
+
+
+def clipped_between(module, _, loss):
+    """Two optimizers have gradients of one loss; those of the second are clipped after the first is stepped."""
+    first, _ = module.optimizers()
+    module.manual_backward(loss, retain_graph=True)
+    first.step()
+    torch.nn.utils.clip_grad_norm_(module.layer.bias, 0.1)
+
+
+def two_parts(self):
+    return [torch.optim.SGD([parameter], 0.1) for parameter in self.layer.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("step", "members", "sentence"),
+    [
+        (zero_and_step, {"configure_optimizers": own_schedule}, "returned a SimpleNamespace whose attribute optimizer"),
+        (zero_and_step, {"configure_optimizers": of_another}, "returned a StepLR whose attribute optimizer is none of"),
+        (clipped(torch.nn.utils.clip_grad_norm_), {}, "to clip gradients set training.clip_grad_norm"),
+        (clipped(torch.nn.utils.clip_grad_value_), {}, "to clip gradients set training.clip_grad_norm"),
+        (clipped_between, {"configure_optimizers": two_parts}, "to clip gradients set training.clip_grad_norm"),
+        (twice, {}, r"step\(\) of optimizer_0 must follow one self.manual_backward\(loss\) since its zero_grad"),
+        (never_zero, {}, r"step\(\) of optimizer_0 must follow one self.manual_backward\(loss\) since its zero_grad"),
+        (lambda module, optimizer, loss: optimizer.step(), {}, r"step\(\) of optimizer_0 must follow one"),
+        (lambda module, optimizer, loss: optimizer.param_groups, {}, "has no param_groups in a LightningTask; it has"),
+        (lambda module, *_: module.clip_gradients(None, 1.0), {}, "clip_gradients .* set training.clip_grad_norm"),
+        (step_schedule, {"configure_optimizers": of_epochs}, "a scheduler of manual optimization must be stepped once"),
+        (zero_and_step, {"configure_optimizers": of_steps}, "a scheduler of manual optimization must be stepped once"),
+    ],
+)
+def test_what_manual_optimization_cannot_do_exactly_is_refused(tmp_path, step, members, sentence):
+    with pytest.raises(TaskError, match=sentence):
+        paramserver.run(LightningTask(manual(step, **members)), quiet(tmp_path))
+
+
+@pytest.mark.parametrize("mode", ["ddp", "rpc"])
+def test_gradients_that_are_not_computed_are_refused_with_two_trainers(tmp_path, mode):
+    args = {"kind": "Manual", "way": "clipped"}
+    finished = launch(tmp_path, mode=mode, cluster={"num_trainers": 2, "timeout_s": 30}, **MANUAL, task_args=args)
+    assert finished.code != 0
+    assert "a gradient cannot be read or clipped between self.manual_backward(loss) and step()" in finished.output
+
+
+def test_a_layer_is_compiled_before_the_step_of_its_gradients(tmp_path):
+    def step(module, _, loss):
+        module.manual_backward(loss, retain_graph=True)
+        assert (torch.compile(module.layer, backend="eager")(torch.ones(1, 32)) == module(torch.ones(1, 32))).all()
+        for one in module.optimizers():
+            one.step()
+            one.zero_grad()
+
+    result = paramserver.run(LightningTask(manual(step, configure_optimizers=two_parts)), quiet(tmp_path))
+    assert result.summary["steps"] == 128
+
+
+def test_a_batch_is_kept_only_where_a_hook_takes_it_and_no_gradient_stays_marked(tmp_path):
+    kept = []
+
+    def ends(self):
+        kept.append((task._train_outputs, [parameter.grad for parameter in self.parameters()]))
+
+    def backward_at_the_end(module, optimizer, loss):
+        optimizer.zero_grad()
+        module.manual_backward(loss, retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+
+    task = LightningTask(manual(backward_at_the_end, on_train_end=ends))
+    paramserver.run(task, quiet(tmp_path))
+    assert kept == [(None, [None, None])]
+
+
+# Callbacks of a module.
+
+
+class Observes(Callback):
+    """Records the hooks that it is called in, and keeps their number."""
+
+    def __init__(self):
+        self.calls, self.resumed = [], {}
+
+    def state_dict(self):
+        return {"calls": len(self.calls)}
+
+    def load_state_dict(self, state):
+        self.resumed = state
+
+
+def observed(hook):
+    def call(self, trainer, module, *args, **_):
+        assert isinstance(module, LightningModule)
+        self.calls.append((hook, trainer.global_step if hook not in ("setup", "teardown") else None, len(args)))
+
+    return call
+
+
+OBSERVED = [hook for hook in tasks.HOOKS if hasattr(Callback, hook) and hook != "on_before_optimizer_step"]
+for _hook in OBSERVED:
+    setattr(Observes, _hook, observed(_hook))
+
+
+def test_callbacks_of_a_module_observe_it_as_in_lightning(tmp_path):
+    callbacks = []
+
+    class Observed(tasks.WithData):
+        def configure_callbacks(self):
+            callbacks.append(Observes())
+            return callbacks[-1]
+
+    fit(Observed())
+    result = paramserver.run(LightningTask(Observed()), {**quiet(tmp_path), "training": EPOCHS})
+    by_lightning, here = callbacks
+    # Without the numbers of steps: Lightning makes the update before on_train_batch_end.
+    assert [call[::2] for call in here.calls] == [call[::2] for call in by_lightning.calls]
+    assert {call[0] for call in here.calls} == set(OBSERVED)
+    paramserver.run(LightningTask(Observed()), {"training": {"max_epochs": tasks.EPOCHS + 1}}, resume=result.run_dir)
+    assert callbacks[-1].resumed == {"calls": len(here.calls) - 4}, "without the hooks of the end, of epoch and run"
+
+
+def test_the_module_of_the_page_trains_with_manual_optimization(tmp_path):
+    code = re.search(r"<!-- run: manual -->\n```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1]
+    names = {}
+    exec(code, names)
+    result = paramserver.run(names["Gan"](), quiet(tmp_path))
+    assert (result.summary["samples"], result.summary["steps"]) == (256, 16)
+
+
+@pytest.mark.parametrize(
+    ("callback", "sentence"),
+    [
+        (EarlyStopping("loss"), "returned EarlyStopping, which acts on Lightning's Trainer; set training.patience"),
+        (type("Mine", (ModelCheckpoint,), {})(), "returned Mine, which acts on .*; set checkpoint.best"),
+        (type("Mine", (Callback,), {"on_exception": lambda *_: None})(), "Mine.on_exception would not be called"),
+        (
+            LambdaCallback(on_before_optimizer_step=lambda *_: None),
+            "LambdaCallback.on_before_optimizer_step would not be called by a LightningTask; remove it: the optimizer",
+        ),
+        (1, "configure_callbacks returned 1; it must return Lightning's callbacks"),
+        ([Observes(), Observes()], "several callbacks with the state_key 'Observes', of which a checkpoint would have"),
+    ],
+)
+def test_other_callbacks_are_refused_by_name(tmp_path, callback, sentence):
+    callbacks = callback if isinstance(callback, list) else [callback]
+    task = LightningTask(own(configure_callbacks=lambda self: callbacks))
+    with pytest.raises(TaskError, match=sentence):
+        paramserver.run(task, quiet(tmp_path))
+
+
+def test_callbacks_of_one_class_without_state_are_called_each(tmp_path):
+    calls = []
+    callbacks = [LambdaCallback(on_train_start=lambda *_, number=number: calls.append(number)) for number in range(2)]
+    paramserver.run(LightningTask(own(configure_callbacks=lambda self: callbacks)), quiet(tmp_path))
+    assert calls == [0, 1]
+
+
+def test_a_callback_after_the_backward_is_refused_with_manual_optimization(tmp_path):
+    callback = LambdaCallback(on_after_backward=lambda *_: None)
+    task = LightningTask(manual(zero_and_step, configure_callbacks=lambda self: callback))
+    with pytest.raises(TaskError, match=r"LambdaCallback.on_after_backward would not be called with manual opt"):
+        paramserver.run(task, quiet(tmp_path))
+
+
 # What is refused, and what self.trainer is.
 
 
@@ -294,7 +555,7 @@ def quiet(folder, **sections):
         (torch.nn.Linear(1, 1), None, "give it an instance of a LightningModule"),
         (BoringModel, None, "give it an instance of a LightningModule"),
         (BoringModel(), [1], "give it a LightningDataModule, or None"),
-        (ManualOptimBoringModel(), None, r"ManualOptimBoringModel.automatic_optimization \(False\) must be True"),
+        (manual(None, on_after_backward=lambda self: None), None, "Own.on_after_backward would not be called with man"),
         (Lacks(), None, "Lacks lacks configure_optimizers"),
         (TakesIterator(), None, "takes a dataloader_iter"),
         *(

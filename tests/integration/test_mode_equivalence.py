@@ -56,16 +56,53 @@ def test_two_trainers_are_the_same_in_ddp_and_rpc_bit_for_bit(tmp_path, optimize
     assert rates == [r["lr"] for r in ddp.of_kind("train")]
 
 
+@pytest.mark.parametrize("rounds", [{}, {"local_steps": 3}], ids=["steps", "rounds"])
+def test_clipping_by_value_is_the_same_in_every_mode_bit_for_bit(tmp_path, rounds):
+    training = {**EVERYTHING["training"], "clip_grad_norm": None, "clip_grad_value": 0.01, **rounds}
+    config = {**with_optimizer("sgd"), "training": training}
+    local, *others = (train(tmp_path, mode, 1, **config) for mode in ("local", "ddp", "rpc"))
+    ddp, *of_two = (train(tmp_path / "two", mode, 2, **config) for mode in ("ddp", "rpc"))
+    servers = {"cluster": {"num_trainers": 2, "num_servers": 2}}
+    of_two += [train(tmp_path / "servers", "rpc", 2, **config, **servers)] * (not rounds)
+    for one, other in [(local, other) for other in others] + [(ddp, other) for other in of_two]:
+        assert differing_tensors(one.load("model"), other.load("model")) == []
+    plain = train(tmp_path / "plain", "local", 1, **{**config, "training": {**training, "clip_grad_value": None}})
+    assert differing_tensors(local.load("model"), plain.load("model"))
+
+
 @pytest.mark.parametrize(
     ("dtype", "optimizer", "batch_norm", "most"), [("float64", "adamw", True, 1e-9), ("float32", "sgd", False, 1e-6)]
 )
-def test_four_trainers_differ_by_rounding_only(tmp_path, dtype, optimizer, batch_norm, most):
+def test_four_trainers_differ_by_rounding_only_where_gloo_sums(tmp_path, dtype, optimizer, batch_norm, most):
     config = with_optimizer(optimizer, dtype=dtype, batch_norm=batch_norm)
     config["training"] = {**config["training"], "max_steps": 50}
+    config["ddp"] = {"shared_memory": "off"}
     ddp, rpc = (train(tmp_path, mode, 4, **config) for mode in ("ddp", "rpc"))
     apart = relative_difference(ddp.load("model"), rpc.load("model"))
     print(f"four trainers, {dtype}, {optimizer}: {apart:.2e}")
     assert apart <= most
+
+
+@pytest.mark.claim("all-reduce")
+@pytest.mark.parametrize("trainers", [3, 4])
+@pytest.mark.parametrize(("optimizer", "batch_norm"), [("adamw", True), ("sgd", False)])
+def test_any_number_of_trainers_are_the_same_bit_for_bit_in_shared_memory(tmp_path, trainers, optimizer, batch_norm):
+    """In float32, where a sum in another order has other bits."""
+    config = with_optimizer(optimizer, batch_norm=batch_norm)
+    ddp, rpc, gloo = (
+        train(tmp_path / name, mode, trainers, **config, **options)
+        for name, mode, options in (
+            ("ddp", "ddp", {}),
+            ("rpc", "rpc", {}),
+            ("gloo", "ddp", {"ddp": {"shared_memory": "off"}}),
+        )
+    )
+    assert ddp.summary["transports"] == {str(trainer): "shared_memory" for trainer in range(trainers)}
+    assert gloo.summary["transports"] == {str(trainer): "gloo" for trainer in range(trainers)}
+    assert differing_tensors(ddp.load("model"), rpc.load("model")) == []
+    assert differing_tensors(ddp.load("optimizer"), rpc.load("optimizer")) == []
+    assert ddp.summary["validation"] == rpc.summary["validation"]
+    assert differing_tensors(ddp.load("model"), gloo.load("model")) != []
 
 
 def test_bfloat16_autocast_is_the_same(tmp_path):

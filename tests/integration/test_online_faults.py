@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from c_client import CClient, missing
 from launching import TASKS, FinishedRun, write_config
-from simulations import SHAPE, field
+from simulations import MAX_STALENESS, SHAPE, field
 from stream_tasks import served, starts
 
 from paramserver.client import Client
@@ -32,7 +32,7 @@ IN_C = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 class OnlineRun:
     """A run with two trainers that is started and watched. For ``with``."""
 
-    def __init__(self, fork_server, folder, outside=False, task_args=None, mode="rpc", **sections):
+    def __init__(self, fork_server, folder, outside=False, task_args=None, mode="rpc", task="Fed", **sections):
         self.ledger = folder / "ledger"
         self.ledger.mkdir(parents=True)
         simulations = {
@@ -49,7 +49,7 @@ class OnlineRun:
         file = write_config(
             folder,
             mode=mode,
-            task=f"{STREAMS}:Fed",
+            task=f"{STREAMS}:{task}",
             task_args={"ledger": str(self.ledger), "outside": outside, "pace_s": [0.05], **(task_args or {})},
             simulations=simulations,
             training={"max_steps": None, "batch_size": BATCH, "uneven_inputs": "join"},
@@ -271,3 +271,47 @@ def test_a_rank_of_ddp_is_killed_and_all_start_again(tmp_path, fork_server, outs
     assert finished.summary["samples"] == stream(finished, "received") == len(ALL) - lost
     assert finished.summary["simulations"]["complete"] == COUNT
     assert outside or (lost, set(served(run.ledger))) == (0, ALL)
+
+
+ACTORS = {
+    "task": "FedWithVersions",
+    "simulations": {"function": f"{SIMULATIONS}:act"},
+    "publish": {"every": 1},
+    "buffer": {"max_staleness": MAX_STALENESS},
+}
+
+
+def assert_accounts_of_actors_agree(run, finished):
+    """sent = received + lost, and received = applied + stale: nothing is held at the end."""
+    lost, stale = finished.summary["simulations"]["lost"], stream(finished, "stale")
+    assert stream(finished, "received") + lost == len(ALL)
+    assert finished.summary["samples"] + stale == stream(finished, "received")
+    assert stale > 0
+    assert finished.summary["simulations"]["complete"] == COUNT
+
+
+@pytest.mark.parametrize(("mode", "killed"), [("rpc", "rank 0"), ("rpc", "trainer"), ("ddp", "trainer")])
+def test_samples_of_actors_are_received_once_when_processes_die(tmp_path, fork_server, mode, killed):
+    """Actor 1 dies too, and starts again. After a return versions that were taken back count from the checkpoint."""
+    options = {"task_args": {"kill": [1, 4]}} if killed == "trainer" else {}
+    with OnlineRun(fork_server, tmp_path, mode=mode, checkpoint={"every": 3}, **ACTORS, **options) as run:
+        if killed == "rank 0":
+            run.wait_until_served(24)
+            run.kill(pid_of_rank_0(run))
+        finished = run.finished()
+    assert_accounts_of_actors_agree(run, finished)
+    if killed == "rank 0":
+        assert views(run) == 2, "it was not killed"
+    else:
+        assert len(starts(run.ledger, 1)) >= 2, "it was not killed"
+    begun = dict(json.loads((run.run_dir / "publisher.json").read_text())["starts"])
+    generations = len(begun)
+    assert generations == (1 if (mode, killed) == ("rpc", "trainer") else 2)
+    lines = [line for file in (tmp_path / "ages").iterdir() for line in file.read_text().splitlines()]
+    for *_, (generation, version), step in map(json.loads, lines):
+        # The step may be one of the generation before, too.
+        counted = min(version, begun[2]) if generation < generations else version
+        assert min(step - version, step - counted) <= MAX_STALENESS
+    if generations == 2:
+        assert finished.summary["simulations"]["lost"] == 0
+        assert finished.summary["simulations"]["restarted"] <= 1, "the fault of a rank is none of theirs"

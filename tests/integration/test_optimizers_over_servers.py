@@ -1,7 +1,8 @@
 """Which optimizers several servers may share, and that one that would be wrong there is refused."""
 
 import functools
-from pathlib import Path
+import inspect
+import textwrap
 
 import pytest
 import torch
@@ -99,11 +100,11 @@ def test_hooks_of_a_step_may_look_at_anything(register, base):
 def test_one_that_couples_parameters_is_refused_before_a_step(tmp_path):
     file = tmp_path / "coupled.py"
     file.write_text(
-        f"import sys\nsys.path[:0] = [{str(TASKS.parent)!r}, {str(Path(__file__).parent)!r}]\n"
-        "from tasks import ReferenceTask\n"
-        "from test_optimizers_over_servers import SGD, derived, step\n\n\n"
+        f"import sys\nsys.path.insert(0, {str(TASKS.parent)!r})\n"
+        "from tasks import ReferenceTask\nfrom torch import nn\nfrom torch.optim import SGD\n\n\n"
+        f"class Own(SGD):\n{textwrap.indent(inspect.getsource(step), '    ')}\n\n"
         "class Coupled(ReferenceTask):\n    def build_optimizer(self, model):\n"
-        "        return derived(SGD, step=step)(model.parameters(), lr=0.1)\n"
+        "        return Own(model.parameters(), lr=0.1)\n"
     )
     cluster = {"num_trainers": 1, "num_servers": 2, "timeout_s": 30}
     run = launch(tmp_path, mode="rpc", task=f"{file}:Coupled", cluster=cluster)

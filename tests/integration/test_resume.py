@@ -2,15 +2,14 @@
 
 import json
 import shutil
-import subprocess
 
 import pytest
 from launching import (
     TASKS,
     FinishedRun,
-    command,
     differing_tensors,
     environment,
+    fork_server,
     main_in_process,
     resume,
     resume_in_process,
@@ -110,14 +109,13 @@ def test_a_task_in_a_file_beside_the_config_is_found_again(tmp_path):
     file = write_config(
         elsewhere, task="own_tasks.py:ReferenceTask", logging={"run_dir": str(tmp_path / "runs"), "name": "run"}
     )
-    start = {"capture_output": True, "text": True, "env": environment(), "timeout": 60, "check": False}
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    done = subprocess.run(command("--config", file), cwd=elsewhere, **start)
-    assert done.returncode == 0, done.stderr
-    again = command("--resume", tmp_path / "runs" / "run", "--set", "training.max_steps=14")
-    done = subprocess.run(again, cwd=tmp_path, **start)
-    assert done.returncode == 0, done.stderr
+    code, output = fork_server().run(["--config", file], elsewhere, 60, environment())
+    assert code == 0, output
+    again = ["--resume", tmp_path / "runs" / "run", "--set", "training.max_steps=14"]
+    code, output = fork_server().run(again, tmp_path, 60, environment())
+    assert code == 0, output
     assert FinishedRun(0, "", tmp_path / "runs" / "run").summary["steps"] == 14
 
 

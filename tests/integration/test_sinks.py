@@ -4,13 +4,14 @@ import csv
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from launching import main_in_process, resume_in_process, run_in_process, train, write_config
+from launching import environment, main_in_process, resume_in_process, run_in_process, train, write_config
 
 from paramserver.metrics import scalars
 
@@ -241,3 +242,60 @@ def test_the_recipe_for_pandas(tmp_path, monkeypatch, capsys):
 def test_a_recipe_has_ten_lines_or_a_few_more():
     for recipe in ("wandb", "mlflow"):
         assert len([line for line in block(f"file: {recipe}").splitlines() if line]) <= 13
+
+
+SCRAPING = """
+import re
+import urllib.request
+from pathlib import Path
+from tasks import ReferenceTask
+
+class Scrapes(ReferenceTask):
+    def on_batch_start(self, batch_idx):
+        if batch_idx == 6 and self.trainer.trainer_index == 0:
+            (records,) = Path("runs").glob("*/metrics.jsonl")
+            address = re.search(r"http://[0-9.:]+/metrics", records.read_text())[0]
+            with urllib.request.urlopen(address, timeout=10) as reply:
+                assert reply.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+                Path("scraped.txt").write_text(f"{address}\\n{reply.read().decode()}")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
+def test_prometheus_scrapes_a_run_and_its_port_is_closed_at_the_end(tmp_path, fork_server, mode):
+    (tmp_path / "scraping.py").write_text(SCRAPING)
+    config = {**CONFIG, "task": "scraping.py:Scrapes", "logging": {"prometheus_port": 0}}
+    config["training"] = {**CONFIG["training"], "validate_every": 2}
+    trainers = 1 if mode == "local" else 2
+    file = write_config(tmp_path, mode=mode, cluster={"num_trainers": trainers}, **config)
+    words = ["--config", file, "--set", "logging.name=run"]
+    code, output = fork_server.run(words, tmp_path, 120, environment())
+    assert code == 0, output
+    address, *lines = (tmp_path / "scraped.txt").read_text().splitlines()
+    found = dict(re.fullmatch(r"(\w+\{.*\}) (\S+)", line).groups() for line in lines if line[0] != "#")
+    types = [line.split()[2] for line in lines if line[0] == "#"]
+    assert types == list(dict.fromkeys(name.partition("{")[0] for name in found))
+    records = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    step = float(found['paramserver_step{run="run"}'])
+    # In ddp a step is recorded with the next agreement.
+    assert step in (5, 6)
+    (train,) = [record for record in records if record["kind"] == "train" and record["step"] == step]
+    assert float(found['paramserver_train_loss{run="run"}']) == train["loss"]
+    assert float(found['paramserver_samples{run="run"}']) == train["samples"]
+    assert 0 <= float(found['paramserver_valid_accuracy{run="run"}']) <= 1
+    assert 'paramserver_buffer_population{run="run",trainer="0"}' in found
+    port = int(address.split(":")[2].split("/")[0])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+@pytest.mark.processes
+def test_a_port_for_prometheus_that_is_in_use_is_named_in_one_sentence(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        run = run_in_process(tmp_path, **CONFIG, logging={"prometheus_port": port})
+    assert (run.code, len(run.output.splitlines())) == (2, 1), run.output
+    assert f"logging.prometheus_port ({port}) on cluster.master_addr (127.0.0.1) cannot be opened: " in run.output
+    assert "choose a free port" in run.output
+    assert not run.run_dir.exists()

@@ -39,6 +39,7 @@ def srun(slurm, folder, *flags, mode, trainers, address=()):
     return finished
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("mode", "tasks"), [("rpc", 3), ("ddp", 2)])
 def test_the_tasks_of_one_node_are_the_ranks(tmp_path, slurm, mode, tasks):
     finished = srun(slurm, tmp_path / "srun", "-N1", f"-n{tasks}", mode=mode, trainers=2)
@@ -87,7 +88,7 @@ def test_the_job_of_the_example_is_requeued_before_its_limit_and_resumes(tmp_pat
         def there():
             return (output.exists() and text in output.read_text(errors="replace")) or None
 
-        assert poll_until(time.monotonic() + 60, there, Event()), output.read_text()
+        assert poll_until(time.monotonic() + 120, there, Event()), output.read_text()
 
     wait_for("first step after")
     assert slurm.run("scancel", "--signal=USR1", job).returncode == 0

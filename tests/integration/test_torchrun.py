@@ -55,6 +55,7 @@ def outputs(folder):
     return "\n".join(file.read_text() for file in folder.glob("output-*"))
 
 
+@pytest.mark.nightly
 def test_two_nodes_continue_from_the_last_checkpoint_after_a_loss(tmp_path):
     """Two servers on the first node, two trainers on the second, of which one is killed.
 

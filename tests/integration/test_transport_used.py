@@ -1,11 +1,12 @@
 """The transport that each trainer used is in records, summary and report; comparing different ones warns."""
 
 import json
+import re
 
 import pytest
-from launching import train
+from launching import TASKS, WITNESS_TRAINERS, train
 
-from paramserver.config import Config
+from paramserver.config import Config, load_config
 from paramserver.metrics import FanOut
 from paramserver.metrics.records import make_record
 from paramserver.metrics.summary import summary_text
@@ -17,6 +18,7 @@ from paramserver.tools.report.results import append_result, read_results
 
 pytestmark = pytest.mark.claim("transport-used")
 
+TABLES = TASKS.with_name("table_tasks.py")
 CONFIG = {"training": {"max_steps": 3, "batch_size": 8}}
 USED = {
     "shared_memory": {},  # auto
@@ -64,8 +66,43 @@ def test_benchmarks_of_different_transports_are_compared_with_a_warning(runs, tm
     assert not [note for note in compare(found[0], found[0]).notes if "transport" in note]
 
 
+OTHER_WAYS = {
+    "default": ({}, "shared_memory"),
+    "off": ({"ddp": {"shared_memory": "off"}}, "gloo"),
+    "hook": ({"ddp": {"comm_hook": "fp16"}}, "gloo"),
+    "own": ({"trainer": f"{WITNESS_TRAINERS}:CountingTrainer"}, "gloo"),
+    "hosts": ({"trainer": f"{WITNESS_TRAINERS}:ReducingTrainer"}, "gloo"),
+    "small": ({"task": f"{TASKS}:LittleSharedMemory"}, "gloo"),
+    "tables": ({"task": f"{TABLES}:Tables", "task_args": {"rare": False}}, "gloo"),
+}
+
+
+@pytest.mark.parametrize(("word", "meant"), [("off", "off"), ("'off'", "off"), ("auto", "auto")])
+def test_shared_memory_of_ddp_is_switched_off_by_the_word(tmp_path, word, meant):
+    """YAML 1.1 reads it as false."""
+    (tmp_path / "config.yaml").write_text(f"task: a:B\nmode: ddp\nddp: {{shared_memory: {word}}}\n")
+    assert load_config(tmp_path / "config.yaml").ddp.shared_memory == meant
+
+
 @pytest.mark.processes
-def test_a_mode_without_a_server_has_none(tmp_path):
+@pytest.mark.claim("all-reduce")
+@pytest.mark.parametrize("name", OTHER_WAYS)
+def test_ddp_names_where_gradients_were_reduced(name, tmp_path):
+    config, used = OTHER_WAYS[name]
+    run = train(tmp_path, "ddp", 2, **{**CONFIG, **config})
+    assert run.code == 0, run.output
+    assert run.summary["transports"] == {"0": used, "1": used}
+    assert sorted((r["trainer"], r["transport"]) for r in run.of_kind("transport")) == [(0, used), (1, used)]
+    notes = [r["text"] for r in run.of_kind("note") if "over gloo" in r["text"]]
+    assert len(notes) == (name == "small")
+    if notes:
+        assert re.match(
+            r"ddp.shared_memory \(auto\): gradients are reduced over gloo, as segment gradients needs", notes[0]
+        )
+
+
+@pytest.mark.processes
+def test_a_mode_without_communication_has_none(tmp_path):
     local = train(tmp_path, "local", 1, **CONFIG)
     assert local.summary["transports"] is None
     assert not local.of_kind("transport")

@@ -22,16 +22,11 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from paramserver import cli, elastic, evaluate, predict
+from paramserver._commands import COMMANDS
 from paramserver.config import KEYS, SECTIONS, config_from_mapping, describe_keys, load_config
-from paramserver.launch import make_parser
 from paramserver.online.spec import IngestSpec
-from paramserver.tools import export
 from paramserver.tools.bench import command as benchmark
-from paramserver.tools.chaos import command as chaos
-from paramserver.tools.doctor import command as doctor
 from paramserver.tools.prediction import command as prediction
-from paramserver.tools.report import command as reporting
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -87,6 +82,7 @@ def launches(document):
 def test_the_quickstart_is_the_example():
     for file in QUICKSTART:
         assert marked(f"file: {file}") == (ROOT / file).read_text()
+    assert marked(f"file: {QUICKSTART[0]}", DOCS / "index.md") == (ROOT / QUICKSTART[0]).read_text()
 
 
 def test_the_task_has_20_lines():
@@ -103,14 +99,19 @@ def run_python(arguments, folder):
     return done
 
 
+def launch(fork_server, folder, *words):
+    code, output = fork_server.run(words, folder, 120, {**os.environ, "OMP_NUM_THREADS": "1"})
+    assert code == 0, output
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, fork_server):
     """A folder in which the README's task was trained, in one process, under the name that the README gives."""
     folder = tmp_path_factory.mktemp("quickstart")
     for file in QUICKSTART:
         (folder / Path(file).name).write_text(marked(f"file: {file}"))
-    launch = ["-m", "paramserver.launch", "--config", "config.yaml", "--mode", "local"]
-    run_python([*launch, "--set", "logging.name=sine", "--set", "logging.tensorboard=false"], folder)
+    words = ["--config", "config.yaml", "--mode", "local", "--set", "logging.name=sine"]
+    launch(fork_server, folder, *words, "--set", "logging.tensorboard=false")
     return folder
 
 
@@ -135,17 +136,17 @@ def test_a_checkpoint_loads_into_plain_pytorch(trained):
 
 
 @pytest.mark.processes
-def test_the_readme_continues_that_run(trained, tmp_path):
+def test_the_readme_continues_that_run(trained, fork_server, tmp_path):
     (resume,) = [words for words in launches(README) if "--resume" in words]
     shutil.copytree(trained, tmp_path / "copy")
-    run_python(["-m", "paramserver.launch", *resume], tmp_path / "copy")
+    launch(fork_server, tmp_path / "copy", *resume)
     summary = yaml.safe_load((tmp_path / "copy" / "runs" / "sine" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("completed", 60 * 1024 // 32)
 
 
 @pytest.mark.processes
 def test_a_run_starts_from_python(trained):
-    lines = marked("run: api", DOCS / "start.md").replace('"training": {', '"mode": "local", "training": {')
+    lines = marked("run: api", DOCS / "start.md").replace('mode="rpc"', 'mode="local"')
     (trained / "api.py").write_text(lines)
     run_dir, loss = run_python(["api.py"], trained).stdout.splitlines()[-1].split()
     assert (trained / run_dir / "summary.json").is_file()
@@ -170,20 +171,12 @@ def test_the_readme_is_short():
 # Commands.
 
 # Flags of pytest, torchrun, SLURM and of programs under examples/ that a text names outside of a command.
-OTHER_FLAGS = {"--all_cases", "--kill", "--max", "--official", "--quick"}
+OTHER_FLAGS = {"--all_cases", "--kill", "--max_restarts", "--official", "--quick"}
 
 
 def all_help():
-    parsers = [
-        make_parser,
-        evaluate.make_parser,
-        predict.make_parser,
-        export.make_parser,
-        cli.make_keys_parser,
-        cli.make_ping_parser,
-    ]
-    parsers += [prediction.make_parser, doctor.make_parser, elastic.make_join_parser, elastic.make_leave_parser]
-    parsers += [reporting.make_parser, chaos.make_parser, benchmark.make_parser, benchmark.make_compare_parser]
+    parsers = [command.make_parser for command in COMMANDS.values()]
+    parsers += [prediction.make_parser, benchmark.make_compare_parser]
     return "".join(make().format_help() for make in parsers)
 
 
@@ -196,7 +189,8 @@ def flags_of_component():
 
 def flags_in(document):
     flags = {word for words in launches(document) for word in words if word.startswith("--")}
-    return flags | set(re.findall(r"`(--\w+)", document.read_text()))
+    flags |= set(re.findall(r"`(--[\w-]+)", document.read_text()))
+    return {f"--{flag[2:].replace('-', '_')}" for flag in flags}
 
 
 def test_flags_exist():
@@ -224,7 +218,7 @@ def parsed(command, words, monkeypatch):
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
     with pytest.raises(Parsed) as raised:
-        cli._COMMANDS[command](words)
+        COMMANDS[command].main(words)
     return raised.value.args[0]
 
 

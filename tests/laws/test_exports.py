@@ -11,6 +11,7 @@ PUBLIC = {
         "ParameterServer",
         "Partition",
         "Result",
+        "Subscriber",
         "Task",
         "TrainingError",
         "UnsupportedConfiguration",

@@ -2,7 +2,7 @@
 
 import ast
 
-from fast_tier import ROOT, SLOW, may_be_fast
+from fast_tier import LONGEST, ROOT, SLOW, may_be_fast
 
 
 def test_every_slow_test_exists():
@@ -13,6 +13,10 @@ def test_every_slow_test_exists():
         functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         missing += [name] if not functions or (function and function not in functions) else []
     assert missing == []
+
+
+def test_every_long_file_exists():
+    assert [name for name in LONGEST if not (ROOT / name).is_file()] == []
 
 
 def test_every_folder_has_fast_tests():

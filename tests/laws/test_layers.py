@@ -24,21 +24,43 @@ from paramserver.config.schema import BUFFERS, CONSISTENCIES
 
 # A folder, or a module of the top level, imports from its own layer and those above its line; no two import each other.
 LAYERS = [
-    "_lazy _trainers errors fileio importing process_utils rng version",
+    "_commands _lazy _trainers errors fileio importing platform process_utils rng version",
     "buffers checkpoint cluster config devices limits metrics",
-    "client consistency context distributed online parameters run_simulation sources task",
+    "client consistency context distributed online parameters run_simulation sources subscriber task",
     "optim transport",
     "runs server",
     "runtime simulator trainers",
-    "api benchmark chaos cli components elastic evaluate integrations launch predict reporting tools",
+    "api cli components elastic evaluate integrations launch predict ray_actors tools",
 ]
-MAY_USE_RPC = [f"paramserver.{folder}" for folder in ("distributed", "optim", "server", "transport")]
-MAY_USE_RPC += ["paramserver.trainers.pull", "paramserver.trainers.server_forward"]
+# What would change if torch dropped RPC (docs/torch-notes.md). The first asks whether torch has it.
+ASKS_FOR_RPC = "paramserver.distributed.backends"
+USE_RPC = {
+    "paramserver.distributed.membership",
+    "paramserver.distributed.rpc_agent",
+    "paramserver.distributed.rpc_calls",
+    "paramserver.distributed.session",
+    "paramserver.server.shared_optimizer",
+}
 # Layers below know of no other process, except for the connections themselves and what measures them.
 FIRST_DISTRIBUTED_LAYER = 3
 CONNECTS = ("paramserver.distributed",)
-# The table of commands, and the modules by whose names some tools are run.
-MAY_USE_TOOLS = ("benchmark", "chaos", "cli", "reporting", "tools")
+MAY_USE_TOOLS = ("tools",)  # the table of commands has their names as text
+LINUX = (
+    *("pidfd_", "P_PIDFD", "memfd_", "MFD_", "F_ADD_SEALS", "F_SEAL_", "eventfd", "EFD_", "epoll", "EPOLL", "prctl"),
+    *("sched_getaffinity", "MSG_CMSG_CLOEXEC", "SO_PEERCRED", "TCP_INFO", "sigtimedwait", "inotify", "signalfd"),
+)
+# No plain run needs them: hosts of the benchmark and faults, the checks of doctor, addresses of an interface that a
+# config names, and programs that send samples.
+LINUX_ONLY = {
+    "paramserver.cluster.network",
+    "paramserver.online.connections",
+    "paramserver.online.process_guard",
+    "paramserver.tools.bench.processes",
+    "paramserver.tools.chaos.command",
+    "paramserver.tools.chaos.director",
+    "paramserver.tools.chaos.receiver",
+    "paramserver.tools.doctor.machine",
+}
 MODES = frozenset({"rpc", "ddp", "local"})
 NEEDS_NO_TORCH = (
     "paramserver",
@@ -117,6 +139,8 @@ def test_there_is_no_circle_of_imports(imports_of):
 
 def test_folders_load_their_names_on_first_use():
     allowed = {
+        "paramserver._commands",
+        "paramserver._commands.install_command_modules",
         "paramserver._lazy",
         "paramserver._lazy.attach",
         "paramserver._trainers",
@@ -164,17 +188,11 @@ print("loaded:", *sorted(sys.modules))
     assert done.returncode == 0, done.stderr[-2000:]
     loaded = set(done.stdout.rpartition("loaded:")[2].split())
     assert f"paramserver.trainers.{mode}" in loaded
-    assert loaded & rpc_users() == set()
+    assert loaded & rpc_users() == {ASKS_FOR_RPC}
 
 
 def test_rpc_is_used_where_it_may_be():
-    users = rpc_users()
-    assert {name for name in users if not inside(name, MAY_USE_RPC)} == set()
-    assert {
-        "paramserver.server.client",
-        "paramserver.trainers.pull",
-        "paramserver.distributed.rpc_agent",
-    } <= users  # the search finds something
+    assert rpc_users() == {ASKS_FOR_RPC, *USE_RPC}
 
 
 def test_the_package_needs_no_library_of_tests():
@@ -206,8 +224,31 @@ def test_a_consistency_or_a_buffer_declares_what_holds_for_it():
 
 def test_the_environment_is_touched_in_cluster_only():
     users = {m.name for m in MODULES if environment_uses(m.tree)}
-    assert {name for name in users if not name.startswith("paramserver.cluster.")} == set()
+    # Of the lowest layer: whether tests force the ways of other systems.
+    assert {name for name in users if not name.startswith("paramserver.cluster.")} == {"paramserver.platform"}
     assert "paramserver.cluster.base" in users
+
+
+def names_of_linux(tree: ast.AST) -> set[str]:
+    """What a module names that only Linux has."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith(LINUX):
+            found.add(node.attr)
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.startswith(("/proc/", "/sys/"))
+        ):
+            found.add(node.value)
+        if isinstance(node, ast.JoinedStr) and ast.unparse(node).lstrip("f")[1:].startswith("\\x00"):
+            found.add("abstract address")
+    return found
+
+
+def test_what_only_linux_has_is_named_in_one_module():
+    users = {m.name for m in MODULES if names_of_linux(m.tree)}
+    assert users == {"paramserver.platform", *LINUX_ONLY}
 
 
 def test_every_thread_has_a_name_by_which_a_leak_is_found():
@@ -220,7 +261,7 @@ def test_every_thread_has_a_name_by_which_a_leak_is_found():
                 prefixes.append(first.value)
     assert len(prefixes) >= 9
     waits = "within-"  # ends with the call that it makes, which may be later than the test
-    ends_with_its_process = ("alive", "stacks", "fault-receiver", "exit-limit")
+    ends_with_its_process = ("alive", "stacks", "fault-receiver", "exit-limit", "process-end", "parent-end")
     assert [p for p in prefixes if not p.startswith((*OUR_THREADS, *ends_with_its_process, waits))] == []
 
 
@@ -259,6 +300,9 @@ def test_a_launch_needs_no_torch_before_it_starts_a_rank():
         (environment_uses, "from os import getenv", "from os import getpid"),
         (sleeps, "import time\ntime.sleep(1)", "import time\ntime.time()"),
         (sleeps, "from time import sleep", "from time import time"),
+        (names_of_linux, "os.pidfd_open(1)", "os.getpid()"),
+        (names_of_linux, "open('/proc/self/stat')", "open('proc/self/stat')"),
+        (names_of_linux, "s.bind(f'\\0{name}')", "s.bind(f'{name}\\0')"),
         (lambda t: "a.b.c" in imported(t), "def f():\n from a.b import c", "from a import d"),
         (lambda t: list(on_import(t)), "if x:\n import a", "if TYPE_CHECKING:\n import a"),
     ],

@@ -3,8 +3,8 @@
     python -m tests.measure.look_at_report REPORT.html [--out DIR]
 
 Checks in the browser's layout of the page that every picture has a size, that no two labels of a picture overlap, that
-only tables and code are wider than the screen, and that nothing was fetched or refused. The screenshots are for a
-person; tests/unit/tools/report/test_page.py makes the same checks.
+no label is smaller than 12 pixels, that only pictures and code are wider than the screen, and that nothing was fetched
+or refused. The screenshots are for a person; tests/unit/tools/report/test_page.py makes the same checks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SCREENS = {"desk": (1200, 5000), "phone": (500, 8000)}  # a window of Chromium is 500 wide at least
 DEADLINE_S = 120.0
+FONT_SIZE = 10  # of a label, in the units of its picture
 # Messages of Chromium that do not depend on the page.
 UNRELATED = re.compile(r"dbus|gpu|vaapi|vulkan|sandbox|zygote|font|ALSA|google_apis|task_policy|latency", re.IGNORECASE)
 FLAGS = (
@@ -47,6 +48,7 @@ document.title = JSON.stringify({
   pictures: [...document.querySelectorAll('figure svg')].map(picture => {
     const found = labels(picture), box = picture.getBoundingClientRect();
     return {name: picture.getAttribute('aria-label'), width: box.width, height: box.height,
+            scale: box.width / (picture.viewBox.baseVal.width || box.width || 1),
             labels: found.map(label => label.text), overlaps: overlaps(found), outside: outside(found, box)};
   }),
   cut: [...document.querySelectorAll('.wide')].filter(box => box.scrollWidth > box.clientWidth)
@@ -84,10 +86,11 @@ def faults(layout: dict[str, Any]) -> list[str]:
     found = ["there is no picture"] if not layout["pictures"] else []
     if layout["over"] > 0:
         found.append(f"the page is {layout['over']} pixels wider than the screen")
-    if layout["screen"] > SCREENS["phone"][0]:
-        found += [f"the column {title} pixels is outside of its table's frame" for title in layout["cut"]]
+    found += [f"the column {title} pixels is outside of its table's frame" for title in layout["cut"]]
     for one in layout["pictures"]:
-        if not (0 < one["width"] <= layout["screen"] and one["height"] > 0 and one["labels"]):
+        if one["scale"] * FONT_SIZE < 12:
+            found.append(f"{one['name']}: text of {one['scale'] * FONT_SIZE:.1f} pixels")
+        if not (one["width"] > 0 and one["height"] > 0 and one["labels"]):
             found.append(f"{one['name']}: {one['width']} by {one['height']} pixels, {len(one['labels'])} labels")
         found += [f"{one['name']}: {a!r} and {b!r} overlap" for a, b in one["overlaps"]]
         found += [f"{one['name']}: {text!r} leaves the picture" for text in one["outside"]]

@@ -1,17 +1,21 @@
 """How soon a run trains again after a process died, with and without a spare process.
 
-    python -m tests.measure.recovery [--spares 0 1] [--repeats 5] [--model small] [--consistency sync]
+    python -m tests.measure.recovery [--spares 0 1] [--model small] [--consistency sync] [--memory_every 0]
 
-Starts a run of one server and two trainers, once for each number of spares and repeat, interleaved. When it trains and
-its spares wait, trainer 1 is killed (SIGKILL); when its replacement trains and the spares wait again, the server is.
-Printed are the seconds from the kill to the first step of the replacement, and to the first step after the loss of the
-server; the phases of the replacement's start; and what a waiting spare costs.
+Starts a run of one server and two trainers, once for each case and repeat, interleaved. A case is a number of spares
+and a ``checkpoint.memory_every``; ``--memory_every 0 50`` compares runs without and with such checkpoints. When it
+trains and its spares wait, trainer 1 is killed (SIGKILL); when its replacement trains and the spares wait again, the
+server is. Printed are the seconds from the kill to the first step of the replacement, and to the first step after the
+loss of the server; the updates that were made again; the phases of the replacement's start; what a waiting spare costs;
+and the steps per second before the first death.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import json
 import os
 import signal
 import statistics
@@ -51,6 +55,9 @@ SERVER_RANK, TRAINER_RANK = 0, 2
 CHECKPOINT_EVERY = 500
 SETTLE_S = 1.0
 LEAST_PAUSE_S = 0.2
+RATE_S = 8.0
+MOST_COST = 0.02
+"""Of the throughput, for checkpoints in memory."""
 
 
 class RecordsSteps(Measured):
@@ -72,10 +79,14 @@ class RecordsSteps(Measured):
 
 @dataclass(frozen=True)
 class Recovery:
-    """One run: seconds until it trained again, the phases of the replacement, and RSS, PSS and CPU of spares."""
+    """One run: seconds until it trained again, updates redone after the death of the server, steps per second before,
+    the phases of the replacement, and RSS, PSS and CPU of spares.
+    """
 
     trainer_s: float
     server_s: float
+    redone: int
+    rate: float
     phases: dict[str, float]
     spare_mb: list[tuple[float, float]]
     spare_cpu: list[float]
@@ -137,14 +148,23 @@ class Watch:
         return end if length_s > LEAST_PAUSE_S else None
 
 
-def started(folder: Path, spares: int, model: str, consistency: str) -> contextlib.AbstractContextManager[Watch]:
+@dataclass(frozen=True)
+class Case:
+    spares: int
+    memory_every: int
+
+    def __str__(self) -> str:
+        return f"spares {self.spares}, memory_every {self.memory_every}"
+
+
+def started(folder: Path, case: Case, model: str, consistency: str) -> contextlib.AbstractContextManager[Watch]:
     (folder / "stamps").mkdir()
     config = measured_config("rpc", folder, 10**9, 2, {"stamps": str(folder / "stamps"), "model": model})
     config["task"] = f"{Path(__file__).resolve()}:RecordsSteps"
-    config["cluster"].update(spares=spares, timeout_s=60, max_restarts=9)
+    config["cluster"].update(spares=case.spares, timeout_s=60, max_restarts=9)
     config["server"] = {"consistency": consistency}
-    config["checkpoint"] = {"every": CHECKPOINT_EVERY}
-    return start_run(folder, config, spares)
+    config["checkpoint"] = {"every": CHECKPOINT_EVERY, "memory_every": case.memory_every or None}
+    return start_run(folder, config, case.spares)
 
 
 @contextlib.contextmanager
@@ -163,9 +183,12 @@ def start_run(folder: Path, config: dict[str, Any], spares: int) -> Iterator[Wat
         run.wait(LIMIT_S)
 
 
-def measure(spares: int, model: str, consistency: str) -> Recovery:
-    with tempfile.TemporaryDirectory() as name, started(Path(name), spares, model, consistency) as watch:
+def measure(case: Case, model: str, consistency: str) -> Recovery:
+    with tempfile.TemporaryDirectory() as name, started(Path(name), case, model, consistency) as watch:
         watch.await_trained()
+        began = time.monotonic()
+        time.sleep(RATE_S)
+        rate = sum(t > began for stamps in watch.stamps(TRAINER_RANK).values() for t in stamps) / RATE_S
         memory, cpu = costs(watch.waiting())
         known = set(watch.stamps(TRAINER_RANK))
         killed = watch.kill(TRAINER_RANK)
@@ -177,7 +200,8 @@ def measure(spares: int, model: str, consistency: str) -> Recovery:
         phases = [r["phases"] for r in read_records(watch.folder / "run", "phase") if r["rank"] == TRAINER_RANK]
         killed = watch.kill(SERVER_RANK)
         server_s = watch.await_value("a step after the server's death", lambda: watch.end_of_gap(killed)) - killed
-    return Recovery(trainer_s, server_s, phases[-1], memory, cpu)
+        losses = json.loads((watch.folder / "run" / "losses.json").read_text(encoding="utf-8"))
+    return Recovery(trainer_s, server_s, losses["updates_redone"], rate, phases[-1], memory, cpu)
 
 
 def costs(spares: list[psutil.Process]) -> tuple[list[tuple[float, float]], list[float]]:
@@ -188,15 +212,18 @@ def costs(spares: list[psutil.Process]) -> tuple[list[tuple[float, float]], list
     return memory, [sum(s.cpu_times()[:2]) - cpu for s, cpu in zip(spares, before, strict=True)]
 
 
-def report(spares: int, found: list[Recovery]) -> None:
-    print(f"spares {spares}")
+def report(case: Case, found: list[Recovery]) -> None:
+    print(case)
     for role, times in (
         ("trainer", [recovery.trainer_s for recovery in found]),
         ("server", [recovery.server_s for recovery in found]),
     ):
-        aim = TARGETS_S[role][spares > 0]
+        aim = TARGETS_S[role][case.spares > 0]
         met = verdict(statistics.median(times) <= aim)
         print(f"  trains after the death of a {role:8s}{spread(times)} s, at most {aim:g}: {met}")
+    redone, most = [recovery.redone for recovery in found], case.memory_every or CHECKPOINT_EVERY
+    print(f"  updates made again        {spread(redone, '.0f')}, at most {most}: {verdict(max(redone) <= most)}")
+    print(f"  steps per second          {spread([recovery.rate for recovery in found], '.1f')}")
     for phase in found[0].phases:
         print(f"    {phase:24s}{spread([recovery.phases.get(phase, 0.0) for recovery in found])} s")
     memory = [each for recovery in found for each in recovery.spare_mb]
@@ -209,20 +236,27 @@ def report(spares: int, found: list[Recovery]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spares", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--memory_every", type=int, nargs="+", default=[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", choices=list(MODELS), default="small")
     parser.add_argument("--consistency", choices=["sync", "bounded", "async"], default="sync")
     arguments = parser.parse_args()
-    found: dict[int, list[Recovery]] = {spares: [] for spares in arguments.spares}
+    cases = itertools.starmap(Case, itertools.product(arguments.spares, arguments.memory_every))
+    found: dict[Case, list[Recovery]] = {case: [] for case in cases}
     for repeat in range(arguments.repeats):
-        for spares, recoveries in found.items():
-            recoveries.append(measure(spares, arguments.model, arguments.consistency))
+        for case, recoveries in found.items():
+            recoveries.append(measure(case, arguments.model, arguments.consistency))
             last = recoveries[-1]
             text = f"trainer {last.trainer_s:.2f} s, server {last.server_s:.2f} s"
-            print(f"  {repeat + 1}/{arguments.repeats}, spares {spares}: {text}", file=sys.stderr)
+            print(f"  {repeat + 1}/{arguments.repeats}, {case}: {text}", file=sys.stderr)
     print(origin())
-    for spares, recoveries in found.items():
-        report(spares, recoveries)
+    for case, recoveries in found.items():
+        report(case, recoveries)
+        without = found.get(Case(case.spares, 0), [])
+        if case.memory_every and without:
+            shares = [one.rate / other.rate for one, other in zip(recoveries, without, strict=True)]
+            met = verdict(statistics.median(shares) >= 1 - MOST_COST)
+            print(f"  throughput, of that without {spread(shares, '.3f')}, at least {1 - MOST_COST}: {met}")
 
 
 if __name__ == "__main__":

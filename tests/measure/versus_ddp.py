@@ -6,7 +6,8 @@ Two trainers with one thread each on this machine, batches of 32 random images o
 network, ``mlp-`` 784-1024-1024-10, ``tiny`` one of 4,780 parameters, whose step is its fixed cost; SGD has a momentum
 of 0.9. The cases:
 
-- ``ddp``: gloo on the loopback, with the package's default buckets.
+- ``ddp``: the default, all-reduce in shared memory.
+- ``gloo``: ``ddp.shared_memory: off``, gloo on the loopback, with the package's default buckets.
 - ``memory``: ``rpc`` with one server and parameters and gradients in shared memory, which is what ``transport: auto``
   takes on one host; named here, so that a run without it fails instead of measuring something else.
 - ``wire``: ``rpc`` with ``transport: rpc``.
@@ -51,9 +52,13 @@ from tests.measure.common import (
 from tests.measure.overhead import Timing, timing_of
 
 TRAINERS = 2
-MODES = {"ddp": "ddp", "memory": "rpc", "wire": "rpc", "limit": "local"}
-SERVERS: dict[str, dict[str, Any]] = {"memory": {"transport": "shared_memory"}, "wire": {"transport": "rpc"}}
-REFERENCES = ("ddp", "limit")
+MODES = {"ddp": "ddp", "gloo": "ddp", "memory": "rpc", "wire": "rpc", "limit": "local"}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "gloo": {"ddp": {"shared_memory": "off"}},
+    "memory": {"server": {"transport": "shared_memory"}},
+    "wire": {"server": {"transport": "rpc"}},
+}
+REFERENCES = ("gloo", "ddp", "limit")
 
 
 @dataclass(frozen=True)
@@ -66,9 +71,11 @@ class Setting:
 
 
 SETTINGS = {
-    "cnn": Setting("cnn", "sgd", {("memory", "ddp"): 1.0, ("wire", "ddp"): 0.75, ("memory", "limit"): 0.85}),
-    "mlp-sgd": Setting("mlp", "sgd", {("memory", "ddp"): 1.15, ("wire", "ddp"): 0.5}),
-    "mlp-adam": Setting("mlp", "adam", {("memory", "ddp"): 1.0}),
+    "cnn": Setting("cnn", "sgd", {("memory", "ddp"): 1.0, ("wire", "gloo"): 0.75, ("memory", "limit"): 0.85}),
+    "mlp-sgd": Setting(
+        "mlp", "sgd", {("ddp", "gloo"): 1.15, ("memory", "ddp"): 1.0, ("memory", "gloo"): 1.15, ("wire", "gloo"): 0.5}
+    ),
+    "mlp-adam": Setting("mlp", "adam", {("ddp", "gloo"): 1.15, ("memory", "ddp"): 1.3, ("memory", "gloo"): 1.0}),
     "tiny": Setting("tiny", "sgd", {}),
 }
 
@@ -110,7 +117,7 @@ def be_child(arguments: argparse.Namespace) -> None:
     if alone:
         task_args["lone_rank"] = arguments.rank
     config = measured_config(MODES[arguments.child], folder, arguments.steps, TRAINERS, task_args)
-    paramserver.run(Paired, {**config, "server": SERVERS.get(arguments.child, {})})
+    paramserver.run(Paired, {**config, **SECTIONS.get(arguments.child, {})})
 
 
 # The measurement.

@@ -37,6 +37,13 @@ def test_all_invariants_hold_for_all_seeds():
     assert sum(outcome.redone == 0 for outcome in outcomes) > len(SEEDS) / 10
 
 
+def test_all_invariants_hold_where_pushes_are_skipped():
+    """No skipped push is applied, the counts are exact, also after losses, and each run ends."""
+    for seed in range(100):
+        violation = simulate(seed, nonfinite=15).violation
+        assert violation is None, f"seed {seed}: {violation}"
+
+
 # Runs that did not end: the last trainers that knew of the end were lost, while replacements were joining.
 FOUND = (155553, 194194, 201328)
 

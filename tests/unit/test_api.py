@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+import yaml
 from launching import differing_tensors
 
 import paramserver
@@ -58,3 +59,57 @@ def test_other_modes_refuse_what_other_processes_cannot_create(tmp_path, mode):
     with pytest.raises(UnsupportedConfiguration, match=r"data \(TensorDataset\) of Given must be a plain value"):
         paramserver.run(Given(DATA), config(tmp_path, "run", mode=mode))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sections_override_the_config_and_overrides_override_both(tmp_path):
+    given = config(tmp_path, "run", mode="rpc", steps=9)
+    result = paramserver.run(
+        Given(DATA),
+        given,
+        mode="local",
+        training={"max_steps": 5, "validate_every": 0},
+        task_args={"lr": 0.2},
+        seed=3,
+        overrides={"training.max_steps": 4, "checkpoint.best": None},
+    )
+    stored = yaml.safe_load((result.run_dir / "config.yaml").read_text())
+    training = stored["training"]
+    assert (stored["mode"], stored["seed"]) == ("local", 3)
+    assert (training["max_steps"], training["validate_every"], training["batch_size"]) == (4, 0, 8)
+    assert given == config(tmp_path, "run", mode="rpc", steps=9), "the mapping of the caller is as it was"
+    again = paramserver.run(Given(DATA), resume=result.run_dir, overrides={"training.max_steps": 6}, seed=3)
+    assert again.summary["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"trainig": {"max_steps": 3}}, r"trainig.*training"),
+        ({"overrides": {"training.max_step": 3}}, r"max_step.*max_steps"),
+        ({"training": {"max_steps": "many"}}, r"training\.max_steps"),
+        ({"mode": "dpp"}, r"mode \(dpp\)"),
+    ],
+)
+def test_a_wrong_keyword_is_refused_as_in_a_file(tmp_path, keywords, message):
+    with pytest.raises(UnsupportedConfiguration, match=message):
+        paramserver.run(Given(DATA), {"logging": {"run_dir": str(tmp_path)}}, **keywords)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_result_has_the_model_its_checkpoint_and_the_curves(tmp_path):
+    """The task is given objects, which its stored config does not have: the model is built with them again."""
+    result = paramserver.run(Given(DATA, lr=0.2), config(tmp_path, "run", steps=8), overrides={"logging.log_every": 2})
+    assert result.checkpoint == result.run_dir / "checkpoints" / "step-00000008"
+    model = result.model()
+    assert not model.training
+    assert differing_tensors(model.state_dict(), torch.load(result.checkpoint / "model.pt")) == []
+    assert [row["step"] for row in result.metrics("train")] == [2, 4, 6, 8]
+    assert result.metrics("train")[-1]["train/loss"] == result.summary["train_loss"]
+    assert all(isinstance(row, dict) and len(row) > 3 for row in result.metrics())
+    assert result.metrics("validation") == []
+    with pytest.raises(paramserver.errors.CheckpointError, match="best"):
+        result.model("best")
+
+
+def test_a_result_without_a_checkpoint_has_none(tmp_path):
+    assert paramserver.Result(tmp_path, {"checkpoint": None}).checkpoint is None

@@ -3,7 +3,7 @@
 import pytest
 
 from paramserver.config import TrainingConfig
-from paramserver.limits import Limits, epoch_of, is_due
+from paramserver.limits import ALL_SERVED, Limits, end_in_words, epoch_of, is_due, no_more_data
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,25 @@ def test_an_interval_is_due_at_its_multiples():
     assert [step for step in range(1, 10) if is_due(step, 3)] == [3, 6, 9]
     assert [step for step in range(1, 4) if is_due(step, 1)] == [1, 2, 3]
     assert not any(is_due(step, 0) for step in range(10))
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes", "trainers", "left", "words"),
+    [
+        (no_more_data(1), {}, 2, 12, "20 epochs done; 12 samples are less than a step of both trainers"),
+        (no_more_data(1), {}, 2, 1, "20 epochs done; 1 sample is less than a step of both trainers"),
+        (no_more_data(3), {}, 4, 127, "20 epochs done; 127 samples are less than a step of all 4 trainers"),
+        (no_more_data(0), {"accumulate_batches": 2}, 2, 64, "20 epochs done; 64 samples are less than a step of both "),
+        (ALL_SERVED, {}, 2, 0, "20 epochs done"),
+        (ALL_SERVED, {"max_epochs": 1}, 1, 0, "1 epoch done"),
+        (no_more_data(1), {}, 2, 64, no_more_data(1)),
+        (no_more_data(1), {}, 2, None, no_more_data(1)),
+        (no_more_data(1), {"max_epochs": None}, 2, 12, no_more_data(1)),
+        (ALL_SERVED, {"max_epochs": None}, 2, 0, ALL_SERVED),
+        ("training.max_steps (5) reached", {}, 2, 0, "training.max_steps (5) reached"),
+        ("it is good enough", {}, 2, 0, "it is good enough"),
+    ],
+)
+def test_a_run_whose_epochs_are_done_says_so_and_no_other(reason, changes, trainers, left, words):
+    training = TrainingConfig(**{"max_epochs": 20, "batch_size": 32, **changes})
+    assert end_in_words(reason, training, trainers, left).startswith(words)

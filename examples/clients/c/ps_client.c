@@ -14,9 +14,9 @@
 #include <time.h>
 #include <zmq.h>
 
-enum { VERSION = 1, HEADER_BYTES = 28, MAX_DIMENSIONS = 16, MAX_ADDRESS = 256, MAX_BODY = 1 << 18, MAX_WARNINGS = 20 };
+enum { VERSION = 1, HEADER_BYTES = 28, MAX_DIMENSIONS = 16, MAX_ADDRESS = 256, MAX_BODY = 1 << 20, MAX_WARNINGS = 20 };
 enum { HELLO = 1, BYE = 2, PING = 3, WELCOME = 17, PONG = 18, REFUSED = 19, OVER = 20 };
-enum { OPEN = 33, SAMPLE = 34, HEARTBEAT = 35, HAD = 36, ACK = 49, READY = 66 };
+enum { OPEN = 33, SAMPLE = 34, HEARTBEAT = 35, HAD = 36, ACK = 49, READY = 66, GET = 81, WEIGHTS = 82 };
 
 static const double HELLO_TIMEOUT_S = 60, PING_INTERVAL_S = 1, HEARTBEAT_INTERVAL_S = 1, RETRY_S = 1;
 static const double RECEIVE_INTERVAL_S = 0.1; /* with room in the window, replies are received this often */
@@ -34,6 +34,7 @@ typedef struct {
 typedef struct sample {
     struct sample *next;
     int64_t step;
+    int num_frames;
     zmq_msg_t frames[]; /* the descriptor, and one for each field */
 } sample;
 
@@ -62,7 +63,8 @@ struct ps_client {
     char address[MAX_ADDRESS], keys[1024];
     double *parameters, timeout_s, receive_at;
     int64_t single_trainer, window, last_step;
-    int run_started, registered_on, num_sockets, num_warnings, num_opening, num_trainers, num_fields;
+    int run_started, registered_on, num_sockets, num_warnings, num_opening, num_trainers;
+    int num_fields, num_required; /* those after the required ones may be left out of a sample */
     void *context;
     connection run;       /* to the coordinator */
     zmq_msg_t opening[2]; /* the body of HELLO and OPEN */
@@ -70,7 +72,8 @@ struct ps_client {
     field *fields;
     zmq_pollitem_t *items;
     int kind; /* of the message that was received last; 0 = none */
-    int64_t simulation, count;
+    int64_t simulation, count, attempt;
+    zmq_msg_t *values; /* of a subscriber: where the values of WEIGHTS are received */
     size_t body_bytes;
     char body[MAX_BODY];
 };
@@ -218,6 +221,7 @@ static int secure(ps_client *c, void *socket)
 
 static int connect_to(ps_client *c, connection *to, const char *name, const char *address)
 {
+    static const int keepalive[] = {1, 5, 3, 15000}; /* on; every 5 s; 3 times; 15,000 ms */
     const int none = 0, ipv6 = strchr(address, '[') != NULL;
     const int events = ZMQ_EVENT_HANDSHAKE_SUCCEEDED | ZMQ_EVENT_CONNECT_RETRIED | ZMQ_EVENT_DISCONNECTED;
     const int is_local = !strncmp(address, "tcp://127.", 10) || !strncmp(address, "tcp://localhost:", 16) ||
@@ -241,6 +245,13 @@ static int connect_to(ps_client *c, connection *to, const char *name, const char
     zmq_setsockopt(to->monitor, ZMQ_RCVHWM, &none, sizeof none);
     zmq_setsockopt(to->socket, ZMQ_LINGER, &none, sizeof none);
     zmq_setsockopt(to->socket, ZMQ_IPV6, &ipv6, sizeof ipv6);
+    if (c->values) { /* it may wait for hours: a host that is gone is noticed, and connected to again */
+        zmq_setsockopt(to->socket, ZMQ_TCP_KEEPALIVE, &keepalive[0], sizeof *keepalive);
+        zmq_setsockopt(to->socket, ZMQ_TCP_KEEPALIVE_IDLE, &keepalive[1], sizeof *keepalive);
+        zmq_setsockopt(to->socket, ZMQ_TCP_KEEPALIVE_INTVL, &keepalive[1], sizeof *keepalive);
+        zmq_setsockopt(to->socket, ZMQ_TCP_KEEPALIVE_CNT, &keepalive[2], sizeof *keepalive);
+        zmq_setsockopt(to->socket, ZMQ_TCP_MAXRT, &keepalive[3], sizeof *keepalive);
+    }
     if (*c->keys) TRY(secure(c, to->socket));
     FAIL_IF(zmq_socket_monitor(to->socket, monitored, events) || zmq_connect(to->monitor, monitored),
             "%s cannot be watched (%s)", to->name, zmq_strerror(errno));
@@ -307,26 +318,31 @@ static int send_message(ps_client *c, connection *to, int kind, int64_t step, zm
     return PS_OK;
 }
 
-static int64_t big_endian(const unsigned char *at)
+static int64_t big_endian(const unsigned char *at, int bytes)
 {
     uint64_t value = 0;
     int i;
-    for (i = 0; i < 8; i++) value = value << 8 | at[i];
+    for (i = 0; i < bytes; i++) value = value << 8 | at[i];
     return (int64_t)value;
 }
 
-/* Receives one message into kind, simulation, count (its step) and body, a text; kind is 0 if there is none. */
+/* Receives one message into kind, simulation, count (its step), attempt and body, a text; kind is 0 if there is none.
+ * Of a subscriber, the second frame after the header is values. */
 static int receive(ps_client *c, connection *from)
 {
     unsigned char header[HEADER_BYTES] = {0};
-    int size, got, more;
+    int size, got, more, frame;
     size_t length = sizeof more;
     c->kind = 0;
     do size = zmq_recv(from->socket, header, sizeof header, ZMQ_DONTWAIT);
     while (size < 0 && errno == EINTR);
     if (size < 0) return PS_OK;
     c->body_bytes = 0;
-    while (!zmq_getsockopt(from->socket, ZMQ_RCVMORE, &more, &length) && more) {
+    for (frame = 1; !zmq_getsockopt(from->socket, ZMQ_RCVMORE, &more, &length) && more; frame++) {
+        if (c->values && frame == 2) {
+            FAIL_IF(zmq_msg_recv(c->values, from->socket, 0) < 0, NO_MEMORY);
+            continue;
+        }
         got = zmq_recv(from->socket, c->body + c->body_bytes, MAX_BODY - 1 - c->body_bytes, 0);
         FAIL_IF(got < 0 || (size_t)got >= MAX_BODY - c->body_bytes, "%s sent too long a message for this client",
                 from->name);
@@ -341,8 +357,9 @@ static int receive(ps_client *c, connection *from)
             "of the same paramserver",
             from->name, header[2], VERSION);
     c->kind = header[3];
-    c->simulation = big_endian(header + 4);
-    c->count = big_endian(header + 12);
+    c->simulation = big_endian(header + 4, 8);
+    c->count = big_endian(header + 12, 8);
+    c->attempt = big_endian(header + 24, 4);
     return c->kind != OVER ? PS_OK : refuse(c, PS_OVER, "%.900s", *c->body ? c->body : "the run wants no more samples");
 }
 
@@ -405,6 +422,8 @@ static int read_directory(ps_client *c)
         c->timeout_s = c->timeout_s > 0 ? c->timeout_s : timeout_s;
         read_integer(member_of(text, "steps"), &c->info.steps); /* null becomes -1 here and below */
         TRY(read_fields(c, first_item(member_of(text, "fields"))));
+        c->num_required = c->num_fields;
+        TRY(read_fields(c, first_item(member_of(text, "optional"))));
     }
     read_integer(member_of(text, "single_trainer"), &c->single_trainer);
     FAIL_IF(c->single_trainer >= count, "%s answered what cannot be understood: trainer %d of %d", c->run.name,
@@ -477,14 +496,14 @@ static int64_t in_flight(const trainer *t) { return t->unsent + t->sent - t->ack
 static int send_unsent(ps_client *c, trainer *t)
 {
     for (; t->next && t->sent - t->acked < c->window; t->next = t->next->next, t->unsent--, t->sent++)
-        TRY(send_message(c, &t->to, SAMPLE, t->next->step, t->next->frames, 1 + c->num_fields));
+        TRY(send_message(c, &t->to, SAMPLE, t->next->step, t->next->frames, t->next->num_frames));
     return PS_OK;
 }
 
-static void free_sample(ps_client *c, sample *one)
+static void free_sample(sample *one)
 {
     int i;
-    for (i = 0; i <= c->num_fields; i++) zmq_msg_close(&one->frames[i]);
+    for (i = 0; i < one->num_frames; i++) zmq_msg_close(&one->frames[i]);
     free(one);
 }
 
@@ -500,7 +519,7 @@ static int release_first(ps_client *c, trainer *t)
     t->released++;
     t->first = first->next;
     if (!t->first) t->end = &t->first;
-    free_sample(c, first);
+    free_sample(first);
     return PS_OK;
 }
 
@@ -784,18 +803,21 @@ static int make_sample(ps_client *c, int64_t step, sample **made)
     FAIL_IF(!one, NO_MEMORY);
     for (i = 0; i < c->num_fields && used < MAX_BODY; i++) {
         field *f = &c->fields[i];
+        if (f->rows < 0) continue;
         format_shape(shape, sizeof shape, f->dimensions, f->shape, f->rows);
-        used += (size_t)snprintf(text + used, MAX_BODY - used, "%s[\"%s\", \"%s\", %s]%s", i ? ", " : "[", f->name,
-                                 f->dtype, shape, i + 1 < c->num_fields ? "" : "]");
+        used += (size_t)snprintf(text + used, MAX_BODY - used, "%s[\"%s\", \"%s\", %s]", used ? ", " : "[", f->name,
+                                 f->dtype, shape);
     }
+    if (used < MAX_BODY) used += (size_t)snprintf(text + used, MAX_BODY - used, "]");
     if (used >= MAX_BODY || zmq_msg_init_size(&one->frames[0], used)) {
         free(one);
         return refuse(c, PS_FAILED, "%d fields are too many for this client", c->num_fields);
     }
     memcpy(zmq_msg_data(&one->frames[0]), text, used);
-    for (i = 0; i < c->num_fields; i++) {
-        zmq_msg_init(&one->frames[1 + i]);
-        zmq_msg_move(&one->frames[1 + i], &c->fields[i].array);
+    for (i = 0, one->num_frames = 1; i < c->num_fields; i++) {
+        if (c->fields[i].rows < 0) continue;
+        zmq_msg_init(&one->frames[one->num_frames]);
+        zmq_msg_move(&one->frames[one->num_frames++], &c->fields[i].array);
     }
     one->step = step;
     *made = one;
@@ -889,6 +911,16 @@ int ps_client_put(ps_client *c, const char *name, const char *dtype, int dimensi
     return PS_OK;
 }
 
+int ps_client_put_version(ps_client *c, ps_version version)
+{
+    const int64_t size = 2, numbers[] = {version.generation, version.step};
+    TRY(check_open(c));
+    if (!find_field(c, "version"))
+        return refuse(c, PS_INVALID, "version (%lld, %lld) must be left out, as this run takes none: it has no section "
+                      "publish", (long long)version.generation, (long long)version.step);
+    return ps_client_put(c, "version", PS_INT64, 1, &size, numbers);
+}
+
 int ps_client_send(ps_client *c, int64_t step)
 {
     sample *one = NULL;
@@ -899,7 +931,7 @@ int ps_client_send(ps_client *c, int64_t step)
         return refuse(c, PS_INVALID, "step (%lld) must be above the last one (%lld)%s; number the samples from 0",
                       (long long)step, (long long)c->last_step,
                       step > c->last_step ? ", and below the steps of a simulation" : "");
-    for (i = 0; i < c->num_fields; i++)
+    for (i = 0; i < c->num_required; i++)
         if (c->fields[i].rows < 0)
             return refuse(c, PS_INVALID, "field (%s) must be in every sample, it is missing; put it too",
                           c->fields[i].name);
@@ -908,7 +940,7 @@ int ps_client_send(ps_client *c, int64_t step)
                          : ((uint64_t)c->info.simulation + (uint64_t)step) % (uint64_t)c->num_trainers];
     status = make_sample(c, step, &one);
     for (i = 0; i < c->num_fields; i++) drop_put(&c->fields[i]);
-    if (status == PS_OK && (status = wait_for_room(c, t)) != PS_OK) free_sample(c, one);
+    if (status == PS_OK && (status = wait_for_room(c, t)) != PS_OK) free_sample(one);
     if (status != PS_OK) return end(c, status);
     *t->end = one;
     t->end = &one->next;
@@ -939,7 +971,7 @@ void ps_client_free(ps_client *c)
         while (t->first) {
             sample *first = t->first;
             t->first = first->next;
-            free_sample(c, first);
+            free_sample(first);
         }
         free(t->had);
     }
@@ -960,4 +992,341 @@ int64_t ps_client_size(const ps_client *c, const char *name, int dimension)
 {
     const field *f = find_field(c, name);
     return f && dimension >= 0 && dimension < f->dimensions ? f->shape[dimension] : -1;
+}
+
+/* Subscribers. */
+
+#define BFLOAT16 "bfloat16"
+
+/* One version, as it is received. Names are parts of the text, which is its description. */
+typedef struct {
+    ps_version version;
+    char *text, *run; /* run: its name, in JSON */
+    ps_tensor *tensors;
+    ps_version *starts; /* the first step of each generation */
+    unsigned char *values;
+    int num_tensors, num_starts;
+} weights;
+
+struct ps_subscriber {
+    ps_client c; /* its run is the connection to the publisher; simulation and attempt are those of the last request */
+    zmq_msg_t values;
+    weights newest;
+    const char *encoding;
+    int is_asked, asked_on; /* whether a request has no reply yet, and the number of connections when it was sent */
+    int is_other;           /* whether another run than before has sent the newest, since the last call */
+};
+
+static const double LONGEST_WAIT_S = 600; /* of one request; a longer one is made again */
+static const int64_t LARGEST_NUMBER = 4294967295;
+
+static int is_newer(ps_version a, ps_version b)
+{
+    return a.generation != b.generation ? a.generation > b.generation : a.step > b.step;
+}
+
+static size_t aligned(size_t offset) { return (offset + 63) / 64 * 64; }
+
+static void free_weights(weights *w)
+{
+    free(w->text);
+    free(w->tensors);
+    free(w->starts);
+    free(w->values);
+    memset(w, 0, sizeof *w);
+}
+
+static int is_bfloat16(const ps_tensor *t) { return !strcmp(t->dtype, BFLOAT16); }
+
+static int num_items(const char *list)
+{
+    const char *item;
+    int count = 0;
+    for (item = first_item(list); item; item = next_item(item)) count++;
+    return count;
+}
+
+/* Ends a text in place; returns it without its quotes. */
+static char *unquote(const char *text)
+{
+    *(char *)(after_value(text) - 1) = '\0';
+    return (char *)text + 1;
+}
+
+/* The name begins at its quote. */
+static int read_tensor(ps_client *c, const char *row, ps_tensor *t)
+{
+    static const char *const dtypes[] = {"|b1", "|u1", "|i1", "<u2", "<u4", "<u8",  "<i2", "<i4",
+                                         "<i8", "<f2", "<f4", "<f8", "<c8", "<c16", BFLOAT16};
+    const char *dtype, *size;
+    char text[16];
+    int64_t length;
+    size_t i;
+    t->name = first_item(row);
+    dtype = next_item(t->name);
+    size = next_item(dtype);
+    FAIL_IF(!size || *t->name != '"' || *size != '[' || !read_text(dtype, text, sizeof text),
+            "%s described a tensor as %.100s, which cannot be understood", c->run.name, row);
+    for (i = 0; i < sizeof dtypes / sizeof *dtypes; i++)
+        if (!strcmp(text, dtypes[i])) t->dtype = dtypes[i];
+    FAIL_IF(!t->dtype, "%s described a tensor as %.100s, whose dtype this subscriber does not know", c->run.name, row);
+    t->item_bytes = is_bfloat16(t) ? 2 : strtoul(t->dtype + 2, NULL, 10);
+    for (t->size = 1, size = first_item(size); size; size = next_item(size)) {
+        FAIL_IF(t->dimensions == MAX_DIMENSIONS || !read_integer(size, &length) ||
+                    (length && t->size > (size_t)INT64_MAX / 64 / (size_t)length),
+                "%s described a tensor as %.100s; it must have at most %d dimensions, and a size that fits",
+                c->run.name, row, MAX_DIMENSIONS);
+        t->shape[t->dimensions++] = length;
+        t->size *= (size_t)length;
+    }
+    return PS_OK;
+}
+
+/* Reads the description in body, and copies the values. Those of bfloat16 become float32. */
+static int read_weights(ps_subscriber *s, weights *w)
+{
+    ps_client *c = &s->c;
+    const char *rows = member_of(after_spaces(c->body), "tensors"), *item;
+    const char *starts = member_of(after_spaces(c->body), "starts"), *run = member_of(after_spaces(c->body), "run");
+    const unsigned char *data = zmq_msg_data(&s->values);
+    const size_t num_bytes = zmq_msg_size(&s->values);
+    size_t end = 0, room = 0, k;
+    void *values;
+    int i;
+    FAIL_IF(!rows || *rows != '[' || !starts || *starts != '[' || !run || *run != '"',
+            "%s answered what cannot be understood: this is no version of a model (%.100s)", c->run.name, c->body);
+    w->version = (ps_version){c->simulation, c->count};
+    w->num_tensors = num_items(rows);
+    w->num_starts = num_items(starts);
+    w->text = malloc(c->body_bytes + 1);
+    w->tensors = calloc((size_t)w->num_tensors + 1, sizeof *w->tensors);
+    w->starts = calloc((size_t)w->num_starts + 1, sizeof *w->starts);
+    FAIL_IF(!w->text || !w->tensors || !w->starts, NO_MEMORY);
+    memcpy(w->text, c->body, c->body_bytes + 1);
+    w->run = w->text + (run - c->body);
+    for (i = 0, item = first_item(starts); item; i++, item = next_item(item)) {
+        const char *generation = first_item(item);
+        FAIL_IF(!read_integer(generation, &w->starts[i].generation) ||
+                    !read_integer(next_item(generation), &w->starts[i].step),
+                "%s answered what cannot be understood: %.100s is the start of no generation", c->run.name, item);
+    }
+    for (i = 0, item = first_item(w->text + (rows - c->body)); item; i++, item = next_item(item)) {
+        ps_tensor *t = &w->tensors[i];
+        TRY(read_tensor(c, item, t));
+        t->values = data + (end = aligned(end));
+        end += t->size * t->item_bytes;
+        room = aligned(room) + t->size * (is_bfloat16(t) ? 4 : t->item_bytes);
+        if (end > num_bytes) break;
+    }
+    FAIL_IF(end != num_bytes, "%s answered what cannot be understood: %lu bytes are not the values of its tensors",
+            c->run.name, (unsigned long)num_bytes);
+    FAIL_IF(posix_memalign(&values, 64, room + 1), NO_MEMORY);
+    w->values = values;
+    for (i = 0, room = 0; i < w->num_tensors; i++) {
+        ps_tensor *t = &w->tensors[i];
+        const unsigned char *from = t->values;
+        unsigned char *to = w->values + (room = aligned(room));
+        t->name = unquote(t->name);
+        if (is_bfloat16(t)) {
+            for (k = 0; k < t->size; k++) {
+                const uint32_t bits = (uint32_t)from[2 * k] << 16 | (uint32_t)from[2 * k + 1] << 24;
+                memcpy(to + 4 * k, &bits, 4);
+            }
+            t->dtype = PS_FLOAT32;
+            t->item_bytes = 4;
+        } else memcpy(to, from, t->size * t->item_bytes);
+        t->values = to;
+        room += t->size * t->item_bytes;
+    }
+    *(char *)after_value(w->run) = '\0';
+    return PS_OK;
+}
+
+static int is_current(const weights *newest, ps_version version)
+{
+    int i;
+    for (i = 0; i < newest->num_starts; i++)
+        if (newest->starts[i].generation > version.generation && newest->starts[i].step < version.step) return 0;
+    return 1;
+}
+
+/* Takes over a version, unless the newest is as new. */
+static int take(ps_subscriber *s)
+{
+    weights *newest = &s->newest, got = {0};
+    const int status = read_weights(s, &got);
+    const int same_run = status == PS_OK && newest->run && !strcmp(newest->run, got.run);
+    char step[24];
+    zmq_msg_close(&s->values);
+    zmq_msg_init(&s->values);
+    if (status != PS_OK || (same_run && !is_newer(got.version, newest->version))) {
+        free_weights(&got); /* a reply that comes late */
+        return status;
+    }
+    snprintf(step, sizeof step, "%lld", (long long)newest->version.step);
+    if (newest->run && !same_run) {
+        s->is_other = 1;
+        warn(&s->c, &s->c.run, "publishes versions of another run now: ", got.run);
+    } else if (newest->run && !is_current(&got, newest->version))
+        warn(&s->c, &s->c.run, "has returned to a checkpoint, and has taken back versions up to step ", step);
+    free_weights(newest);
+    *newest = got;
+    return PS_OK;
+}
+
+/* Asks for a version that is newer than one; waits: also for those that are not made yet. */
+static int send_get(ps_subscriber *s, ps_version have, int waits, double timeout_s)
+{
+    ps_client *c = &s->c;
+    const char *run = s->newest.run ? s->newest.run : "\"\"";
+    const long long ms = (long long)(1000 * least(most(0, timeout_s), LONGEST_WAIT_S) + 0.999);
+    zmq_msg_t body;
+    int status;
+    /* Not %f: a program's own locale may write a comma. */
+    const int length = snprintf(c->body, MAX_BODY,
+                                "{\"run\": %s, \"encoding\": \"%s\", \"timeout_s\": %lld.%03lld, \"waits\": %s, "
+                                "\"holds\": false}",
+                                run, s->encoding, ms / 1000, ms % 1000, waits ? "true" : "false");
+    FAIL_IF(length >= MAX_BODY || zmq_msg_init_size(&body, (size_t)length), NO_MEMORY);
+    memcpy(zmq_msg_data(&body), c->body, (size_t)length);
+    c->info.simulation = have.generation;
+    c->info.attempt = c->info.attempt % LARGEST_NUMBER + 1;
+    status = send_message(c, &c->run, GET, have.step, &body, 1);
+    zmq_msg_close(&body);
+    s->is_asked = 1;
+    s->asked_on = c->run.connections;
+    return status;
+}
+
+/* Receives until there is the reply to a request of this call, or no time is left; waits: or until there is a version
+ * newer than one. A subscriber has one request at a time: replies to many would pile up on a slow connection. */
+static int fetch(ps_subscriber *s, ps_version asked, int waits, double timeout_s)
+{
+    ps_client *c = &s->c;
+    const double deadline = now_s() + timeout_s;
+    int is_own = 0, is_done = 0;
+    s->is_other = 0;
+    for (;;) {
+        do {
+            TRY(receive(c, &c->run));
+            FAIL_IF(c->kind == REFUSED, "%s refused this subscriber: %.600s", c->run.name, c->body);
+            if (c->kind == WEIGHTS) TRY(take(s));
+            if (c->kind && s->is_asked && c->attempt == c->info.attempt) {
+                s->is_asked = 0;
+                is_done = is_own && !waits;
+            }
+            if (waits) is_done = s->newest.run && (s->is_other || is_newer(s->newest.version, asked));
+        } while (c->kind && !is_done);
+        /* Another publisher, after a lost connection, has not received the request. */
+        if (disconnected_s(&c->run) > 0 || c->run.connections > s->asked_on) s->is_asked = 0;
+        /* With a timeout of 0 the next call returns what is asked for now. */
+        if ((!is_done || timeout_s == 0) && !s->is_asked && c->run.connections && !c->run.lost_at) {
+            const int holds = s->newest.run && !is_newer(asked, s->newest.version);
+            TRY(send_get(s, holds ? s->newest.version : asked, waits, deadline - now_s()));
+            is_own = 1;
+        }
+        if (is_done || now_s() >= deadline) return PS_OK;
+        wait_until(c, least(deadline, now_s() + LONGEST_WAIT_S), 0);
+    }
+}
+
+/* As fetch, of a subscriber that is open; ends it as its client ends. */
+static int fetch_open(ps_subscriber *s, ps_version asked, int waits, double timeout_s)
+{
+    ps_client *c = &s->c;
+    int status;
+    if (c->status != PS_OK) return c->status;
+    if (c->state != OPENED) return refuse(c, PS_INVALID, "this subscriber must be open; call ps_subscriber_open first");
+    if (!(timeout_s >= 0 && timeout_s < 1e9))
+        return refuse(c, PS_INVALID, "timeout_s (%g) must be a number of seconds from 0 to 1e9; correct it", timeout_s);
+    if (asked.generation < 0 || asked.step < 0)
+        return refuse(c, PS_INVALID, "version (%lld, %lld) must have a generation and a step from 0; correct it",
+                      (long long)asked.generation, (long long)asked.step);
+    status = fetch(s, asked, waits, timeout_s);
+    return status == PS_OK ? PS_OK : end(c, status);
+}
+
+ps_subscriber *ps_subscriber_new(void)
+{
+    ps_subscriber *s = calloc(1, sizeof *s);
+    if (!s) return NULL;
+    zmq_msg_init(&s->values);
+    s->c.values = &s->values;
+    s->c.info.members = 1;
+    return s;
+}
+
+static int open_subscriber(ps_subscriber *s, const char *address, const char *keys, const char *encoding)
+{
+    ps_client *c = &s->c;
+    const uint16_t one = 1;
+    FAIL_IF(!*(const char *)&one, "this subscriber needs a little-endian machine, as it takes values as they are sent");
+    FAIL_IF(!address || strlen(address) >= sizeof c->address || (keys && strlen(keys) >= sizeof c->keys),
+            "address and keys must be shorter than %d and %d letters, and address not NULL", MAX_ADDRESS,
+            (int)sizeof c->keys);
+    s->encoding = !encoding || !strcmp(encoding, "exact") ? "exact" : !strcmp(encoding, BFLOAT16) ? BFLOAT16 : NULL;
+    FAIL_IF(!s->encoding, "encoding (%.100s) must be exact or bfloat16; correct it", encoding);
+    strcpy(c->keys, keys ? keys : "");
+    c->context = zmq_ctx_new();
+    c->items = malloc(2 * sizeof *c->items);
+    FAIL_IF(!c->context || !c->items, NO_MEMORY);
+    return connect_to(c, &c->run, "the publisher of the run", address);
+}
+
+int ps_subscriber_open(ps_subscriber *s, const char *address, const char *keys, const char *encoding)
+{
+    int status;
+    if (s->c.state != NEW) return refuse(&s->c, PS_INVALID, "this subscriber was opened before; make another one");
+    status = open_subscriber(s, address, keys, encoding);
+    s->c.state = OPENED;
+    return status == PS_OK ? PS_OK : end(&s->c, status);
+}
+
+int ps_subscriber_latest(ps_subscriber *s, double timeout_s)
+{
+    TRY(fetch_open(s, s->newest.version, !s->newest.run, timeout_s));
+    if (s->newest.run) return PS_OK;
+    return refuse(&s->c, PS_NONE,
+                  "%s has sent no version of the model within %g s; see that the run trains, has the section publish, "
+                  "and prints this address%s",
+                  s->c.run.name, timeout_s,
+                  *s->c.keys ? ", and that the public key of this client is in the folder clients of its keys" : "");
+}
+
+int ps_subscriber_newer_than(ps_subscriber *s, ps_version version, double timeout_s)
+{
+    TRY(fetch_open(s, version, !s->newest.run || !is_newer(s->newest.version, version), timeout_s));
+    if (s->newest.run && (s->is_other || is_newer(s->newest.version, version))) return PS_OK;
+    return refuse(&s->c, PS_NONE, "%s has sent no version that is newer than step %lld of generation %lld within %g s",
+                  s->c.run.name, (long long)version.step, (long long)version.generation, timeout_s);
+}
+
+ps_version ps_subscriber_version(const ps_subscriber *s) { return s->newest.version; }
+
+const ps_tensor *ps_subscriber_tensors(const ps_subscriber *s, int *count)
+{
+    *count = s->newest.num_tensors;
+    return s->newest.tensors;
+}
+
+const ps_tensor *ps_subscriber_tensor(const ps_subscriber *s, const char *name)
+{
+    int i;
+    for (i = 0; i < s->newest.num_tensors; i++)
+        if (!strcmp(s->newest.tensors[i].name, name)) return &s->newest.tensors[i];
+    return NULL;
+}
+
+int ps_subscriber_is_current(const ps_subscriber *s, ps_version version) { return is_current(&s->newest, version); }
+
+const char *ps_subscriber_error(const ps_subscriber *s) { return s->c.error; }
+
+void ps_subscriber_free(ps_subscriber *s)
+{
+    if (!s) return;
+    end(&s->c, s->c.status);
+    zmq_msg_close(&s->values);
+    free_weights(&s->newest);
+    free(s->c.items);
+    free(s);
 }

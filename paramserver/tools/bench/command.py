@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import shlex
 import shutil
 import signal
@@ -23,7 +22,8 @@ from paramserver.cluster import child_environment, process_environ
 from paramserver.config import num_commands_of
 from paramserver.errors import Interrupted, TrainingError, UnsupportedConfiguration
 from paramserver.importing import code_folders
-from paramserver.launch import add_overrides, normalize_flags, run_command
+from paramserver.launch import CommandParser, add_overrides, run_command
+from paramserver.platform import num_usable_cores
 from paramserver.process_utils import print_output
 from paramserver.runs.rundir import environment_record
 from paramserver.tools.bench.cases import (
@@ -99,7 +99,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="paramserver benchmark",
         description="Train the task of a config in several ways, in turns, and report how fast each was. A single "
         "process and the trainers' loops without communication are measured as baselines.",
@@ -128,7 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = normalize_flags(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["compare"]:
         return run_command(lambda: _compare(words[1:]))
     if words[:1] == ["predict"]:
@@ -225,7 +225,7 @@ def _hosts(bandwidth: str, cases: Sequence[Case]) -> NetworkHosts:
 
 def _threads(most_trainers: int) -> str:
     """The user's OMP_NUM_THREADS, or else a number that is the same in all cases, so that trainers compute alike."""
-    shared = max(1, len(os.sched_getaffinity(0)) // most_trainers)
+    shared = max(1, num_usable_cores() // most_trainers)
     return process_environ().get("OMP_NUM_THREADS", str(shared))
 
 
@@ -245,7 +245,7 @@ def _environment(words: Sequence[str], threads: str) -> dict[str, Any]:
     kept = ("versions", "host", "platform")
     return {
         **{name: about[name] for name in kept},
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_usable_cores(),
         "threads": int(threads) if threads.isdecimal() else threads,
         "commit": about["git_commit"],
         "command": shlex.join(["paramserver", "benchmark", *words]),
@@ -298,7 +298,7 @@ def _report(results: Results, out: Path) -> None:
 
 
 def make_compare_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="paramserver benchmark compare",
         description="Print how each figure of each case changed from A to B, with its spread.",
         epilog="Exit codes: 0 done, 1 a throughput of B is below the limit or missing, 2 the input is wrong.",

@@ -101,8 +101,8 @@ def predict_communication(
     ``wire_bytes`` are sent and received by a trainer per step, as measured. ``overlap``: servers update and send back
     each bucket while they receive others.
     """
+    in_memory = wire_bytes < model_bytes / 2
     if mode.has_servers:
-        in_memory = wire_bytes < model_bytes / 2
         size = wire_bytes / 2  # each way
         overlap = overlap and not in_memory
         how = "bucket by bucket" if overlap else "one after the other"
@@ -112,6 +112,8 @@ def predict_communication(
             built += " (through shared memory: only messages are sent)"
     elif mode.has_process_group and comm_hook in _COMPRESSION:
         size, built = model_bytes * _COMPRESSION[comm_hook], f"ring all-reduce of {trainers}"
+        if in_memory and trainers > 1:
+            size, built = 0.0, f"all-reduce of {trainers} in shared memory: nothing is sent"
     else:
         return None
     seconds = communication_s(mode, size, trainers, servers, speed.bandwidth, speed.latency, overlap, colocated)

@@ -24,7 +24,7 @@ from paramserver.consistency.factory import consistency_class
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.importing import find_file
 from paramserver.metrics.records import PHASES, DurationHistogram
-from paramserver.process_utils import cpu_ticks
+from paramserver.platform import cpu_ticks
 from paramserver.tools.bench.cases import Case, require_first_reached
 from paramserver.tools.bench.cost_model import LinkSpeed, predict_communication, ring_bytes
 from paramserver.tools.bench.processes import PORT, NetworkHosts, ProcessGroup, host_address
@@ -38,7 +38,7 @@ from paramserver.tools.bench.step_stamps import (
 )
 from paramserver.tools.report.formatting import plural
 from paramserver.tools.report.from_runs import learning_curves
-from paramserver.tools.report.results import COMPUTED_RING, COUNTED_BY_KERNEL, CaseResult, Target
+from paramserver.tools.report.results import COMPUTED_RING, COMPUTED_SHARED, COUNTED_BY_KERNEL, CaseResult, Target
 from paramserver.tools.report.statistics import interpolated
 
 # The first steps allocate what later ones reuse: buffers, buckets, caches. Local steps count, in whole rounds.
@@ -366,7 +366,9 @@ def _outcome(
         updates=sum(summary["steps"] for summary in summaries) / steps,
         processes=case.trainers + case.servers,
     )
-    found |= _wire_bytes(case, stamps, window, wire) if case.mode.has_process_group else {}
+    if case.mode.has_process_group:
+        shares_memory = set((summaries[0]["transports"] or {}).values()) == {"shared_memory"}
+        found |= _wire_bytes(case, stamps, window, wire, shares_memory)
     wire_bytes = found["wire_bytes_per_step"]
     return {
         **found,
@@ -383,9 +385,15 @@ def _outcome(
 
 
 def _wire_bytes(
-    case: Case, stamps: Sequence[StepStamps], window: MeasuredWindow, wire: WireSampler | None
+    case: Case,
+    stamps: Sequence[StepStamps],
+    window: MeasuredWindow,
+    wire: WireSampler | None,
+    shares_memory: bool = False,
 ) -> dict[str, float | str | None]:
     """Bytes per step of a trainer in a process group: counted by the kernel, or computed."""
+    if wire is None and shares_memory:
+        return {"wire_bytes_per_step": 0.0, "wire_bytes_source": COMPUTED_SHARED}
     if wire is None:
         computed = ring_bytes(stamps[0].model_bytes, case.trainers, case.config.ddp.comm_hook)
         return {"wire_bytes_per_step": computed, "wire_bytes_source": None if computed is None else COMPUTED_RING}
@@ -424,7 +432,8 @@ def _predicted(case: Case, method: MeasuringMethod, stamps: StepStamps, wire_byt
     # With an optimizer that updates each element by itself; only the servers know which one it is.
     may_overlap = consistency_class(server).waits_for_all and server.compute == "trainer"
     # With rounds the trainers clip.
-    overlap = may_overlap and (case.config.training.clip_grad_norm is None or case.config.training.has_rounds)
+    training = case.config.training
+    overlap = may_overlap and (training.has_rounds or not (training.clips or training.may_skip))
     return predict_communication(
         case.mode,
         speed,

@@ -17,7 +17,7 @@ from paramserver.cluster import RANK_PLUGIN, process_environ
 from paramserver.config import Config, load_config, mode_of, num_trainers_of, roles, world_size_of
 from paramserver.errors import Interrupted, ParamserverError, UnsupportedConfiguration
 from paramserver.importing import code_folders
-from paramserver.launch import add_overrides, launch_local, normalize_flags, run_command
+from paramserver.launch import CommandParser, add_overrides, launch_local, run_command
 from paramserver.process_utils import print_output
 from paramserver.tools.chaos.director import FaultDirector, Shot
 from paramserver.tools.chaos.plan import Fault, name_of, parse_faults, random_faults
@@ -28,7 +28,7 @@ _DELAY_S = 5.0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="paramserver chaos",
         description="Train with all ranks on this machine, inject faults, and check what must hold afterwards.",
         epilog="Exit codes: 0 all checks passed, 1 one failed, 2 the input is wrong, 3 interrupted.",
@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = make_parser().parse_args(normalize_flags(sys.argv[1:] if argv is None else argv))
+    arguments = make_parser().parse_args(sys.argv[1:] if argv is None else argv)
     return run_command(lambda: 0 if _chaos(arguments) else 1)
 
 
@@ -69,7 +69,7 @@ def _chaos(arguments: argparse.Namespace) -> bool:
     if arguments.compare:
         name = config.logging.name
         undisturbed = replace(config.logging, name=None if name is None else f"{name}-undisturbed")
-        reference = launch_local(replace(config, logging=undisturbed), None, folders).run_dir
+        reference = launch_local(replace(config, logging=undisturbed), None, folders)[0].path
     outcome = run_with_faults(config, [*faults, *drawn], folders)
     report = [*(line for shot in outcome.shots for line in outcome.lines(shot))]
     checks = check_run(outcome, optional=set(map(id, drawn)), reference=reference)

@@ -186,7 +186,8 @@ def _transport(section: Section, config: Config, identity: ProcessIdentity | Non
     wire = f"in {server.wire_dtype or 'the type of the parameters'}"
     if not mode.has_servers:
         if mode.has_process_group:
-            section.add("transport", "all-reduce by DistributedDataParallel", why=f"mode is {config.mode}")
+            text = "shared memory where all ranks are on one host, else " if config.ddp.shared_memory == "auto" else ""
+            section.add("transport", f"{text}all-reduce by DistributedDataParallel", why=f"mode is {config.mode}")
         return
     if server_computes(config):
         text, why = "inputs and outputs over RPC", "server.compute is server"

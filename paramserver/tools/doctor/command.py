@@ -10,20 +10,13 @@ from collections.abc import Sequence
 from paramserver.cluster import process_environ, quiet_torch_log
 from paramserver.config import load_config, mode_of
 from paramserver.errors import DeadlineExceeded, PeerLost, UnsupportedConfiguration
-from paramserver.launch import (
-    add_run_flags,
-    config_flags,
-    normalize_flags,
-    resolve_run,
-    resolve_world,
-    run_command,
-)
+from paramserver.launch import CommandParser, add_run_flags, config_flags, resolve_run, resolve_world, run_command
 from paramserver.process_utils import print_output
 from paramserver.tools.doctor.diagnosis import Diagnosis
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="paramserver doctor",
         description="Check this machine for a run: what it offers, what would be chosen for a config and why, and how "
         "long each wait is. Problems come first, each with its cure. Started on every host as the run would be (with "
@@ -39,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = make_parser().parse_args(normalize_flags(argv))
+    arguments = make_parser().parse_args(argv)
     logging.basicConfig(level=logging.ERROR, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     quiet_torch_log(process_environ())
     return run_command(lambda: _diagnose(arguments))

@@ -31,7 +31,6 @@ from paramserver.cluster import (
     bind_listener,
     choose_interface,
     chosen_interface,
-    num_usable_cores,
     own_address,
     process_environ,
 )
@@ -51,6 +50,7 @@ from paramserver.distributed.rendezvous import (
 )
 from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import DeadlineExceeded, UnsupportedConfiguration
+from paramserver.platform import num_usable_cores
 from paramserver.tools.doctor.diagnosis import Diagnosis, Section, findings_from, mappings_of
 from paramserver.version import __version__
 

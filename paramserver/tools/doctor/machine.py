@@ -14,19 +14,20 @@ from pathlib import Path
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from paramserver.cluster import ProcessIdentity, allocated_gpus, num_usable_cores
+from paramserver.cluster import ProcessIdentity, allocated_gpus
 from paramserver.cluster.base import Environ
 from paramserver.cluster.control_groups import available_bytes, cpu_limit, read_text
 from paramserver.cluster.network import list_interfaces
 from paramserver.cluster.resolve import ENVIRONMENTS
 from paramserver.config import Config, mode_of, world_size_of
 from paramserver.devices import num_gpus, require_visible_gpus
+from paramserver.distributed.backends import available_backends
 from paramserver.distributed.rendezvous import Rendezvous, host_identity
-from paramserver.distributed.session import available_backends, rpc_server
 from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.errors import DeadlineExceeded, UnsupportedConfiguration
 from paramserver.fileio import atomic_write_text
 from paramserver.importing import check_torch_version
+from paramserver.platform import num_usable_cores
 from paramserver.runs.rundir import RunDir
 from paramserver.tools.doctor.diagnosis import Diagnosis, Section
 from paramserver.version import __version__
@@ -232,6 +233,8 @@ def check_rpc_agent(found: Diagnosis, config: Config) -> None:
     """Start an RPC agent as server 0 does, on the interface that was bound, if the mode has servers."""
     if not mode_of(config).has_servers:
         return
+    from paramserver.distributed.session import rpc_server
+
     identity = ProcessIdentity(0, 1, 0, 1, 0, "127.0.0.1", 0, False, "doctor", "flags")
     rendezvous = Rendezvous(HashStore(), identity, _AGENT_S, host_identity())
 

@@ -21,7 +21,7 @@ import yaml
 
 from paramserver.config import MODES, Config, Mode, config_from_mapping, dump_yaml, mode_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.launch import add_overrides
+from paramserver.launch import CommandParser, add_overrides
 from paramserver.parameters.flat import FlatLayout
 from paramserver.process_utils import print_output
 from paramserver.tools.bench.cases import Case, RequestedCases, add_case_flags, make_cases, parse_positive
@@ -151,7 +151,7 @@ _MOST_SERVERS = 4  # times as many as trainers, when the number to break even is
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="paramserver benchmark predict",
         description="Simulate how fast the benchmarked task would train with other numbers of trainers and servers, "
         "other consistencies and another network. The simulator's costs are fitted on the results in mode rpc.",

@@ -125,7 +125,8 @@ class Deployment:
     @property
     def updates_by_bucket(self) -> bool:
         waits_for_all = consistency_class(self.config.server).waits_for_all
-        return self.by_bucket and waits_for_all and self.config.training.clip_grad_norm is None
+        training = self.config.training
+        return self.by_bucket and waits_for_all and not (training.clips or training.may_skip)
 
 
 @dataclass(frozen=True)

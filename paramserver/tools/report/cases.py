@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import PurePath
 from typing import Any
 
 from paramserver.metrics.records import PHASES
-from paramserver.tools.report.formatting import quoted
+from paramserver.tools.report.formatting import join_names, quoted
 from paramserver.tools.report.results import LOCAL, NO_COMMUNICATION, CaseResult
 from paramserver.tools.report.statistics import Estimate, estimate, merged_counts, merged_steps, ratio
 
@@ -68,6 +69,7 @@ WIRE_OF_SAMPLE = Figure("on the wire per sample", "bytes", lambda r: r.wire_byte
 LOCAL_STEPS = Figure("local steps per round", "", lambda r: _mean(r.local_steps), 0)
 DRIFT = Figure("drift", "", lambda r: _mean(r.drift), 0)
 LOSS = Figure("train loss", "", lambda r: r.loss[-1][2] if r.loss else None, -1)
+BEST = Figure("best validation", "", lambda r: r.best["value"] if r.best else None, 0)
 TIME_TO_TARGET = Figure("time to the target", "s", lambda r: r.time_to_target_s, -1)
 SAMPLES_TO_TARGET = Figure("samples to the target", "", lambda r: r.samples_to_target, -1)
 FIGURES = (
@@ -248,6 +250,34 @@ def by_speed(cases: Iterable[ReportCase]) -> list[ReportCase]:
     """The cases with a known speed, the fastest first."""
     timed = [(case.speed.value, case) for case in cases if case.speed is not None]
     return [case for _, case in sorted(timed, key=lambda one: -one[0])]
+
+
+def by_best(cases: Sequence[ReportCase]) -> list[ReportCase]:
+    """The cases of a search for settings, the one with the best validation first; none if it is no search.
+
+    It is one if the cases differ in ``task_args``. Those that validate another metric than the first are left out.
+    """
+    if not any(key.partition(".")[0] == "task_args" for case in cases for key in case.first.overrides):
+        return []
+    known = [(best.value, case) for case in cases if (best := case.estimate(BEST)) is not None]
+    name, less = (best_name(known[0][1]), _best(known[0][1])["less_is_better"]) if known else ("", True)
+    same = [(value, case) for value, case in known if best_name(case) == name]
+    return [case for _, case in sorted(same, key=lambda one: one[0] if less else -one[0])]
+
+
+def best_name(case: ReportCase) -> str:
+    """The metric whose best value is known; empty without one."""
+    return str(_best(case).get("name", ""))
+
+
+def _best(case: ReportCase) -> Mapping[str, Any]:
+    return next((one.best for one in case.completed if one.best), {})
+
+
+def folders_of(case: ReportCase) -> str:
+    """The names of the folders of its runs, in backquotes; empty for a benchmark."""
+    folders = [str(folder) for one in case.results if (folder := one.environment.get("folder"))]
+    return join_names([quoted(PurePath(folder).name) for folder in folders])
 
 
 def quoted_name(case: ReportCase) -> str:

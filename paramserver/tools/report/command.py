@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from paramserver.launch import run_command
+from paramserver.launch import CommandParser, run_command
 from paramserver.process_utils import print_output
 from paramserver.tools.report.cases import cases_of
 from paramserver.tools.report.findings import findings
@@ -18,7 +18,7 @@ from paramserver.tools.report.results import parse_target, with_target
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="paramserver report",
         description="Compare runs that exist, or show a benchmark again: report.html (one file, no network needed) and "
         "report.md. Runs that differ in seed and name alone are repeats of one case.",

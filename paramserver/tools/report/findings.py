@@ -1,7 +1,8 @@
 """The findings of a report: sentences derived from the numbers, the most important first.
 
-They answer which case was the fastest, by how much, whether the difference is significant, what failed, what a
-scenario costs, which case learned first, what rounds of local steps save, and what limits the speed.
+They answer which settings validated best where these were searched for, which case was the fastest, by how much,
+whether the difference is significant, what failed, what a scenario costs, which case learned first, what rounds of
+local steps save, and what limits the speed.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from paramserver.tools.report.cases import (
+    BEST,
     LOCAL_STEPS,
     TIME_TO_TARGET,
     WIRE_OF_SAMPLE,
     ReportCase,
+    best_name,
+    by_best,
     by_speed,
     communication_limit,
+    folders_of,
     quoted_name,
 )
 from paramserver.tools.report.formatting import (
@@ -73,6 +78,7 @@ def findings(cases: Sequence[ReportCase]) -> list[str]:
     # Where the time goes is reported for one group: without a scenario, and with the most trainers.
     reference = max([g for g in groups if not g.best.scenario] or groups, key=lambda group: group.best.trainers)
     parts: list[Iterable[str]] = [
+        _best_settings(cases),
         [sentence for group in groups for sentence in (_fastest(group), *_other_modes(group))],
         _failures(cases),
         _scenario_costs(groups, cases),
@@ -99,6 +105,27 @@ def groups_of(cases: Sequence[ReportCase]) -> list[Group]:
         parts = [*trainers, *([scenario] if scenario else [])]
         groups.append(Group(tuple(by_speed(members)), f"With {', '.join(parts)}: " if parts else ""))
     return groups
+
+
+def _best_settings(cases: Sequence[ReportCase]) -> list[str]:
+    """Which settings of a search validated best, and by how much."""
+    ranked = by_best(cases)
+    if not ranked:
+        return []
+    first, *others = ranked
+    samples = fmean(one.best["samples"] for one in first.completed if one.best)
+    after = f" after {format_number(samples)} samples" if samples else ""
+    text = f"{_with_folders(first)} validated best: {best_name(first)} {format_estimate(first.estimate(BEST))}{after}"
+    if others:
+        second = others[0]
+        text += f"; next is {_with_folders(second)} with {format_estimate(second.estimate(BEST))}"
+        text += _caveat(first.ratio_to(second, BEST))
+    return [f"{text}."]
+
+
+def _with_folders(case: ReportCase) -> str:
+    folders = folders_of(case)
+    return f"{quoted_name(case)} ({folders})" if folders else quoted_name(case)
 
 
 # Speed.

@@ -25,6 +25,7 @@ from paramserver.tools.report.results import (
     RESULTS_FILE,
     CaseResult,
     Results,
+    best_validation,
     parse_result,
     read_results,
 )
@@ -47,7 +48,7 @@ def results_at(paths: Sequence[Path]) -> Results:
     """
     benchmarks = [path for path in paths if path.is_file() or (path / RESULTS_FILE).is_file()]
     if not benchmarks:
-        return _results([_read_run(path) for path in dict.fromkeys(paths)])
+        return _results([read_run(path) for path in dict.fromkeys(paths)])
     if len(paths) > 1:
         raise UnsupportedConfiguration(
             f"{benchmarks[0]} holds the results of a benchmark, and must be reported alone; "
@@ -137,8 +138,24 @@ class Run:
     @property
     def transports(self) -> dict[str, str]:
         """By trainer, from the records: a run that was killed has no summary."""
-        used = [one for one in self.records if one.get("kind") == "transport"]
+        used = self.of_kind("transport")
         return {str(one.get("trainer")): str(one.get("transport")) for one in used}
+
+    def of_kind(self, kind: str) -> list[Record]:
+        return [one for one in self.records if one.get("kind") == kind]
+
+    @property
+    def curves(self) -> dict[str, list[list[Any]]]:
+        """See ``learning_curves``."""
+        return learning_curves(self.records, self.summary)
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The best validation, by ``checkpoint.best`` of the config; see ``best_validation``."""
+        checkpoint = self.config.get("checkpoint")
+        best = checkpoint.get("best") if isinstance(checkpoint, Mapping) else None
+        wanted = best if isinstance(best, Mapping) else {}
+        return best_validation(self.curves["validation"], wanted.get("metric"), wanted.get("mode"))
 
     def keys(self) -> dict[str, Any]:
         """The config keys that this run uses, by dotted name: those of servers only where there are servers."""
@@ -151,7 +168,12 @@ class Run:
         return json.dumps(key, sort_keys=True, default=str)
 
 
-def _read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> Run:
+    """Read the folder of a run.
+
+    Raises:
+        UnsupportedConfiguration: it is none, or a file of it is damaged.
+    """
     if not any((folder / name).is_file() for name in _RUN_FILES):
         raise UnsupportedConfiguration(f"{folder} must be the folder of a run{_reason(folder)}")
     config_text = _read_text(folder / "config.yaml")
@@ -235,7 +257,7 @@ def _varying_keys(runs: Sequence[Run]) -> set[str]:
 
 def _case_names(runs: Sequence[Run]) -> list[str]:
     """A short distinct name for each: mode and numbers, then the keys in which runs with equal names differ."""
-    plain = [_plain_name(run) for run in runs]
+    plain = [plain_name(run) for run in runs]
     names, seen = [], Counter[str]()
     for run, name in zip(runs, plain, strict=True):
         differing = _varying_keys([other for other, its in zip(runs, plain, strict=True) if its == name])
@@ -246,7 +268,8 @@ def _case_names(runs: Sequence[Run]) -> list[str]:
     return names
 
 
-def _plain_name(run: Run) -> str:
+def plain_name(run: Run) -> str:
+    """The mode of a run, with its consistency and numbers of processes."""
     consistency = run.summary.get("consistency")
     parts = [f"{run.mode} {consistency}" if consistency else run.mode]
     parts += [plural(run.servers, "server")] if run.servers > 1 else []
@@ -271,6 +294,9 @@ def _notes(runs: Sequence[Run]) -> Iterable[str]:
             yield f"{run.folder} was interrupted {when}."
         if waited := core_wait_text(run.summary):
             yield f"The cores were not free in {run.folder}: {waited}."
+        streams = [one.get("stream") or {} for one in run.summary.get("trainers") or ()]
+        if stale := sum(stream.get("stale", 0) for stream in streams):
+            yield f"{plural(stale, 'sample')} of {run.folder} became too old and had no use (buffer.max_staleness)."
         if run.damaged:
             yield f"{plural(run.damaged, 'line')} of {run.folder / 'metrics.jsonl'} cannot be read and are left out."
 
@@ -310,7 +336,8 @@ def _result(run: Run, case: str, repeat: int, varying: set[str], baseline: str |
         "wire_bytes_per_sample": _wire_bytes_per_sample(summary),
         "transports": run.transports,
         "tables": summary.get("tables") or {},
-        **learning_curves(run.records, summary),
+        **run.curves,
+        "best": run.best,
         "environment": {
             **{name: environment.get(name) for name in ("versions", "host", "command")},
             "cores": environment.get("cpu_count"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.fileio import atomic_write_text
-from paramserver.tools.report.cases import ReportCase, cases_of
+from paramserver.tools.report.cases import ReportCase, by_best, cases_of
 from paramserver.tools.report.findings import findings
 from paramserver.tools.report.formatting import join_names, quoted
 from paramserver.tools.report.plots import Picture, draw, has_matplotlib
@@ -72,12 +72,13 @@ def not_writable_out(folder: Path, error: OSError) -> UnsupportedConfiguration:
 
 def _blocks(results: Results, cases: Sequence[ReportCase], pictures: Mapping[str, Sequence[Picture]]) -> Iterator[str]:
     """The page below its title, in blocks of Markdown."""
-    yield paragraph(conditions_text(cases))
-    yield bullets(findings(cases))
+    is_search = bool(by_best(cases))
+    opening = [paragraph(conditions_text(cases)), bullets(findings(cases))]
+    yield from reversed(opening) if is_search else opening
     notes = [*results.notes, *comparability_warnings(cases), *([] if has_matplotlib() else [NO_PLOTS])]
     if notes:
         yield bullets(notes)
-    for title, rows, section in (
+    sections = [
         ("Throughput", throughput_table(cases), "throughput"),
         ("Scaling", scaling_table(cases), "scaling"),
         ("Steps", steps_table(cases), "steps"),
@@ -89,7 +90,10 @@ def _blocks(results: Results, cases: Sequence[ReportCase], pictures: Mapping[str
         ("Bytes, CPU time and memory", resources_table(cases), ""),
         ("The network model and the measurement", predictions_table(cases), ""),
         ("Failures", failures_table(cases), ""),
-    ):
+    ]
+    if is_search:
+        sections.sort(key=lambda section: section[0] != "Learning")
+    for title, rows, section in sections:
         drawn = pictures.get(section, ())
         if rows.rows or drawn:
             yield f"## {title}"
@@ -161,8 +165,16 @@ th { border-bottom: 2px solid #555; }
 td:first-child, .words td { min-width: 8rem; overflow-wrap: anywhere; }
 .numbers th:not(:first-child), .numbers td:not(:first-child) { text-align: right; }
 figure { margin: 1.2rem 0; } figcaption { font-size: .9rem; color: #444; }
-figure svg { display: block; width: 100%; max-width: 46rem; height: auto; }
+.picture { overflow-x: auto; } /* the text of a picture has at least 12 pixels */
+.picture svg { display: block; width: 100%; min-width: 32rem; max-width: 46rem; height: auto; }
 li { margin: .35rem 0; }
+/* On a telephone the cells of a row are in lines, each with the title of its column. */
+@media (max-width: 40rem) {
+  thead { display: none; } tr { display: block; border-bottom: 1px solid #ccc; padding: .3rem 0; }
+  td { display: inline-block; border: 0; padding: 0 .8rem 0 0; overflow-wrap: anywhere; }
+  td:first-child, .words td { display: block; }
+  td[data-title]::before { content: attr(data-title) " "; color: #666; }
+}
 """
 # Nothing is fetched and no script runs, whatever a name or an error contains.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -195,7 +207,7 @@ def _html_block(block: re.Match[str], svgs: Mapping[str, str]) -> str:
         return f"<pre>{html.escape(block['code'])}</pre>"
     if block["picture"]:
         caption = f"<figcaption>{_inline(block['caption'])}</figcaption>"
-        return f"<figure>\n{svgs[block['picture']]}\n{caption}\n</figure>"
+        return f'<figure>\n<div class="picture" tabindex="0">{svgs[block["picture"]]}</div>\n{caption}\n</figure>'
     text = block["lines"]
     if heading := re.match("(#+) ", text):
         return f"<h{len(heading[1])}>{_inline(text[heading.end() :])}</h{len(heading[1])}>"
@@ -209,7 +221,14 @@ def _html_block(block: re.Match[str], svgs: Mapping[str, str]) -> str:
 def _html_table(lines: Sequence[str]) -> str:
     titles, marks, *rows = ([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines)
     head = "".join(f"<th>{_inline(title)}</th>" for title in titles)
-    body = "\n".join("<tr>" + "".join(f"<td>{_html_cell(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    # For a telephone; the first column says what the row is about.
+    marks_of_cells = ["", *(f' data-title="{html.escape(title.replace("`", ""))}"' for title in titles[1:])]
+    body = "\n".join(
+        "<tr>"
+        + "".join(f"<td{mark}>{_html_cell(cell)}</td>" for mark, cell in zip(marks_of_cells, row, strict=True))
+        + "</tr>"
+        for row in rows
+    )
     style = "numbers" if "---:" in marks else "words"
     return (
         f'<div class="wide {style}" tabindex="0"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n'

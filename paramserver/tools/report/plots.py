@@ -32,7 +32,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (7, 1.5, 1.5, 1.5, 1.5, 1.5)))
 HATCHES = ("", "////", "||||", "\\\\\\\\", "xx", "--", "++")  # of straight strokes: each dot would cost a kilobyte
-# Inches. A page on a phone shows a figure of this width at about two thirds of its size, which can still be read.
+# Inches. The page never shows a figure so small that its text has less than 12 pixels.
 WIDTH = 5.8
 LETTERS = 66  # the number of letters in a line of this width
 _LINE, _THICKNESS = 0.19, 0.26

@@ -15,6 +15,7 @@ from paramserver.errors import UnsupportedConfiguration
 FORMAT = 1
 RESULTS_FILE = "results.jsonl"
 COUNTED_BY_KERNEL, COMPUTED_RING = "counted by the kernel", "computed, ring all-reduce"
+COMPUTED_SHARED = "computed, all-reduce in shared memory"
 COMPLETED, FAILED = "completed", "failed"
 LOCAL, NO_COMMUNICATION = "local", "no communication"
 _BASELINES = (LOCAL, NO_COMMUNICATION)
@@ -31,10 +32,11 @@ class CaseResult:
         scenario: a disturbance, such as {"slow": {"trainer": 1, "factor": 5.0, "probability": 1.0}}.
         wall_s: from the start of its first process to the end of its last; ``seconds`` is the measured training.
         per_trainer: samples/s of each trainer; ``per_process``: of all, divided by the number of trainers and servers.
-        transports: of parameters and gradients, by the index of each trainer, where there is a server.
+        transports: of parameters and gradients, by the index of each trainer.
         wire_bytes_per_sample: of applied samples; None where the trainers exchanged or counted nothing.
         loss: points (samples, seconds, loss); ``validation``: points (samples, seconds, {name: value}).
         local_steps, drift: points of a run with rounds: local steps in a round, and how far it moved the parameters.
+        best: the best validation: its ``name``, ``value`` and ``samples``, and whether ``less_is_better``.
         target: the metric and the value that ``time_to_target_s`` and ``samples_to_target`` refer to.
         environment: versions, host, cores, commit, config (its text) and command.
     """
@@ -73,6 +75,7 @@ class CaseResult:
     validation: tuple[tuple[float, float, Numbers], ...] = ()
     local_steps: tuple[tuple[float, float, float | None], ...] = ()
     drift: tuple[tuple[float, float, float | None], ...] = ()
+    best: Mapping[str, Any] | None = None
     target: Mapping[str, float] | None = None
     time_to_target_s: float | None = None
     samples_to_target: float | None = None
@@ -194,6 +197,7 @@ _OPTIONAL: dict[str, Rule] = {
         for name in ("loss", "local_steps", "drift")
     },
     "validation": (_points_of(_is_numbers), "a list of [samples, seconds, {name: value}]"),
+    "best": _MAPPING,
     "target": _NUMBERS,
     **dict.fromkeys(("time_to_target_s", "samples_to_target"), _FIGURE),
     "predicted": _MAPPING,
@@ -376,7 +380,36 @@ def parse_target(text: str) -> Target:
         )
     # As in TensorBoard, and as it was there in earlier versions.
     name = {"Loss/valid": "loss"}.get(name, name.removeprefix("valid/"))
-    return Target(name, value, any(part in name.lower() for part in _SMALLER))
+    return Target(name, value, _less_is_better(name))
+
+
+def _less_is_better(name: str) -> bool:
+    return any(part in name.lower() for part in _SMALLER)
+
+
+def best_validation(
+    validation: Sequence[Sequence[Any]], metric: str | None = None, mode: str | None = None
+) -> dict[str, Any] | None:
+    """Return the best of the points of a run, for ``CaseResult.best``; None where none has the metric.
+
+    Args:
+        validation: points (samples, seconds, {name: value}).
+        metric: its name; None = ``loss``.
+        mode: ``min`` or ``max``; None = judged by the name.
+
+    Example::
+
+        >>> points = [(320.0, 1.0, {"accuracy": 0.96}), (640.0, 2.0, {"accuracy": 0.9})]
+        >>> best_validation(points, "accuracy")
+        {'name': 'accuracy', 'value': 0.96, 'samples': 320.0, 'less_is_better': False}
+    """
+    name = "loss" if metric is None else metric
+    less = mode == "min" if mode is not None else _less_is_better(name)
+    known = [(values[name], samples) for samples, _, values in validation if values.get(name) is not None]
+    if not known:
+        return None
+    value, samples = (min if less else max)(known, key=lambda one: one[0])  # the first of equal ones
+    return {"name": name, "value": value, "samples": samples, "less_is_better": less}
 
 
 def first_reached(validation: Sequence[tuple[float, float, Numbers]], target: Target) -> tuple[float, float] | None:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from paramserver.config.modes import MODES
 from paramserver.metrics.records import PHASES
 from paramserver.metrics.summary import transport_text
 from paramserver.tools.report.cases import (
+    BEST,
     CPU,
     CPU_OF_SAMPLES,
     DRIFT,
@@ -27,8 +29,11 @@ from paramserver.tools.report.cases import (
     WIRE_OF_SAMPLE,
     Figure,
     ReportCase,
+    best_name,
+    by_best,
     by_speed,
     communication_limit,
+    folders_of,
     quoted_name,
     scaling_families,
 )
@@ -107,7 +112,7 @@ def comparability_warnings(cases: Sequence[ReportCase]) -> list[str]:
     found = []
     for what, get in (
         ("machines", _machine),
-        ("transports", lambda one: transport_text(one.transports)),
+        ("transports", lambda one: transport_text(one.transports) if MODES[one.mode].has_servers else ""),
         ("commits", lambda one: _text(one.environment.get("commit"))[:12]),
         ("versions of torch", lambda one: _version(one, "torch")),
         ("versions of Python", lambda one: _version(one, "python")),
@@ -277,21 +282,29 @@ def phases_table(cases: Sequence[ReportCase]) -> Table:
 
 
 def learning_table(cases: Sequence[ReportCase]) -> Table:
-    """What each case learned: the last losses of training and validation, and the way to the target."""
+    """What each case learned: its best validation, the last losses, and the way to the target; and its folders."""
+    ranked = by_best(cases)
+    names = list(dict.fromkeys(name for case in cases if (name := best_name(case))))
 
     def reached(case: ReportCase) -> str:
         known = [value is not None for value in case.values(TIME_TO_TARGET).values()]
         has_target = any(one.target for one in case.completed) or any(known)
         return f"{sum(known)} of {len(case.completed)}" if has_target else DASH
 
-    columns = {
+    def best(case: ReportCase) -> str:
+        name = f"{best_name(case)} " if len(names) > 1 and best_name(case) else ""
+        return f"{name}{format_estimate(case.estimate(BEST))}"
+
+    columns: dict[str, Cell] = {
+        f"best {names[0]}" if len(names) == 1 else "best": best,
         "train loss": _estimate_of(LOSS),
         "valid": _last_validation,
         "to the target (s)": _estimate_of(TIME_TO_TARGET),
         "to the target (samples)": _estimate_of(SAMPLES_TO_TARGET),
         "reached it": reached,
+        "folder": lambda case: folders_of(case) or DASH,
     }
-    return _case_table(by_speed(cases), columns)
+    return _case_table([*ranked, *(case for case in by_speed(cases) if case not in ranked)], columns)
 
 
 def _last_validation(case: ReportCase) -> str:

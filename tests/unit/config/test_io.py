@@ -13,6 +13,7 @@ from paramserver.config import (
     KEYS,
     BestConfig,
     Config,
+    PublishConfig,
     config_from_mapping,
     differences,
     dump_yaml,
@@ -121,7 +122,8 @@ def test_overrides_build_a_section_that_was_null_and_a_free_dictionary_step_by_s
         ("devise.kind=cpu", "devise.kind is not a key; did you mean device.kind?"),
         ("bufer.kind=fifo", "bufer.kind is not a key; did you mean buffer.kind?"),
         ("xyzzy.zzz=3", "xyzzy.zzz is not a key; the keys of a config are task, task_args, trainer, mode, seed, "
-         "init_from, cluster, device, training, server, ddp, buffer, simulations, checkpoint, logging"),
+         "init_from, cluster, device, training, server, ddp, buffer, simulations, publish, checkpoint, logging, "
+         "profile"),
         ("training.batch_size=0", "training.batch_size (0) must be at least 1; give a positive whole number"),
         ("training.batch_size.x=0", "training.batch_size.x is not a key: training.batch_size is a single value; "
          "write training.batch_size: <value>"),
@@ -162,6 +164,16 @@ def test_a_type_of_the_wire_that_is_stored_counts_as_null_and_one_that_is_asked_
         read("server: 3", stored=True)
 
 
+def test_an_empty_section_is_there_with_its_defaults_unless_it_needs_a_key():
+    assert load_config(None, base={"task": "a:B"}).publish is None
+    assert load_config(None, base={"task": "a:B", "publish": {}}).publish == PublishConfig()
+    assert load_config(None, base={"task": "a:B"}, overrides=["publish={}"]).publish == PublishConfig()
+    config = load_config(None, base={"task": "a:B", "publish": {"port": 5000}}, overrides=["publish={}"])
+    assert config.publish == PublishConfig()
+    assert load_config(None, base={"task": "a:B", "publish": {}}, overrides=["publish=null"]).publish is None
+    assert "checkpoint.best ({}) must be a section of keys" in refused({"checkpoint": {"best": {}}})
+
+
 def test_a_stored_config_is_not_changed_by_an_override():
     stored = {"task": "a:B", "task_args": {"model": {"width": 1}}}
     config = load_config(None, base=stored, overrides=["task_args.model.width=2"])
@@ -191,6 +203,8 @@ ONLINE = {"function": "a:b", "count": 1, "fields": {"u": {"shape": [1]}}}
          "simulations, which send to a fixed number of trainers; set it to false"),
         ({"cluster": {"spares": 2, "max_restarts": 0}}, "cluster.spares (2) must be 0 with cluster.max_restarts (0), "
          "as no rank starts again; set it to 0 or raise cluster.max_restarts"),
+        ({"profile": {"start_step": 20}, "training": {"max_steps": 20}}, "profile.start_step (20) must be less than "
+         "training.max_steps (20), after which there is no step to trace; lower it"),
         ({"training": {"patience": 3}}, "training.patience (3) must have a metric to watch; set checkpoint.best, for "
          "example to {metric: accuracy, mode: max}"),
         ({"training": {"batch_size": 64}, "buffer": {"capacity": 32}}, "a batch of 64 can never be gathered "
@@ -205,6 +219,11 @@ ONLINE = {"function": "a:b", "count": 1, "fields": {"u": {"shape": [1]}}}
          "training.batch_size (32); lower the former"),
         ({"buffer": {"pseudo_epochs": 2, "kind": "reservoir"}}, "buffer.pseudo_epochs (2) must be 1 with the "
          "reservoir, which repeats samples until they are evicted; set it to 1 or choose fifo or firo"),
+        ({"buffer": {"max_staleness": 0}, "publish": {"every": 2}}, "buffer.max_staleness (0) must be null without the "
+         "section simulations, as no sample has a version of the model then; add the section, or leave it out"),
+        ({"buffer": {"max_staleness": 4}, "publish": {"every": 6}, "simulations": {"fields": {"u": [2]}}},
+         "buffer.max_staleness (4) must be at least 5 with publish.every (6), or samples of the newest version are too "
+         "old before there is another; raise it, or lower publish.every"),
     ],
 )  # fmt: skip
 def test_relations(mapping, message):
@@ -219,6 +238,7 @@ def test_relations(mapping, message):
         {"buffer": {"kind": "reservoir", "min_new_per_batch": 32}},
         {"cluster": {"spares": 2, "max_restarts": 1}},
         {"buffer": {"kind": "firo", "pseudo_epochs": 2}},
+        {"buffer": {"max_staleness": 1}, "publish": {"every": 2}, "simulations": {"fields": {"u": [2]}}},
     ],
 )
 def test_relations_at_their_limits(mapping):
@@ -274,10 +294,14 @@ def test_differences_name_each_value_inside_dictionaries_and_distinguish_types()
 # Values that satisfy the relations, for keys that are part of one.
 RELATED = {
     "task": st.just("a:B"),
+    "profile.start_step": st.just(0),
     "cluster.elastic": st.just(False),
     "cluster.spares": st.just(0),
     "cluster.max_restarts": st.integers(0, 9),
     "training.patience": st.none(),
+    "training.clip_grad_value": st.none(),
+    "training.nonfinite": st.just("fail"),
+    "training.precision": st.sampled_from(["float32", "bfloat16"]),
     "training.outer.delay": st.none(),
     "training.outer.beta2": st.floats(0.0, 0.99),
     "training.outer.momentum": st.none() | st.floats(0.0, 0.99),
@@ -292,6 +316,7 @@ RELATED = {
     "buffer.watermark": st.integers(0, 1000),
     "buffer.kind": st.sampled_from(["fifo", "firo"]),
     "buffer.min_new_per_batch": st.just(0),
+    "buffer.max_staleness": st.none(),
     "server.backup_trainers": st.just(0),
     "server.compute": st.just("trainer"),
     "server.transport": st.sampled_from(["auto", "rpc"]),

@@ -31,16 +31,20 @@ cluster: {num_servers: null, num_trainers: 2, colocate: false, master_addr: 127.
 device: {kind: auto, server: auto, num_gpus: null, share_gpus: false}
 training: {max_epochs: null, max_steps: null, max_samples: null, max_seconds: null, patience: null, min_delta: 0.0,
            batch_size: 32, validation_batch_size: null, accumulate_batches: 1, local_steps: 1, outer: null,
-           clip_grad_norm: null, ema_decay: null, precision: float32, validate_every: 100, uneven_inputs: stop,
-           loader_workers: 0}
+           clip_grad_norm: null, clip_grad_value: null, nonfinite: fail, ema_decay: null, precision: float32,
+           validate_every: 100, uneven_inputs: stop, loader_workers: 0}
 server: {consistency: sync, staleness_bound: 4, backup_trainers: 0, arrivals: 1, dynamic_local_steps: false,
          stale_scaling: none, compute: trainer, transport: auto, wire_dtype: null, compression: none,
          compression_block: 256, bucket_mb: null, lost_after_s: 5.0, on_loss: continue}
-ddp: {comm_hook: none, extra: {}}
-buffer: {kind: fifo, capacity: 4096, watermark: 0, pseudo_epochs: 1, max_bytes: null, min_new_per_batch: 0}
+ddp: {shared_memory: auto, comm_hook: none, extra: {}}
+buffer: {kind: fifo, capacity: 4096, watermark: 0, pseudo_epochs: 1, max_bytes: null, min_new_per_batch: 0,
+         max_staleness: null}
 simulations: null
-checkpoint: {every: null, keep: 3, best: null, background: true}
-logging: {run_dir: runs, name: null, log_every: 10, tensorboard: true, sinks: [], progress: auto}
+publish: null
+checkpoint: {every: null, keep: 3, best: null, background: true, memory_every: null, memory_folder: /dev/shm}
+logging: {run_dir: runs, name: null, log_every: 10, tensorboard: true, sinks: [], prometheus_port: null,
+          progress: auto}
+profile: null
 """
 
 # Values of other types than each kind, which no conversion accepts.
@@ -273,14 +277,14 @@ def test_long_values_are_cut_in_messages():
 
 PRECISIONS = {
     "bfloat16": ["bf16", "bf16-mixed", "bf16-true", "BF16", "torch.bfloat16", torch.bfloat16, "mixed_bfloat16", "amp"],
-    "float16": ["fp16", "float16", "16", 16, "16-mixed", "16-true", "half", "mixed_float16", torch.float16],
+    "float16": ["fp16", "f16", "16", 16, "16-mixed", "16-true", "half", "mixed_float16", torch.float16],
     "float32": ["fp32", "32", 32, "32-true", "single", "float", "no", False, torch.float32],
     "tf32": ["tf32", "high"],
     "float64": ["float64", "64", 64, "64-true", "double", torch.float64],
 }
 PRECISION_CURES = {
     "bfloat16": "write bfloat16, which computes the forward in autocast",
-    "float16": "write bfloat16, which has the range of float32 and needs no scaling of the loss, as float16 would",
+    "float16": "write float16, which computes the forward in autocast and scales the loss",
     "float32": "write float32",
     "tf32": "write float32, and call torch.set_float32_matmul_precision",
     "float64": "write float32, which leaves the forward as it is, and return model.double() from build_model",
@@ -294,7 +298,7 @@ PRECISION_CURES = {
 def test_the_names_of_precisions_in_other_frameworks_are_known(meant, value):
     with pytest.raises(UnsupportedConfiguration) as caught:
         config_from_mapping({"task": "a:B", "training": {"precision": value}})
-    assert f"must be one of float32, bfloat16; {PRECISION_CURES[meant]}" in str(caught.value)
+    assert f"must be one of float32, bfloat16, float16; {PRECISION_CURES[meant]}" in str(caught.value)
 
 
 @pytest.mark.claim("learning-rate-key")

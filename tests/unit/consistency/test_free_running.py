@@ -78,6 +78,14 @@ def test_whatever_happens_while_trainers_leave_and_join_the_run_ends_as_it_must(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_whatever_is_skipped_the_run_ends_as_it_must(kind):
+    """Limits, barriers and validations hold; what is skipped is in no version."""
+    runs = [SimulatedRun(Random(seed), kind, nonfinite=0.2).run() for seed in range(40)]
+    assert all(run.end.verdict is Verdict.END for run in runs)
+    assert sum(run.skipped for run in runs) > 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_runs_reach_what_they_are_to_test(kind):
     runs = runs_of(kind)
     reasons = " ".join(run.end.reason for run in runs)

@@ -162,6 +162,22 @@ def test_a_step_is_complete_with_the_last_push_in_the_order_of_trainers():
     assert (rules.step, rules.samples) == (1, 13)
 
 
+def test_a_step_with_a_push_that_is_not_finite_makes_no_version_and_is_taken_again():
+    rules = started(samples=10)
+    rules.push(1, 0, 3, finite=False)
+    rules.push(0, 0, 3)
+    update = rules.next_update()
+    assert update is not None
+    assert (update.trainers, update.is_skipped) == ((0, 1), True)
+    assert (rules.step, rules.samples, rules.in_step) == (0, 10, False)
+    for index in (0, 1):
+        announce(rules, index)
+    for index in (1, 0):
+        rules.push(index, 0, 3)
+    assert rules.next_update() == Update((0, 1), (0, 0), 0)
+    assert (rules.step, rules.samples) == (1, 16)
+
+
 def test_a_second_push_is_refused():
     rules = started()
     pushed(rules, 1, 4)

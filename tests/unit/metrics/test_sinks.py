@@ -7,9 +7,12 @@ import logging
 import os
 import pty
 import select
+import socket
 import struct
 import termios
 import threading
+import urllib.error
+import urllib.request
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -18,9 +21,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from paramserver.cluster import bind_listener
 from paramserver.config import Config, LoggingConfig, TrainingConfig
 from paramserver.errors import StorageError, TrainingError, UnsupportedConfiguration
-from paramserver.metrics import FanOut, JsonLines, Progress, Sink, TensorBoard, console, sinks
+from paramserver.metrics import FanOut, JsonLines, Progress, Prometheus, Sink, TensorBoard, console, sinks
 
 
 def record(kind, step=1, **fields):
@@ -206,6 +210,18 @@ def test_tensorboard_shows_every_kind_under_its_name(tmp_path):
     }
 
 
+def test_tensorboard_shows_how_old_the_samples_are_that_were_served(tmp_path):
+    with TensorBoard(tmp_path) as sink:
+        stream = {"received": 9, "stale": 2, "staleness": {"0": 4, "3": 1}}
+        sink.write(record("buffer", 2, trainer=1, stream=stream))
+    assert curves(tmp_path) == {"stream/trainer-1/received": [(2, 9)], "stream/trainer-1/stale": [(2, 2)]}
+    accumulator = EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    [event] = accumulator.Histograms("stream/trainer-1/staleness")
+    value = event.histogram_value
+    assert (event.step, value.min, value.max, value.num, value.sum) == (2, 0, 3, 5, 3)
+
+
 def test_tensorboard_is_purged_from_the_step_given(tmp_path):
     with TensorBoard(tmp_path) as sink:
         for step in (10, 20, 30):
@@ -343,3 +359,42 @@ def test_progress_leaves_no_thread():
     sink.write(train(1))
     assert threading.active_count() == before
     sink.close()
+
+
+def scrape(address, path="/metrics"):
+    with urllib.request.urlopen(address.removesuffix("/metrics") + path, timeout=10) as reply:
+        return reply.read().decode()
+
+
+def test_prometheus_serves_the_newest_value_of_each_curve():
+    with Prometheus(bind_listener("127.0.0.1", 0), 'a "b"') as sink:
+        assert scrape(sink.address) == ""
+        sink.write(train(3, loss=0.5, samples_per_second=None))
+        sink.write(train(4, loss=float("nan"), samples_per_second=None))
+        sink.write(validation(4, **{"top-5 accuracy": float("inf")}))
+        sink.write(record("buffer", 4, trainer=1, population=7))
+        sink.write(record("note", None, text="no curve"))
+        lines = scrape(sink.address).splitlines()
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            scrape(sink.address, "/other")
+    run = r'run="a \"b\""'
+    assert [line for line in lines if line[0] != "#"] == [
+        f"paramserver_step{{{run}}} 4.0",
+        f"paramserver_samples{{{run}}} 32.0",
+        f"paramserver_train_loss{{{run}}} nan",
+        f"paramserver_step_ms{{{run}}} 2.0",
+        f"paramserver_lr{{{run}}} 0.1",
+        f"paramserver_valid_top_5_accuracy{{{run}}} inf",
+        f'paramserver_buffer_population{{{run},trainer="1"}} 7.0',
+    ]
+
+
+def test_a_client_that_sends_no_request_does_not_keep_prometheus_from_closing():
+    sink = Prometheus(bind_listener("127.0.0.1", 0), "run")
+    port = int(sink.address.split(":")[2].split("/")[0])
+    with socket.create_connection(("127.0.0.1", port), timeout=10):
+        sink.close()
+        sink.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "prometheus"]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)

@@ -41,6 +41,12 @@ def fields(text):
     return dict(re.split(r" {2,}", line, maxsplit=1) for line in text.splitlines())
 
 
+def test_what_the_reason_says_of_the_rest_is_not_said_twice(tmp_path):
+    reason = "20 epochs done; 32 samples are less than a step of both trainers"
+    told = fields(summary_text({**FULL, "reason": reason}, tmp_path))
+    assert (told["reason"], told["samples"]) == (reason, "64000 applied, 64032 served")
+
+
 def test_everything_is_told_in_aligned_lines(tmp_path):
     (tmp_path / "tensorboard").mkdir()
     text = summary_text(FULL, tmp_path)

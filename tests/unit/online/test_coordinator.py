@@ -18,7 +18,7 @@ from zmq_peers import DEADLINE_S, Peers, serve
 from paramserver.config import SimulationsConfig
 from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import TaskError, TrainingError, UnsupportedConfiguration
-from paramserver.online.coordinator import RouterSocket, SimulationCoordinator
+from paramserver.online.coordinator import SimulationCoordinator, open_router
 from paramserver.online.protocol import Header, MessageKind, SimulationReport, TrainerDirectory
 from paramserver.online.security import make_keys
 from paramserver.online.spec import IngestSpec
@@ -470,7 +470,7 @@ def test_with_keys_a_trainer_without_one_gets_no_reply(peers, coordinator_of, tm
 @pytest.mark.claim("send-deadlines")
 def test_a_peer_that_reads_nothing_does_not_block_the_coordinator(peers):
     """A ROUTER drops what it cannot deliver; a send that did wait would have no time for it."""
-    router = RouterSocket(SimulationsConfig(fields={"t": [2]}))
+    router = open_router(SimulationsConfig(fields={"t": [2]}))
     try:
         assert router._router.sndtimeo == 0
         peer = peers.connect(router.address)

@@ -14,6 +14,7 @@ from paramserver.online.protocol import (
     pack_parameters,
     start_secret,
 )
+from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
 from paramserver.online.tracker import ExternalSimulations
 from paramserver.online.tracker_managed import ManagedSimulations
@@ -92,7 +93,7 @@ def test_of_twenty_thousand_messages_none_raises_and_no_unknown_peer_passes_for_
 
 def test_a_hello_of_a_simulation_that_the_run_started_waits_with_its_secret_for_a_replacement():
     config = SimulationsConfig(function="simulate.py:simulate", fields={"t": [2]}, count=1, at_once=1, steps=4)
-    tracker = ManagedSimulations(config, 1, lambda index: [0.5], Path("logs"))
+    tracker = ManagedSimulations(config, 1, make_sampler("uniform", [("a", 0.5, 0.5)], 0, 1), Path("logs"))
     handler = RequestHandler(IngestSpec.from_config(config), tracker, 1, TOKEN, dict)
 
     def join(address):

@@ -83,7 +83,9 @@ def test_without_scipy_the_error_names_the_package(name, monkeypatch):
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(UnsupportedConfiguration, match=r"sampler \(sobol\) must be uniform, lhs, halton or module:Cl"):
+    with pytest.raises(
+        UnsupportedConfiguration, match=r"sampler \(sobol\) must be uniform, lhs, halton, importance or module:Cl"
+    ):
         make_sampler("sobol", RANGES, 0, 3)
 
 

@@ -277,17 +277,6 @@ def test_the_command_pings(run, folder, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_both_are_commands_of_the_console_script(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["paramserver", "--help"])
-    with pytest.raises(SystemExit):
-        cli.main()
-    helped = capsys.readouterr().out
-    assert "paramserver keys --help" in helped
-    assert "paramserver ping --help" in helped
-    assert cli._COMMANDS["keys"] is cli.keys_main
-    assert cli._COMMANDS["ping"] is cli.ping_main
-
-
 def test_without_pyzmq_there_is_one_message(tmp_path):
     program = (
         "import sys; sys.modules['zmq'] = None\n"
@@ -297,5 +286,5 @@ def test_without_pyzmq_there_is_one_message(tmp_path):
     command = [sys.executable, "-c", program, str(tmp_path / "keys")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 22
-    sentence = "error: online training needs pyzmq; install paramserver[online]\n"
+    sentence = "error: simulations, publish and subscribers need pyzmq; install paramserver[online]\n"
     assert done.stderr == 2 * sentence

@@ -9,6 +9,7 @@ import pytest
 
 from paramserver.config import SimulationsConfig
 from paramserver.online.protocol import Header, MessageKind, SimulationReport, TrainerJoined
+from paramserver.online.sampler import CheckedSampler
 from paramserver.online.tracker import (
     ExternalSimulations,
     KillProcess,
@@ -22,10 +23,18 @@ from paramserver.online.tracker_managed import ManagedSimulations, describe_exit
 NOTHING_RECEIVED = TrainerJoined("tcp://127.0.0.1:1", {}, {})
 
 
+class Numbers:
+    """Draws the number of the simulation."""
+
+    def draw(self, index):
+        return [float(index)]
+
+
 def started(trainers=1, state=None, joined=None, begun=True, **options):
     defaults = {"command": "x", "count": 3, "steps": 10, "timeout_s": 60.0, "max_restarts": 2}
     config = SimulationsConfig(**{**defaults, **options})
-    tracker = ManagedSimulations(config, trainers, lambda index: [float(index)], Path("logs"))
+    sampler = CheckedSampler(Numbers(), (("a", 0.0, 1.0),), "Numbers")
+    tracker = ManagedSimulations(config, trainers, sampler, Path("logs"))
     if state is not None:
         tracker.load_state_dict(state)
     if begun:
@@ -480,7 +489,7 @@ def test_the_trainer_of_a_simulation_stays_over_a_resume_if_it_is_still_there():
 
 def test_a_resumed_run_starts_only_what_is_not_complete_with_new_attempts_and_the_same_parameters():
     tracker = started(count=5, at_once=2)
-    tracker._sample_parameters = lambda index: [index + 0.5]
+    tracker._sampler._sampler.draw = lambda index: [index + 0.5]
     tracker.poll(0.0)
     finish(tracker, 0, 1.0)
     tracker.poll(1.0)

@@ -617,6 +617,7 @@ def test_of_a_hundred_thousand_messages_each_is_validated_correctly(seed):
         "stale",
         "secret",
         "unfinished",
+        "version",
     }
     assert set(found) == wanted
     assert 0.15 < found[SampleAccepted] / 10_000 < 0.6

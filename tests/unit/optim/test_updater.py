@@ -8,6 +8,7 @@ from torch.optim import lr_scheduler
 from paramserver import Task
 from paramserver.config import TrainingConfig
 from paramserver.errors import NotFinite, TaskError
+from paramserver.optim.clipping import clipping_of
 from paramserver.optim.updater import Updater
 
 
@@ -32,8 +33,8 @@ class Line(nn.Module):
         self.bias = nn.Parameter(torch.tensor(bias))
 
 
-def made(optimizer=None, scheduler=None, clip=None, model=None, validate_every=1) -> Updater:
-    training = TrainingConfig(clip_grad_norm=clip, validate_every=validate_every)
+def made(optimizer=None, scheduler=None, clip=None, model=None, validate_every=1, **training) -> Updater:
+    training = TrainingConfig(clip_grad_norm=clip, validate_every=validate_every, **training)
     return Updater(Given(optimizer, scheduler), Line() if model is None else model, training)
 
 
@@ -83,6 +84,29 @@ def test_clipping_counts_what_has_a_gradient_only():
     updater = with_gradients(made(clip=1.0), None, [4.0])
     updater.apply(1)
     assert values(updater) == [[1.0, 2.0], [pytest.approx(-1.0)]]
+
+
+def test_each_element_is_clipped_by_its_value():
+    updater = with_gradients(made(clip_grad_value=0.5), [3.0, -0.25], [-4.0])
+    updater.apply(1)
+    assert values(updater) == [[0.5, 2.25], [0.5]]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_clipping_would_hide_is_refused(bad):
+    updater = with_gradients(made(clip_grad_value=0.5), [3.0, 0.25], [bad])
+    with pytest.raises(NotFinite, match=r"^step 4: the largest value of all gradients is (nan|inf) and must be finite"):
+        updater.apply(4)
+    assert values(updater) == [[1.0, 2.0], [0.0]]
+
+
+def test_rows_and_complex_numbers_are_clipped_by_value():
+    table, weight = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    table.grad = torch.sparse_coo_tensor([[1]], [[3.0, -0.25]], (3, 2), check_invariants=True).coalesce()
+    weight.grad = torch.tensor([-0.25 + 3j])
+    clipping_of(TrainingConfig(clip_grad_value=0.5)).clip([table, weight], 1)
+    assert table.grad.to_dense().tolist() == [[0.0, 0.0], [0.5, -0.25], [0.0, 0.0]]
+    assert weight.grad.tolist() == [-0.25 + 0.5j]
 
 
 # Schedules.

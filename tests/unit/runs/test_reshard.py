@@ -316,7 +316,7 @@ def test_a_resharded_iterable_has_a_mark_before_anything_is_read():
     source = IterableSource(Lines([]), Partition(0, 1))
     source.reshard([ResumePosition({}, 5, (), mark_of([[7, 8]])), ResumePosition({}, 5, (), mark_of([]))], ["held"] * 2)
     mark = source.mark()
-    assert mark == {"position": 2, "state": {"left": [[7, 8]]}}
+    assert mark == {"position": 2, "state": {"left": [[7, 8]]}, "ended": False}
     assert list(source.samples(2)) == [(2, 7), (3, 8)]
     assert mark["state"] == {"left": [[7, 8]]}  # a copy: reading on does not change it
 

@@ -12,6 +12,7 @@ from contextlib import closing
 import psutil
 import pytest
 
+from paramserver.config.modes import MODES
 from paramserver.runtime import preloaded
 from paramserver.runtime.preloaded import ForkServer
 from paramserver.runtime.rank_guard import RankGuard
@@ -21,6 +22,7 @@ LIMIT_S = 30.0
 # Instead of being a rank: reports through the pipe of its role, and ends with a code of its own.
 SERVER = """
 import os, sys, threading
+from paramserver.config.modes import Mode
 from paramserver.runtime import preloaded
 preloaded.MODULES, preloaded.find_spec = (), lambda name: None
 if os.environ["MARK"] == "threads":
@@ -30,7 +32,7 @@ if os.environ["MARK"] == "raises":
 if os.environ["MARK"] == "numpy":
     os.environ.update(OMP_NUM_THREADS="2", OPENBLAS_NUM_THREADS="2")
     import numpy
-role = preloaded.serve_forks(int(sys.argv[2]))
+role = preloaded.serve_forks(int(sys.argv[4]), Mode('none', '', ''))
 if role is not None:
     config = open(role[role.index("--config") + 1]).read()
     opened = sorted(int(name) for name in os.listdir("/proc/self/fd"))[3:-1]
@@ -49,7 +51,9 @@ def make(tmp_path, monkeypatch):
     with closing(RankGuard(5.0)) as guard:
 
         def made(mark="marked", timeout_s=LIMIT_S):
-            opened.append(ForkServer({**os.environ, "MARK": mark}, tmp_path / "start.log", guard, timeout_s))
+            opened.append(
+                ForkServer(MODES["rpc"], {**os.environ, "MARK": mark}, tmp_path / "start.log", guard, timeout_s)
+            )
             return opened[-1]
 
         yield made

@@ -12,6 +12,7 @@ from contextlib import closing
 import psutil
 import pytest
 
+from paramserver.config.modes import MODES
 from paramserver.runtime import preloaded
 from paramserver.runtime.preloaded import Spares, role_arguments
 from paramserver.runtime.rank_guard import RankGuard
@@ -21,10 +22,11 @@ LIMIT_S = 30.0
 # Instead of being a rank: reports through the pipe of its role.
 SPARE = """
 import logging, os, sys
+from paramserver.config.modes import Mode
 from paramserver.runtime import preloaded
 logging.basicConfig(level=logging.INFO)
 preloaded.MODULES, preloaded.find_spec = (), lambda name: None
-role = preloaded.wait_for_role(int(sys.argv[2]))
+role = preloaded.wait_for_role(int(sys.argv[4]), Mode('none', '', ''))
 if role is not None:
     config = open(role[role.index("--config") + 1]).read()
     words = [os.getpid(), role[0], config, os.environ["MARK"], "torch" in sys.modules, os.getpgrp() == os.getpid()]
@@ -47,7 +49,7 @@ def make(tmp_path, monkeypatch, notes):
 
         def made(count, max_restarts=3):
             environ = {**os.environ, "MARK": "marked"}
-            spares = Spares(count, max_restarts, environ, tmp_path / "spares.log", guard, notes.append)
+            spares = Spares(count, max_restarts, MODES["rpc"], environ, tmp_path / "spares.log", guard, notes.append)
             opened.append(spares)
             spares.fill()
             return spares
@@ -177,7 +179,7 @@ def test_the_next_spare_takes_the_role_of_one_that_is_dead_or_stopped(make, tmp_
 
 def test_a_spare_whose_supervisor_is_gone_ends(tmp_path):
     link, child_link = socket.socketpair()
-    command = [sys.executable, "-c", SPARE, "--spare", str(child_link.fileno())]
+    command = [sys.executable, "-c", SPARE, "--mode", "rpc", "--spare", str(child_link.fileno())]
     with child_link, link:
         process = subprocess.Popen(command, pass_fds=[child_link.fileno()], start_new_session=True)
     assert process.wait(LIMIT_S) == 0

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from paramserver.config import TrainingConfig
 from paramserver.consistency import Announcement, Ledger, PushId, Readiness, Sync, Verdict
 from paramserver.consistency.base import RunTerms
 from paramserver.context import StopRequest
@@ -12,6 +13,7 @@ from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import Evicted, RunEnded, TrainingError
 from paramserver.limits import Limits
 from paramserver.metrics.records import StepReport
+from paramserver.optim.skipping import Skipping
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import full_shard
 from paramserver.server.aggregator import Aggregator
@@ -32,6 +34,7 @@ class Monitor:
 
     epoch = 0
     seconds = 0.0
+    skipped = 0
 
     def stop_reason(self):
         return None
@@ -159,6 +162,7 @@ class Store:
 
     class updater:  # noqa: N801
         lr = (0.1,)
+        skipping = Skipping(TrainingConfig(nonfinite="skip"))
 
     def __init__(self):
         self.applied = []

@@ -8,7 +8,9 @@ import sys
 
 from paramserver.server.shared_optimizer import SharedOptimizer
 
-loaded = [name for name in ("sympy", "torch.distributed.fsdp", "torch.distributed.optim") if name in sys.modules]
+optim = "torch.distributed.optim"
+heavy = ("sympy", "torch.distributed.fsdp", optim, f"{optim}.utils", f"{optim}.functional_sgd")
+loaded = [name for name in heavy if name in sys.modules]
 assert not loaded, loaded
 
 from torch.distributed.optim import DistributedOptimizer, ZeroRedundancyOptimizer
@@ -16,10 +18,16 @@ import torch.distributed.optim.optimizer as module
 
 assert issubclass(SharedOptimizer, DistributedOptimizer)
 assert module.DistributedOptimizer is DistributedOptimizer
+
+import torch
+from torch.distributed.optim.utils import functional_optim_map
+
+assert dict(module.functional_optim_map) == functional_optim_map
+assert torch.optim.SGD in module.functional_optim_map
 """
 
 
-def test_the_package_around_the_class_is_not_imported_until_somebody_needs_it():
+def test_the_package_around_the_class_and_its_table_are_not_imported_until_they_are_used():
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)
 
 

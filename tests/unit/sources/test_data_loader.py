@@ -166,11 +166,6 @@ class NoLength(torch.utils.data.Dataset):
             {},
             "train_source returned DataLoader over NoLength, which must have __len__",
         ),
-        (
-            DataLoader(Streamed(DATA, 0, 1), 4, num_workers=1),
-            {},
-            r".* with num_workers \(1\) over an iterable data set",
-        ),
         (DataLoader(Streamed(DATA, 0, 1), 4), {"sampler": [1]}, ".* over an iterable data set, of which no sampler"),
         (
             iter(DATA),

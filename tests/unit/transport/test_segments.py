@@ -269,7 +269,7 @@ def test_another_user_is_refused_on_both_sides(host, other):
 
 def test_a_host_of_another_user_is_not_trusted(host, monkeypatch):
     here = threading.current_thread()  # the client; the host sees who asks
-    monkeypatch.setattr(segments, "_peer_uid", lambda _: os.geteuid() + (threading.current_thread() is here))
+    monkeypatch.setattr(segments, "peer_uid", lambda _: os.geteuid() + (threading.current_thread() is here))
     with pytest.raises(UnsupportedConfiguration, match="must have one user"):
         attach(host.address, "key", SMALL, 5)
 

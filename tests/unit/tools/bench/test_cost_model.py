@@ -87,9 +87,11 @@ def test_what_was_built_is_predicted_from_what_travelled():
 
 def test_all_reduce_is_predicted_from_the_model_and_its_compression():
     speed = LinkSpeed(B, 0.0)
-    assert predict_communication(DDP, speed, int(M), 0.0, 2, 0, "none")["communication_ms"] == pytest.approx(8.0)
-    assert predict_communication(DDP, speed, int(M), 0.0, 2, 0, "fp16")["communication_ms"] == pytest.approx(4.0)
-    assert predict_communication(DDP, speed, int(M), 0.0, 4, 0, "none")["break_even_servers"] is None
+    assert predict_communication(DDP, speed, int(M), 2 * M, 2, 0, "none")["communication_ms"] == pytest.approx(8.0)
+    assert predict_communication(DDP, speed, int(M), M, 2, 0, "fp16")["communication_ms"] == pytest.approx(4.0)
+    in_memory = predict_communication(DDP, speed, int(M), 0.0, 4, 0, "none")
+    assert (in_memory["communication_ms"], in_memory["break_even_servers"]) == (0.0, None)
+    assert in_memory["built"] == "all-reduce of 4 in shared memory: nothing is sent"
     assert predict_communication(RPC, speed, int(M), 2 * M, 4, 1, "none")["break_even_servers"] == 6
     assert predict_communication(DDP, speed, int(M), 0.0, 2, 0, "powersgd") is None
     assert predict_communication(LOCAL, speed, int(M), 0.0, 1, 0, "none") is None

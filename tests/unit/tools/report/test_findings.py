@@ -3,14 +3,15 @@
 import dataclasses
 
 import pytest
-from fake_results import failed, repeats, result, stale
+from fake_results import ENVIRONMENT, failed, repeats, result, stale
 
-from paramserver.tools.report.cases import cases_of, communication_limit, local_baseline, scaling_families
+from paramserver.tools.report.cases import by_best, cases_of, communication_limit, local_baseline, scaling_families
 from paramserver.tools.report.findings import findings
 from paramserver.tools.report.formatting import first_line, format_number, join_names, plural, scenario_text
 from paramserver.tools.report.tables import (
     comparability_warnings,
     conditions_text,
+    learning_table,
     predictions_table,
     scaling_table,
     staleness_table,
@@ -94,6 +95,45 @@ def test_the_best_of_every_mode_is_reported_once():
     assert "`rpc` was the fastest" in text
     assert "`ddp`, the best of ddp" in text
     assert "the best of" not in text_of(rpc(FAST), ddp(SLOW))
+
+
+def searched(lr, accuracy, speed, **fields):
+    best = {"name": "accuracy", "value": accuracy, "samples": 640.0, "less_is_better": False}
+    environment = {**ENVIRONMENT, "folder": f"runs/lr-{lr}"}
+    fields = {"best": best, "overrides": {"task_args.lr": lr}, "environment": environment, **fields}
+    return result(f"rpc, task_args.lr={lr}", speed=speed, **fields)
+
+
+def test_a_search_for_settings_begins_with_the_best_and_not_with_the_fastest():
+    cases = cases_of([searched(0.1, 0.9, 3000.0), searched(0.2, 0.95, 1000.0), searched(0.3, 0.8, 2000.0)])
+    assert [case.first.overrides["task_args.lr"] for case in by_best(cases)] == [0.2, 0.1, 0.3]
+    best, fastest, *_ = findings(cases)
+    assert best.startswith(
+        "`rpc, task_args.lr=0.2` (`lr-0.2`) validated best: accuracy 0.950 after 640 samples; next is "
+        "`rpc, task_args.lr=0.1` (`lr-0.1`) with 0.900"
+    )
+    assert fastest.startswith("`rpc, task_args.lr=0.1` applied 3000 samples/s")
+    table = learning_table(cases)
+    assert (table.titles[1], table.titles[-1]) == ("best accuracy", "folder")
+    assert [(row[1], row[-1]) for row in table.rows] == [
+        ("0.950", "`lr-0.2`"),
+        ("0.900", "`lr-0.1`"),
+        ("0.800", "`lr-0.3`"),
+    ]
+
+
+def test_a_lower_loss_is_better_and_other_metrics_are_not_ranked_with_it():
+    loss = {"name": "loss", "value": 0.5, "samples": 640.0, "less_is_better": True}
+    results = [searched(0.1, 0, 1.0, best=loss), searched(0.2, 0, 1.0, best={**loss, "value": 0.4})]
+    cases = cases_of([*results, searched(0.3, 0.9, 1.0), searched(0.4, 0, 1.0, best=None)])
+    assert [case.first.overrides["task_args.lr"] for case in by_best(cases)] == [0.2, 0.1]
+    assert learning_table(cases).titles[1] == "best"
+
+
+def test_runs_that_do_not_differ_in_task_args_are_compared_by_speed_first():
+    same = cases_of([searched(0.1, 0.9, 3000.0, overrides={"training.batch_size": 8})])
+    assert by_best(same) == []
+    assert "applied" in findings(same)[0]
 
 
 def test_conditions_are_kept_apart():

@@ -182,6 +182,17 @@ def test_a_run_whose_threads_waited_for_cores_is_named(local, tmp_path):
     ) in results_at([folder]).notes
 
 
+def test_samples_that_became_too_old_are_named(local, tmp_path):
+    def aged(summary):
+        (one,) = summary["trainers"]
+        return {**summary, "trainers": [{**one, "stream": {"stale": 3}}]}
+
+    folder = copied(local, tmp_path / "aged", summary=aged)
+    text = f"3 samples of {folder} became too old and had no use (buffer.max_staleness)."
+    assert text in results_at([folder]).notes
+    assert not [note for note in results_at([local.run_dir]).notes if "too old" in note]
+
+
 def test_a_loss_that_is_not_a_number(local, tmp_path):
     def diverged(text):
         records = [json.loads(line) for line in text.splitlines()]

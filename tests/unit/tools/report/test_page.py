@@ -285,9 +285,10 @@ def test_html_has_the_content_of_the_markdown():
     assert "a <code>b</code> &lt;c&gt;" in html
     assert "<ul>\n<li>one <code>x</code></li>\n<li>two</li>\n</ul>" in html
     assert "<pre>``` fenced\n\n&lt;d&gt;</pre>" in html
-    assert "<td><code>p|q</code></td><td>1</td>" in html
-    assert "<td>r\\|s</td><td></td>" in html
-    assert "<figure>\n<svg></svg>\n<figcaption>the <code>caption</code></figcaption>\n</figure>" in html
+    assert '<td><code>p|q</code></td><td data-title="v">1</td>' in html
+    assert '<td>r\\|s</td><td data-title="v"></td>' in html
+    caption = "<figcaption>the <code>caption</code></figcaption>"
+    assert f'<figure>\n<div class="picture" tabindex="0"><svg></svg></div>\n{caption}\n</figure>' in html
     assert "<p>lone ` here &lt;e&gt;</p>" in html
 
 

@@ -1,0 +1,144 @@
+"""One checkpoint in memory: in a folder on a tmpfs, which outlives the processes of its run, but not the machine.
+
+It is written like any other. ``checkpoints/memory`` in the folder of the run names its folder. A run that returns to it
+first writes it to the disk (``move_to_disk``), so that whatever resumes a run reads checkpoints in one place.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paramserver.checkpoint.format import LATEST, check_sizes, read_manifest, read_pointer, remove, step_of
+from paramserver.checkpoint.load import find_checkpoint, read_checkpoint
+from paramserver.checkpoint.save import ChunkedFile, explain_disk_errors, write_checkpoint
+from paramserver.errors import CheckpointError, StorageError
+from paramserver.fileio import atomic_write_text
+
+_log = logging.getLogger(__name__)
+
+MEMORY = "memory"
+"""The reason of a checkpoint in memory, and the name of the file that names its folder."""
+
+_FOLLOWS = "follows"
+_PREFIX = "paramserver-"
+_MIB = 2**20
+
+
+def make_memory_folder(run: Path, base: Path, objects: Mapping[str, Any]) -> Path:
+    """Make a folder in ``base`` for checkpoints of ``objects``, of which two are there while one replaces the other.
+
+    Raises:
+        StorageError: ``base`` is no folder that this user can write to, or has too little room for two.
+    """
+    needed = 2 * _size_bytes(objects)
+    rule = "must be a folder, best on a tmpfs, that this user can write to"
+    try:
+        free = shutil.disk_usage(base).free
+        if needed <= free:
+            # The name is random: neither another run nor another user has it.
+            folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{run.name}-", dir=base))
+    except OSError as error:
+        raise StorageError(
+            f"checkpoint.memory_folder ({base}) {rule} ({error.strerror}); set another one, or checkpoint.memory_every "
+            "to null"
+        ) from error
+    if needed > free:
+        raise StorageError(
+            f"checkpoint.memory_folder ({base}) must have room for two checkpoints, as one is removed after the next "
+            f"is complete: it needs {needed / _MIB:,.1f} MiB and has {free / _MIB:,.1f} MiB free; make it larger "
+            "(docker run --shm-size, mount -o remount,size=...), set another one, or checkpoint.memory_every to null"
+        )
+    with explain_disk_errors(run / "checkpoints" / MEMORY, "file"):
+        atomic_write_text(run / "checkpoints" / MEMORY, f"{run.resolve()}\n{folder}\n")
+    return folder
+
+
+def follows(names: Sequence[str | None]) -> dict[str, Any]:
+    """Return the metadata of a checkpoint in memory. ``names`` are the checkpoints on the disk that it may continue."""
+    return {_FOLLOWS: list(names)}
+
+
+def newer_in_memory(run: Path) -> Path | None:
+    """Return the checkpoint in memory that continues the newest on the disk; None where there is none.
+
+    It is of no use once the run has abandoned it, as after a resume on another machine or from a chosen checkpoint.
+    """
+    folder = _memory_folder(run)
+    try:
+        found = None if folder is None else read_pointer(folder, LATEST)
+        if found is None:
+            return None
+        manifest = read_manifest(found)
+        if check_sizes(found, manifest):
+            return None
+    except CheckpointError:
+        return None
+    try:
+        on_disk = find_checkpoint(run).name
+    except CheckpointError:
+        on_disk = None
+    is_newer = on_disk is None or manifest.step > (step_of(on_disk) or 0)
+    return found if is_newer and on_disk in manifest.metadata.get(_FOLLOWS, ()) else None
+
+
+def move_to_disk(run: Path) -> str | None:
+    """Write the checkpoint in memory to the disk, if it is newer, and remove what is in memory. Holds the run's lock.
+
+    Return a sentence about it for the user; None where there is none.
+    """
+    found, sentence = newer_in_memory(run), None
+    if found is not None:
+        try:
+            checkpoint = read_checkpoint(found)
+        except CheckpointError as error:
+            sentence = f"the checkpoint in memory is not used: {str(error).partition(';')[0]}"
+            _log.warning("%s", sentence)
+        else:
+            sentence = f"{found.name} was in memory ({found.parent}), and is on the disk now"
+            metadata = {key: value for key, value in checkpoint.manifest.metadata.items() if key != _FOLLOWS}
+            files = {name: _mapped(found / name) for name in checkpoint.manifest.files}
+            write_checkpoint(run / "checkpoints", checkpoint.step, files, metadata)
+    remove_memory(run)
+    return sentence
+
+
+def remove_memory(run: Path) -> None:
+    """Remove the checkpoint in memory of a run, if it has one on this machine."""
+    if (folder := _memory_folder(run)) is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    remove(run / "checkpoints" / MEMORY)
+
+
+def _memory_folder(run: Path) -> Path | None:
+    try:
+        owner, folder = (run / "checkpoints" / MEMORY).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return None
+    # In a copy of the run's folder the file names the folder of the original, which another process may use.
+    is_own = owner == str(run.resolve()) and Path(folder).name.startswith(f"{_PREFIX}{run.name}-")
+    return Path(folder) if is_own and Path(folder).is_dir() else None
+
+
+def _mapped(path: Path) -> ChunkedFile:
+    import numpy as np  # here: a launcher looks for checkpoints without it
+
+    file = ChunkedFile()
+    if path.stat().st_size:
+        file.append(np.memmap(path, np.uint8, "r"))  # read when it is written, without a copy
+    return file
+
+
+def _size_bytes(value: Any) -> int:
+    """Return about how many bytes a file of these objects has: those of its tensors, arrays and chunks."""
+    if isinstance(value, Mapping):
+        return sum(map(_size_bytes, value.values()))
+    if isinstance(value, list | tuple | ChunkedFile):
+        return sum(map(_size_bytes, value))
+    if getattr(value, "is_sparse", False):
+        return _size_bytes([value._indices(), value._values()])
+    return getattr(value, "nbytes", 0)

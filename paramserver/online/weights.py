@@ -1,0 +1,338 @@
+"""Versions of the model as subscribers receive them: how they are named, laid out in bytes, and sent as differences.
+
+This file knows numpy, and neither sockets nor torch. A version is a JSON description and one frame with the values of
+all tensors, each of which begins at a multiple of 64 bytes. Floating-point values are sent as they are, or rounded to
+bfloat16. A rounded version may be sent as the difference to another one, in two frames that zlib has compressed: where
+16-bit words differ, and by how much.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserver.online.protocol import MalformedMessage, unpack_json
+
+EXACT, ROUNDED, DIFFERENCE, MAPPED = "exact", "bfloat16", "difference", "mapped"
+"""How the values of a version are sent."""
+
+RUN_ID = "#"
+"""Between the name of a run and an id, in messages: another run may have the same name."""
+
+BFLOAT16 = "bfloat16"
+"""The dtype, of a description, that numpy lacks."""
+
+_ALIGNMENT = 64
+_LONGEST_GAP = 255  # that one byte can hold, as a part of a longer one
+# Beyond this share of changed words a difference is not even compressed: it would be larger than the version.
+_MOST_CHANGED = 0.5
+
+Array = npt.NDArray[Any]
+
+
+class Version(NamedTuple):
+    """Names a version within a run. Versions are compared in this order.
+
+    A run that returns to a checkpoint, as after the death of rank 0, begins a new generation. A version of that is
+    newer than all before, also if its step is smaller.
+
+    Example::
+
+        >>> Version(2, 100) > Version(1, 150)
+        True
+    """
+
+    generation: int
+    step: int
+
+
+NO_VERSION = Version(0, 0)
+"""Older than every version."""
+
+
+def effective_step(version: Sequence[int], starts: Sequence[Version]) -> int:
+    """Return the step from which a version differs from those of today: that of a version that was not taken back.
+
+    A return to a checkpoint takes versions after it back. What was made with one of them counts from the checkpoint.
+
+    Example::
+
+        >>> starts = [Version(1, 0), Version(2, 100)]
+        >>> effective_step((1, 150), starts), effective_step((1, 50), starts), effective_step((2, 150), starts)
+        (100, 50, 150)
+    """
+    generation, step = version
+    return min((start.step for start in starts if start.generation > generation and start.step < step), default=step)
+
+
+class TensorLayout(NamedTuple):
+    """Name, dtype and shape of a tensor. The dtype is numpy's name of it, with the byte order, or ``BFLOAT16``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return np.dtype("<u2" if self.dtype == BFLOAT16 else self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=object)) * self.numpy_dtype.itemsize
+
+
+def offsets(layouts: Sequence[TensorLayout]) -> tuple[list[int], int]:
+    """Return where the values of each tensor begin, and how many bytes all take.
+
+    Example::
+
+        >>> offsets([TensorLayout("weight", "<f4", (3, 2)), TensorLayout("bias", "<f4", (3,))])
+        ([0, 64], 76)
+    """
+    found, end = [], 0
+    for layout in layouts:
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        found.append(begin)
+        end = begin + layout.num_bytes
+    return found, end
+
+
+def rounded_layouts(layouts: Sequence[TensorLayout]) -> list[TensorLayout]:
+    """Return the layouts of the same tensors with floating-point values in bfloat16."""
+    return [one._replace(dtype=BFLOAT16) if one.dtype in ("<f2", "<f4", "<f8") else one for one in layouts]
+
+
+@dataclass(frozen=True)
+class WeightsRequest:
+    """What a subscriber asks for: a version that is newer than the one that the header names.
+
+    The header's version is of the ``run`` of that name; it is empty without one. Where a newer version exists, or can
+    be copied, the reply is sent once it is there. With ``waits`` that includes versions that are not made yet.
+    Otherwise, and after ``timeout_s``, the reply is the newest copy, if it is newer. With ``holds`` the subscriber has
+    the rounded values of the header's version, and may be sent a difference to them. With the ``host`` of the
+    publisher, see ``platform.host_number``, it may be sent where the values are in memory.
+    """
+
+    run: str = ""
+    encoding: str = EXACT
+    timeout_s: float = 0.0
+    waits: bool = False
+    holds: bool = False
+    host: str = ""
+
+    def pack(self) -> bytes:
+        return json.dumps({name: value for name, value in vars(self).items() if name != "host" or value}).encode()
+
+    @classmethod
+    def unpack(cls, frame: bytes) -> WeightsRequest:
+        """Decode a request.
+
+        Raises:
+            MalformedMessage: it is none.
+        """
+        fields = unpack_json(frame)
+        run, encoding, timeout_s, waits, holds = (
+            fields.get(name) for name in ("run", "encoding", "timeout_s", "waits", "holds")
+        )
+        if not isinstance(run, str) or encoding not in (EXACT, ROUNDED):
+            raise MalformedMessage(f"GET must have a run and an encoding ({EXACT} or {ROUNDED})")
+        is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+        if not is_number or not 0 <= float(timeout_s or 0) < float("inf"):
+            raise MalformedMessage("GET must have a timeout_s of at least 0")
+        if not isinstance(waits, bool) or not isinstance(holds, bool):
+            raise MalformedMessage("GET must have waits and holds, each true or false")
+        if not isinstance(host := fields.get("host", ""), str):
+            raise MalformedMessage("GET must have a host that is text, or none")
+        return cls(run, encoding, float(timeout_s or 0), waits, holds, host)
+
+
+class MappedFile(NamedTuple):
+    """Where values are in memory: the descriptor of a file of the process ``pid``, at whose end is the ``id``."""
+
+    pid: int
+    descriptor: int
+    id: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """The JSON of WEIGHTS: the run, how values are sent, the tensors, and where the generations began.
+
+    ``base`` is the version that a difference is to. ``starts`` has the first step of each generation. ``file`` has the
+    values if they are mapped.
+    """
+
+    run: str
+    encoding: str
+    tensors: tuple[TensorLayout, ...]
+    starts: tuple[Version, ...]
+    base: Version | None = None
+    file: MappedFile | None = None
+
+    def pack(self) -> bytes:
+        return json.dumps({name: value for name, value in vars(self).items() if name != "file" or value}).encode()
+
+    @classmethod
+    def unpack(cls, frame: bytes) -> Description:
+        """Decode a description.
+
+        Raises:
+            MalformedMessage: it is none.
+        """
+        fields = unpack_json(frame)
+        try:
+            tensors = tuple(
+                TensorLayout(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in fields["tensors"]
+            )
+            for tensor in tensors:
+                if tensor.numpy_dtype.kind not in "biufc" or min(tensor.shape, default=0) < 0:
+                    raise MalformedMessage(f"{tensor.name} must be an array of numbers; it is of {tensor.dtype}")
+            base, file = fields["base"], fields.get("file")
+            return cls(
+                str(fields["run"]),
+                str(fields["encoding"]),
+                tensors,
+                tuple(Version(*map(int, start)) for start in fields["starts"]),
+                None if base is None else Version(*map(int, base)),
+                None if file is None else MappedFile(int(file[0]), int(file[1]), str(file[2])),
+            )
+        except (LookupError, TypeError, ValueError) as error:
+            raise MalformedMessage(f"WEIGHTS must describe a version of a model ({error})") from error
+
+
+def encode_difference(old: bytes | memoryview, new: bytes | memoryview) -> list[bytes] | None:
+    """Return two frames from which ``apply_difference`` makes ``new`` out of ``old``; None if that does not pay.
+
+    Example::
+
+        >>> old, new = bytes(10_000), bytes(9_998) + bytes([1, 0])
+        >>> frames = encode_difference(old, new)
+        >>> sum(map(len, frames)) < 100, apply_difference(old, frames) == new
+        (True, True)
+    """
+    if len(old) != len(new):
+        return None
+    before, after = _words(old), _words(new)
+    changed = np.flatnonzero(before != after)
+    if len(changed) > _MOST_CHANGED * len(after):
+        return None
+    # Bytes of 255 add up to a longer gap, which ends with a smaller one.
+    gaps = np.diff(changed, prepend=-1) - 1
+    whole, rest = np.divmod(gaps, _LONGEST_GAP)
+    ends = np.cumsum(whole + 1) - 1
+    places = np.full(int(ends[-1]) + 1 if len(ends) else 0, _LONGEST_GAP, np.uint8)
+    places[ends] = rest
+    # Most values change to the next one: the second bytes are then all alike.
+    by = (after[changed] - before[changed]).view(np.uint8).reshape(-1, 2)
+    frames = [zlib.compress(places.tobytes(), 1), zlib.compress(np.ascontiguousarray(by.T).tobytes(), 1)]
+    return frames if sum(map(len, frames)) < len(after) * after.itemsize else None
+
+
+def apply_difference(old: bytes | memoryview, frames: Sequence[bytes | memoryview]) -> bytes:
+    """Return the values that were encoded as a difference to ``old``.
+
+    Raises:
+        MalformedMessage: the frames are no difference to it.
+    """
+    before = _words(old)
+    try:
+        places = np.frombuffer(_decompress(frames[0], 2 * len(before)), np.uint8)
+        by = np.frombuffer(_decompress(frames[1], 2 * len(before)), np.uint8)
+        ends = np.flatnonzero(places != _LONGEST_GAP)
+        # Each place is the sum of all bytes before it, plus one for each that ended before.
+        changed = np.cumsum(places, dtype=np.int64)[ends] + np.arange(len(ends))
+        after = before.copy()
+        after[changed] += np.ascontiguousarray(by.reshape(2, -1).T).view("<u2").reshape(-1)
+    except (zlib.error, LookupError, ValueError) as error:
+        raise MalformedMessage(f"this is no difference to the version that it names ({error})") from error
+    found: bytes = after.tobytes()
+    return found[: len(old)]
+
+
+def _words(values: bytes | memoryview) -> npt.NDArray[np.uint16]:
+    padded = bytes(values) + b"\0" if len(values) % 2 else values
+    return np.frombuffer(padded, "<u2")
+
+
+def _decompress(frame: bytes | memoryview, limit: int) -> bytes:
+    decompressor = zlib.decompressobj()
+    found = decompressor.decompress(frame, limit + 1)
+    if len(found) > limit or not decompressor.eof:
+        raise ValueError("it is too long, or has no end")
+    return found
+
+
+class Weights(Mapping[str, Array]):
+    """One version of a model's parameters and module buffers, by their names in its ``state_dict()``.
+
+    The arrays are read-only. Values that were rounded to bfloat16 are float32 arrays.
+
+    Attributes:
+        version: generation and step, for ``Subscriber.newer_than``.
+        run: names the run: a version of another one is neither newer nor older.
+        run_name: the name of the run, for messages.
+        starts: the first step of each generation; see ``is_current``.
+        data: the values of all tensors, laid out as ``offsets`` has it.
+    """
+
+    def __init__(self, version: Version, description: Description, data: bytes | memoryview) -> None:
+        self.version = version
+        self.run = description.run
+        self.run_name = description.run.rpartition(RUN_ID)[0] or description.run
+        self.starts = description.starts
+        self.data = data
+        self.tensors = description.tensors
+        begins, size = offsets(self.tensors)
+        if len(data) != size:
+            raise MalformedMessage(f"the values of WEIGHTS ({len(data)} bytes) must have {size} bytes")
+        self._begins = {tensor.name: (tensor, begin) for tensor, begin in zip(self.tensors, begins, strict=True)}
+        self._arrays: dict[str, Array] = {}
+
+    @property
+    def step(self) -> int:
+        """The number of updates that the version has."""
+        return self.version.step
+
+    def is_current(self, version: Version) -> bool:
+        """Return whether another version was not taken back by a return to a checkpoint.
+
+        Example::
+
+            >>> about = Description("run", EXACT, (), (Version(1, 0), Version(2, 100)))
+            >>> weights = Weights(Version(2, 120), about, b"")
+            >>> weights.is_current(Version(1, 100)), weights.is_current(Version(1, 101))
+            (True, False)
+        """
+        return effective_step(version, self.starts) == version.step
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._arrays:
+            tensor, begin = self._begins[name]
+            array = np.frombuffer(self.data, np.uint8)[begin : begin + tensor.num_bytes].view(tensor.numpy_dtype)
+            if tensor.dtype == BFLOAT16:
+                array = (array.astype("<u4") << 16).view("<f4")
+            array = array.reshape(tensor.shape)
+            array.flags.writeable = False
+            self._arrays[name] = array
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._begins)
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __repr__(self) -> str:
+        return f"<Weights of {self.run_name!r}, generation {self.version.generation}, step {self.step}>"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch tensors, for ``load_state_dict`` of the same model. Needs torch."""
+        import torch
+
+        return {name: torch.from_numpy(np.array(array)) for name, array in self.items()}

@@ -1,0 +1,165 @@
+"""A checkpoint in memory: when it is the one to resume from, how it comes to the disk, how little room is refused."""
+
+import shutil
+from collections import namedtuple
+
+import pytest
+import torch
+
+from paramserver.checkpoint import CheckpointWriter, read_checkpoint, write_checkpoint
+from paramserver.checkpoint.memory import (
+    MEMORY,
+    follows,
+    make_memory_folder,
+    move_to_disk,
+    newer_in_memory,
+    remove_memory,
+)
+from paramserver.errors import StorageError
+from paramserver.runs.attempt import resume_transaction
+from paramserver.runs.resume import describe_resume
+from paramserver.runs.rundir import RunDir
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "runs" / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path):
+    (tmp_path / "shm").mkdir()
+    return tmp_path / "shm"
+
+
+def on_disk(run, step):
+    return write_checkpoint(run / "checkpoints", step, {"model": {"w": torch.full((4,), float(step))}}, {"trainers": 1})
+
+
+def in_memory(run, base, step, after):
+    objects = {"model": {"w": torch.full((4,), float(step))}, "empty": b""}
+    folder = make_memory_folder(run, base, objects)
+    return write_checkpoint(folder, step, objects, {"trainers": 1, **follows(after)})
+
+
+@pytest.mark.parametrize(
+    ("disk", "step", "after", "wins"),
+    [
+        (None, 5, [None], True),
+        (100, 150, ["step-00000100"], True),
+        (100, 150, ["step-00000100", None], True),  # the first one was still being written
+        (100, 150, [None], False),  # of another history of the run
+        (120, 150, ["step-00000100"], False),  # the run was resumed elsewhere from step 100
+        (50, 150, ["step-00000100"], False),  # checkpoints were removed, or an earlier one was chosen
+        (100, 100, ["step-00000050", "step-00000100"], False),
+        (100, 50, ["step-00000100"], False),
+    ],
+)
+def test_the_newest_of_both_wins_if_it_continues_what_is_on_the_disk(run, base, disk, step, after, wins):
+    if disk is not None:
+        on_disk(run, disk)
+    found = in_memory(run, base, step, after)
+    assert newer_in_memory(run) == (found if wins else None)
+    assert RunDir(run).has_checkpoint() == (wins or disk is not None)
+    sentence = move_to_disk(run)
+    assert (sentence is not None) == wins
+    assert (run / "checkpoints" / "latest").read_text() == f"step-{step if wins else disk:08d}\n"
+    assert not list(base.iterdir())
+    assert not (run / "checkpoints" / MEMORY).exists()
+
+
+def test_what_comes_to_the_disk_is_the_same_checkpoint(run, base):
+    found = read_checkpoint(in_memory(run, base, 5, [None]))
+    files = {name: (found.path / name).read_bytes() for name in found.manifest.files}
+    assert move_to_disk(run) == f"step-00000005 was in memory ({found.path.parent}), and is on the disk now"
+    there = read_checkpoint(run / "checkpoints" / "step-00000005")
+    assert {name: (there.path / name).read_bytes() for name in files} == files
+    assert there.manifest.metadata == {"trainers": 1}
+
+
+@pytest.mark.parametrize("damage", ["content", "size", "manifest", "removed"])
+def test_a_damaged_one_gives_way_to_the_disk(run, base, damage, caplog):
+    on_disk(run, 100)
+    found = in_memory(run, base, 150, ["step-00000100"])
+    file = found / ("manifest.json" if damage == "manifest" else "model.pt")
+    if damage == "removed":
+        shutil.rmtree(found.parent)
+    else:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content[:-1] if damage == "size" else content)
+    sentence = move_to_disk(run)
+    assert (run / "checkpoints" / "latest").read_text() == "step-00000100\n"
+    if damage == "content":
+        assert sentence.startswith("the checkpoint in memory is not used: ")
+        assert "model.pt is damaged" in sentence
+        assert caplog.messages == [sentence]
+    assert not list(base.iterdir())
+
+
+def test_that_of_another_run_is_neither_used_nor_removed(run, base):
+    on_disk(run, 100)
+    found = in_memory(run, base, 150, ["step-00000100"])
+    copy = run.with_name("copy")
+    shutil.copytree(run, copy)
+    assert newer_in_memory(copy) is None
+    remove_memory(copy)
+    assert newer_in_memory(run) == found
+
+
+def test_two_runs_never_share_a_folder(run, base):
+    assert make_memory_folder(run, base, {}) != make_memory_folder(run, base, {})
+
+
+def test_a_resume_by_hand_names_it_and_writes_it_to_the_disk(run, base):
+    on_disk(run, 100)
+    found = in_memory(run, base, 150, ["step-00000100"])
+    (run / "config.yaml").write_text("task: a:B\ntraining: {max_steps: 200}\n")
+    from paramserver.config import load_config
+
+    config = load_config(run / "config.yaml")
+    first = f"resuming {run} from step-00000150, which is in memory ({found.parent})"
+    assert describe_resume(RunDir(run), config) == [first]
+    with resume_transaction(RunDir(run)):
+        assert (run / "checkpoints" / "latest").read_text() == "step-00000150\n"
+    assert describe_resume(RunDir(run), config) == [f"resuming {run} from step-00000150"]
+
+
+def test_a_chosen_checkpoint_abandons_it(run, base):
+    chosen = on_disk(run, 100)
+    in_memory(run, base, 150, ["step-00000100"])
+    with resume_transaction(RunDir(run, chosen)):
+        assert newer_in_memory(run) is None
+    assert not list(base.iterdir())
+
+
+def test_too_little_room_says_how_much_is_needed(run, base, monkeypatch):
+    sparse = torch.zeros(2**19, 1).to_sparse_coo()
+    objects = {"model": {"w": torch.zeros(2**20)}, "trainer-0": {"buffer": [torch.zeros(2**20), 3], "rows": sparse}}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**25, 2**24, 2**24 - 1))
+    with pytest.raises(StorageError, match=r"room for two .* needs 16\.0 MiB and has 16\.0 MiB free; make it larger"):
+        make_memory_folder(run, base, objects)
+    assert not list(base.iterdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**25, 2**24, 2**24))
+    assert make_memory_folder(run, base, objects).is_dir()
+
+
+def test_a_folder_that_is_none_is_named(run, base):
+    with pytest.raises(StorageError, match=r"memory_folder \(.*nowhere\) must be a folder, .* \(No such file"):
+        make_memory_folder(run, base / "nowhere", {})
+
+
+def test_a_write_that_is_refused_later_does_not_end_an_optional_writer(base, monkeypatch):
+    with CheckpointWriter(base, keep=1, background=False, optional=True) as writer:
+        monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        failed = writer.submit(1, {"a": b"1"}, {})
+        assert isinstance(failed.exception(), StorageError)
+        assert not list(base.iterdir())
+        monkeypatch.undo()
+        writer.submit(2, {"a": b"1"}, {})
+        assert writer.submit(3, {"a": b"1"}, {}).result().path.name == "step-00000003"
+        assert sorted(path.name for path in base.iterdir()) == ["latest", "step-00000003"]
