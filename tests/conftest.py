@@ -80,9 +80,23 @@ def pytest_runtest_makereport(item, call):
     return (yield)
 
 
+class FailedTests:
+    """Names each failed test at once: a run that is ended by a limit prints no summary."""
+
+    def __init__(self, config):
+        self.terminal = config.pluginmanager.get_plugin("terminalreporter")
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            reason = str(report.longrepr).strip().splitlines()[-1:]
+            self.terminal.ensure_newline()
+            self.terminal.write_line(f"{report.when} of {report.nodeid} failed: {' '.join(reason)}")
+
+
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(fast_tier.CpuTime())
+        config.pluginmanager.register(FailedTests(config))
     disable_name_lookups()  # for the tests that make a store of their own, as a rank does before it makes one
     # Tensors of the tests are small, and several workers share the cores: more threads only wait for each other.
     torch.set_num_threads(1)

@@ -135,10 +135,11 @@ def test_states_are_consistent_while_samples_are_added():
     stop = threading.Event()
 
     def feed():
-        step = 0
-        while not stop.is_set():
+        # Not without a limit: each state is of the whole log, and one thread may get the lock often in succession.
+        for step in range(20_000):
+            if stop.is_set():
+                return
             made.extend([(step, -step), (step, -step)])
-            step += 1
 
     thread = threading.Thread(target=feed)
     thread.start()
