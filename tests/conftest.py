@@ -84,13 +84,14 @@ class FailedTests:
     """Names each failed test at once: a run that is ended by a limit prints no summary."""
 
     def __init__(self, config):
-        self.terminal = config.pluginmanager.get_plugin("terminalreporter")
+        self.config = config
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
             reason = str(report.longrepr).strip().splitlines()[-1:]
-            self.terminal.ensure_newline()
-            self.terminal.write_line(f"{report.when} of {report.nodeid} failed: {' '.join(reason)}")
+            terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+            terminal.ensure_newline()
+            terminal.write_line(f"{report.when} of {report.nodeid} failed: {' '.join(reason)}")
 
 
 def pytest_configure(config):

@@ -2,7 +2,6 @@
 
 import socket
 
-
 TIMEOUT_S = 20.0
 
 
