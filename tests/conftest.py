@@ -88,7 +88,8 @@ class FailedTests:
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
-            reason = str(report.longrepr).strip().splitlines()[-1:]
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = str(report.longrepr if crash is None else crash.message).strip().splitlines()[:1]
             terminal = self.config.pluginmanager.get_plugin("terminalreporter")
             terminal.ensure_newline()
             terminal.write_line(f"{report.when} of {report.nodeid} failed: {' '.join(reason)}")
