@@ -67,7 +67,7 @@ def test_trainers_that_run_freely_stop_for_it_too(tmp_path, consistency):
     assert finished.code == 0, finished.output
     assert (tmp_path / "run" / "mark").exists()
     # The other trainer may have made more steps by then.
-    assert any(re.search(r"step-0000000[48] was in memory", note) for note in notes(finished))
+    assert any(re.search(r"step-0000000[48] was in memory", note) for note in notes(finished)), finished.output
     assert finished.summary["updates_redone"] <= EVERY
     assert finished.summary["steps"] == 12
     assert in_memory(finished) == [[4, 8, 12], [12]]
@@ -87,7 +87,7 @@ def test_a_local_run_that_is_killed_is_resumed_by_hand_from_the_one_in_memory(tm
 
 
 def test_a_step_with_a_checkpoint_on_the_disk_has_none_in_memory(tmp_path):
-    options = {"every": 6, "memory_every": 2, "keep": 9, "best": {"metric": "accuracy", "mode": "max"}}
+    options = {**IN_MEMORY, "every": 6, "memory_every": 2, "keep": 9, "best": {"metric": "accuracy", "mode": "max"}}
     finished = run(tmp_path / "run", "local", checkpoint=options, training={"validate_every": 6}, start=run_in_process)
     assert finished.code == 0, finished.output
     assert in_memory(finished) == [[2, 4, 8, 10], [6, 12]]
