@@ -122,7 +122,12 @@ class Client:
         if self._sender is not None:
             raise ClientError(f"this client is open already, for simulation {self._simulation}; make another one")
         self._refuse_if_ended()
-        simulation = self._simulation_number(simulation_id)
+        simulation = self._environment.simulation if simulation_id is None else simulation_id
+        if simulation is None:
+            raise ClientError(
+                "simulation_id (None) must be given where the run has not started this process "
+                f"({VARIABLES['simulation']} is not set); number your simulations from 0"
+            )
         vector = self._parameter_vector(simulation, parameters)
         simulation = check_integer("simulation_id", simulation)
         assert self._address is not None
@@ -137,15 +142,6 @@ class Client:
         self._simulation, self._parameters, self._directory = simulation, vector, self._sender.directory
         self._encoder = SampleEncoder(self._directory.fields, self.members, self._directory.optional)
         return self
-
-    def _simulation_number(self, simulation_id: int | None) -> int:
-        simulation = self._environment.simulation if simulation_id is None else simulation_id
-        if simulation is None:
-            raise ClientError(
-                "simulation_id (None) must be given where the run has not started this process "
-                f"({VARIABLES['simulation']} is not set); number your simulations from 0"
-            )
-        return simulation
 
     def _parameter_vector(self, simulation: int, parameters: Sequence[float] | None) -> npt.NDArray[np.float64]:
         if parameters is None and simulation == self._environment.simulation:
@@ -236,8 +232,9 @@ class Client:
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each field of a whole sample."""
-        return {field.name: field.shape for field in self._require_directory().fields}
+        """The shape of each field of a whole sample that the run declares."""
+        directory = self._require_directory()
+        return {field.name: field.shape for field in directory.fields if field not in directory.optional}
 
     def _require_directory(self) -> TrainerDirectory:
         if self._directory is None:

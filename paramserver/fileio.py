@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 # Errors of file systems that do not support fsync of a folder, such as some network file systems. Nothing else helps.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
@@ -32,6 +32,8 @@ DISK_CURES = {
 
 TEMPORARY = ".tmp"
 """The end of the name of a file that is being written; the name begins with a dot."""
+
+_BLOCK_BYTES = 2**16  # of a file that is read from its end
 
 
 def then_resume(path: Path) -> str:
@@ -150,6 +152,27 @@ def atomic_write_bytes(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync_folder(path.parent)
+
+
+def end_last_line(file: BinaryIO) -> None:
+    """Let a file of JSON objects, one per line, end with a whole line. Call it before the first append.
+
+    A process that dies while it writes a line leaves it incomplete, and what the next one appends would be part of it.
+    Such a line is removed; it gets its end where nothing else is missing. ``file`` is open with ``a+b``.
+    """
+    end = start = file.seek(0, os.SEEK_END)
+    last = b""
+    while start and b"\n" not in last:
+        start = max(0, start - _BLOCK_BYTES)
+        file.seek(start)
+        last = file.read(end - start)
+    if torn := last.rpartition(b"\n")[2]:
+        try:
+            json.loads(torn)
+        except (ValueError, RecursionError):
+            file.truncate(end - len(torn))
+        else:
+            file.write(b"\n")
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

@@ -297,8 +297,9 @@ class WakeupFd:
                     os.write(self._writing, (1).to_bytes(8, sys.byteorder))
 
     def clear(self) -> None:
-        """Make the descriptor unreadable again, in the thread that was woken."""
-        os.read(self._fd, 1 << 16)
+        """Make the descriptor unreadable again, in the thread that was woken; no effect if it is not readable."""
+        with suppress(BlockingIOError):
+            os.read(self._fd, 1 << 16)
 
     def close(self) -> None:
         with self._lock:

@@ -138,6 +138,9 @@ class Trainer(ABC):
     reports_served = False
     """Whether pushes name the samples of a step."""
 
+    makes_all_updates = False
+    """Whether no other process makes updates of the model."""
+
     control_class: type[Control]
     """What a trainer of this mode agrees with the others by."""
 
@@ -389,7 +392,8 @@ class Trainer(ABC):
         ``agree`` calls it at most once per step.
         """
         # A trainer that waits for data may take no part in updates meanwhile.
-        self.data.set_version(max(self.step, self.current_step.decision.step))
+        step = max(self.step, self.current_step.decision.step)
+        self.data.set_version(step, limit=step if self.makes_all_updates else None)
         announcement = self.data_available()
         self.clock.lap("data")
         return self.control.with_stop(announcement)

@@ -466,7 +466,7 @@ class DataStream:
         if isinstance(self.source, Stream):
             stored = state["buffer"]
             held = {key for key, times in zip(stored["keys"], stored["served"].tolist(), strict=True) if not times}
-            self._applied = AppliedPositions(count=self._applied.count)
+            self._applied = AppliedPositions(count=self._applied.count, stale=self.buffer.stale)
             self._applied.keys.update(self.source.keys_without(held, stored["counters"]["puts"]))
         elif not self.source.repeatable:
             self._applied = AppliedPositions(self.buffer.info().puts)
@@ -488,11 +488,13 @@ class DataStream:
             applied.add(self._load_source(state), self.buffer.times_due)
         self._applied = applied
         if isinstance(self.source, Stream):
-            applied = AppliedPositions(self.source.continue_after(applied.keys), count=applied.count)
+            applied = AppliedPositions(
+                self.source.continue_after(applied.keys), count=applied.count, stale=applied.stale
+            )
         # Other draws than those of the process that was lost.
         self.buffer = self._make_buffer(applied.count)
-        if applied.low:
-            self.buffer.skip(applied.low)
+        if applied.low or applied.stale:
+            self.buffer.skip(applied.low, applied.stale)
         self.feeder = Feeder(self.source, self.buffer, self.trainer_index, applied)
 
     def _load_source(self, state: Mapping[str, Any], mark: Any = None) -> list[int]:

@@ -41,6 +41,7 @@ class LocalTrainer(ReplicaTrainer):
 
     for_mode = "local"
     reports_served = True
+    makes_all_updates = True
 
     checkpoints: CheckpointManager
     monitor: RunMonitor
@@ -53,6 +54,7 @@ class LocalTrainer(ReplicaTrainer):
         self.on_after_setup_optimizers()
         self.step, self.samples, self.skipped = self.monitor.step, self.monitor.samples, self.monitor.skipped
         self.prepare_data()
+        self.data.set_version(self.step, limit=self.step)
         self.seed_or_restore(self.checkpoints.trainer_part(self.trainer_index))
         # What another thread can save while the main thread is in a hook: see ``_save_applied``. As the hook may return
         # meanwhile, the lock is held during an update, and while a checkpoint is staged.

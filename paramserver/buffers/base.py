@@ -245,14 +245,17 @@ class Buffer(ABC):
                 raise error
         return done
 
-    def skip(self, count: int) -> None:
+    def skip(self, count: int, stale: int = 0) -> None:
         """Count the next ``count`` samples as put and served as often as is due; another process has served them.
+
+        Of these, and of those that were put before they were counted, that process has counted ``stale``.
 
         Raises:
             BufferClosed: closed or finished.
         """
         with self._lock:
-            self._skip(count)
+            self._skip(count, min(count, stale))
+            self._counters.stale += stale
 
     # The age of samples.
 
@@ -555,13 +558,15 @@ class Buffer(ABC):
             return _closed_error()
         return BufferClosed("the buffer must not be finished when a sample is put; call finish() after the last put")
 
-    def _skip(self, count: int) -> None:
+    def _skip(self, count: int, never_served: int = 0) -> None:
         if self._closed or self._finished:
             raise self._not_open_error()
-        times = self.times_due or 1
+        served, times = count - never_served, self.times_due or 1
         self._counters.puts += count
-        self._counters.gets += count * times
-        self._store.count_removed(count, times)
+        self._counters.gets += served * times
+        self._store.count_removed(served, times)
+        if never_served:
+            self._store.count_removed(never_served, 0)
 
     def _put_all(
         self,
@@ -587,7 +592,9 @@ class Buffer(ABC):
                 if times is None or times >= due:
                     self._skip(1)
                 elif self._is_stale(samples[done]):  # before others are evicted for it
-                    self._count_stale()
+                    self._skip(1, never_served=1)
+                    self._counters.stale += 1
+                    self.num_expired += 1
                 else:
                     self._put(samples[done], keys[done], deadline, times)
                 done += 1
@@ -600,15 +607,6 @@ class Buffer(ABC):
             self._finished = True
             self._wake_all()
         return done, None
-
-    def _count_stale(self) -> None:
-        """Count a sample as put and removed."""
-        if self._closed or self._finished:
-            raise self._not_open_error()
-        self._counters.puts += 1
-        self._counters.stale += 1
-        self.num_expired += 1
-        self._store.count_removed(1, 0)
 
     def _put_together(self, samples: Sequence[Any], keys: Sequence[Any], start: int) -> int | None:
         """Put as many samples from ``start`` on as there is room for without an eviction; return how many.

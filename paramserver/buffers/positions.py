@@ -22,12 +22,14 @@ class AppliedPositions:
         low: all positions below it are complete.
         above: {position: times applied} of positions from ``low`` on.
         count: servings that were applied, of all positions.
+        stale: of samples that count as applied or were received before, how many were removed as too old instead.
     """
 
-    def __init__(self, low: int = 0, above: Mapping[int, int] | None = None, count: int = 0) -> None:
+    def __init__(self, low: int = 0, above: Mapping[int, int] | None = None, count: int = 0, stale: int = 0) -> None:
         self.low = low
         self.above = dict(above or {})
         self.count = count
+        self.stale = stale
         self.keys = KeySet()
 
     def __repr__(self) -> str:
@@ -82,12 +84,14 @@ class AppliedPositions:
             "positions": list(self.above.keys()),
             "times": list(self.above.values()),
             "keys": self.keys.state_dict(),
+            "stale": self.stale,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.low, self.count = state["low"], state["count"]
         self.above = dict(zip(state["positions"], state["times"], strict=True))
         self.keys = KeySet(state["keys"])
+        self.stale = state.get("stale", 0)
 
 
 Key: TypeAlias = tuple[int, int]

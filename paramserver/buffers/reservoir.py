@@ -77,9 +77,9 @@ class Reservoir(Buffer):
             self._counters.evicted += 1
         return True
 
-    def _skip(self, count: int) -> None:
-        super()._skip(count)
-        self._counters.evicted += count
+    def _skip(self, count: int, never_served: int = 0) -> None:
+        super()._skip(count, never_served)
+        self._counters.evicted += count - never_served
 
     def _draw(self, n: int) -> tuple[Slots, Slots, int]:
         index = self._index

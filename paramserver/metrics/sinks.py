@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from paramserver.errors import StorageError, TaskError, kind_and_message
-from paramserver.fileio import json_text, then_resume
+from paramserver.fileio import end_last_line, json_text, then_resume
 from paramserver.importing import describe_user_error, load_object
 
 _log = logging.getLogger(__name__)
@@ -216,26 +216,15 @@ class JsonLines(Sink):
         self.path = path
         try:
             # Append mode: a resumed run continues the file, and each write lands at its end.
-            self._file = path.open("ab")
-            self._torn = self._is_torn()
+            self._file = path.open("a+b")
+            end_last_line(self._file)
             self._identity = self._identity_of(os.fstat(self._file.fileno()))
         except OSError as error:
             raise self._write_error(error) from error
         self._checked = time.monotonic()
 
-    def _is_torn(self) -> bool:
-        """Whether a crash left the last line incomplete: the next record must start on a new line."""
-        if self._file.tell() == 0:
-            return False
-        with self.path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
-
     def write(self, record: Record) -> None:
         line = json_text(record) + "\n"
-        if self._torn:
-            # The torn line stays a line of its own, which readers skip.
-            line = "\n" + line
         try:
             self._file.write(line.encode())
             # To the kernel, not to the disk: a record outlives a killed process, and a sync in each step would cost too
@@ -243,7 +232,6 @@ class JsonLines(Sink):
             self._file.flush()
         except OSError as error:
             raise self._write_error(error) from error
-        self._torn = False
         if time.monotonic() - self._checked > _CHECK_EVERY_S:
             self.check()
 

@@ -9,7 +9,6 @@ import array
 import fcntl
 import ipaddress
 import logging
-import os
 import socket
 import struct
 import sys
@@ -43,11 +42,6 @@ def resolve_listen_address(host: str, key: str = "simulations.address") -> str:
 
     Raises:
         UnsupportedConfiguration: the host does not exist, or is the wildcard address, which no client can connect to.
-
-    Example::
-
-        >>> resolve_listen_address("localhost")
-        '127.0.0.1'
     """
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
@@ -101,19 +95,11 @@ def connection_of(router: Any, fd: int) -> Iterator[socket.socket | None]:
     with ExitStack() as opened:
         connection = None
         # Of a copy, so that ZeroMQ may close its own. The number of a connection that has ended may belong to something
-        # else meanwhile: only one of this socket is given.
+        # else meanwhile: only one of this socket is given. The family has no meaning for a socket that exists.
         with suppress(OSError, IndexError):
-            found = opened.enter_context(_from_copy(os.dup(fd)))
+            found = opened.enter_context(socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM))
             connection = found if str(found.getsockname()[1]) == port and found.getpeername() else None
         yield connection
-
-
-def _from_copy(fd: int) -> socket.socket:
-    try:
-        return socket.socket(fileno=fd)
-    except OSError:
-        os.close(fd)
-        raise
 
 
 def end_connection(router: Any, fd: int, num_bytes: int) -> str | None:

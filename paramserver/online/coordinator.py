@@ -17,6 +17,8 @@ from typing import Any
 
 from paramserver.config import SimulationsConfig
 from paramserver.errors import TrainingError
+from paramserver.fileio import end_last_line
+from paramserver.online.connections import peer_host
 from paramserver.online.coordinator_protocol import RequestHandler
 from paramserver.online.process_runner import ProcessRunner
 from paramserver.online.protocol import Header, MessageKind, start_secret
@@ -65,7 +67,8 @@ class CoordinatorJournal:
         if not continues:
             file.unlink(missing_ok=True)
         elif file.exists():
-            # The last line is incomplete where the process died while it wrote: its client got no answer.
+            with file.open("a+b") as opened:
+                end_last_line(opened)  # the client of an incomplete one got no answer
             for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
                 try:
                     self._read(json.loads(line))
@@ -88,12 +91,8 @@ class CoordinatorJournal:
         self._append({**header._asdict(), "kind": header.kind.name})
 
     def _append(self, entry: dict[str, Any]) -> None:
-        _append_line(self._file, entry)
-
-
-def _append_line(file: Path, entry: Mapping[str, Any]) -> None:
-    with file.open("a", encoding="utf-8") as opened:
-        opened.write(json.dumps(entry) + "\n")
+        with self._file.open("a", encoding="utf-8") as opened:
+            opened.write(json.dumps(entry) + "\n")
 
 
 class SamplerRecord:
@@ -108,25 +107,19 @@ class SamplerRecord:
 
     def begin(self, state: Mapping[str, Any] | None) -> None:
         """Append that a coordinator starts with this state of the sampler; None = a new one."""
+        self.append({"state": state}, begins=True)
+
+    def append(self, entry: Mapping[str, Any], begins: bool = False) -> None:
+        if self._ended:
+            return
         try:
             with self._file.open("a+b") as opened:
-                opened.seek(max(0, opened.tell() - 1))
-                if opened.read(1) not in (b"", b"\n"):
-                    opened.write(b"\n")  # the process died while it wrote the last line
+                if begins:
+                    end_last_line(opened)
+                opened.write(json.dumps(entry).encode() + b"\n")
         except OSError as error:
-            self._end(error)
-        self.append({"state": state})
-
-    def append(self, entry: Mapping[str, Any]) -> None:
-        if not self._ended:
-            try:
-                _append_line(self._file, entry)
-            except OSError as error:
-                self._end(error)
-
-    def _end(self, error: OSError) -> None:
-        self._ended = True
-        _log.warning("%s cannot be written (%s); the run continues without it", self._file, error)
+            self._ended = True
+            _log.warning("%s cannot be written (%s); the run continues without it", self._file, error)
 
 
 class SimulationCoordinator:
@@ -317,10 +310,11 @@ class SimulationCoordinator:
                 router.send(drain)
 
     def _handle_messages(self, router: RouterSocket) -> None:
-        for (peer, frames), host in router.receive(_MAX_MESSAGES_AT_ONCE):
+        for received in router.receive(_MAX_MESSAGES_AT_ONCE):
+            peer, *frames = (frame.bytes for frame in received)
             with self._lock:
                 known = self._handler.first_refusals
-                replies = self._handler.handle(peer, frames, time.monotonic(), host)
+                replies = self._handler.handle(peer, frames, time.monotonic(), peer_host(received))
                 refusals = [text for kind, text in self._handler.first_refusals.items() if kind not in known]
             router.send(replies)
             for text in refusals:  # outside of the lock
@@ -375,4 +369,4 @@ def open_router(config: SimulationsConfig, port: int | None = None) -> RouterSoc
     max_bytes = _MAX_MESSAGE_BYTES
     if config.count is not None:
         max_bytes = min(max_bytes, _SPARE_BYTES + _BYTES_PER_SIMULATION * config.count)
-    return RouterSocket("simulations", config.address, config.port, config.keys, _MAX_PARTS, max_bytes, port)
+    return RouterSocket.of_section("simulations", config, _MAX_PARTS, max_bytes, port)

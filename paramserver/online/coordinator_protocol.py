@@ -31,11 +31,11 @@ _log = logging.getLogger("paramserver.coordinator")
 
 
 class RequestRefused(Exception):  # noqa: N818 - a reply to a client, not an error of this process
-    """Why a message is refused; ``kind`` is one of a few words, for counting."""
+    """Why a message is refused; ``reason`` is one of a few words, for counting."""
 
-    def __init__(self, kind: str, text: str) -> None:
+    def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
-        self.kind = kind
+        self.reason = reason
 
 
 class ConnectedTrainer:
@@ -106,29 +106,25 @@ class RequestHandler:
         """Handle one message from ``host`` and return the replies. Never raises, whatever the message holds."""
         header: Header | None = None
         try:
-            try:
-                header = Header.unpack(first_frame(frames))
-                if header.kind not in self._handlers:
-                    raise RequestRefused("unexpected", f"{header.kind.name} must not be sent to the coordinator")
-                return self._handlers[header.kind](peer, header, list(frames[1:]), now)
-            except MalformedMessage as error:
-                raise RequestRefused("malformed", str(error)) from error
-        except RequestRefused as refusal:
-            self._count_refusal(refusal, "a message" if header is None else _describe(header), host)
-            reply = Header(MessageKind.REFUSED) if header is None else header.reply(MessageKind.REFUSED)
+            header = Header.unpack(first_frame(frames))
+            if header.kind not in self._handlers:
+                raise RequestRefused("unexpected", f"{header.kind.name} must not be sent to the coordinator")
+            return self._handlers[header.kind](peer, header, list(frames[1:]), now)
+        except (MalformedMessage, RequestRefused) as refusal:
+            what, reply = "a message", Header(MessageKind.REFUSED)
+            if header is not None:
+                what, reply = _describe(header), header.reply(MessageKind.REFUSED)
+            # Only the first of each kind: a client that repeats its message must not fill the log.
+            if not self.refused[refusal.reason]:
+                _log.warning(
+                    "the coordinator refused %s from %s: %s; more of this kind (%s) are counted and not logged",
+                    what,
+                    host,
+                    refusal,
+                    refusal.reason,
+                )
+            self.refused[refusal.reason] += 1
             return [_to(peer, reply, str(refusal).encode())]
-
-    def _count_refusal(self, refusal: RequestRefused, what: str, host: str) -> None:
-        # Only the first of each kind: a client that repeats its message must not fill the log.
-        if not self.refused[refusal.kind]:
-            _log.warning(
-                "the coordinator refused %s from %s: %s; more of this kind (%s) are counted and not logged",
-                what,
-                host,
-                refusal,
-                refusal.kind,
-            )
-        self.refused[refusal.kind] += 1
 
     # Clients.
 
@@ -165,15 +161,16 @@ class RequestHandler:
         return [_to(peer, header.reply(MessageKind.WELCOME), self._directory(header).pack())]
 
     def _directory(self, header: Header) -> TrainerDirectory:
-        config, required = self.spec.config, self.spec.required_columns
+        config = self.spec.config
         return TrainerDirectory(
             trainers=tuple(trainer.joined.address for trainer in self.trainers),
             single_trainer=self.tracker.trainer_for(header.simulation),
             window=config.window,
             timeout_s=config.timeout_s,
             steps=config.steps,
-            fields=(*self.spec.descriptors, *(column.descriptor for column in required)),
-            optional=tuple(column.descriptor for column in self.spec.columns if column not in required),
+            fields=(*self.spec.fields, *self.spec.required_columns),
+            # Required ones too: so a client knows that they are none of the user's fields.
+            optional=self.spec.columns,
         )
 
     def _read_parameters(self, body: list[bytes]) -> list[float]:
@@ -232,19 +229,19 @@ class RequestHandler:
             self.tracker.on_trainer_replaced(index, joined)
             if self.tracker.done:
                 replies += self.drain()
-        if self.all_joined:
-            # Clients whose connection to the old address has not ended learn of the new one.
-            for client, hello in self._clients.values():
-                replies.append(_to(client, hello.reply(MessageKind.WELCOME), self._directory(hello).pack()))
-        if self.all_joined and not self._started:
+        if not self.all_joined:
+            return replies
+        # Clients whose connection to the old address has not ended learn of the new one.
+        for client, hello in self._clients.values():
+            replies.append(_to(client, hello.reply(MessageKind.WELCOME), self._directory(hello).pack()))
+        if not self._started:
             self._started = True
             # Before the waiting clients: the tracker must know what the trainers have received before it judges a
             # HELLO.
             self.tracker.on_trainers_joined([trainer.joined for trainer in self.trainers], now)
-        if self.all_joined:
-            for client, frames in self._waiting_hellos.items():
-                replies += self.handle(client, frames, now)
-            self._waiting_hellos.clear()
+        for client, frames in self._waiting_hellos.items():
+            replies += self.handle(client, frames, now)
+        self._waiting_hellos.clear()
         return replies
 
     def trainer_lost(self, index: int) -> None:

@@ -14,20 +14,10 @@ from paramserver.online.protocol import VERSION_ROW, ArrayDescriptor, pack_descr
 
 
 class SampleEncoder:
-    r"""Encodes the samples of one member as frames, checked against the fields that the run declares.
+    """Encodes the samples of one member as frames, checked against the fields that the run declares.
 
     ``declared`` are the fields of a whole sample. With more than one member, each array is this member's part of the
     field along the first dimension. What is ``optional`` a sample may have in addition, each member the whole of it.
-
-    Example::
-
-        >>> encoder = SampleEncoder([ArrayDescriptor("u", "<f4", (2,))], members=1)
-        >>> descriptor, array = encoder.encode({"u": [1.0, 2.0]})
-        >>> descriptor, bytes(array)
-        (b'[["u", "<f4", [2]]]', b'\x00\x00\x80?\x00\x00\x00@')
-        >>> encoder.encode({"u": [1.0]})
-        Traceback (most recent call last):
-        paramserver.errors.ClientError: field u must have the shape (2,), this one has (1,); reshape it
     """
 
     def __init__(
@@ -159,16 +149,7 @@ def check_integer(name: str, value: Any, least: int = 0) -> int:
 
 
 class SentSteps:
-    """The steps of a simulation that were sent. Steps sent in order take constant memory.
-
-    Example::
-
-        >>> sent = SentSteps()
-        >>> sent.add(sent.check(0, steps=2))
-        >>> sent.check(0, steps=2)
-        Traceback (most recent call last):
-        paramserver.errors.ClientError: step (0) must be sent once, it was sent before; number the samples
-    """
+    """The steps of a simulation that were sent. Steps sent in order take constant memory."""
 
     def __init__(self) -> None:
         # All steps below _low were sent, and those in _ahead.

@@ -1,47 +1,8 @@
 """The wire protocol between clients, trainers and the coordinator of an online run: frames of bytes, never pickles.
 
-This file holds the message kinds, the header, and the encoding of everything that follows it. It knows no sockets.
-
-A message is a list of frames. The first is a ``Header``; the kind determines what follows::
-
-    client -> coordinator    HELLO      parameters (float64)        registers one member of a simulation;
-                                                                    if the run starts it, ``start_secret`` follows
-                             BYE        -                           everything is acknowledged; ``step`` = samples
-                                                                    sent without those that were refused
-                             PING       -                           asks for the state of the run
-                             FINISH     -                           no more simulations come from outside
-    coordinator -> client    READY      -                           acknowledges BYE
-                             WELCOME    JSON, ``TrainerDirectory``  where to send the samples; sent again
-                                                                    when a trainer was replaced
-                             PONG       JSON                        the state of the run
-                             REFUSED    text                        the message or client is rejected, and why
-                             OVER       text                        the run needs no more samples
-    client -> trainer        OPEN       as HELLO                    samples of this simulation follow
-                             SAMPLE     descriptor, then arrays     one step of one member, see ``pack_descriptor``
-                             HEARTBEAT  -                           the client is alive and waits for an ACK
-                             HAD        steps (int64)               after a lost connection: this trainer, or
-                                                                    its predecessor, had acknowledged them
-    trainer -> client        ACK        released (int64), or -      ``step`` = samples of this member processed so far;
-                                                                    the first ``released`` (else all) of them need not
-                                                                    be sent again
-                             REFUSED    text
-                             OVER       text
-    trainer -> coordinator   JOIN       token, JSON                 ready to receive, see ``TrainerJoined``
-                             REPORT     JSON                        progress once a second, see ``SimulationReport``
-                             OVER       -                           the trainer leaves: the run needs no more samples
-    subscriber -> publisher  GET        JSON, ``WeightsRequest``    asks for a version of the model; ``simulation``
-                                                                    and ``step`` are generation and step of the newest
-                                                                    that it has, ``attempt`` counts its requests
-    publisher -> subscriber  WEIGHTS    JSON, then frames           a version, see weights.py; ``attempt`` is that
-                                                                    of the request, generation and step as in GET
-                             UNCHANGED  -                           there is no newer one yet
-                             REFUSED    text
-                             OVER       text                        the run has ended
-    coordinator -> trainer   READY      -                           acknowledges JOIN or REPORT
-                             DRAIN      -                           the last simulation ended: empty the queue, then end
-                             OVER       text                        the simulations failed for good
-
-The header is in network byte order, arrays are little-endian.
+docs/protocol.md states which kind of message is sent by whom, when, and what follows its header. This file holds the
+kinds, the header, and the encoding of everything that follows it. It knows no sockets. The header is in network byte
+order, arrays are little-endian. What a publisher sends is in weights.py.
 """
 
 from __future__ import annotations
@@ -50,10 +11,11 @@ import hashlib
 import hmac
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +41,7 @@ _MAX_DIMENSIONS = 16
 
 
 class MessageKind(IntEnum):
-    """What a message asks or reports; the table in the module's docstring lists who sends which kind to whom."""
+    """What a message asks or reports; docs/protocol.md has a table of them."""
 
     # The numbers are on the wire: a change of one needs a new ``VERSION``.
     HELLO = 1
@@ -109,6 +71,8 @@ _KINDS = {int(kind): kind for kind in MessageKind}
 
 class MalformedMessage(ValueError):  # noqa: N818 - describes a message, not a failure of this process
     """The frames are no message of this protocol."""
+
+    reason: Final = "malformed"
 
 
 class Header(NamedTuple):
@@ -333,18 +297,7 @@ def unpack_integers(frame: bytes) -> list[int]:
 
 @dataclass(frozen=True)
 class TrainerDirectory:
-    """The body of WELCOME: where a client sends its samples, and what they must be.
-
-    Attributes:
-        trainers: address of each trainer, ``tcp://host:port``, by trainer_index.
-        single_trainer: index of the trainer that receives all samples of this simulation; None = step ``s`` of
-            simulation ``i`` is sent to trainer ``(i + s) % len(trainers)``.
-        window: maximum of samples in flight from this member to one trainer.
-        timeout_s: silence after which a client gives up.
-        steps: samples of the simulation, if known.
-        fields: the fields of a whole sample. Each member of a group sends its part along the first dimension.
-        optional: what a sample may have in addition, which each member of a group sends whole.
-    """
+    """The body of WELCOME: where a client sends its samples, and what they must be; docs/protocol.md has its keys."""
 
     trainers: tuple[str, ...]
     single_trainer: int | None
@@ -363,15 +316,13 @@ class TrainerDirectory:
     def unpack(cls, frame: bytes) -> TrainerDirectory:
         """Decode it. Raises ``MalformedMessage`` if the frame holds anything else."""
         body = unpack_json(frame)
-        try:
+        with decoding("this is no welcome"):
             fields, optional = (
                 tuple(ArrayDescriptor(name, dtype, tuple(shape)) for name, dtype, shape in rows)
                 for rows in (body["fields"], body.get("optional", ()))
             )
             addresses, timeout_s = tuple(body["trainers"]), body["timeout_s"]
             return cls(addresses, body["single_trainer"], body["window"], timeout_s, body["steps"], fields, optional)
-        except (KeyError, TypeError, ValueError) as error:
-            raise MalformedMessage(f"this is no welcome ({error})") from error
 
     def trainer_for(self, simulation: int, step: int) -> int:
         """Index of the trainer that receives this sample. The same step goes to the same trainer in every attempt."""
@@ -402,11 +353,8 @@ class TrainerJoined:
     def unpack(cls, frame: bytes) -> TrainerJoined:
         """Decode it. Raises ``MalformedMessage`` if the frame holds anything else."""
         body = unpack_json(frame)
-        try:
-            counts = ({int(key): int(n) for key, n in body[name].items()} for name in ("received", "inherited"))
-            return cls(str(body["address"]), *counts)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise MalformedMessage(f"this is no announcement of a trainer ({error})") from error
+        with decoding("this is no announcement of a trainer"):
+            return cls(str(body["address"]), _counts(body["received"]), _counts(body["inherited"]))
 
 
 @dataclass(frozen=True)
@@ -438,16 +386,29 @@ class SimulationReport:
     def unpack(cls, frame: bytes) -> SimulationReport:
         """Decode it. Raises ``MalformedMessage`` if the frame holds anything else."""
         body = unpack_json(frame)
-        try:
-            received = {int(key): int(n) for key, n in body["received"].items()}
-            active = tuple((int(simulation), int(member)) for simulation, member in body["active"])
-            lost = {int(key): int(n) for key, n in body["lost"].items()}
-            pending = tuple(int(number) for number in body["pending"])
-            refusals = {str(kind): str(text) for kind, text in body["first_refusals"].items()}
-            losses = {int(key): float(loss) for key, loss in body["losses"].items()}
-            return cls(received, active, dict(body["counters"]), pending, lost, refusals, losses)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise MalformedMessage(f"this is no report of a trainer ({error})") from error
+        with decoding("this is no report of a trainer"):
+            return cls(
+                received=_counts(body["received"]),
+                active=tuple((int(simulation), int(member)) for simulation, member in body["active"]),
+                counters=dict(body["counters"]),
+                pending=tuple(int(number) for number in body["pending"]),
+                lost=_counts(body["lost"]),
+                first_refusals={str(kind): str(text) for kind, text in body["first_refusals"].items()},
+                losses={int(key): float(loss) for key, loss in body["losses"].items()},
+            )
+
+
+def _counts(rows: Mapping[str, Any]) -> dict[int, int]:
+    return {int(key): int(n) for key, n in rows.items()}
+
+
+@contextmanager
+def decoding(what: str) -> Iterator[None]:
+    """Raise ``MalformedMessage``, with ``what`` is wrong, where a body has other keys or values than its kind."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise MalformedMessage(f"{what} ({error})") from error
 
 
 def pack_json(body: Mapping[str, Any]) -> bytes:

@@ -16,7 +16,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -236,9 +235,6 @@ class SubscriberRequests:
         over = [(peer, waiting) for peer, waiting in self.waiting.items() if waiting.deadline <= now]
         return [self._reply(peer, waiting) for peer, waiting in over]
 
-    def next_deadline(self) -> float:
-        return min((waiting.deadline for waiting in self.waiting.values()), default=float("inf"))
-
     def end(self) -> list[Message]:
         """Return what all subscribers are sent at the end of the run."""
         return [(peer, [Header(MessageKind.OVER).pack(), OVER_TEXT.encode()]) for peer in self._peers]
@@ -367,10 +363,7 @@ class ModelPublisher:
         return self._file.starts
 
     def __enter__(self) -> ModelPublisher:
-        config = self._config
-        self._router = RouterSocket(
-            "publish", config.address, config.port, config.keys, _MAX_PARTS, _MAX_BYTES, self._file.port
-        )
+        self._router = RouterSocket.of_section("publish", self._config, _MAX_PARTS, _MAX_BYTES, self._file.port)
         self.address = self._router.address
         try:
             self._file.write(int(self.address.rpartition(":")[2]))
@@ -448,14 +441,14 @@ class ModelPublisher:
 
     def _serve(self, router: RouterSocket) -> None:
         with self._lock:
-            deadline = self._requests.next_deadline()
+            deadline = min((one.deadline for one in self._requests.waiting.values()), default=float("inf"))
         router.poll([self._wakeup.fileno()], min(_POLL_S, max(0.0, deadline - time.monotonic())))
         replies: list[Message] = []
-        for (peer, frames), _ in router.receive(_MAX_MESSAGES_AT_ONCE):
+        for received in router.receive(_MAX_MESSAGES_AT_ONCE):
+            peer, *frames = (frame.bytes for frame in received)
             with self._lock:
                 replies += self._requests.handle(peer, frames, time.monotonic())
-        with suppress(BlockingIOError):  # it is not set
-            self._wakeup.clear()
+        self._wakeup.clear()
         with self._lock:
             replies += self._requests.expire(time.monotonic())
             published, self._replies = self._replies, []

@@ -1,7 +1,7 @@
 """The receiver of a trainer: the thread that receives samples from clients, and the feeder's interface to it.
 
 ``SampleReceiver`` owns the thread. ``_ReceiverLoop`` is what runs in it: it receives messages, validates them, puts
-accepted samples into the handoff queue, acknowledges what the buffer has stored, and reports to the coordinator.
+accepted samples into the ``HandoffQueue``, acknowledges what the buffer has stored, and reports to the coordinator.
 ``ReceiveStats`` and ``FieldStatistics`` are the numbers that it records.
 """
 
@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.errors import SourceError, UnsupportedConfiguration
-from paramserver.online.connections import UnfinishedMessages, peer_host, receive_parts, resolve_listen_address, zmq
-from paramserver.online.handoff import HandoffQueue
+from paramserver.online.connections import peer_host, receive_parts, resolve_listen_address, zmq
 from paramserver.online.protocol import (
     NO_MORE_SAMPLES,
     Header,
@@ -35,7 +34,8 @@ from paramserver.online.protocol import (
     pack_integers,
 )
 from paramserver.online.received_log import ReceivedLog
-from paramserver.online.security import ServerSecurity, secure_trainer_socket
+from paramserver.online.router import LINGER_MS, RouterSocket
+from paramserver.online.security import secure_trainer_socket
 from paramserver.online.spec import ReceiverSpec
 from paramserver.online.validator import (
     REASONS,
@@ -59,7 +59,6 @@ GROUP = 64
 _MAX_MESSAGES_AT_ONCE = 64
 _REPORT_INTERVAL_S = 1.0
 _EARLY_REPORT_S = 0.05
-_LINGER_MS = 500
 # A frame of a wrong size is refused with a text. One that is larger than twice the spec's largest field and this costs
 # the client its connection: ZeroMQ drops it before it is in memory.
 _SPARE_BYTES = 2**20
@@ -189,52 +188,37 @@ class _ReceiverLoop:
     # Sockets.
 
     def __enter__(self) -> _ReceiverLoop:
+        spec = self.spec
+        largest_bytes = max((field.num_bytes for field in spec.ingest.fields), default=0)
         with ExitStack() as opening:
-            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            opening.callback(context.term)
-            security = opening.enter_context(ServerSecurity(context, self.spec.keys))
-            self._clients = opening.enter_context(self._socket(context, zmq.ROUTER))
-            security.protect(self._clients)
-            self._bind(opening)
-            self._coordinator = opening.enter_context(self._socket(context, zmq.DEALER))
+            try:
+                self._clients = RouterSocket(
+                    resolve_listen_address(spec.host),
+                    0,
+                    spec.keys,
+                    # Header, descriptor, fields and columns of a sample, or header, parameters and secret.
+                    max_parts=max(2 + len(spec.ingest.fields) + len(spec.ingest.columns), 3),
+                    max_bytes=2 * spec.ingest.sample_bytes + _SPARE_BYTES,
+                    max_frame_bytes=2 * largest_bytes + _SPARE_BYTES,
+                )
+            except zmq.ZMQError as error:
+                raise UnsupportedConfiguration(
+                    f"trainer {spec.trainer_index} cannot listen on {spec.host} ({error}); correct simulations.address"
+                ) from error
+            opening.callback(self._clients.close)
+            self._coordinator: zmq.Socket[bytes] = opening.enter_context(self._clients.context.socket(zmq.DEALER))
+            self._coordinator.linger = LINGER_MS
+            self._coordinator.sndtimeo = 0
+            self._coordinator.ipv6 = ":" in spec.host
             # With its own routing id the trainer is recognized after a reconnect. It is random, so that no client can
             # take it over.
             self._coordinator.routing_id = b"trainer" + secrets.token_bytes(16)
             # Without a high-water mark a send fails only if there is no connection any more, see _send_to_coordinator.
             self._coordinator.sndhwm = 0
-            secure_trainer_socket(self._coordinator, self.spec.keys)
-            self._coordinator.connect(self.spec.coordinator_address)
+            secure_trainer_socket(self._coordinator, spec.keys)
+            self._coordinator.connect(spec.coordinator_address)
             self._opened = opening.pop_all()
         return self
-
-    def _socket(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-        opened = context.socket(kind)
-        opened.linger = _LINGER_MS
-        opened.sndtimeo = 0  # the thread that serves all clients must not wait for one of them
-        opened.ipv6 = ":" in self.spec.host
-        return opened
-
-    def _bind(self, opening: ExitStack) -> None:
-        largest_bytes = max((descriptor.num_bytes for descriptor in self.spec.ingest.descriptors), default=0)
-        self._clients.maxmsgsize = 2 * largest_bytes + _SPARE_BYTES
-        # Header, descriptor, fields and columns of a sample, or header, parameters and secret.
-        self._max_parts = max(2 + len(self.spec.ingest.fields) + len(self.spec.ingest.columns), 3)
-        self._max_bytes = 2 * self.spec.ingest.sample_bytes + _SPARE_BYTES
-        self._unfinished = UnfinishedMessages(self._clients, self._max_bytes)
-        opening.callback(self._unfinished.close)
-        # A client that reconnects with its routing id replaces its old connection.
-        self._clients.router_handover = True
-        try:
-            self._clients.bind(f"tcp://{resolve_listen_address(self.spec.host)}:*")
-        except zmq.ZMQError as error:
-            raise UnsupportedConfiguration(
-                f"trainer {self.spec.trainer_index} cannot listen on {self.spec.host} ({error}); correct "
-                "simulations.address"
-            ) from error
-
-    @property
-    def address(self) -> str:
-        return bytes(self._clients.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
     def __exit__(self, *exception: object) -> None:
         self._opened.close()
@@ -247,27 +231,20 @@ class _ReceiverLoop:
         Raises:
             SourceError: the coordinator refused this trainer or its keys, or is silent.
         """
-        poller = zmq.Poller()
-        for one in (self._clients, self._unfinished.events, self._coordinator, self.wakeup.fileno()):
-            poller.register(one, zmq.POLLIN)
-        self._poller = poller
+        others = [self._coordinator, self.wakeup.fileno()]
         self._join()
         while not self.queue.closed:
-            wake_at = self._report_at if self._refusal else min(self._report_at, self._unfinished.check_at)
-            due = dict(poller.poll(max(0, int(1000 * (wake_at - time.monotonic())) + 1)))
+            receives = self._refusal is None  # otherwise messages that are finished stay in the socket
+            self._clients.poll(others, self._report_at - time.monotonic(), receives)
             # The order of the steps matters:
             # 1. Clear the wakeup before the queue is read: what is stored in between sets it again and is not missed.
-            if self.wakeup.fileno() in due:
-                self.wakeup.clear()
+            self.wakeup.clear()
             # 2. Count stored samples before new messages are validated: they free places in the clients' windows.
             self._process_stored()
             # 3. The coordinator before the clients, which may keep the loop busy: its DRAIN and READY come through.
-            if self._coordinator in due:
-                self._receive_from_coordinator()
+            self._receive_from_coordinator()
             # 4. A bounded number of messages; poll() returns at once if there are more.
-            no_message_left = self._receive_from_clients() if self._clients in due else True
-            if self._refusal is None:  # otherwise messages that are finished stay in the socket
-                self._unfinished.check(no_message_left)
+            no_message_left = self._receive_from_clients() if self._refusal is None else True
             # 5. One ACK per client for all of the above, and the report last, so that it includes this iteration.
             self._send_acks()
             self._report()
@@ -288,7 +265,7 @@ class _ReceiverLoop:
     # The coordinator.
 
     def _join(self) -> None:
-        joined = TrainerJoined(self.address, dict(self.stats.stored), self.received_log.inherited_counts())
+        joined = TrainerJoined(self._clients.address, dict(self.stats.stored), self.received_log.inherited_counts())
         self._send_to_coordinator(MessageKind.JOIN, self.spec.token, joined.pack())
         self._report_at = time.monotonic() + self.report_interval_s
 
@@ -334,8 +311,6 @@ class _ReceiverLoop:
         """
         if self._refusal is None:
             _log.warning("trainer %d was refused by the coordinator on rank 0: %s", self.spec.trainer_index, reason)
-            self._poller.unregister(self._clients)
-            self._poller.unregister(self._unfinished.events)
         self._refusal, self._ready = reason, False
 
     def _report(self) -> None:
@@ -377,22 +352,16 @@ class _ReceiverLoop:
 
     def _receive_from_clients(self) -> bool:
         """Receive and validate a bounded number of messages; returns whether no message is left."""
-        messages: list[list[Any]] = []
-        while len(messages) < _MAX_MESSAGES_AT_ONCE:
-            message = receive_parts(self._clients, self._max_parts, self._max_bytes)
-            if message is None:
-                break
-            self._unfinished.received(message[0])
-            messages.append(message)
+        messages = [*self._clients.receive(_MAX_MESSAGES_AT_ONCE)]
         accepted: list[SampleAccepted] = []
         now = time.monotonic()
         # After all of them are received: in turns both take longer, as one's code and data displace the other's from
         # the processor's caches.
         for peer, *frames in messages:
             if self._over:
-                self._refuse_late(bytes(peer), frames)
+                self._refuse_late(peer.bytes, frames)
             else:
-                self._validate(bytes(peer), frames, accepted, now)
+                self._validate(peer.bytes, frames, accepted, now)
         if accepted:
             self.field_statistics.add([sample.sample for sample in accepted])
             self.queue.put(accepted)
@@ -449,15 +418,15 @@ class _ReceiverLoop:
         for session in self._to_ack:
             # A client that opened the simulation anew counts from 0; the counts of its old session mean nothing to it.
             if self.validator.is_current(session):
-                ack = [session.peer, session.header.reply(MessageKind.ACK, session.processed).pack()]
+                ack = [session.header.reply(MessageKind.ACK, session.processed).pack()]
                 if session.released != session.processed:
                     ack.append(pack_integers(session.released))
-                self._clients.send_multipart(ack)
+                self._clients.send([(session.peer, ack)])
         self._to_ack.clear()
 
     def _send(self, peer: bytes, header: Header, *text: str) -> None:
-        # A ROUTER never blocks: it drops what it cannot deliver. A client that gets no ACK gives up by its timeout.
-        self._clients.send_multipart([peer, header.pack(), *(line.encode(errors="replace") for line in text)])
+        # What is dropped as it cannot be delivered: a client that gets no ACK gives up by its timeout.
+        self._clients.send([(peer, [header.pack(), *(line.encode(errors="replace") for line in text)])])
 
 
 def _source_error(text: str) -> SourceError:
@@ -465,6 +434,105 @@ def _source_error(text: str) -> SourceError:
     error = SourceError(text)
     error.self_explanatory = True
     return error
+
+
+# The queue between the receiver thread and the feeder.
+
+
+class HandoffQueue:
+    """Accepted samples in order of arrival, kept until the buffer has stored them.
+
+    A sample passes three stages: waiting (after ``put``), handed out (after ``get``) and stored (after
+    ``mark_stored``), and leaves the queue with ``pop_stored``. Only then does the receiver thread acknowledge it, which
+    is how back-pressure reaches the clients. The queue has no capacity: the clients' windows bound it.
+
+    Threads: the receiver thread calls ``put``, ``pop_stored``, ``finish`` and ``fail``; the feeder calls ``get`` and
+    ``mark_stored``; any thread may call ``close``. One condition guards all fields. No caller holds it while it blocks
+    on a socket or on the buffer. ``wakeup`` is set when samples were stored or the queue is closed; it wakes the
+    receiver thread.
+    """
+
+    def __init__(self, wakeup: WakeupFd) -> None:
+        self._wakeup = wakeup
+        self._changed = threading.Condition()
+        self._waiting: deque[SampleAccepted] = deque()
+        self._handed_out: deque[SampleAccepted] = deque()
+        self._stored: list[SampleAccepted] = []
+        self._error: BaseException | None = None
+        self._finished = False
+        self.closed = False
+
+    # Called by the receiver thread.
+
+    def put(self, samples: Sequence[SampleAccepted]) -> None:
+        with self._changed:
+            self._waiting.extend(samples)
+            self._changed.notify()
+
+    def pop_stored(self) -> list[SampleAccepted]:
+        """The samples that the buffer has stored since the last call."""
+        with self._changed:
+            stored, self._stored = self._stored, []
+        return stored
+
+    def is_empty(self) -> bool:
+        """Whether the buffer has stored all samples, and ``pop_stored`` has returned them all."""
+        with self._changed:
+            return not (self._waiting or self._handed_out or self._stored)
+
+    def pending_simulations(self) -> list[int]:
+        """The simulations of the samples that are in the queue, in any stage."""
+        with self._changed:
+            return sorted({sample.key[0] for sample in (*self._waiting, *self._handed_out, *self._stored)})
+
+    def finish(self) -> None:
+        """No more samples come: ``get`` returns what waits, and then None."""
+        with self._changed:
+            self._finished = True
+            self._changed.notify()
+
+    def fail(self, error: BaseException) -> None:
+        """No more samples can come: ``get`` raises this error at once, unless the queue was finished before."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify()
+
+    # Called by the feeder.
+
+    def get(self, max_samples: int, timeout_s: float | None) -> list[SampleAccepted] | None:
+        """Up to ``max_samples`` of the waiting samples; an empty list after ``timeout_s`` seconds; None at the end.
+
+        Raises:
+            BaseException: the error of the receiver thread.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._waiting or self._finished or self.closed or self._error is not None, timeout_s
+            )
+            # In this order: after close() nothing is wanted, and an error after the end is of no concern.
+            if self.closed:
+                return None
+            if self._error is not None and not self._finished:
+                raise self._error
+            samples = [self._waiting.popleft() for _ in range(min(max_samples, len(self._waiting)))]
+            self._handed_out.extend(samples)
+            return samples if samples or not self._finished else None
+
+    def mark_stored(self, n: int) -> None:
+        """The buffer has stored the next ``n`` samples that ``get`` returned."""
+        with self._changed:
+            self._stored += [self._handed_out.popleft() for _ in range(n)]
+        self._wakeup.set()
+
+    # Called by any thread.
+
+    def close(self) -> None:
+        """Drop the waiting samples and wake both threads: ``get`` returns None, the receiver thread ends."""
+        with self._changed:
+            self.closed = True
+            self._waiting.clear()
+            self._changed.notify()
+        self._wakeup.set()
 
 
 # Statistics.
@@ -570,7 +638,8 @@ class ReceiveStats:
             for simulation, loss in zip(*self.losses.popleft(), strict=True):
                 if math.isfinite(loss):
                     found.setdefault(simulation, []).append(loss)
-        return {simulation: math.fsum(found[simulation]) / len(found[simulation]) for simulation in sorted(found)}
+        # Divided first: the sum of losses that are finite may not be.
+        return {one: math.fsum(loss / len(found[one]) for loss in found[one]) for one in sorted(found)}
 
 
 # One of so many samples is measured. A prime, so that simulations that take turns are all measured.

@@ -6,17 +6,19 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+from paramserver.config import PublishConfig, SimulationsConfig
 from paramserver.errors import TrainingError, UnsupportedConfiguration
-from paramserver.online.connections import UnfinishedMessages, peer_host, receive_parts, resolve_listen_address, zmq
+from paramserver.online.connections import UnfinishedMessages, receive_parts, resolve_listen_address, zmq
 from paramserver.online.protocol import Message
 from paramserver.online.security import ServerSecurity
 from paramserver.platform import WakeupFd
 
-_LINGER_MS = 1000
+LINGER_MS = 1000
+"""For how long messages may leave after a socket is closed."""
 
 _log = logging.getLogger("paramserver.coordinator")
 
@@ -38,52 +40,69 @@ def end_thread(thread: threading.Thread, wakeup: WakeupFd, timeout_s: float) -> 
 class RouterSocket:
     """One bound ROUTER socket with its context and keys. Created by one thread, then used and closed by another.
 
-    Peers connect to ``address``, ``tcp://host:port``. With ``port`` 0 that is the ``last_port`` if it is free. The
-    limits of a message are for all connections together too, of what has begun to arrive.
+    Peers connect to ``address``, ``tcp://host:port``. Sockets of ``context`` are closed before this one.
 
     Args:
-        section: of the configuration, for messages.
+        host: as ``resolve_listen_address`` returns it.
+        port: 0 = any.
+        max_parts, max_bytes: the limits of a message, beyond which its sender is disconnected.
+        max_total_bytes: of what has begun to arrive, for all connections together; None = no limit.
+        max_frame_bytes: of a part of a message; None = ``max_bytes``.
 
     Raises:
-        UnsupportedConfiguration: the address cannot be bound, the keys cannot be read, or pyzmq is missing.
+        zmq.ZMQError: the address cannot be bound.
+        UnsupportedConfiguration: the keys cannot be read, or pyzmq is missing.
     """
 
     def __init__(
         self,
-        section: str,
-        address: str,
+        host: str,
         port: int,
         keys: str | None,
         max_parts: int,
         max_bytes: int,
-        last_port: int | None = None,
+        max_total_bytes: int | None = None,
+        max_frame_bytes: int | None = None,
     ) -> None:
-        host = resolve_listen_address(address, f"{section}.address")
         self._max_parts, self._max_bytes = max_parts, max_bytes
         with ExitStack() as opening:
-            context: zmq.Context[Any] = zmq.Context()
-            opening.callback(context.term)
-            security = opening.enter_context(ServerSecurity(context, keys))
-            self._router = opening.enter_context(context.socket(zmq.ROUTER))
+            self.context: zmq.Context[Any] = zmq.Context()
+            opening.callback(self.context.term)
+            security = opening.enter_context(ServerSecurity(self.context, keys))
+            self._router: Any = opening.enter_context(self.context.socket(zmq.ROUTER))
             security.protect(self._router)
-            self._router.linger = _LINGER_MS
+            self._router.linger = LINGER_MS
             self._router.sndtimeo = 0  # the thread that serves all peers must not wait for one of them
-            self._router.maxmsgsize = self._max_bytes
+            # ZeroMQ ends the connection of a larger one before it is in memory.
+            self._router.maxmsgsize = max_frame_bytes or max_bytes
             # A peer that reconnects with its routing id replaces its old connection.
             self._router.router_handover = True
             self._router.ipv6 = ":" in host
-            self._unfinished = UnfinishedMessages(self._router, self._max_bytes, self._max_bytes)
+            self._unfinished = UnfinishedMessages(self._router, max_bytes, max_total_bytes)
             opening.callback(self._unfinished.close)
-            self._bind(section, address, host, port, last_port)
+            self._router.bind(f"tcp://{host}:{port or '*'}")
             self._opened = opening.pop_all()
-        endpoint: bytes = self._router.getsockopt(zmq.LAST_ENDPOINT)
-        self.address = endpoint.decode().rstrip("\0")
+        endpoint: Any = self._router.last_endpoint
+        self.address: str = endpoint.decode().rstrip("\0")
 
-    def _bind(self, section: str, address: str, host: str, port: int, last_port: int | None) -> None:
-        if last_port is not None and not port:
+    @classmethod
+    def of_section(
+        cls,
+        section: str,
+        config: SimulationsConfig | PublishConfig,
+        max_parts: int,
+        max_bytes: int,
+        last_port: int | None = None,
+    ) -> RouterSocket:
+        """Open that of a section of the configuration; where that has no port, at the ``last_port`` if it is free.
+
+        Raises:
+            UnsupportedConfiguration: the address cannot be bound, the keys cannot be read, or pyzmq is missing.
+        """
+        host = resolve_listen_address(config.address, f"{section}.address")
+        if last_port is not None and not config.port:
             try:
-                self._router.bind(f"tcp://{host}:{last_port}")
-                return
+                return cls(host, last_port, config.keys, max_parts, max_bytes, max_bytes)
             except zmq.ZMQError as error:
                 _log.warning(
                     "port %d, where clients reached this run, cannot be opened again (%s); they must be started again "
@@ -92,32 +111,35 @@ class RouterSocket:
                     error.strerror,
                 )
         try:
-            self._router.bind(f"tcp://{host}:{port or '*'}")
+            return cls(host, config.port, config.keys, max_parts, max_bytes, max_bytes)
         except zmq.ZMQError as error:
             raise UnsupportedConfiguration(
-                f"{section}.port ({port}) on {section}.address ({address}) cannot be opened: {error.strerror}; choose "
-                "a free port, and an address of rank 0's own host"
+                f"{section}.port ({config.port}) on {section}.address ({config.address}) cannot be opened: "
+                f"{error.strerror}; choose a free port, and an address of rank 0's own host"
             ) from error
 
-    def poll(self, descriptors: Iterable[int], timeout_s: float) -> None:
-        """Wait until a message has arrived, a file descriptor is readable, or the time is over."""
-        watched: list[Any] = [self._router, self._unfinished.events, *descriptors]
-        timeout_s = min(timeout_s, max(0.0, self._unfinished.check_at - time.monotonic()))
-        zmq.zmq_poll([(one, zmq.POLLIN) for one in watched], math.ceil(1000 * timeout_s))
+    def poll(self, others: Iterable[Any], timeout_s: float, receives: bool = True) -> None:
+        """Wait until a message has arrived, another socket or file descriptor is readable, or the time is over.
 
-    def receive(self, max_messages: int) -> Iterable[tuple[Message, str]]:
-        """The messages that have arrived, up to a number, each with the host that it came from; does not block."""
+        Without ``receives`` messages wait in the socket.
+        """
+        watched = [*others]
+        if receives:
+            watched += [self._router, self._unfinished.events]
+            timeout_s = min(timeout_s, self._unfinished.check_at - time.monotonic())
+        zmq.zmq_poll([(one, zmq.POLLIN) for one in watched], math.ceil(1000 * max(0.0, timeout_s)))
+
+    def receive(self, max_messages: int) -> Iterator[list[zmq.Frame]]:
+        """Yield the messages that have arrived, up to a number, as routing id and frames; does not block."""
+        frames = None
         for _ in range(max_messages):
-            frames = receive_parts(self._router, self._max_parts, self._max_bytes)
-            if frames is None:
-                self._unfinished.check(no_message_left=True)
-                return
+            if (frames := receive_parts(self._router, self._max_parts, self._max_bytes)) is None:
+                break
             self._unfinished.received(frames[0])
-            peer, *rest = (frame.bytes for frame in frames)
-            yield (peer, rest), peer_host(frames)
-        self._unfinished.check(no_message_left=False)
+            yield frames
+        self._unfinished.check(no_message_left=frames is None)
 
-    def send(self, messages: Sequence[Message], copies: bool = True) -> None:
+    def send(self, messages: Iterable[Message], copies: bool = True) -> None:
         """Send messages without blocking: a ROUTER drops what it cannot deliver.
 
         Frames that are not copied must not change any more.

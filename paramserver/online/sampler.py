@@ -54,16 +54,7 @@ class Sampler(Protocol):
 
 
 class Uniform:
-    """Independent uniform parameters: a function of (seed, index).
-
-    Example::
-
-        >>> sampler = Uniform([("t0", 100.0, 500.0)], seed=1, count=10)
-        >>> sampler.draw(3) == sampler.draw(3)
-        True
-        >>> 100.0 <= sampler.draw(3)[0] < 500.0
-        True
-    """
+    """Independent uniform parameters: a function of (seed, index)."""
 
     def __init__(self, ranges: Ranges, seed: int, count: int) -> None:
         self._ranges = ranges
@@ -181,10 +172,12 @@ class Importance:
 
     def _proposals(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """The centers of the Gaussians, and their weights; none before the first loss."""
-        scores = np.array([*self._scores.values()]) ** self._power
-        if not scores.sum() > 0:
+        scores = np.array([*self._scores.values()])
+        if not scores.any():
             return np.empty((0, len(self._ranges))), np.empty(0)
-        return np.array([self._points[index] for index in self._scores]), scores / scores.sum()
+        # Relative to the largest, so that no power of them is beyond what a float can hold, nor are all of them 0.
+        weights = (scores / scores.max()) ** self._power
+        return np.array([self._points[index] for index in self._scores]), weights / weights.sum()
 
     def observe(self, simulation: int, loss: float) -> None:
         if loss < 0:
@@ -193,6 +186,8 @@ class Importance:
                 "(importance) draws in proportion to it; call self.log_sample_loss(errors) with errors that are, for "
                 "example squares"
             )
+        if not math.isfinite(loss):
+            return  # as a trainer leaves it out
         self._mean = _MEAN_KEEPS * self._mean + (1 - _MEAN_KEEPS) * loss if self._mean else loss
         if simulation in self._points and self._mean:
             score = loss / self._mean
@@ -233,9 +228,9 @@ class CheckedSampler:
                 "would draw other parameters; add state_dict() and load_state_dict(state)"
             )
 
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def _call(self, method: str, *arguments: Any, convert: Callable[[Any], Any] = lambda result: result) -> Any:
         try:
-            return getattr(self._sampler, method)(*arguments)
+            return convert(getattr(self._sampler, method)(*arguments))
         except TaskError:
             raise
         except Exception as error:
@@ -298,12 +293,7 @@ class CheckedSampler:
         self._call("load_state_dict", json.loads(json.dumps(state["state"])))
 
     def draw(self, index: int) -> list[float]:
-        try:
-            vector = np.asarray(self._sampler.draw(index), dtype=np.float64)
-        except Exception as error:
-            raise TaskError(
-                f"simulations.sampler ({self.reference}).draw({index}) raised {describe_user_error(error)}"
-            ) from error
+        vector = self._call("draw", index, convert=lambda drawn: np.asarray(drawn, dtype=np.float64))
         if vector.shape != (self._size,) or not np.isfinite(vector).all():
             raise TaskError(
                 f"simulations.sampler ({self.reference}).draw({index}) gave {vector.tolist()}; it must give "

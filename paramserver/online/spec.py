@@ -29,21 +29,10 @@ _KEYS = ("shape", "dtype", "finite")
 
 
 @dataclass(frozen=True)
-class FieldSpec:
-    """One array of every sample.
+class FieldSpec(ArrayDescriptor):
+    """One array of every whole sample. If it must be ``finite``, arrays that hold a NaN or an infinity are refused."""
 
-    ``name`` is its key in a sample, ``dtype`` as numpy writes it (``<f4``), and ``shape`` that of a whole sample. If it
-    must be ``finite``, arrays that hold a NaN or an infinity are refused.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     finite: bool = False
-
-    @property
-    def descriptor(self) -> ArrayDescriptor:
-        return ArrayDescriptor(self.name, self.dtype, self.shape)
 
 
 VERSION_COLUMN = FieldSpec(VERSION_ROW.name, VERSION_ROW.dtype, VERSION_ROW.shape)
@@ -51,11 +40,6 @@ VERSION_COLUMN = FieldSpec(VERSION_ROW.name, VERSION_ROW.dtype, VERSION_ROW.shap
 
 COLUMNS: dict[FieldSpec, Any] = {VERSION_COLUMN: (0, 0)}
 """What a sample may hold in addition, where the config has it, and its value in samples that are sent without it."""
-
-
-def columns_of(config: Config) -> tuple[FieldSpec, ...]:
-    """Return the columns that the samples of a run have in addition, in the order of ``COLUMNS``."""
-    return (VERSION_COLUMN,) if config.publish is not None else ()
 
 
 def parse_fields(
@@ -68,11 +52,6 @@ def parse_fields(
 
     Raises:
         UnsupportedConfiguration: no field, a reserved name, or an unknown key, shape or dtype.
-
-    Example::
-
-        >>> parse_fields({"temperature": [100, 100]})
-        (FieldSpec(name='temperature', dtype='<f4', shape=(100, 100), finite=False),)
     """
     if not declared:
         raise UnsupportedConfiguration(
@@ -134,7 +113,8 @@ class IngestSpec:
     def of_run(cls, config: Config) -> IngestSpec:
         """Parse and check the section of a config that has it. Raises as ``from_config``."""
         assert config.simulations is not None
-        return cls.from_config(config.simulations, columns_of(config), config.buffer.max_staleness)
+        columns = () if config.publish is None else (VERSION_COLUMN,)
+        return cls.from_config(config.simulations, columns, config.buffer.max_staleness)
 
     @classmethod
     def from_config(
@@ -155,17 +135,13 @@ class IngestSpec:
         return spec
 
     @property
-    def descriptors(self) -> tuple[ArrayDescriptor, ...]:
-        return tuple(field.descriptor for field in self.fields)
-
-    @property
     def required_columns(self) -> tuple[FieldSpec, ...]:
         """Those of the columns without which a sample is refused."""
         return () if self.max_staleness is None else (VERSION_COLUMN,)
 
     @property
     def sample_bytes(self) -> int:
-        return sum(descriptor.num_bytes for descriptor in self.descriptors)
+        return sum(field.num_bytes for field in self.fields)
 
     @property
     def is_managed(self) -> bool:

@@ -242,9 +242,7 @@ class MessageValidator:
             if header.kind is MessageKind.HAD:
                 return self._had(session, header, frames)
             return self._heartbeat(session, header, frames)
-        except MalformedMessage as error:
-            return _refused(session, counted, "malformed", str(error), header=header)
-        except Refusal as refusal:
+        except (MalformedMessage, Refusal) as refusal:
             return _refused(session, counted, refusal.reason, str(refusal), header=header)
 
     def is_current(self, session: ClientSession) -> bool:

@@ -29,15 +29,6 @@ class SampleVersions:
         step: of the version that the next batch is for.
         limit: step of the newest version that there can be by now; None if it is not known.
         newest: the newest version that was received.
-
-    Example::
-
-        >>> versions = SampleVersions([Version(1, 0), Version(2, 100)], max_staleness=4)
-        >>> versions.step = 103
-        >>> versions.oldest, versions.step_of({"version": np.array([1, 150])})
-        (99, 100)
-        >>> versions.reason_to_refuse((3, 10))
-        'version (3, 10) must be one of this run, whose generations begin with (1, 0), (2, 100); send weights.version'
     """
 
     def __init__(self, starts: Sequence[Version], max_staleness: int | None) -> None:

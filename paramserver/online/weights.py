@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paramserver.online.protocol import MalformedMessage, unpack_json
+from paramserver.online.protocol import MalformedMessage, decoding, unpack_json
 
 EXACT, ROUNDED, DIFFERENCE, MAPPED = "exact", "bfloat16", "difference", "mapped"
 """How the values of a version are sent."""
@@ -60,12 +60,6 @@ def effective_step(version: Sequence[int], starts: Sequence[Version]) -> int:
     """Return the step from which a version differs from those of today: that of a version that was not taken back.
 
     A return to a checkpoint takes versions after it back. What was made with one of them counts from the checkpoint.
-
-    Example::
-
-        >>> starts = [Version(1, 0), Version(2, 100)]
-        >>> effective_step((1, 150), starts), effective_step((1, 50), starts), effective_step((2, 150), starts)
-        (100, 50, 150)
     """
     generation, step = version
     return min((start.step for start in starts if start.generation > generation and start.step < step), default=step)
@@ -88,13 +82,7 @@ class TensorLayout(NamedTuple):
 
 
 def offsets(layouts: Sequence[TensorLayout]) -> tuple[list[int], int]:
-    """Return where the values of each tensor begin, and how many bytes all take.
-
-    Example::
-
-        >>> offsets([TensorLayout("weight", "<f4", (3, 2)), TensorLayout("bias", "<f4", (3,))])
-        ([0, 64], 76)
-    """
+    """Return where the values of each tensor begin, and how many bytes all take."""
     found, end = [], 0
     for layout in layouts:
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -110,14 +98,7 @@ def rounded_layouts(layouts: Sequence[TensorLayout]) -> list[TensorLayout]:
 
 @dataclass(frozen=True)
 class WeightsRequest:
-    """What a subscriber asks for: a version that is newer than the one that the header names.
-
-    The header's version is of the ``run`` of that name; it is empty without one. Where a newer version exists, or can
-    be copied, the reply is sent once it is there. With ``waits`` that includes versions that are not made yet.
-    Otherwise, and after ``timeout_s``, the reply is the newest copy, if it is newer. With ``holds`` the subscriber has
-    the rounded values of the header's version, and may be sent a difference to them. With the ``host`` of the
-    publisher, see ``platform.host_number``, it may be sent where the values are in memory.
-    """
+    """What a subscriber asks for: the body of GET, whose keys docs/protocol.md has."""
 
     run: str = ""
     encoding: str = EXACT
@@ -162,11 +143,7 @@ class MappedFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Description:
-    """The JSON of WEIGHTS: the run, how values are sent, the tensors, and where the generations began.
-
-    ``base`` is the version that a difference is to. ``starts`` has the first step of each generation. ``file`` has the
-    values if they are mapped.
-    """
+    """The JSON of WEIGHTS, whose keys docs/protocol.md has."""
 
     run: str
     encoding: str
@@ -186,13 +163,13 @@ class Description:
             MalformedMessage: it is none.
         """
         fields = unpack_json(frame)
-        try:
+        with decoding("WEIGHTS must describe a version of a model"):
             tensors = tuple(
                 TensorLayout(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in fields["tensors"]
             )
             for tensor in tensors:
                 if tensor.numpy_dtype.kind not in "biufc" or min(tensor.shape, default=0) < 0:
-                    raise MalformedMessage(f"{tensor.name} must be an array of numbers; it is of {tensor.dtype}")
+                    raise ValueError(f"{tensor.name} must be an array of numbers; it is of {tensor.dtype}")
             base, file = fields["base"], fields.get("file")
             return cls(
                 str(fields["run"]),
@@ -202,20 +179,10 @@ class Description:
                 None if base is None else Version(*map(int, base)),
                 None if file is None else MappedFile(int(file[0]), int(file[1]), str(file[2])),
             )
-        except (LookupError, TypeError, ValueError) as error:
-            raise MalformedMessage(f"WEIGHTS must describe a version of a model ({error})") from error
 
 
 def encode_difference(old: bytes | memoryview, new: bytes | memoryview) -> list[bytes] | None:
-    """Return two frames from which ``apply_difference`` makes ``new`` out of ``old``; None if that does not pay.
-
-    Example::
-
-        >>> old, new = bytes(10_000), bytes(9_998) + bytes([1, 0])
-        >>> frames = encode_difference(old, new)
-        >>> sum(map(len, frames)) < 100, apply_difference(old, frames) == new
-        (True, True)
-    """
+    """Return two frames from which ``apply_difference`` makes ``new`` out of ``old``; None if that does not pay."""
     if len(old) != len(new):
         return None
     before, after = _words(old), _words(new)

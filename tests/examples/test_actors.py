@@ -5,9 +5,7 @@ import math
 import os
 import signal
 import sys
-import time
 from itertools import pairwise
-from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +13,9 @@ import pytest
 import torch
 from example_modules import EXAMPLES, load_example
 from launching import TASKS, FinishedRun, resume
+from online_runs import streams, wait_for
 
 from paramserver.config import load_config
-from paramserver.distributed.timeouts import poll_until
 from paramserver.online.weights import Version
 
 HERE = EXAMPLES / "actors"
@@ -239,8 +237,7 @@ class ActorsRun:
 
     def kill_rank_0(self, timeout_s):
         """As soon as there is a checkpoint."""
-        saved = lambda: any((self.run_dir / "checkpoints").glob("step-*/manifest.json")) or None  # noqa: E731
-        assert poll_until(time.monotonic() + timeout_s, saved, Event()), "the run has saved nothing"
+        wait_for(lambda: any((self.run_dir / "checkpoints").glob("step-*/manifest.json")), timeout_s)
         os.kill(json.loads((self.run_dir / ".lock.json").read_text())["pid"], signal.SIGKILL)
         self.killed = True
 
@@ -260,10 +257,6 @@ class ActorsRun:
         return json.loads((self.run_dir / "losses.json").read_text())["view"] == 2
 
 
-def streams(finished, name):
-    return sum(trainer["stream"][name] for trainer in finished.summary["trainers"])
-
-
 SMALL = {"simulations.count": 4, "simulations.steps": 16, "training.batch_size": 4, "task_args.episodes": 2}
 SMALL |= {"buffer.capacity": 8, "task_args.target": 1000, "training.validate_every": 0, "logging.log_every": 1}
 
@@ -276,7 +269,7 @@ def test_each_unroll_is_received_once(fork_server, tmp_path, mode):
     summary = finished.summary
     assert (summary["simulations"]["complete"], streams(finished, "received")) == (4, 64)
     assert summary["samples"] + streams(finished, "stale") == 64
-    assert 8 < summary["validation"]["return"] <= 500
+    assert 8 <= summary["validation"]["return"] <= 500
     served = [record["stream"]["staleness"] for record in finished.of_kind("buffer")]
     assert sum(count for one in served for count in one.values()) == summary["samples"]
     assert max(int(staleness) for one in served for staleness in one) <= 4

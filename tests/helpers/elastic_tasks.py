@@ -58,6 +58,14 @@ class CountsSamples(Task):
         return -model(batch[0]).sum()
 
 
+class CountsUpdates(CountsSamples):
+    """Each update adds 1 to all weights, and they are published."""
+
+    def training_step(self, model, batch, batch_idx):
+        super().training_step(model, batch, batch_idx)
+        return -model.weights.sum()
+
+
 class Opaque(CountsSamples):
     """Its samples come from an iterable that cannot be divided."""
 

@@ -1,10 +1,9 @@
 """The actor of examples/actors, which every second time is killed in its middle. It needs that folder in its path."""
 
-import os
-import signal
 import time
 
 import actor
+from simulations import die_once
 
 
 class Killed:
@@ -18,8 +17,7 @@ class Killed:
 
     def send(self, step, *sample, **options):
         time.sleep(self._pace_s)  # the time that an environment computes
-        if self.simulation % 2 and self.attempt == 0 and step == self.steps // 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+        die_once(self, step)
         self._client.send(step, *sample, **options)
 
 

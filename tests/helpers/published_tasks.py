@@ -51,6 +51,20 @@ class CountedUnevenly(Counted):
         return model(batch["x"])
 
 
+class CountedWithTarget(Counted):
+    """Has a frozen parameter, which the task sets to the number of batches."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.target = nn.Parameter(torch.zeros(3), requires_grad=False)
+        return model
+
+    def on_batch_end(self, batch_idx):
+        super().on_batch_end(batch_idx)
+        self.trainer.unwrapped_model.target.data.fill_(batch_idx + 1)
+        time.sleep(0.02)
+
+
 class CountedWithFault(Injected, Counted):
     def build_scheduler(self, optimizer):
         return None

@@ -29,11 +29,17 @@ def simulate_group(parameters, client):
         client.send(step, {"u": field(client.simulation, step, parameters)[rows]})
 
 
+def die_once(client, step):
+    """Kill the process of an odd simulation in its middle, the first time."""
+    if client.simulation % 2 and client.attempt == 0 and step == client.steps // 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def simulate_killed_once(parameters, client):
     """Simulation 1 is killed in its middle, the first time."""
     for step in range(client.steps):
-        if client.simulation == 1 and client.attempt == 0 and step == client.steps // 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if client.simulation == 1:
+            die_once(client, step)
         client.send(step, {"u": field(client.simulation, step, parameters)})
 
 
@@ -80,8 +86,8 @@ def act(parameters, client):
     with Subscriber() as model:
         weights = model.latest(timeout_s=20)
         for step in range(client.steps):
-            if client.simulation == 1 and client.attempt == 0 and step == client.steps // 2:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if client.simulation == 1:
+                die_once(client, step)
             if client.simulation % 2:
                 weights = model.newer_than(weights.version, timeout_s=0) or weights
             elif client.simulation == 0 and step == client.steps - 1:
@@ -95,6 +101,13 @@ def act_as_planned(parameters, client):
         client.send(
             step, {"u": field(client.simulation, step, parameters)}, version=(1, (client.simulation + step) % 2)
         )
+
+
+def act_of_the_future(parameters, client):
+    """At the first attempt one sample has a version that there is not yet."""
+    for step in range(client.steps):
+        version = (1, 10**6) if (client.attempt, step) == (0, 3) else (1, 0)
+        client.send(step, {"u": field(client.simulation, step, parameters)}, version=version)
 
 
 def act_too_late(parameters, client):

@@ -13,7 +13,8 @@ import psutil
 import pytest
 import torch
 from elastic_tasks import SAMPLES
-from launching import FinishedRun, environment, fork_server, resume, write_config
+from follower import following
+from launching import FinishedRun, environment, fork_server, free_port, resume, write_config
 
 pytestmark = pytest.mark.processes
 
@@ -139,6 +140,30 @@ def test_trainers_join_and_leave(start, consistency, servers, transport):
     assert finished.summary["num_trainers"] == 2
     if consistency != "sync":
         assert_applied_once(finished)
+
+
+def test_a_subscriber_follows_a_run_whose_trainers_join_and_leave(start):
+    """Each version is whole, and newer than the one before; no update is taken back, though generations begin."""
+    port = free_port()
+    with following(f"tcp://127.0.0.1:{port}", counts=False) as follower:
+        job = start(task="CountsUpdates", publish={"port": port})
+        job.wait_for("run", lambda: job.records("train"))
+        joined = job.join()
+        job.wait_for_trainers([1, 2, 3])
+        assert job.leave(1)[0] == 0
+        job.wait_for_trainers([2, 3])
+        assert job.leave(3)[0] == 0
+        assert joined.wait(LIMIT_S) == 0, joined.output.read_text()
+        job.wait_for_trainers([2])
+        finished = job.finish()
+    last = follower.received[-1]
+    starts = json.loads((job.run_dir / "publisher.json").read_text())["starts"]
+    assert [tuple(start) for start in starts] == list(last.starts)
+    assert {weights.version.generation for weights in follower.received} == {start[0] for start in starts}
+    assert len(starts) == 4, "each join and each leave begins one"
+    assert follower.steps == sorted(follower.steps)
+    assert len({weights.run for weights in follower.received}) == 1
+    assert finished.summary["steps"] >= last.step > starts[-1][1]
 
 
 def test_a_trainer_joins_a_run_whose_model_is_on_the_server(start):

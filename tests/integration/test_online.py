@@ -5,62 +5,22 @@ import os
 import shutil
 import signal
 import socket
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
-from threading import Event
 
 import numpy as np
 import psutil
 import pytest
-from launching import (
-    TASKS,
-    FinishedRun,
-    differing_tensors,
-    main_in_process,
-    run_concurrently,
-    run_in_process,
-    write_config,
-)
+from launching import FinishedRun, differing_tensors, main_in_process, run_concurrently, run_in_process, write_config
+from online_runs import ALL, COUNT, SIMULATIONS, STEPS, online_config, streams, wait_for
 from simulations import SHAPE, field
 from stream_tasks import served
 
 from paramserver.client import Client, RunOver, finish, ping
-from paramserver.distributed.timeouts import poll_until
 
 pytestmark = pytest.mark.processes
-
-STREAMS = TASKS.with_name("stream_tasks.py")
-SIMULATIONS = STREAMS.with_name("simulations.py")
-COUNT, STEPS = 8, 10
-ALL = sorted(product(range(COUNT), range(STEPS)))
-
-
-def config(folder, simulations=None, task_args=None, **sections):
-    """Of a run whose samples are served exactly as they came."""
-    ledger = folder / "ledger"
-    ledger.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "function": f"{SIMULATIONS}:simulate",
-        "count": COUNT,
-        "at_once": 3,
-        "steps": STEPS,
-        "fields": {"u": {"shape": list(SHAPE), "finite": True}},
-        "parameters": {"a": [0.0, 1.0], "b": [2.0, 3.0]},
-        "timeout_s": 20.0,
-        **(simulations or {}),
-    }
-    training = {"max_steps": None, "batch_size": 4, "uneven_inputs": "join", **sections.pop("training", {})}
-    return {
-        "task": f"{STREAMS}:Fed",
-        "task_args": {"ledger": str(ledger), **(task_args or {})},
-        "simulations": settings,
-        "training": training,
-        "cluster": {"num_trainers": 2, "timeout_s": 30},
-        **sections,
-    }
 
 
 @pytest.fixture
@@ -69,16 +29,12 @@ def online(fork_server):
 
     def start(folder, mode, **options):
         if mode == "local":
-            return run_in_process(folder, mode=mode, **config(folder, **options))
-        file = write_config(folder, mode=mode, **config(folder, **options))
+            return run_in_process(folder, mode=mode, **online_config(folder, **options))
+        file = write_config(folder, mode=mode, **online_config(folder, **options))
         code, output = fork_server.run(["--config", file, "--set", "logging.name=run"], folder, timeout_s=90)
         return FinishedRun(code, output, folder / "runs" / "run")
 
     return start
-
-
-def received(finished, name="received"):
-    return sum(trainer["stream"][name] for trainer in finished.summary["trainers"])
 
 
 @pytest.mark.parametrize(
@@ -92,17 +48,17 @@ def test_every_sample_is_served_exactly_once(tmp_path, online, mode, kind, funct
     assert finished.code == 0, finished.output
     assert sorted(served(tmp_path / "ledger")) == ALL
     assert finished.summary["samples"] == len(ALL)
-    assert received(finished) == received(finished, "expected") == len(ALL)
-    assert received(finished, "expected_batches") == len(ALL) / 4
+    assert streams(finished) == streams(finished, "expected") == len(ALL)
+    assert streams(finished, "expected_batches") == len(ALL) / 4
     assert f"{len(ALL)} received of {len(ALL)} expected" in finished.output
     assert len(list((finished.run_dir / "logs").glob("simulation-*.log"))) == COUNT
     simulations = finished.summary["simulations"]
     assert simulations["complete"] == COUNT
     if function == "simulate":
-        assert (simulations["restarted"], received(finished, "duplicated")) == (0, 0)
+        assert (simulations["restarted"], streams(finished, "duplicated")) == (0, 0)
     else:
         assert simulations["restarted"] == 1
-        assert received(finished, "duplicated") > 0
+        assert streams(finished, "duplicated") > 0
         assert "SIGKILL" in json.dumps(finished.of_kind("simulation"))
 
 
@@ -112,7 +68,7 @@ def test_a_reservoir_serves_every_sample_at_least_once(tmp_path, online, mode):
     finished = online(tmp_path, mode, buffer=paced)
     assert finished.code == 0, finished.output
     assert set(served(tmp_path / "ledger")) == set(ALL)
-    assert finished.summary["samples"] > received(finished) == len(ALL)
+    assert finished.summary["samples"] > streams(finished) == len(ALL)
 
 
 def test_passes_over_each_sample_and_a_limit_of_bytes_hold_for_streams(tmp_path, online):
@@ -159,7 +115,7 @@ def stopped(tmp_path_factory, fork_server):
         if mode not in made:
             made[mode] = tmp_path_factory.mktemp(mode)
             file = write_config(
-                made[mode], mode=mode, **config(made[mode], task_args={"stop": 3}, buffer={"capacity": 8})
+                made[mode], mode=mode, **online_config(made[mode], task_args={"stop": 3}, buffer={"capacity": 8})
             )
             code, output = fork_server.run(["--config", file, "--set", "logging.name=run"], made[mode], timeout_s=90)
             assert code == 3, output
@@ -182,11 +138,11 @@ def test_a_stopped_run_resumes_with_what_is_not_complete(tmp_path, fork_server, 
     second = FinishedRun(code, output, run_dir)
     assert sorted(served(ledger)) == ALL
     assert second.summary["samples"] == len(ALL)
-    assert received(second) == received(second, "expected") == len(ALL)
+    assert streams(second) == streams(second, "expected") == len(ALL)
     if trainers == 2:
-        assert received(second, "inherited") == 0
+        assert streams(second, "inherited") == 0
     else:
-        assert len(before) <= received(second, "inherited") < len(ALL)
+        assert len(before) <= streams(second, "inherited") < len(ALL)
 
 
 def test_samples_from_outside(tmp_path, fork_server):
@@ -194,7 +150,9 @@ def test_samples_from_outside(tmp_path, fork_server):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     outside = {"function": None, "count": None, "port": port}
-    file = write_config(tmp_path, mode="rpc", **config(tmp_path, simulations=outside, task_args={"outside": True}))
+    file = write_config(
+        tmp_path, mode="rpc", **online_config(tmp_path, simulations=outside, task_args={"outside": True})
+    )
     address = f"tcp://127.0.0.1:{port}"
     with fork_server.start(["--config", file, "--set", "logging.name=run"], tmp_path) as run:
         with ThreadPoolExecutor(3) as pool:
@@ -225,7 +183,7 @@ def test_a_wrong_sample_is_refused_counted_and_reported(tmp_path, online):
     assert sorted(served(tmp_path / "ledger")) == sorted(
         [(0, step) for step in range(STEPS) if step != 2] + [(1, step) for step in range(STEPS)]
     )
-    assert received(finished, "refused") >= 1
+    assert streams(finished, "refused") >= 1
     logs = "".join(file.read_text() for file in (finished.run_dir / "logs").glob("rank-*.log"))
     assert "u" in logs
     assert "finite" in logs
@@ -255,7 +213,7 @@ def test_a_run_that_has_enough_sends_over_before_its_last_validation(tmp_path, f
         port = listener.getsockname()[1]
     settings = {"function": f"{SIMULATIONS}:simulate_watched", "count": 1000, "at_once": 8, "port": port}
     task = {"task_args": {"held": str(tmp_path)}, "training": {"max_steps": 1}}
-    file = write_config(tmp_path, mode=mode, **config(tmp_path, simulations=settings, **task))
+    file = write_config(tmp_path, mode=mode, **online_config(tmp_path, simulations=settings, **task))
     address = f"tcp://127.0.0.1:{port}"
     with fork_server.start(["--config", file, "--set", "logging.name=run"], tmp_path) as run:
         wait_for(lambda: (tmp_path / "validating").exists())
@@ -273,7 +231,7 @@ def test_a_run_that_has_enough_sends_over_before_its_last_validation(tmp_path, f
 @pytest.mark.parametrize("mode", ["local", "ddp"])
 def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, fork_server, mode):
     settings = {"function": f"{SIMULATIONS}:simulate_watched", "count": 1000, "at_once": 3}
-    file = write_config(tmp_path, mode=mode, **config(tmp_path, simulations=settings))
+    file = write_config(tmp_path, mode=mode, **online_config(tmp_path, simulations=settings))
     with fork_server.start(["--config", file], tmp_path) as run:
         wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 3)
         processes = psutil.Process(run.pid).children(recursive=True)
@@ -289,10 +247,6 @@ def lives(process):
         return False
 
 
-def wait_for(condition):
-    assert poll_until(time.monotonic() + 20, lambda: condition() or None, Event())
-
-
 def is_there(file):
     """Whether the process that left this file lives."""
     pid = int(file.name.removeprefix("pid-"))
@@ -303,7 +257,7 @@ def is_there(file):
 
 
 def dry_run(folder, **options):
-    (folder / "config.yaml").write_text(json.dumps({"mode": "rpc", **config(folder, **options)}))
+    (folder / "config.yaml").write_text(json.dumps({"mode": "rpc", **online_config(folder, **options)}))
     return main_in_process("--config", folder / "config.yaml", "--dry_run")
 
 

@@ -13,8 +13,9 @@ from threading import Event
 import numpy as np
 import pytest
 from c_client import CClient, missing
-from launching import TASKS, FinishedRun, write_config
-from simulations import MAX_STALENESS, SHAPE, field
+from launching import FinishedRun, write_config
+from online_runs import SIMULATIONS, STREAMS, ages, online_config, streams, wait_for
+from simulations import MAX_STALENESS, field
 from stream_tasks import served, starts
 
 from paramserver.client import Client
@@ -22,8 +23,6 @@ from paramserver.distributed.timeouts import poll_until
 
 pytestmark = pytest.mark.processes
 
-STREAMS = TASKS.with_name("stream_tasks.py")
-SIMULATIONS = STREAMS.with_name("simulations.py")
 COUNT, STEPS, BATCH = 4, 40, 4
 ALL = set(product(range(COUNT), range(STEPS)))
 IN_C = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -34,30 +33,19 @@ class OnlineRun:
 
     def __init__(self, fork_server, folder, outside=False, task_args=None, mode="rpc", task="Fed", **sections):
         self.ledger = folder / "ledger"
-        self.ledger.mkdir(parents=True)
-        simulations = {
-            "function": None if outside else f"{SIMULATIONS}:simulate",
-            "count": COUNT,
-            "at_once": 2,
-            "steps": STEPS,
-            "fields": {"u": {"shape": list(SHAPE), "finite": True}},
-            "parameters": {"a": [0.0, 1.0], "b": [2.0, 3.0]},
-            "timeout_s": 20.0,
-            "window": 4,
-            **sections.pop("simulations", {}),
-        }
-        file = write_config(
+        sizes = {"count": COUNT, "at_once": 2, "steps": STEPS, "window": 4}
+        function = {"function": None} if outside else {}
+        config = online_config(
             folder,
+            f"{STREAMS}:{task}",
+            {"outside": outside, "pace_s": [0.05], **(task_args or {})},
+            {**sizes, **function, **sections.pop("simulations", {})},
             mode=mode,
-            task=f"{STREAMS}:{task}",
-            task_args={"ledger": str(self.ledger), "outside": outside, "pace_s": [0.05], **(task_args or {})},
-            simulations=simulations,
-            training={"max_steps": None, "batch_size": BATCH, "uneven_inputs": "join"},
             buffer={"capacity": 8, **sections.pop("buffer", {})},
-            cluster={"num_trainers": 2, "timeout_s": 30},
             server={"lost_after_s": 3.0, **sections.pop("server", {})},
             **sections,
         )
+        file = write_config(folder, **config)
         self.run_dir = folder / "runs" / "run"
         self._start = lambda: fork_server.start(["--config", file, "--set", "logging.name=run"], folder)
 
@@ -101,14 +89,6 @@ class OnlineRun:
         return set(found)
 
 
-def wait_for(condition, timeout_s=30):
-    assert poll_until(time.monotonic() + timeout_s, lambda: condition() or None, Event()), "it did not come"
-
-
-def stream(finished, name):
-    return sum(trainer["stream"][name] for trainer in finished.summary["trainers"])
-
-
 def repeated(ledger):
     return {key for key, times in Counter(served(ledger)).items() if times > 1}
 
@@ -127,10 +107,10 @@ def assert_accounts_agree(run, finished):
     """What was sent was received or lost, and nothing was applied twice."""
     keys = set(served(run.ledger))
     assert keys <= ALL
-    assert stream(finished, "received") + finished.summary["simulations"]["lost"] == len(ALL)
-    assert stream(finished, "received") <= len(keys)
+    assert streams(finished, "received") + finished.summary["simulations"]["lost"] == len(ALL)
+    assert streams(finished, "received") <= len(keys)
     assert len(ALL - keys) <= finished.summary["simulations"]["lost"]
-    assert finished.summary["samples"] == stream(finished, "received")
+    assert finished.summary["samples"] == streams(finished, "received")
     assert finished.summary["simulations"]["complete"] == COUNT
 
 
@@ -183,7 +163,7 @@ def test_a_full_buffer_does_not_block_the_samples_that_another_trainer_waits_for
             assert produce(address, simulation, steps=steps) == STEPS
         finished = run.finished()
     assert sorted(served(run.ledger)) == sorted(ALL)
-    assert finished.summary["samples"] == stream(finished, "received") == len(ALL)
+    assert finished.summary["samples"] == streams(finished, "received") == len(ALL)
 
 
 def pid_of_rank_0(run):
@@ -207,7 +187,7 @@ def test_rank_0_of_a_run_with_simulations_is_killed(tmp_path, fork_server, every
     assert views(run) == 2, "it was not killed"
     assert [len(starts(run.ledger, index)) for index in range(2)] == [1, 1], "the trainers' processes stay"
     assert set(served(run.ledger)) == ALL
-    assert finished.summary["samples"] == stream(finished, "received") == len(ALL)
+    assert finished.summary["samples"] == streams(finished, "received") == len(ALL)
     assert (finished.summary["simulations"]["complete"], finished.summary["simulations"]["lost"]) == (COUNT, 0)
     if every:
         assert finished.summary["simulations"]["restarted"] == 0, "the fault of rank 0 is none of theirs"
@@ -231,8 +211,8 @@ def test_rank_0_of_a_run_with_clients_from_outside_is_killed(tmp_path, fork_serv
     assert views(run) == 2, "it was not killed"
     assert run.process.output.read_text().count(f"clients reach this run at {address}\n") == 2
     lost = finished.summary["simulations"]["lost"]
-    assert stream(finished, "received") + lost == len(ALL)
-    assert finished.summary["samples"] == stream(finished, "received")
+    assert streams(finished, "received") + lost == len(ALL)
+    assert finished.summary["samples"] == streams(finished, "received")
     assert 0 < lost < 60
     assert set(served(run.ledger)) <= ALL
     assert finished.summary["simulations"]["complete"] == COUNT
@@ -251,7 +231,7 @@ def test_a_trainer_is_killed_and_all_return_to_the_checkpoint(tmp_path, fork_ser
     assert views(run) == 2, "nothing was killed"
     assert len(starts(run.ledger, 1)) == 2
     lost = finished.summary["simulations"]["lost"]
-    assert finished.summary["samples"] == stream(finished, "received") == len(ALL) - lost
+    assert finished.summary["samples"] == streams(finished, "received") == len(ALL) - lost
     assert finished.summary["simulations"]["complete"] == COUNT
     assert outside or (lost, set(served(run.ledger))) == (0, ALL)
 
@@ -268,7 +248,7 @@ def test_a_rank_of_ddp_is_killed_and_all_start_again(tmp_path, fork_server, outs
         finished = run.finished()
     assert all(len(starts(run.ledger, index)) >= 2 for index in range(2)), "nothing was killed"
     lost = finished.summary["simulations"]["lost"]
-    assert finished.summary["samples"] == stream(finished, "received") == len(ALL) - lost
+    assert finished.summary["samples"] == streams(finished, "received") == len(ALL) - lost
     assert finished.summary["simulations"]["complete"] == COUNT
     assert outside or (lost, set(served(run.ledger))) == (0, ALL)
 
@@ -283,9 +263,9 @@ ACTORS = {
 
 def assert_accounts_of_actors_agree(run, finished):
     """sent = received + lost, and received = applied + stale: nothing is held at the end."""
-    lost, stale = finished.summary["simulations"]["lost"], stream(finished, "stale")
-    assert stream(finished, "received") + lost == len(ALL)
-    assert finished.summary["samples"] + stale == stream(finished, "received")
+    lost, stale = finished.summary["simulations"]["lost"], streams(finished, "stale")
+    assert streams(finished, "received") + lost == len(ALL)
+    assert finished.summary["samples"] + stale == streams(finished, "received")
     assert stale > 0
     assert finished.summary["simulations"]["complete"] == COUNT
 
@@ -307,8 +287,7 @@ def test_samples_of_actors_are_received_once_when_processes_die(tmp_path, fork_s
     begun = dict(json.loads((run.run_dir / "publisher.json").read_text())["starts"])
     generations = len(begun)
     assert generations == (1 if (mode, killed) == ("rpc", "trainer") else 2)
-    lines = [line for file in (tmp_path / "ages").iterdir() for line in file.read_text().splitlines()]
-    for *_, (generation, version), step in map(json.loads, lines):
+    for *_, (generation, version), step in ages(tmp_path):
         # The step may be one of the generation before, too.
         counted = min(version, begun[2]) if generation < generations else version
         assert min(step - version, step - counted) <= MAX_STALENESS

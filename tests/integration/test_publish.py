@@ -3,9 +3,10 @@
 import json
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import pytest
+from follower import following, versions
 from launching import TASKS, assert_equal_runs, environment, fork_server, free_port, launch, resume, write_config
 
 from paramserver.errors import RunOver
@@ -17,53 +18,6 @@ HELPERS = TASKS.parent
 PUBLISHED = HELPERS / "published_tasks.py"
 LIMIT_S = 90
 MORE_THAN_THERE_ARE = 10_000  # steps
-
-
-class Follower(threading.Thread):
-    """Receives every version that it can until the run ends, and compares all numbers in each with its step."""
-
-    def __init__(self, address, encoding="exact", counts=True):
-        super().__init__()
-        self.address, self.encoding, self.counts = address, encoding, counts
-        self.received, self.error = [], None
-
-    def run(self):
-        try:
-            with Subscriber(self.address, encoding=self.encoding) as model:
-                weights = model.latest(timeout_s=LIMIT_S)
-                while True:
-                    self._check(weights)
-                    self.received.append(weights)
-                    weights = model.newer_than(weights.version, timeout_s=LIMIT_S)
-                    assert weights is not None, "the run has neither ended nor made a version"
-        except RunOver:
-            pass
-        except BaseException as error:  # noqa: BLE001 - raised by ``following``
-            self.error = error
-
-    def _check(self, weights):
-        assert not self.received or weights.version > self.received[-1].version
-        found = {
-            float(value) for name in weights if name != "steps" for value in (weights[name].min(), weights[name].max())
-        }
-        assert found == {weights.step}, f"torn: {weights} has {found}"
-        assert not self.counts or int(weights["steps"]) == weights.step
-
-    @property
-    def steps(self):
-        return [weights.step for weights in self.received]
-
-
-@contextmanager
-def following(address, **options):
-    """A follower during a block, which must have received nothing wrong by its end."""
-    follower = Follower(address, **options)
-    follower.start()
-    yield follower
-    follower.join(LIMIT_S)
-    assert not follower.is_alive()
-    if follower.error is not None:
-        raise follower.error
 
 
 def run(folder, mode, port, trainers=2, steps=40, fault=None, **sections):
@@ -230,6 +184,35 @@ def test_averages_are_published_instead(tmp_path):
     # The first average is 1, and each is the mean of the one before and n.
     assert received
     assert all(value == pytest.approx(step - 1 + 0.5 ** (step - 1), abs=1e-4) for step, value in received if step)
+
+
+@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
+def test_frozen_parameters_that_a_task_changes_are_those_of_the_last_checkpoint_in_rpc(tmp_path, mode):
+    """Each trainer has its own; those of rank 0 are published where it is a trainer."""
+    port, every, received = free_port(), 10, []
+    thread = threading.Thread(target=lambda: received.extend(versions(f"tcp://127.0.0.1:{port}")))
+    thread.start()
+    finished = launch(
+        tmp_path,
+        task=f"{PUBLISHED}:CountedWithTarget",
+        mode=mode,
+        cluster={"num_trainers": 1 if mode == "local" else 2},
+        training={"max_steps": 45},
+        checkpoint={"every": every},
+        publish={"port": port},
+    )
+    thread.join(LIMIT_S)
+    assert finished.code == 0, finished.output
+    assert len(received) > every
+    for weights in received:
+        assert set(weights["weights.0"].ravel().tolist()) == {weights.step}
+        (target,) = set(weights["target"].tolist())
+        if mode != "rpc":
+            assert target == weights.step
+        elif weights.step < 45:  # at the end there is a checkpoint too
+            assert target == weights.step // every * every or (
+                weights.step % every == 0 and target == weights.step - every
+            )
 
 
 @pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])

@@ -2,19 +2,11 @@
 
 import json
 from functools import partial
-from itertools import product
 
 import pytest
-from launching import (
-    TASKS,
-    FinishedRun,
-    differing_tensors,
-    launch,
-    resume,
-    run_concurrently,
-    run_in_process,
-)
-from simulations import MAX_STALENESS, SHAPE
+from launching import FinishedRun, differing_tensors, launch, resume, run_concurrently, run_in_process
+from online_runs import ALL, SIMULATIONS, STREAMS, ages, online_config, streams
+from simulations import MAX_STALENESS
 from stream_tasks import served
 
 from paramserver.metrics.tensorboard import scalars
@@ -22,47 +14,14 @@ from paramserver.trainers import data
 
 pytestmark = pytest.mark.processes
 
-STREAMS = TASKS.with_name("stream_tasks.py")
-SIMULATIONS = STREAMS.with_name("simulations.py")
-COUNT, STEPS, LIMIT = 8, 10, MAX_STALENESS
-ALL = sorted(product(range(COUNT), range(STEPS)))
+LIMIT = MAX_STALENESS
 
 
-def settings(folder, mode="local", function="act", simulations=None, **sections):
-    ledger = folder / "ledger"
-    ledger.mkdir(parents=True, exist_ok=True)
-    return {
-        "mode": mode,
-        "task": f"{STREAMS}:FedWithVersions",
-        "task_args": {"ledger": str(ledger), **sections.pop("task_args", {})},
-        "simulations": {
-            "function": f"{SIMULATIONS}:{function}",
-            "count": COUNT,
-            "at_once": 3,
-            "steps": STEPS,
-            "fields": {"u": {"shape": list(SHAPE), "finite": True}},
-            "parameters": {"a": [0.0, 1.0], "b": [2.0, 3.0]},
-            "timeout_s": 20.0,
-            "window": 2,
-            **(simulations or {}),
-        },
-        "publish": {"every": 1},
-        "buffer": {"capacity": 12, "max_staleness": LIMIT, **sections.pop("buffer", {})},
-        "training": {"max_steps": None, "batch_size": 4, "uneven_inputs": "join"},
-        "cluster": {"num_trainers": 1 if mode == "local" else 2, "timeout_s": 30, **sections.pop("cluster", {})},
-        "logging": {"log_every": 1},
-        **sections,
-    }
-
-
-def streams(finished, name):
-    return sum(trainer["stream"][name] for trainer in finished.summary["trainers"])
-
-
-def ages(folder):
-    """[simulation, step, version, step of the model] of every sample that was served."""
-    lines = [line for file in (folder / "ages").iterdir() for line in file.read_text().splitlines()]
-    return list(map(json.loads, lines))
+def settings(folder, mode="local", function="act", simulations=None, buffer=None, **sections):
+    simulations = {"function": f"{SIMULATIONS}:{function}", "window": 2, **(simulations or {})}
+    buffer = {"capacity": 12, "max_staleness": LIMIT, **(buffer or {})}
+    made = {"task": f"{STREAMS}:FedWithVersions", "publish": {"every": 1}, "logging": {"log_every": 1}, **sections}
+    return online_config(folder, mode=mode, simulations=simulations, buffer=buffer, **made)
 
 
 def assert_accounts_agree(finished, repeats=False):
@@ -91,10 +50,7 @@ MODES = {
 @pytest.mark.sampled(5)
 def test_no_sample_is_served_that_is_too_old(tmp_path, case, kind):
     """A simulation is killed in its middle and starts again: what it sends twice is received once."""
-    options = dict(MODES[case])
-    made = settings(tmp_path, buffer={"kind": kind}, **options)
-    made["training"] = {"max_steps": None, "batch_size": 4, "uneven_inputs": "join", **options.get("training", {})}
-    finished = launch(tmp_path, **made)
+    finished = launch(tmp_path, **settings(tmp_path, buffer={"kind": kind}, **MODES[case]))
     assert finished.code == 0, finished.output
     assert finished.summary["simulations"]["restarted"] == 1
     assert_accounts_agree(finished, repeats=kind == "reservoir")
@@ -160,6 +116,16 @@ def test_a_run_that_begins_to_publish_when_it_is_resumed_has_samples_without_a_v
     second = resume(first, "--set", "task_args.stop=null", "--set", "publish.every=1")
     assert second.code == 0, second.output
     assert sorted(served(tmp_path / "ledger")) == ALL
+
+
+def test_a_version_of_the_future_is_refused_at_once_where_no_other_trainer_makes_updates(tmp_path):
+    """Also while the trainer waits for data; the simulation starts again, and sends the sample with another one."""
+    options = {"buffer": {"max_staleness": 1000}, "simulations": {"count": 3, "at_once": 1}}
+    finished = run_in_process(tmp_path, **settings(tmp_path, function="act_of_the_future", **options))
+    assert finished.code == 0, finished.output
+    assert (streams(finished, "refused"), finished.summary["simulations"]["restarted"]) == (3, 3)
+    assert (streams(finished), streams(finished, "stale"), finished.summary["samples"]) == (30, 0, 30)
+    assert "must not be newer than the model (1, " in finished.output
 
 
 def test_starvation_is_reported_by_name(tmp_path, monkeypatch):

@@ -5,12 +5,11 @@ import os
 import signal
 import time
 from functools import partial
-from itertools import product
 from threading import Event
 
 import pytest
 from launching import TASKS, FinishedRun, write_config
-from simulations import SHAPE
+from online_runs import ALL, COUNT, STEPS, online_config
 from steered_tasks import drawn
 from stream_tasks import served
 
@@ -21,33 +20,18 @@ from paramserver.online.sampler import make_sampler, replay
 pytestmark = pytest.mark.processes
 
 STEERED = TASKS.with_name("steered_tasks.py")
-SIMULATIONS = STEERED.with_name("simulations.py")
-COUNT, STEPS = 8, 10
 RANGES = (("a", 0.0, 1.0), ("b", 2.0, 3.0))
 
 
 def config(folder, task_args=None, simulations=None, **sections):
-    (folder / "ledger").mkdir(parents=True, exist_ok=True)
-    return {
-        "task": f"{STEERED}:Steered",
-        "task_args": {"ledger": str(folder / "ledger"), "pace_s": [0.05], **(task_args or {})},
-        "simulations": {
-            "function": f"{SIMULATIONS}:simulate",
-            "count": COUNT,
-            "steps": STEPS,
-            "fields": {"u": {"shape": list(SHAPE), "finite": True}},
-            "parameters": {name: [low, high] for name, low, high in RANGES},
-            "timeout_s": 20.0,
-            "window": 2,
-            "sampler": "importance",
-            "sampler_args": {"share": 0.25},
-            **(simulations or {}),
-        },
-        "training": {"max_steps": None, "batch_size": 4, "uneven_inputs": "join"},
-        "buffer": {"capacity": 8},
-        "cluster": {"num_trainers": 2, "timeout_s": 30},
-        **sections,
-    }
+    learns = {"at_once": 1, "window": 2, "sampler": "importance", "sampler_args": {"share": 0.25}}
+    return online_config(
+        folder,
+        f"{STEERED}:Steered",
+        {"pace_s": [0.05], **(task_args or {})},
+        {**learns, **(simulations or {})},
+        **{"buffer": {"capacity": 8}, **sections},
+    )
 
 
 @pytest.fixture
@@ -129,7 +113,7 @@ def test_rank_0_is_killed_and_the_samplers_state_is_that_of_the_checkpoint(tmp_p
     assert states[0] is None
     assert states[1] is not None, "it began anew"
     assert_replayed(run_dir)
-    assert set(served(tmp_path / "ledger")) == set(product(range(COUNT), range(STEPS)))
+    assert set(served(tmp_path / "ledger")) == set(ALL)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.fileio import end_last_line
 
 FORMAT = 1
 RESULTS_FILE = "results.jsonl"
@@ -311,7 +312,7 @@ def append_result(path: Path, result: CaseResult) -> None:
     """
     try:
         with path.open("a+b") as file:
-            _end_last_line(file)
+            end_last_line(file)
             file.write(json.dumps(result.to_mapping(), allow_nan=False).encode() + b"\n")
             # On the disk before the next run starts: a run takes minutes, and a crash must cost one only.
             file.flush()
@@ -320,17 +321,6 @@ def append_result(path: Path, result: CaseResult) -> None:
         raise UnsupportedConfiguration(
             f"{path} must be a file that this user can write ({error.strerror or error}); choose another --out"
         ) from error
-
-
-def _end_last_line(file: Any) -> None:
-    file.seek(0)
-    head, end, torn = file.read().rpartition(b"\n")
-    if not torn:
-        return
-    if _is_record(torn):  # only the line end is missing
-        file.write(b"\n")
-    else:
-        file.truncate(len(head) + len(end))
 
 
 # The value that a validation metric is to reach.

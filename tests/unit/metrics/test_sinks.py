@@ -105,17 +105,6 @@ def test_json_lines_are_valid_json_whatever_a_value_is(tmp_path):
     assert second["values"] == expected
 
 
-def test_json_lines_start_a_new_line_after_an_incomplete_one(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"kind": "tr')
-    with JsonLines(path) as sink:
-        sink.write(train(1))
-        sink.write(train(2))
-    torn, *whole = path.read_text().splitlines()
-    assert torn == '{"kind": "tr'
-    assert [json.loads(line)["step"] for line in whole] == [1, 2]
-
-
 def test_a_full_disk_for_metrics_is_the_runs_failure():
     fan = FanOut([JsonLines(Path("/dev/full"))])
     with pytest.raises(TrainingError, match=r"metrics file /dev/full must be writable .*No space left"):

@@ -358,7 +358,7 @@ def test_no_send_waits():
     with FakeCoordinator() as coordinator:
         receiver = SampleReceiver(receiver_spec(coordinator), ReceivedLog())
         with receiver._loop as loop:  # in this thread
-            assert (loop._clients.sndtimeo, loop._coordinator.sndtimeo) == (0, 0)
+            assert (loop._clients._router.sndtimeo, loop._coordinator.sndtimeo) == (0, 0)
         receiver.close()
 
 

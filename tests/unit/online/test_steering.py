@@ -22,6 +22,7 @@ from paramserver.online.protocol import (
     density_ratio_of,
     start_secret,
 )
+from paramserver.online.receiver import ReceiveStats
 from paramserver.online.sampler import CheckedSampler, make_sampler, replay, sampler_of_run
 from paramserver.online.spec import IngestSpec, ReceiverSpec, parse_fields
 from paramserver.online.tracker import StartProcess
@@ -138,6 +139,38 @@ def test_a_score_is_the_mean_of_the_score_before_and_the_new_ratio():
         mean = 0.99 * mean + 0.01 * loss if mean else loss
         scores = [(scores[0] + loss / mean) / 2 if scores else loss / mean]
         assert sampler.state_dict()["state"]["scores"] == [[0, pytest.approx(scores[0])]]
+
+
+@pytest.mark.parametrize("power", [0, 3, 200, 1e6, 1e308])
+@pytest.mark.parametrize("losses", [(1e300, 1e-300), (1e-320, 1.0), (0.0, 1e308), (1.7e308, 1.7e308), (5e-324, 0.0)])
+def test_weights_are_finite_and_favour_the_largest_loss_whatever_the_power_and_the_losses(power, losses):
+    sampler = make(power=power, sigma=0.05, share=1e-3)
+    points = [sampler.draw(index) for index in (0, 1)]
+    for _ in range(3):
+        sampler.observe(dict(enumerate(losses)))
+    draws = [sampler.draw_with_ratio(index) for index in range(2, 60)]
+    assert np.isfinite([parameters for parameters, _ in draws]).all()
+    assert all(0 < ratio <= 1e3 for _, ratio in draws)
+    if power >= 200 and losses[0] != losses[1]:
+        hard = points[int(np.argmax(losses))]
+        assert np.mean([abs(parameters[0] - hard[0]) < 0.25 for parameters, _ in draws]) > 0.9
+    json.dumps(sampler.state_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_left_out(loss):
+    sampler = make()
+    sampler.draw(3)
+    sampler.observe({3: 0.5})
+    before = sampler.state_dict()
+    sampler.observe({3: loss})
+    assert sampler.state_dict() == before
+
+
+def test_the_mean_of_finite_losses_is_finite():
+    stats = ReceiveStats({}, 8, 0)
+    stats.losses.append(([3, 3, 4], [1.7e308, 1.7e308, 0.5]))
+    assert stats.make_report([]).losses == {3: 1.7e308, 4: 0.5}
 
 
 def test_a_loss_below_0_is_refused_with_the_cure():
@@ -345,7 +378,7 @@ def test_a_record_with_a_line_that_a_kill_left_incomplete_is_continued_and_repla
         opened.write(json.dumps({torn: [[5, 0.25]]})[:-4])
     straight += trained(begun(state), 5, 10)
     lines = file.read_text().splitlines()
-    assert len(lines) == 23  # 10 draws, 10 reports, 2 starts and what is incomplete
+    assert len(lines) == 22  # 10 draws, 10 reports and 2 starts
     draws = replay(lines, own)
     assert [recorded for recorded, _ in draws] == straight
     assert all(recorded == repeated for recorded, repeated in draws)

@@ -321,7 +321,7 @@ def test_parts_that_do_not_fit_together_are_all_refused():
 def test_a_number_cannot_be_sent_in_parts():
     with pytest.raises(UnsupportedConfiguration, match=r"simulations\.fields\.n\.shape \(\[\]\) must have a dimension"):
         ingest_spec(fields={"u": [4], "n": []}, group_size=2)
-    assert ingest_spec(fields={"u": [4], "n": []}).descriptors[1].shape == ()
+    assert ingest_spec(fields={"u": [4], "n": []}).fields[1].shape == ()
 
 
 # Anything.

@@ -2,14 +2,25 @@
 
 import numpy as np
 import pytest
-from online_fixtures import field, ingest_spec, open_message, sample_message
+from fake_run import FakeRun
+from online_fixtures import TOKEN, field, ingest_spec, open_message, sample_message
 
+from paramserver.client import Client
 from paramserver.config import SimulationsConfig
 from paramserver.errors import ClientError, UnsupportedConfiguration
+from paramserver.online.coordinator_protocol import RequestHandler
 from paramserver.online.encoder import SampleEncoder
-from paramserver.online.protocol import VERSION_ROW, ArrayDescriptor
+from paramserver.online.protocol import (
+    VERSION_ROW,
+    ArrayDescriptor,
+    Header,
+    MessageKind,
+    TrainerDirectory,
+    TrainerJoined,
+)
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.spec import VERSION_COLUMN, IngestSpec
+from paramserver.online.tracker import ExternalSimulations
 from paramserver.online.validator import MessageRefused, MessageValidator, PartReceived, SampleAccepted
 from paramserver.online.versions import SampleVersions
 from paramserver.online.weights import Version, effective_step
@@ -165,6 +176,32 @@ def test_a_field_may_have_the_name_only_where_samples_have_no_version():
     assert ingest_spec(fields={"version": [2]}).fields[0].name == "version"
     with pytest.raises(UnsupportedConfiguration, match=r"must not be one of simulation, .*, version;"):
         spec(fields={"version": [2]})
+
+
+OWN = {"fields": {"u": [4, 3], "version": {"shape": [2], "dtype": "int64"}}}
+
+
+@pytest.mark.parametrize(
+    ("of_run", "expected"),
+    [
+        (ingest_spec(), {"u": (4, 3)}),
+        (spec(), {"u": (4, 3)}),
+        (spec(max_staleness=2), {"u": (4, 3)}),
+        (ingest_spec(**OWN), {"u": (4, 3), "version": (2,)}),  # a field like any other, in a run that does not publish
+    ],
+)
+def test_a_client_lists_the_fields_that_the_user_has_declared(of_run, expected):
+    handler = RequestHandler(of_run, ExternalSimulations(of_run.config, 1, 60.0), 1, TOKEN, dict)
+    handler.handle(PEER, [Header(MessageKind.JOIN).pack(), TOKEN, TrainerJoined("tcp://1", {}, {}).pack()], 0.0)
+    ((_, (_, body)),) = handler.handle(OTHER, [Header(MessageKind.HELLO).pack(), b""], 0.0)
+    told = TrainerDirectory.unpack(body)
+    with FakeRun(trainers=1, fields=told.fields, optional=told.optional) as run, Client(run.address).open(0) as client:
+        assert client.fields == expected
+        values = {name: np.zeros(shape, "<i8" if name == "version" else "<f4") for name, shape in expected.items()}
+        version = (1, 5) if of_run.columns else None
+        client.send(0, values, version)
+    ((_, sample),) = run.samples[0]
+    assert list(sample) == [*expected, *(["version"] if version else [])]
 
 
 U = ArrayDescriptor("u", "<f4", (2,))

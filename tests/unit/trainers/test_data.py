@@ -9,10 +9,12 @@ import pytest
 from paramserver import Partition, Task
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.buffers.reshard import reshard_parts
-from paramserver.config import BufferConfig, Config, TrainingConfig
+from paramserver.config import BufferConfig, Config, PublishConfig, SimulationsConfig, TrainingConfig
 from paramserver.consistency import Readiness
 from paramserver.errors import SourceError
-from paramserver.sources import Source
+from paramserver.online.spec import IngestSpec, ReceiverSpec
+from paramserver.online.weights import Version
+from paramserver.sources import Source, Stream
 from paramserver.trainers.data import DataStream
 
 SAMPLES, PASSES, BATCH = 47, 3, 5
@@ -344,6 +346,92 @@ def test_what_was_served_once_of_two_times_is_served_once_more_by_other_trainers
         part.pop("leftovers")
         serve_some(index, trainers, part, -1)
     assert applied == Counter(dict.fromkeys(numbers, PASSES * 2))
+
+
+class OfActors:
+    """The data of trainers whose samples have versions; no sample arrives but those that ``put`` stores."""
+
+    config = Config(
+        training=TrainingConfig(batch_size=2, max_epochs=None),
+        buffer=BufferConfig(capacity=16, max_staleness=2),
+        simulations=SimulationsConfig(fields={"u": [1]}),
+        publish=PublishConfig(),
+    )
+
+    def __init__(self, index: int = 0, count: int = 1) -> None:
+        ingest = IngestSpec.of_run(self.config)
+        spec = ReceiverSpec("tcp://127.0.0.1:1", b"", ingest, index, count, starts=(Version(1, 0), Version(2, 6)))
+        self.index, self.count = index, count
+        self.data = DataStream(Numbers(Stream), Partition(index, count), self.config, {}, spec)
+        self.applied = self.data.positions()
+
+    def put(self, simulation: int, *versions: int) -> "OfActors":
+        keys = [(simulation, step) for step in range(len(versions))]
+        self.data.source.received_log.extend(keys)
+        rows = [
+            {"simulation": s, "step": t, "version": np.array([1, v])} for (s, t), v in zip(keys, versions, strict=True)
+        ]
+        self.data.buffer.put_many(rows, keys)
+        return self
+
+    def train(self, step: int) -> "OfActors":
+        self.data.set_version(step)
+        self.data.available(0.0)
+        self.data.next_batch()
+        self.applied.add_keys(self.data.pop_served()[1])
+        return self
+
+    def part(self) -> dict:
+        counters = {"batch_idx": 0, "samples_served": 0, "seconds": 0.0}
+        return {**self.data.state_dict(), "random": None, "task": {}, "counters": counters}
+
+    def resumed(self, part: dict) -> "OfActors":
+        self.data.load_state_dict(part)
+        self.applied = self.data.positions()
+        return self
+
+    def replaced(self) -> "OfActors":
+        """The process that takes the place of this one, which dies."""
+        account, other = AppliedPositions(), OfActors(self.index, self.count)
+        account.load_state_dict(self.applied.state_dict())
+        other.data.load_after_loss({"source": self.data.source.state_dict()}, account)
+        other.applied = other.data.positions()
+        return other
+
+    @property
+    def received(self) -> int:
+        log = self.data.source.received_log
+        return len(log) - log.num_held + log.num_inherited_for(self.index, self.count)
+
+    def assert_accounts_agree(self, applied: int, stale: int, held: int = 0) -> "OfActors":
+        info = self.data.buffer.info()
+        assert (self.applied.count, info.stale, info.unseen) == (applied, stale, held)
+        assert self.received == applied + stale + held
+        return self
+
+
+def test_samples_that_were_stale_before_a_resume_are_stale_after_the_death_of_their_trainer():
+    first = OfActors().put(0, 0, 0, 4, 4, 4, 0).train(6).assert_accounts_agree(applied=2, stale=3, held=1)
+    resumed = OfActors().resumed(first.part()).assert_accounts_agree(applied=2, stale=3, held=1)
+    for _ in range(2):
+        replaced = resumed.replaced().assert_accounts_agree(applied=2, stale=3)
+        info = replaced.data.buffer.info()
+        assert (info.puts, info.gets, info.seen_histogram) == (5, 2, {0: 3, 1: 2})
+        assert replaced.data.buffer.num_expired == 0, "of this process; starvation is reported by it"
+        # The death comes after another resume, and what was stale since is lost.
+        resumed = OfActors().resumed(replaced.part())
+    resumed.put(1, 1, 6, 6).train(6).assert_accounts_agree(applied=4, stale=4)
+    resumed.replaced().assert_accounts_agree(applied=4, stale=3)
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 3])
+def test_stale_samples_are_counted_once_with_another_number_of_trainers_of_which_one_dies(trainers):
+    old = [OfActors(index, 2).put(index, 0, 0, 4, 4, 4, 0).train(6) for index in range(2)]
+    parts = reshard_parts([one.part() for one in old], trainers, capacity=16, entropy=(0, 1))
+    new = [OfActors(index, trainers).resumed(part) for index, part in enumerate(parts)]
+    for lost in range(trainers):
+        new[lost] = new[lost].replaced()
+        assert sum(one.data.buffer.info().stale for one in new) == 6
 
 
 @pytest.mark.parametrize("keeps", [True, False])
