@@ -31,7 +31,6 @@ def mode_of(config: Config) -> Mode:
 
 
 def server_computes(config: Config) -> bool:
-    """Whether the forward of the model runs on the server."""
     return mode_of(config).has_servers and config.server.compute == "server"
 
 
@@ -53,7 +52,6 @@ def num_trainers_of(config: Config) -> int:
 
 
 def world_size_of(config: Config) -> int:
-    """Return the number of ranks of a run that the config asks for."""
     if mode_of(config).single_process:
         return 1
     return num_servers_of(config) + config.cluster.num_trainers

@@ -1,6 +1,6 @@
 """A run on a virtual clock with network, disk and faults that a seed decides, for tests of the protocol.
 
-``World`` extends that of simulator/engine.py by faults and by invariants, which it checks at every event. One
+``World`` extends that of simulator.py by faults and by invariants, which it checks at every event. One
 ``random.Random(seed)`` decides everything, so a seed replays exactly.
 """
 
@@ -29,8 +29,7 @@ from paramserver.config import (
 )
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict
 from paramserver.metrics.records import StepReport
-from paramserver.simulator import engine
-from paramserver.simulator.engine import (
+from paramserver.simulator import (
     BACKWARD,
     Call,
     Node,
@@ -39,6 +38,7 @@ from paramserver.simulator.engine import (
     Session,
     Task,
     Violation,
+    engine,
     push_key,
 )
 from paramserver.transport.messages import JoinReply, PendingPush
