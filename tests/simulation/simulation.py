@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from paramserver import simulator
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.config import (
     BestConfig,
@@ -38,7 +39,6 @@ from paramserver.simulator import (
     Session,
     Task,
     Violation,
-    engine,
     push_key,
 )
 from paramserver.transport.messages import JoinReply, PendingPush
@@ -223,7 +223,7 @@ class FaultyProcess(Process):
         self.compute_s = world.rng.choice((0.05, 0.1, 0.1, 0.4))
 
 
-class World(engine.World):
+class World(simulator.World):
     """Network, disk, faults and invariants of one run."""
 
     sends_gradients = True
