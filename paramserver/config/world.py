@@ -31,6 +31,7 @@ def mode_of(config: Config) -> Mode:
 
 
 def server_computes(config: Config) -> bool:
+    """Whether the forward of the model runs on the server."""
     return mode_of(config).has_servers and config.server.compute == "server"
 
 
