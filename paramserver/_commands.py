@@ -34,7 +34,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "init": Command("paramserver.tools.init", "write a task, a config and a test to start from"),
     "launch": Command("paramserver.launch", "train a task"),
-    "runs": Command("paramserver.tools.runs", "list runs: how each ended, its validation and speed"),
+    "runs": Command("paramserver.tools.report.command", "list runs: how each ended, its validation and speed", "runs_"),
     "evaluate": Command("paramserver.evaluate", "validate the model of a checkpoint"),
     "predict": Command("paramserver.predict", "write the outputs of the model of a checkpoint"),
     "export": Command("paramserver.tools.export", "write the model of a checkpoint for other programs"),

@@ -16,7 +16,7 @@ from typing import Any
 
 from paramserver.cluster import ProcessIdentity, RankFlags, host_and_port, process_environ, quiet_torch_log
 from paramserver.cluster.base import DEFAULT_JOB, infer_placement
-from paramserver.cluster.job_token import hide_token, read_token
+from paramserver.cluster.network import hide_token, read_token
 from paramserver.config import Config, load_config, mode_of, num_servers_of, with_world_size
 from paramserver.errors import DeadlineExceeded, PeerLost, UnsupportedConfiguration
 from paramserver.importing import code_folders, torch_import_without_gc

@@ -37,13 +37,7 @@ _BLOCK_BYTES = 2**16  # of a file that is read from its end
 
 
 def then_resume(path: Path) -> str:
-    """Return how a run continues whose file ``path`` could not be written: from its checkpoint, where it has one.
-
-    Example::
-
-        >>> then_resume(getfixture("tmp_path") / "runs" / "digits" / "metrics.jsonl")
-        'then start it again under another logging.name, as it has no checkpoint to resume from'
-    """
+    """Return how a run continues whose file ``path`` could not be written: from its checkpoint, where it has one."""
     around = [folder for folder in (path, *path.parents[:4]) if folder.name == "checkpoints"]
     around += [folder / "checkpoints" for folder in path.parents[:4]]
     try:
@@ -180,11 +174,6 @@ def json_text(value: Any, indent: int | None = None) -> str:
 
     Tensors and numpy arrays become numbers or lists; objects that JSON does not support become their ``str``. A number
     that is not finite becomes ``null``, and a second entry of the mapping holds its text.
-
-    Example::
-
-        >>> json_text({"loss": float("nan")})
-        '{"loss": null, "loss_text": "nan"}'
     """
     return json.dumps(_plain(value), indent=indent, allow_nan=False)
 

@@ -32,7 +32,7 @@ from paramserver.cluster import (
     write_error_file,
 )
 from paramserver.cluster.base import ProcessIdentity
-from paramserver.cluster.job_token import hide_token
+from paramserver.cluster.network import hide_token
 from paramserver.config import (
     MODES,
     Config,
@@ -48,13 +48,12 @@ from paramserver.config import (
 from paramserver.errors import CheckpointError, Interrupted, ParamserverError, PeerLost, UnsupportedConfiguration
 from paramserver.importing import PICKLED_TASK, check_torch_version, code_folders, load_object, torch_import_without_gc
 from paramserver.metrics import FanOut, Sink
-from paramserver.process_utils import die_with_parent, exit_process, print_output
+from paramserver.process_utils import die_with_parent, exit_process, print_output, write_stacks_on_signal
 from paramserver.runs.attempt import continue_attempt, recover, reserve_run, resume_transaction, start_transaction
 from paramserver.runs.resume import describe_resume, earlier_attempt, find_config_file, lost_processes, open_run
 from paramserver.runs.rundir import RunDir, newest_run, write_bytes
 from paramserver.runtime.restarts import ColocatedTrainer
 from paramserver.runtime.supervisor import EventPipe, describe_error, first_error
-from paramserver.runtime.watchdog import write_stacks_on_signal
 
 if TYPE_CHECKING:
     from paramserver.task import Task

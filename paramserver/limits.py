@@ -21,14 +21,6 @@ def end_in_words(reason: str, training: TrainingConfig, trainers: int, samples_l
     """Return why a run ended: where its data ended after all passes that were asked for, that they are done.
 
     What is left is then less than a step of all trainers; ``samples_left`` is None if it is unknown.
-
-    Example::
-
-        >>> training = TrainingConfig(max_epochs=20, batch_size=32)
-        >>> end_in_words(no_more_data(1), training, trainers=2, samples_left=12)
-        '20 epochs done; 12 samples are less than a step of both trainers'
-        >>> end_in_words(no_more_data(1), training, trainers=2, samples_left=500)
-        'trainer 1 has no more data (training.uneven_inputs: stop)'
     """
     epochs, step_samples = training.max_epochs, training.batch_size * training.batches_per_step * trainers
     data_ended = reason == ALL_SERVED or reason.endswith(_NO_MORE_DATA)

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 PORTABLE = not sys.platform.startswith("linux") or os.environ.get("PARAMSERVER_PORTABLE", "0") not in ("", "0")
 
@@ -72,7 +72,6 @@ def _write_at_end(pid: int, writing: int) -> None:
 
 
 def has_ended(descriptor: int) -> bool:
-    """Return whether the process of ``open_process`` has ended."""
     return bool(select.select([descriptor], [], [], 0)[0])
 
 
@@ -147,13 +146,6 @@ def show_arguments(arguments: Sequence[str]) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether there is a process ``pid``.
-
-    Example::
-
-        >>> is_alive(os.getpid())
-        True
-    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -164,13 +156,7 @@ def is_alive(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal stopped the process ``pid``, such as SIGSTOP; False where that is not known.
-
-    Example::
-
-        >>> is_stopped(os.getpid())
-        False
-    """
+    """Return whether a signal stopped the process ``pid``, such as SIGSTOP; False where that is not known."""
     return not PORTABLE and _stat(pid)[0] == "T"
 
 
@@ -178,11 +164,6 @@ def cpu_ticks(pid: int) -> int:
     """Return the CPU time that all threads of the process ``pid`` have taken, in clock ticks (proc(5)).
 
     Where that is not known a process counts as busy.
-
-    Example::
-
-        >>> cpu_ticks(os.getpid()) >= 0
-        True
     """
     if PORTABLE:
         return int(time.monotonic() * os.sysconf("SC_CLK_TCK"))
@@ -216,7 +197,6 @@ def _stat(pid: int) -> list[str]:
 
 
 def num_usable_cores() -> int:
-    """Return how many cores this process may use."""
     return (os.cpu_count() or 1) if PORTABLE else len(os.sched_getaffinity(0))
 
 
@@ -306,3 +286,77 @@ class WakeupFd:
             for descriptor in {self._fd, self._writing} - {-1}:
                 os.close(descriptor)
             self._fd = self._writing = -1
+
+
+# Control groups (cgroups(7)), by which a container or a scheduler limits this process.
+
+
+def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of this process's group and of its ancestors, each with whether it is of version 1."""
+    lines = [line.split(":", 2) for line in read_text(root / "proc/self/cgroup").splitlines()]
+    paths = {tuple(controllers.split(",")): path for _, controllers, path in lines}
+    for line in read_text(root / "proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        (top, mountpoint), (kind, _, options) = before.split()[3:5], after.split()[:3]
+        is_v1 = kind == "cgroup" and controller in options.split(",")
+        if not is_v1 and kind != "cgroup2":
+            continue
+        listed = controller if is_v1 else ""
+        path = next((path for controllers, path in paths.items() if listed in controllers), "/")
+        for folder in _ancestors(root / mountpoint.lstrip("/"), top, path):
+            yield folder, is_v1
+
+
+def cpu_limit(root: Path = Path("/")) -> float | None:
+    """Return how many cores the groups let this process use at a time; None without a limit."""
+    limits = []
+    for folder, is_v1 in group_folders("cpu", root):
+        if is_v1:
+            words = [read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        else:
+            words = read_text(folder / "cpu.max").split()
+        # Without a limit, the quota is "max", or -1 in version 1.
+        if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):
+            limits.append(int(words[0]) / int(words[1]))
+    return min(limits, default=None)
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Return how much this process may still allocate: the host's MemAvailable, or less if a control group limits it.
+
+    As in MemAvailable, the page cache does not count as usage of a control group, because the kernel reclaims it.
+    ``proc`` and the control groups are mounted in ``root``.
+    """
+    fields = dict(line.split(":", 1) for line in read_text(root / "proc/meminfo").splitlines())
+    mem_available = int(fields["MemAvailable"].split()[0]) * 1024
+    return max(0, min([mem_available, *_left_in_groups(root)]))
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """Yield limit minus usage of this process's memory group and of its ancestors, version 1 or 2."""
+    for folder, is_v1 in group_folders("memory", root):
+        files = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
+        limit, usage = (read_text(folder / name).strip() for name in files)
+        if limit not in ("", "max") and usage:
+            counts = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
+            names = (f"{'total_' if is_v1 else ''}{name}" for name in ("inactive_file", "active_file"))
+            yield int(limit) - int(usage) + sum(int(counts.get(name, 0)) for name in names)
+
+
+def read_text(file: Path) -> str:
+    """Return the text of a file; empty if it does not exist, as in the root group or one that was just removed."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _ancestors(mountpoint: Path, top: str, path: str) -> Iterator[Path]:
+    """Yield the folders of a group and of its ancestors that are mounted: a container mounts its own only."""
+    inner = PurePosixPath(path)
+    inner = inner.relative_to(top) if inner.is_relative_to(top) else PurePosixPath()
+    folder = mountpoint / inner
+    while folder != mountpoint:
+        yield folder
+        folder = folder.parent
+    yield mountpoint

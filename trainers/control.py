@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from paramserver.checkpoint import StagingPool, stage_copy, without_values
-from paramserver.checkpoint.sender import BackgroundSender
+from paramserver.checkpoint.writer import BackgroundSender
 from paramserver.consistency import Announcement, Decision, Stop
 from paramserver.context import ProcessContext
 from paramserver.distributed.rendezvous import Rendezvous

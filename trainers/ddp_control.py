@@ -28,7 +28,7 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
 from paramserver.checkpoint import write_chunks
-from paramserver.checkpoint.sender import BackgroundSender
+from paramserver.checkpoint.writer import BackgroundSender
 from paramserver.consistency import Announcement, Decision, Readiness, Stop
 from paramserver.distributed.control_channel import ControlChannel, connect_ranks
 from paramserver.distributed.rendezvous import Rendezvous

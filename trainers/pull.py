@@ -22,9 +22,8 @@ from paramserver.trainers.model_copy import ModelCopy
 from paramserver.trainers.row_lookup import RowLookup
 from paramserver.trainers.server_control import ServerControl
 from paramserver.transport.base import GradientBucket, TrainerTransport
-from paramserver.transport.compression import make_codec
+from paramserver.transport.compression import make_codec, make_compressor
 from paramserver.transport.messages import JoinReply, StepGrant, VersionView
-from paramserver.transport.quantization import make_compressor
 from paramserver.transport.rpc import RpcTrainerTransport
 from paramserver.transport.segments import attach_socket, can_attach
 from paramserver.transport.shared_memory import SharedMemoryTrainerTransport, socket_key

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paramserver.checkpoint import write_chunks
-from paramserver.checkpoint.sender import BackgroundSender
+from paramserver.checkpoint.writer import BackgroundSender
 from paramserver.config import num_servers_of
 from paramserver.consistency import Announcement, Decision
 from paramserver.distributed.membership import Member, release_liveness_calls

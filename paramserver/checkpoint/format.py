@@ -210,11 +210,6 @@ def step_name(step: int) -> str:
 
     Raises:
         ValueError: ``step`` is negative.
-
-    Example::
-
-        >>> step_name(100), step_of("step-00000100"), step_of("latest")
-        ('step-00000100', 100, None)
     """
     if step < 0:
         raise ValueError(f"step ({step}) must be 0 or more")

@@ -203,14 +203,6 @@ def choose_checkpoint(run: Path, which: str) -> Path:
 
     Raises:
         CheckpointError: there is none; the message lists those that exist.
-
-    Example::
-
-        >>> from paramserver.checkpoint import write_checkpoint
-        >>> run = getfixture("tmp_path")
-        >>> path = write_checkpoint(run / "checkpoints", 100, {"counts": {"samples": 3200}}, {"trainers": 2})
-        >>> choose_checkpoint(run, "100").name
-        'step-00000100'
     """
     if which == LATEST:
         return find_checkpoint(run)
@@ -230,17 +222,7 @@ def choose_checkpoint(run: Path, which: str) -> Path:
 
 
 def skipped_checkpoints(checkpoint: Path) -> list[str]:
-    """Return why each newer checkpoint next to ``checkpoint`` was skipped: what makes it incomplete. Newest first.
-
-    Example::
-
-        >>> from paramserver.checkpoint import write_checkpoint
-        >>> run = getfixture("tmp_path")
-        >>> path = write_checkpoint(run / "checkpoints", 100, {"counts": {"samples": 3200}}, {"trainers": 2})
-        >>> path.with_name("step-00000200").mkdir()
-        >>> len(skipped_checkpoints(path))
-        1
-    """
+    """Return why each newer checkpoint next to ``checkpoint`` was skipped: what makes it incomplete. Newest first."""
     found = [(step_of(path.name), path) for path in checkpoint.parent.iterdir()]
     own = step_of(checkpoint.name) or 0
     newer = sorted(((step, path) for step, path in found if step is not None and step > own), reverse=True)

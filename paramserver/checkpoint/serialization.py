@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from paramserver.checkpoint.row_stream import StreamingFile
+from paramserver.checkpoint.staging import StreamingFile
 from paramserver.errors import CheckpointError, TaskError
 from paramserver.fileio import Writable
 
@@ -41,7 +41,7 @@ def write_archive(obj: Any, file: Writable) -> None:
     """
     streaming = StreamingFile(file)
     content = streaming.with_placeholders(obj)
-    torch.save(content, cast(IO[bytes], streaming if streaming.has_streams else file))
+    torch.save(content, cast(IO[bytes], file if content is obj else streaming))
     streaming.finish()
 
 
@@ -141,11 +141,6 @@ def check_mapping(content: Any, what: str, names: Sequence[str] = ()) -> Mapping
 
     Raises:
         CheckpointError: it is not; another program wrote the file.
-
-    Example::
-
-        >>> check_mapping({"step": 3}, "run.pt", ["step"])
-        {'step': 3}
     """
     if not isinstance(content, Mapping):
         raise CheckpointError(
@@ -179,14 +174,6 @@ def check_storable(state: Mapping[str, Any], task_name: str) -> None:
 
     Raises:
         TaskError: ``on_checkpoint`` stored something that ``torch.load(weights_only=True)`` refuses.
-
-    Example::
-
-        >>> check_storable({"epoch": 3, "mean": torch.zeros(2)}, "Digits")
-        >>> check_storable({"lock": object()}, "Digits")
-        Traceback (most recent call last):
-            ...
-        paramserver.errors.TaskError: Digits.on_checkpoint stored what cannot be loaded again ...
     """
     try:
         unpack(pack(without_values(state)))
@@ -198,13 +185,7 @@ def check_storable(state: Mapping[str, Any], task_name: str) -> None:
 
 
 def without_values(state: Any) -> Any:
-    """Return the same nested structure with an empty tensor in the place of each.
-
-    Example::
-
-        >>> without_values({"mean": torch.zeros(2), "epoch": 3})
-        {'mean': tensor([]), 'epoch': 3}
-    """
+    """Return the same nested structure with an empty tensor in the place of each."""
     if isinstance(state, torch.Tensor):
         return torch.empty(0, dtype=state.dtype)
     if isinstance(state, dict):

@@ -1,20 +1,29 @@
-"""Staging: a private copy of a state, made quickly, that is written while training continues."""
+"""Staging: a private copy of a state, made quickly, that is written while training continues.
+
+Of some tensors a checkpoint needs no copy: a ``RowStream`` reads them by ranges of rows while their file is written.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 import mmap
 import sys
 import threading
 import weakref
-from collections.abc import Hashable
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from paramserver.errors import TaskError
+from paramserver.fileio import Writable
 
 _LARGE_BYTES = 2**20
 
@@ -145,3 +154,181 @@ def _empty_like(tensor: torch.Tensor, pool: StagingPool | None) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu")
     block = torch.from_numpy(pool.acquire(tensor.numel() * tensor.element_size()))
     return block.view(tensor.dtype).as_strided(tensor.shape, strides)
+
+
+# Streams.
+
+
+# Little enough that an update hardly waits for a range that is being copied.
+_RANGE_BYTES = 2 * 2**20
+
+# With these a part of a zip archive begins: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.
+_HEADER, _HEADER_BYTES = b"PK\3\4", 30
+_AFTER_CONTENT = b"PK\7\10"
+_DIRECTORY = b"PK\1\2"
+
+
+@dataclass(frozen=True, eq=False)
+class RowStream:
+    """Stands for a tensor in a state. ``read`` returns its rows when the file is written: from first to end, exclusive.
+
+    They are read once, in order, as tensors on the CPU.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[int, int], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def ranges(self) -> Iterator[Tensor]:
+        """Yield all rows."""
+        rows = max(_RANGE_BYTES * self.shape[0] // max(self.nbytes, 1), 1)
+        for first in range(0, self.shape[0], rows):
+            yield self.read(first, min(first + rows, self.shape[0]))
+
+    def placeholder(self) -> Tensor:
+        """Return a tensor of this shape and dtype. Nothing writes to its memory, so that it takes none."""
+        if not self.nbytes:
+            return torch.empty(self.shape, dtype=self.dtype)
+        # Of numpy: torch fills the memory where its algorithms have to be deterministic.
+        return torch.from_numpy(np.empty(self.nbytes, np.uint8)).view(self.dtype).view(self.shape)
+
+
+def concatenate(parts: Sequence[RowStream]) -> RowStream:
+    """Return the tensor that has the rows of all parts, in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    ends = list(accumulate(part.shape[0] for part in parts))
+
+    def read(first: int, end: int) -> Tensor:
+        found = []
+        for part, stop in zip(parts, ends, strict=True):
+            start = stop - part.shape[0]
+            if first < stop and end > start:
+                found.append(part.read(max(first - start, 0), min(end, stop) - start))
+        return torch.cat(found)
+
+    return RowStream((ends[-1], *parts[0].shape[1:]), parts[0].dtype, read)
+
+
+def address_of(value: Any) -> int:
+    """Return where the elements of a tensor are; 0 for what has none in memory of its own, and for other values."""
+    return value.data_ptr() if isinstance(value, Tensor) and value.layout is torch.strided else 0
+
+
+def replace_tensors(state: Any, streams: Mapping[int, RowStream]) -> Any:
+    """Return a nested structure with streams in the place of the tensors that have their addresses and shapes.
+
+    What has none of them is the same object.
+    """
+
+    def replace(value: Any) -> Any:
+        stream = streams.get(address_of(value))
+        return stream if stream is not None and stream.shape == tuple(value.shape) else value
+
+    return _map(replace, state)
+
+
+def _map(function: Callable[[Any], Any], state: Any) -> Any:
+    """Return a nested structure with ``function`` of each value; what it leaves as it is is the same object."""
+    if isinstance(state, dict):
+        items = {key: _map(function, value) for key, value in state.items()}
+        if all(items[key] is value for key, value in state.items()):
+            return state
+        fresh = copy.copy(state)  # keeps the class and the attributes of a state_dict
+        fresh.update(items)
+        return fresh
+    if type(state) in (list, tuple):
+        values = [_map(function, value) for value in state]
+        return state if all(own is value for own, value in zip(values, state, strict=True)) else type(state)(values)
+    return function(state)
+
+
+class StreamingFile:
+    """A file for ``torch.save`` that gets the rows of streams in the place of their placeholders.
+
+    ``torch.save`` writes a zip archive: of each tensor a header, its name, its bytes, and then their CRC-32, which is
+    in the directory at the end too. The bytes are passed to ``write`` as they lie in memory, in one piece. Their CRC-32
+    is replaced in both places.
+    """
+
+    def __init__(self, file: Writable) -> None:
+        self._file = file
+        self._streams: dict[int, tuple[RowStream, Tensor]] = {}  # with its placeholder, by the address of that
+        self._error: Exception | None = None
+        self._name = b""  # of the entry that is written
+        self._name_is_next = False
+        self._crcs: dict[bytes, int] = {}  # of the entries that were streamed, by name
+        self._is_streamed = False  # the last write was of a stream
+
+    def with_placeholders(self, state: Any) -> Any:
+        """Return a nested structure with a placeholder for each stream; what has none is the same object."""
+        return _map(self._placeholder, state)
+
+    def _placeholder(self, value: Any) -> Any:
+        if not isinstance(value, RowStream):
+            return value
+        for known, placeholder in self._streams.values():
+            if known is value:
+                return placeholder
+        placeholder = value.placeholder()
+        if value.nbytes:
+            self._streams[placeholder.data_ptr()] = value, placeholder
+        return placeholder
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Write ``data``, or the rows of the stream whose placeholder it is."""
+        content = memoryview(data).cast("B")
+        found = self._streams.get(np.frombuffer(content, np.uint8).ctypes.data) if len(content) else None
+        if found is not None and found[0].nbytes == len(content):
+            self._write_rows(found[0])
+        else:
+            self._write_other(content)
+        self._is_streamed = found is not None
+        return len(content)
+
+    def _write_rows(self, stream: RowStream) -> None:
+        crc = 0
+        try:
+            # ``torch.save`` calls this from C++ and replaces an exception by its own: it is raised by ``finish``.
+            for rows in stream.ranges() if self._error is None else ():
+                content = rows.contiguous().view(-1).view(torch.uint8).numpy().data
+                crc = zlib.crc32(content, crc)
+                self._file.write(content)
+        except Exception as error:  # noqa: BLE001 - raised by ``finish``
+            self._error = error
+        self._crcs[self._name] = crc
+
+    def _write_other(self, content: memoryview) -> None:
+        kind = bytes(content[:4])
+        if self._name_is_next:
+            self._name = bytes(content)
+        self._name_is_next = kind == _HEADER and len(content) == _HEADER_BYTES
+        if kind == _AFTER_CONTENT and self._is_streamed:
+            content = memoryview(kind + self._crcs[self._name].to_bytes(4, "little") + content[8:])
+        elif kind == _DIRECTORY and self._crcs:
+            content = memoryview(self._with_crcs(bytes(content)))
+        self._file.write(content)
+
+    def _with_crcs(self, directory: bytes) -> bytes:
+        """Return the directory with the CRC-32 of what was streamed."""
+        found, at = bytearray(directory), 0
+        while directory[at : at + 4] == _DIRECTORY:
+            lengths = [int.from_bytes(directory[at + place : at + place + 2], "little") for place in (28, 30, 32)]
+            crc = self._crcs.get(directory[at + 46 : at + 46 + lengths[0]])
+            if crc is not None:
+                found[at + 16 : at + 20] = crc.to_bytes(4, "little")
+            at += 46 + sum(lengths)
+        # Otherwise it is the content of another entry, which begins like a directory.
+        return bytes(found) if at == len(directory) else directory
+
+    def flush(self) -> None:
+        """Do nothing: ``torch.save`` requires the method."""
+
+    def finish(self) -> None:
+        """Raise what a stream raised while it was read."""
+        if self._error is not None:
+            raise self._error

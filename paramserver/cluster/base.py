@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paramserver.cluster.job_token import JobToken
-from paramserver.cluster.network import is_loopback
+from paramserver.cluster.network import JobToken, is_loopback
 from paramserver.config import Config
 from paramserver.errors import UnsupportedConfiguration
 
@@ -241,25 +240,12 @@ def infer_placement(global_rank: int, world_size: int, master_addr: str) -> tupl
     """Return (local_rank, local_world_size, node_rank) where the environment does not provide them.
 
     Ranks that connect over the loopback share a host; otherwise each is assumed to have its own host.
-
-    Example::
-
-        >>> infer_placement(1, 3, "127.0.0.1"), infer_placement(1, 3, "node0")
-        ((1, 3, 0), (0, 1, 1))
     """
     return (global_rank, world_size, 0) if is_loopback(master_addr) else (0, 1, global_rank)
 
 
 def list_numbers(numbers: Iterable[int], most: int = 6) -> str:
-    """Return numbers in a sentence: consecutive ones as ranges, of which at most ``most`` are listed.
-
-    Example::
-
-        >>> list_numbers([1, 2]), list_numbers([0, 3, 4, 5, 7])
-        ('1, 2', '0, 3-5, 7')
-        >>> list_numbers(range(0, 2000, 2))
-        '0, 2, 4, 6, 8 and 995 more'
-    """
+    """Return numbers in a sentence: consecutive ones as ranges, of which at most ``most`` are listed."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -289,17 +275,7 @@ def read_variable(environ: Environ, name: str, set_by: str) -> str:
 
 
 def read_number(environ: Environ, name: str, set_by: str, *, minimum: int = 0, below: int | None = None) -> int:
-    """Return the value of a required variable as a whole number from ``minimum`` up, and less than ``below``.
-
-    Example::
-
-        >>> read_number({"RANK": "3"}, "RANK", "torchrun", below=4)
-        3
-        >>> read_number({"RANK": "4"}, "RANK", "torchrun", below=4)
-        Traceback (most recent call last):
-            ...
-        paramserver.errors.UnsupportedConfiguration: RANK (4) must be below 4: ranks count from 0
-    """
+    """Return the value of a required variable as a whole number from ``minimum`` up, and less than ``below``."""
     text = read_variable(environ, name, set_by)
     if not (text.isascii() and text.isdigit()):
         raise UnsupportedConfiguration(

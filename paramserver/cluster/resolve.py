@@ -18,8 +18,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from paramserver.cluster.base import ClusterEnvironment, Environ, ProcessIdentity, RankFlags, read_number
-from paramserver.cluster.job_token import read_token
-from paramserver.cluster.network import DEFAULT_PORT
+from paramserver.cluster.network import DEFAULT_PORT, read_token
 from paramserver.cluster.slurm import VARIABLES as SLURM, SlurmEnvironment
 from paramserver.cluster.torchrun import VARIABLES as TORCHRUN, EnvVarEnvironment, TorchrunEnvironment, num_restarts
 from paramserver.config import (

@@ -110,13 +110,7 @@ class EnvVarEnvironment(TorchrunEnvironment):
 
 
 def num_restarts(environ: Environ) -> int:
-    """Return how often torchrun has started the ranks of this host again; 0 if it did not start this process.
-
-    Example::
-
-        >>> num_restarts({"TORCHELASTIC_RESTART_COUNT": "2"}), num_restarts({})
-        (2, 0)
-    """
+    """Return how often torchrun has started the ranks of this host again; 0 if it did not start this process."""
     name = VARIABLES["restart_count"]
     return read_number({name: "0", **environ}, name, "torchrun")
 
@@ -129,13 +123,6 @@ def write_error_file(environ: Environ, message: str) -> None:
 
     Raises:
         OSError: the file cannot be written.
-
-    Example::
-
-        >>> file = getfixture("tmp_path") / "error.json"
-        >>> write_error_file({"TORCHELASTIC_ERROR_FILE": str(file)}, "seed (-1) must be at least 0")
-        >>> sorted(json.loads(file.read_text())["message"]["extraInfo"])
-        ['py_callstack', 'timestamp']
     """
     if file := environ.get(VARIABLES["error_file"]):
         about = {"py_callstack": message, "timestamp": str(int(time.time()))}

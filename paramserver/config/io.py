@@ -65,11 +65,6 @@ def without_old_defaults(stored: Any) -> Any:
     """Return what the ``config.yaml`` of a run holds, without defaults of an earlier version.
 
     ``server.wire_dtype`` was float32 by default, which rounds float64.
-
-    Example::
-
-        >>> without_old_defaults({"server": {"wire_dtype": "float32", "bucket_mb": 4}})
-        {'server': {'bucket_mb': 4}}
     """
     server = stored.get("server") if isinstance(stored, Mapping) else None
     if not isinstance(server, Mapping) or server.get("wire_dtype") != "float32":

@@ -26,11 +26,6 @@ class Key:
     required: bool
     help: str
 
-    @property
-    def is_free(self) -> bool:
-        """Whether the value is a dictionary with names chosen by the user."""
-        return self.rule.kind == "mapping"
-
 
 @dataclass(frozen=True)
 class Section:
@@ -78,7 +73,7 @@ SECTIONS: dict[str, Section] = {entry.name: entry for entry in _ENTRIES if isins
 def free_key(path: tuple[str, ...]) -> Key | None:
     """Return the free dictionary that contains ``path``, such as ``task_args`` for ``task_args.model.width``."""
     names = (".".join(path[:length]) for length in range(1, len(path)))
-    return next((KEYS[name] for name in names if name in KEYS and KEYS[name].is_free), None)
+    return next((KEYS[name] for name in names if name in KEYS and KEYS[name].rule.kind == "mapping"), None)
 
 
 def child_names(prefix: str) -> list[str]:

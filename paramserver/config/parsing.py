@@ -151,13 +151,7 @@ def _to_mapping(value: Any, rule: Rule) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether YAML can express a value: text, numbers, booleans, None, and lists and mappings of these.
-
-    Example::
-
-        >>> is_plain({"width": [1, 2.5]}), is_plain(object())
-        (True, False)
-    """
+    """Return whether YAML can express a value: text, numbers, booleans, None, and lists and mappings of these."""
     try:
         _copy_plain(value, ())
     except _BrokenRuleError:

@@ -357,7 +357,6 @@ class TrainingConfig:
 
     @property
     def clips(self) -> bool:
-        """Whether gradients are clipped."""
         return self.clip_grad_norm is not None or self.clip_grad_value is not None
 
     @property
@@ -589,15 +588,7 @@ class Config:
         return mapping
 
     def has_given(self, name: str) -> bool:
-        """Return whether a key of the section ``training`` was given, and not left to its default.
-
-        Example::
-
-            >>> from paramserver.config import load_config
-            >>> config = load_config(None, overrides=["task=task.py:Sine", "training.batch_size=32"])
-            >>> config.has_given("batch_size"), config.has_given("loader_workers")
-            (True, False)
-        """
+        """Return whether a key of the section ``training`` was given, and not left to its default."""
         if self.given is None:
             return bool(getattr(self.training, name) != getattr(TrainingConfig, name))
         return f"training.{name}" in self.given

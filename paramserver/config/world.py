@@ -53,7 +53,6 @@ def num_trainers_of(config: Config) -> int:
 
 
 def world_size_of(config: Config) -> int:
-    """Return the number of ranks of a run that the config asks for."""
     if mode_of(config).single_process:
         return 1
     return num_servers_of(config) + config.cluster.num_trainers

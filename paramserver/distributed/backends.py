@@ -10,13 +10,7 @@ from paramserver.errors import UnsupportedConfiguration
 
 
 def available_backends() -> dict[str, bool]:
-    """Return whether torch was built with RPC and with each backend of process groups.
-
-    Example::
-
-        >>> available_backends()["gloo"]
-        True
-    """
+    """Return whether torch was built with RPC and with each backend of process groups."""
     try:
         from torch.distributed import rpc
     except ImportError:

@@ -93,7 +93,6 @@ class Members:
             return True
 
     def mark_disconnected(self, member: Member) -> None:
-        """Record that the liveness call of a member ended."""
         with self._changed:
             member.disconnected = True
             self._changed.notify_all()

@@ -206,7 +206,6 @@ class Rendezvous:
         return self.get(_UNREACHABLE) if self.store.check([_UNREACHABLE]) else None
 
     def reported_failure(self) -> RemoteError | None:
-        """Return a failure that a rank reported, if there is one."""
         if not self.store.check([_FAILED]):
             return None
         kind, _, message = self.get(_FAILED).partition(" ")

@@ -124,7 +124,6 @@ def autograd_context() -> AbstractContextManager[int]:
 
 
 def distributed_backward(context_id: int, roots: Sequence[Tensor]) -> None:
-    """Run the distributed backward of ``roots`` in a context."""
     dist_autograd.backward(context_id, list(roots))
 
 

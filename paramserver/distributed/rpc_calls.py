@@ -91,7 +91,6 @@ def get_parameter_server() -> Any:
 
 
 def server_rref(name: str) -> Any:
-    """Return an RRef of the ``ParameterServer`` of another process."""
     return rpc.remote(name, get_parameter_server)
 
 
@@ -238,16 +237,7 @@ def send_local(
 
 
 def repeatable(handler: Handler) -> Handler:
-    """Declare that a handler may be called again with the same arguments: it knows the last ones, or changes nothing.
-
-    Example::
-
-        >>> @repeatable
-        ... def version(self):
-        ...     return self.step
-        >>> is_repeatable(version), is_numbered(version)
-        (True, False)
-    """
+    """Declare that a handler may be called again with equal arguments: it knows the last ones, or changes nothing."""
     handler.__dict__[_REPEATABLE] = True
     return handler
 

@@ -28,13 +28,6 @@ SERVER_NAME = "server0"
 
 
 def server_name(server_index: int) -> str:
-    """Return the RPC name of a server.
-
-    Example::
-
-        >>> server_name(1)
-        'server1'
-    """
     return f"server{server_index}"
 
 

@@ -42,7 +42,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError
 
 from paramserver.cluster import bind_listener, host_and_port
-from paramserver.cluster.job_token import TOKEN_VARIABLE, JobToken
+from paramserver.cluster.network import TOKEN_VARIABLE, JobToken
 from paramserver.distributed.abort_sockets import is_own_connection
 from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.errors import DeadlineExceeded, UnsupportedConfiguration

@@ -64,7 +64,6 @@ def rename_averages(optimizer: torch.optim.Optimizer) -> None:
 
 
 def drop_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Remove averages that a checkpoint had."""
     for state in _states_of_parameters(optimizer):
         state.pop(_AVERAGE, None)
 

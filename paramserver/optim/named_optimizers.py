@@ -66,20 +66,7 @@ class NamedOptimizers(SeveralOptimizers):
 
 
 class JointOptimizer(SeveralOptimizers):
-    """Those of a list. A step is of all of them, in order, with the gradients of one loss.
-
-    Example::
-
-        >>> dense, table = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(2, 1))
-        >>> optimizers = [torch.optim.SGD([dense], lr=0.5), torch.optim.SGD([table], lr=0.25)]
-        >>> joint = JointOptimizer(by_position(optimizers))
-        >>> dense.grad, table.grad = torch.ones(1), torch.ones(2, 1)
-        >>> joint.step()
-        >>> dense.item(), table.tolist()
-        (0.5, [[0.75], [0.75]])
-        >>> [state["param_groups"][0]["lr"] for state in joint.state_dict()["optimizers"]]
-        [0.5, 0.25]
-    """
+    """Those of a list. A step is of all of them, in order, with the gradients of one loss."""
 
     takes_turns = False
 
@@ -108,22 +95,8 @@ def optimizers_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimize
     return list(optimizer.by_name.values()) if isinstance(optimizer, SeveralOptimizers) else [optimizer]
 
 
-def count_parameters(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many parameters the groups of an optimizer have."""
-    return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
 def joined_states(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the entries ``state`` of ``optimizer.state_dict()``, numbered over all parameters.
-
-    Example::
-
-        >>> weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-        >>> both = NamedOptimizers({name: torch.optim.SGD([w], lr=1.0) for name, w in zip("ab", weights)})
-        >>> states = {1: {"momentum_buffer": torch.ones(1)}}
-        >>> joined_states(both, with_states(both, states)) == states
-        True
-    """
+    """Return the entries ``state`` of ``optimizer.state_dict()``, numbered over all parameters."""
     return states_by_position(state) if isinstance(optimizer, SeveralOptimizers) else dict(state["state"])
 
 
@@ -134,7 +107,7 @@ def with_states(optimizer: torch.optim.Optimizer, states: Mapping[int, Any]) -> 
     by_name: dict[str, Any] = {}
     first = 0
     for name, own in optimizer.by_name.items():
-        end = first + count_parameters(own)
+        end = first + sum(len(group["params"]) for group in own.param_groups)
         part = {number - first: value for number, value in sorted(states.items()) if first <= number < end}
         by_name[name] = {**own.state_dict(), "state": part}
         first = end
@@ -142,13 +115,7 @@ def with_states(optimizer: torch.optim.Optimizer, states: Mapping[int, Any]) -> 
 
 
 def states_by_position(state: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the states of parameters in the ``state_dict()`` of one optimizer, or of several, numbered over all.
-
-    Example::
-
-        >>> states_by_position({"state": {0: {"step": 3}}, "param_groups": [{"params": [0, 1]}]})
-        {0: {'step': 3}}
-    """
+    """Return the states of parameters in the ``state_dict()`` of one optimizer, or of several, numbered over all."""
     found: dict[int, Any] = {}
     first = 0
     for own in [state] if "param_groups" in state else unpacked(state).values():

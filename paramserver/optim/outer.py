@@ -47,12 +47,6 @@ class OuterBuilder:
     """Builds the outer optimizer of a config, over all trainable parameters and without a schedule.
 
     Its hyper-parameters are keys of the config, and not part of what a checkpoint restores.
-
-    Example::
-
-        >>> builder = OuterBuilder(Config(training=TrainingConfig(local_steps=128)))
-        >>> builder.name, builder.hyperparameters
-        ('nesterov', {'lr': 0.7, 'momentum': 0.9, 'nesterov': True})
     """
 
     def __init__(self, config: Config) -> None:
@@ -93,38 +87,19 @@ def outer_class(config: Config) -> str | None:
 
 
 def outer_names(class_name: str) -> list[str]:
-    """Return the values of ``training.outer.optimizer`` that are of a class, so that one may continue another's state.
-
-    Example::
-
-        >>> outer_names("SGD")
-        ['sgd', 'nesterov']
-    """
+    """Return the values of ``training.outer.optimizer`` that are of a class: each may continue another's state."""
     return [name for name, kind in _CLASSES.items() if kind.__name__ == class_name]
 
 
 def updates_per_round(config: Config) -> float:
-    """Return how many updates there are while each trainer takes one round: 1 in lockstep, K in ``async``.
-
-    Example::
-
-        >>> from paramserver.config import ServerConfig
-        >>> updates_per_round(Config(server=ServerConfig(consistency="async")))
-        2.0
-    """
+    """Return how many updates there are while each trainer takes one round: 1 in lockstep, K in ``async``."""
     if not mode_of(config).has_servers:
         return 1.0
     return consistency_class(config.server).updates_per_round(config.server, num_trainers_of(config))
 
 
 def round_weights(training: TrainingConfig, samples: Sequence[int]) -> list[float]:
-    """Return the weight of each trainer in the mean of a round; the mean of the weights is 1.
-
-    Example::
-
-        >>> round_weights(TrainingConfig(outer=OuterConfig(weighting="samples")), [10, 30])
-        [0.5, 1.5]
-    """
+    """Return the weight of each trainer in the mean of a round; the mean of the weights is 1."""
     total = sum(samples)
     if not training.weights_samples or not total:
         return [1.0] * len(samples)
@@ -146,17 +121,6 @@ class DelayedNesterov(torch.optim.Optimizer):
 
     With a delay of 1 it is ``torch.optim.SGD(nesterov=True)``. State of each parameter: ``step``, ``sum`` and
     ``momentum_buffer``, both of its shape.
-
-    Example::
-
-        >>> weight = nn.Parameter(torch.zeros(1))
-        >>> optimizer = DelayedNesterov([weight], lr=1.0, momentum=0.5, delay=2)
-        >>> for gradient in (1.0, 3.0):
-        ...     weight.grad = torch.tensor([gradient])
-        ...     optimizer.step()
-        ...     print(weight.item())
-        -0.5
-        -3.0
     """
 
     updates_each: ClassVar[str] = "element"

@@ -84,13 +84,10 @@ def _declared_kind(kind: type) -> Any:
             return vars(cls)[_ATTRIBUTE]
         if cls in (*ELEMENTWISE, *PER_PARAMETER):
             return "parameter"
-        if "step" in vars(cls) and _plain(vars(cls)["step"]) is not _inherited_step(cls):
+        inherited = (_plain(vars(base)["step"]) for base in cls.__mro__[1:] if "step" in vars(base))
+        if "step" in vars(cls) and _plain(vars(cls)["step"]) is not next(inherited, None):
             return None
     return None
-
-
-def _inherited_step(cls: type) -> Callable[..., Any] | None:
-    return next((_plain(vars(base)["step"]) for base in cls.__mro__[1:] if "step" in vars(base)), None)
 
 
 def _plain(step: Any) -> Any:

@@ -14,9 +14,7 @@ from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.optim.clipping import Clipping
 from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import ParallelStep, ThreadTeam, generators_of_update
-from paramserver.optim.row_snapshot import RowSnapshot
-from paramserver.optim.row_steps import RowStep
-from paramserver.optim.row_versions import record_rows
+from paramserver.optim.row_steps import RowSnapshot, RowStep, record_rows
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
 from paramserver.parameters.sharding import Shard, States, optimizer_indices
 from paramserver.parameters.tables import large_tables, mean_of_rows, table_ranges
@@ -140,7 +138,6 @@ class ShardUpdater:
             parameter.grad = tables.get(slot, views[name]) if used is None or used[slot] else None
 
     def clear_gradients(self) -> None:
-        """Release the memory of the gradients."""
         for _, _, parameter in self.owned:
             parameter.grad = None
 
@@ -230,7 +227,6 @@ class ShardUpdater:
         return {number: state for number, state in states.items() if number in owned}
 
     def load_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Replace the optimizer's states of all parameters."""
         for optimizer in optimizers_of(self.optimizer):
             optimizer.state.clear()
         numbered = self._numbered()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paramserver.checkpoint.row_stream import RowStream
+from paramserver.checkpoint.staging import RowStream
 from paramserver.config import TrainingConfig
-from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration
+from paramserver.errors import CheckpointError, NotFinite, TaskError, UnsupportedConfiguration
 from paramserver.limits import is_due
 from paramserver.metrics.profile import spanned
 from paramserver.optim.averaging import AverageParameters, averages, drop_averages, rename_averages
@@ -31,8 +31,7 @@ from paramserver.optim.named_optimizers import (
 )
 from paramserver.optim.outer import OptimizerBuilder
 from paramserver.optim.parallel_step import generators_of_update
-from paramserver.optim.row_versions import record_rows
-from paramserver.optim.skipping import Skipping
+from paramserver.optim.row_steps import record_rows
 from paramserver.parameters.tables import coalesce_gradients, opt_out_of_checks
 
 _EVERY = ("step", "epoch", "validation")
@@ -147,7 +146,6 @@ class Updater:
                 schedule.scheduler.step()
 
     def on_epoch_end(self) -> None:
-        """Step schedules of epochs."""
         for schedule in self._schedules.values():
             if schedule.every == "epoch":
                 schedule.scheduler.step()
@@ -462,18 +460,11 @@ def _schedule_of(built: Any) -> _Schedule:
 
 
 def has_modes(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has ``train()`` and ``eval()``.
-
-    Example::
-
-        >>> has_modes(torch.optim.SGD([torch.zeros(1)], lr=1.0))
-        False
-    """
+    """Return whether an optimizer has ``train()`` and ``eval()``."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -495,21 +486,7 @@ def copied_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 class SwitchedOptimizer:
-    """Switches an optimizer that has modes, and knows the present one, also where a task calls these methods.
-
-    Example::
-
-        >>> class Average(torch.optim.SGD):
-        ...     def train(self): pass
-        ...     def eval(self): pass
-        >>> switched = SwitchedOptimizer(Average([torch.zeros(1)], lr=1.0))
-        >>> switched.optimizer.train()
-        >>> with switched.evaluation_mode():
-        ...     switched.is_training
-        False
-        >>> switched.is_training
-        True
-    """
+    """Switches an optimizer that has modes, and knows the present one, also where a task calls these methods."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -536,3 +513,69 @@ class SwitchedOptimizer:
             finally:
                 if was_training:
                     self.optimizer.train()
+
+
+# Steps that are skipped, as their loss or gradient is NaN or infinite, and the scale of losses that follows from them.
+# Gradients of float16 have a small range. So the loss is multiplied by a scale, and each gradient divided by it:
+# Micikevicius et al., "Mixed precision training", ICLR 2018. The scale is chosen as by ``torch.amp.GradScaler``: it is
+# halved where a gradient overflows, and doubled after so many updates without that.
+
+
+MOST_IN_SUCCESSION = 100
+
+# Those of ``torch.amp.GradScaler``, and what the type of its scale holds.
+_INIT_SCALE, _GROWTH, _BACKOFF, _GROWTH_INTERVAL, _MOST = 2.0**16, 2.0, 0.5, 2000, 2.0**127
+
+
+class Skipping:
+    """Counts the steps of each trainer that were skipped in succession, and chooses the scale of the next losses.
+
+    All ranks that make updates have equal ones.
+
+    It is part of the state of the ``Updater``. ``is_possible``: steps may be skipped in this run, and are checked.
+    """
+
+    def __init__(self, training: TrainingConfig) -> None:
+        self.is_possible = training.may_skip
+        self.scale = _INIT_SCALE if training.scales_loss else 1.0
+        self.in_succession: dict[int, int] = {}
+        self._scales_loss = training.scales_loss
+        self._updates = 0  # in succession, with this scale
+
+    def update_made(self, trainers: Iterable[int], scale: float) -> None:
+        """Note an update with gradients of these trainers, whose losses had this scale."""
+        for index in trainers if self.in_succession else ():
+            self.in_succession.pop(index, None)
+        if self._scales_loss and scale == self.scale:
+            self._updates += 1
+            if self._updates == _GROWTH_INTERVAL:
+                self.scale, self._updates = min(self.scale * _GROWTH, _MOST), 0
+
+    def step_skipped(self, trainers: Iterable[int], cause: str, scale: float) -> None:
+        """Note a step of these trainers that was skipped; ``cause`` and ``scale`` as in ``StepReport``.
+
+        Raises:
+            NotFinite: there were too many in succession.
+        """
+        for index in trainers:
+            self.in_succession[index] = self.in_succession.get(index, 0) + 1
+        # Not a second time for a step that was taken before the first halved it.
+        if self._scales_loss and scale * _BACKOFF < self.scale:
+            self.scale, self._updates = scale * _BACKOFF, 0
+        if (most := max(self.in_succession.values(), default=0)) >= MOST_IN_SUCCESSION:
+            key = "training.precision: float16" if self._scales_loss else "training.nonfinite: skip"
+            raise NotFinite(
+                f"{most} steps in succession were skipped ({key}), the last one as the {cause} was NaN or infinite; "
+                "lower the learning rate, or look at the batches"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        scaling = {"scale": self.scale, "updates": self._updates} if self._scales_loss else {}
+        return {"in_succession": dict(self.in_succession), **scaling}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load ``state_dict()``; nothing if no step may be skipped now, and no scale if losses had none."""
+        if self.is_possible:
+            self.in_succession = dict(state["in_succession"])
+        if self._scales_loss and "scale" in state:
+            self.scale, self._updates = state["scale"], state["updates"]

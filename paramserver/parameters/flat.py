@@ -30,7 +30,6 @@ class TensorSlot:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
 
@@ -97,7 +96,6 @@ class FlatLayout:
 
     @property
     def total_bytes(self) -> int:
-        """Size of all flat tensors."""
         return sum(n * dtype.itemsize for n, dtype in zip(self.sizes, self.dtypes, strict=True))
 
     def allocate(self, device: torch.device | str = "cpu") -> list[Tensor]:
@@ -136,14 +134,7 @@ def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def has_gaps(tensor: Tensor, slot: TensorSlot) -> bool:
-    """Return whether a tensor has gaps in memory, so that its slot has other strides.
-
-    Example::
-
-        >>> layout = FlatLayout.of([("part", part := torch.ones(4, 4)[:, :3])])
-        >>> has_gaps(part, layout.slots[0]), has_gaps(part.contiguous(), layout.slots[0])
-        (True, False)
-    """
+    """Return whether a tensor has gaps in memory, so that its slot has other strides."""
     # An expanded tensor has a stride of 0 instead: its elements are one in memory, and cannot be written separately.
     expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return tensor.numel() > 0 and tuple(tensor.stride()) != slot.stride and not expanded
@@ -203,14 +194,7 @@ class FlatTensors:
 
 
 def gradient_leaf(flat: Tensor) -> Tensor:
-    """Return an autograd leaf on the CPU for gradients of ``flat``, which arrive there. It has no memory of its own.
-
-    Example::
-
-        >>> flat = torch.zeros(2)
-        >>> gradient_leaf(flat).data_ptr() == flat.data_ptr()
-        True
-    """
+    """Return an autograd leaf on the CPU for gradients of ``flat``, which arrive there. It has no memory of its own."""
     if flat.device.type == "cpu":
         return flat.detach().requires_grad_()
     return torch.zeros((), dtype=flat.dtype).expand(flat.shape).requires_grad_()

@@ -15,7 +15,7 @@ from paramserver.devices import Placement
 from paramserver.errors import CheckpointError, TaskError
 from paramserver.parameters.model_tree import is_writable, set_buffer
 from paramserver.parameters.numerics import checksums
-from paramserver.parameters.unowned_tables import tables_without_memory
+from paramserver.parameters.remote_tables import tables_without_memory
 from paramserver.rng import seed_all
 from paramserver.task import Task
 

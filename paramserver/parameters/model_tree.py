@@ -36,7 +36,6 @@ class PackedBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Size of the values."""
         return sum(flat.nbytes for flat in self.flats)
 
     def values(self) -> Buffers:

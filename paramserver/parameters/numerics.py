@@ -33,13 +33,7 @@ def check_gradient_norm(norm: float, step: int, what: str = "the norm") -> None:
 
 
 def largest_value(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the largest absolute value of all elements, also of sparse tensors; NaN if one is, and 0 without any.
-
-    Example::
-
-        >>> largest_value([torch.tensor([1.0, -3.0]), torch.empty(0)]), largest_value([torch.tensor([1.0, math.nan])])
-        (tensor(3., dtype=torch.float64), tensor(nan, dtype=torch.float64))
-    """
+    """Return the largest absolute value of all elements, also of sparse tensors; NaN if one is, and 0 without any."""
     values = (_as_real(tensor._values() if tensor.is_sparse else tensor) for tensor in tensors)
     parts = [own for own in values if own.numel()]
     if not parts:
@@ -49,13 +43,7 @@ def largest_value(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def find_nonfinite(loss: float, gradients: Iterable[Tensor | None]) -> str:
-    """Return what of a step is NaN or infinite: "loss", "gradient", or the empty string for nothing.
-
-    Example::
-
-        >>> find_nonfinite(0.5, [torch.ones(2), None]), find_nonfinite(0.5, [torch.tensor([math.inf])])
-        ('', 'gradient')
-    """
+    """Return what of a step is NaN or infinite: "loss", "gradient", or the empty string for nothing."""
     if not math.isfinite(loss):
         return "loss"
     found = largest_value(gradient for gradient in gradients if gradient is not None)
@@ -208,13 +196,7 @@ def to_number(value: Any, what: str, cure: str) -> float:
 
 
 def describe_value(value: Any) -> str:
-    """Describe a value for a message: type, shape and dtype of a tensor or array, the value itself of others.
-
-    Example::
-
-        >>> describe_value(torch.ones(3)), describe_value(None)
-        ('a Tensor of shape (3,) and torch.float32', 'None')
-    """
+    """Describe a value for a message: type, shape and dtype of a tensor or array, the value itself of others."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"a {type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
     text = repr(value)

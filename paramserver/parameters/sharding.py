@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from paramserver.checkpoint.row_stream import RowStream, concatenate
+from paramserver.checkpoint.staging import RowStream, concatenate
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout, TensorSlot
 

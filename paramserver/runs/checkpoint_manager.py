@@ -28,9 +28,9 @@ from paramserver.checkpoint import (
     unpack,
 )
 from paramserver.checkpoint.memory import MEMORY, follows, make_memory_folder, newer_in_memory, remove_memory
-from paramserver.checkpoint.row_stream import RowStream, address_of, replace_tensors
 from paramserver.checkpoint.save import restore_best_pointer
 from paramserver.checkpoint.serialization import check_mapping
+from paramserver.checkpoint.staging import RowStream, address_of, replace_tensors
 from paramserver.config import Config, num_trainers_of, world_size_of
 from paramserver.config.deadlines import LAST_WRITE_S
 from paramserver.errors import CheckpointError, StorageError, TrainingError, UnsupportedConfiguration

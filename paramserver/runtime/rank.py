@@ -82,6 +82,7 @@ from paramserver.metrics import Csv, FanOut, JsonLines, OpenSink, Prometheus, Si
 from paramserver.metrics.profile import StepProfiler
 from paramserver.metrics.records import Record, TrainerTotals, make_record
 from paramserver.platform import num_usable_cores
+from paramserver.process_utils import Watchdog
 from paramserver.runs.attempt import furthest_step, reserve_run, start_transaction
 from paramserver.runs.checkpoint_manager import CheckpointManager, load_for_resume
 from paramserver.runs.losses import LossLog
@@ -97,7 +98,6 @@ from paramserver.runs.rundir import (
     write_text,
 )
 from paramserver.runtime.online import publish_endpoint, start_coordinator, start_publisher
-from paramserver.runtime.watchdog import Watchdog
 from paramserver.task import Task, make_callbacks, make_task
 
 if TYPE_CHECKING:
@@ -225,7 +225,6 @@ class Resize:
 
     @property
     def newcomers(self) -> set[int]:
-        """Ranks of the trainers that join."""
         return {request.global_rank for request in self.requests.values() if request.kind == "join"}
 
 

@@ -29,7 +29,7 @@ class RankGuard:
     def __init__(self, limit_s: float) -> None:
         # Imported here: the guard process runs this file without these.
         from paramserver.cluster import process_environ
-        from paramserver.cluster.job_token import hide_token
+        from paramserver.cluster.network import hide_token
 
         environ = dict(process_environ())
         hide_token(environ)

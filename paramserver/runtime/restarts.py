@@ -31,7 +31,6 @@ class RestartPolicy:
         self._short_lives: dict[int, int] = {}
 
     def allows(self, global_rank: int) -> bool:
-        """Return whether the rank may start once more."""
         return self._restarts.get(global_rank, 0) < self.max_restarts
 
     def next_delay(self, global_rank: int, lived_s: float) -> tuple[float, int]:

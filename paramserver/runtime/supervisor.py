@@ -35,12 +35,11 @@ from paramserver.fileio import DISK_CURES
 from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
 from paramserver.platform import cpu_ticks, has_ended, is_stopped, memory_file, open_process, signal_process
-from paramserver.process_utils import OWN_GROUP, kill_group
+from paramserver.process_utils import OWN_GROUP, STACKS_SIGNAL, kill_group
 from paramserver.runs.rundir import RunDir, read_mapping, write_json
 from paramserver.runtime.preloaded import ForkedProcess, ForkServer, Spares, role_arguments
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
-from paramserver.runtime.watchdog import STACKS_SIGNAL
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Signals that end a process before it can report anything.
@@ -764,11 +763,9 @@ class EventPipe(Sink):
             self._stopped.wait(interval_s)
 
     def send_done(self) -> None:
-        """Report that this rank's part of the run is complete."""
         self._send("done", None, _LAST_EVENT_S)
 
     def send_error(self, error: BaseException) -> None:
-        """Report the error that ends this rank."""
         self._send("error", describe_error(error), _LAST_EVENT_S)
 
     def _send(self, event: str, body: dict[str, Any] | None, wait_s: float) -> None:

@@ -34,9 +34,8 @@ from paramserver.server.update_pipeline import plan_buckets
 from paramserver.server.updates import Updates
 from paramserver.task import Task
 from paramserver.transport.base import ServerTransport
-from paramserver.transport.compression import make_codec
+from paramserver.transport.compression import block_of, make_codec, make_compressor
 from paramserver.transport.messages import JoinReply
-from paramserver.transport.quantization import block_of, make_compressor
 from paramserver.transport.rpc import RpcServerTransport
 from paramserver.transport.segments import SegmentHost
 from paramserver.transport.shared_memory import ServerSharedMemory

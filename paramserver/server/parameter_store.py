@@ -21,8 +21,8 @@ from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout, FlatTensors, other_tensors, trainable_parameters
 from paramserver.parameters.model import build_model
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
+from paramserver.parameters.remote_tables import adagrad_without_memory
 from paramserver.parameters.tables import find_tables
-from paramserver.parameters.unowned_tables import adagrad_without_memory
 from paramserver.task import Task
 
 Flats = list[Tensor]

@@ -27,9 +27,8 @@ from paramserver.parameters.tables import RowSegment, slice_gradient
 from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.transport.autograd import pull
-from paramserver.transport.compression import WireCodec
+from paramserver.transport.compression import Compressor, WireCodec
 from paramserver.transport.messages import ApplyRequest, Future, ShardState, SnapshotTensor
-from paramserver.transport.quantization import Compressor
 from paramserver.transport.rpc import PushAssembly, WireVersion, without_values
 
 log = logging.getLogger("paramserver")

@@ -21,14 +21,13 @@ from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.optim.updater import build_optimizer
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.model import build_model
+from paramserver.parameters.remote_tables import adagrad_without_memory
 from paramserver.parameters.tables import find_tables
-from paramserver.parameters.unowned_tables import adagrad_without_memory
 from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.server.shard import ParameterShard, ShardHandlers
 from paramserver.task import Task
-from paramserver.transport.compression import make_codec
+from paramserver.transport.compression import make_codec, make_compressor
 from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment, ShardState, SnapshotTensor
-from paramserver.transport.quantization import make_compressor
 from paramserver.transport.segments import attach, can_attach
 
 

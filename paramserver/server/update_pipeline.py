@@ -19,9 +19,8 @@ from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard, split_ranges
 from paramserver.server.server_run import SubmitFn, run_now
-from paramserver.transport.compression import WireCodec
+from paramserver.transport.compression import WireCodec, block_of
 from paramserver.transport.messages import Future
-from paramserver.transport.quantization import block_of
 
 log = logging.getLogger("paramserver")
 

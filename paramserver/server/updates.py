@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paramserver.checkpoint.row_stream import RowStream, concatenate, replace_tensors
+from paramserver.checkpoint.staging import RowStream, concatenate, replace_tensors
 from paramserver.config import Config
 from paramserver.consistency import Decision, Update
 from paramserver.distributed.rpc_calls import RemoteError

@@ -281,7 +281,7 @@ def export_rows(run_dir: Path, since: int, out: Path, which: str = "latest") -> 
 def _rows_since(optimizer: Mapping[str, Any], names: Sequence[str], since: int) -> dict[str, Tensor]:
     """Return the numbers of the rows that have changed after ``since``, by the name of their table."""
     from paramserver.optim.named_optimizers import states_by_position
-    from paramserver.optim.row_versions import ROW_VERSION
+    from paramserver.optim.row_steps import ROW_VERSION
 
     return {
         names[position]: (state[ROW_VERSION] > since).nonzero()[:, 0]

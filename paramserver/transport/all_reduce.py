@@ -42,13 +42,7 @@ class Barrier:
 
     @staticmethod
     def distances(ranks: int) -> list[int]:
-        """Return the distance between two ranks that are connected, for each round.
-
-        Example::
-
-            >>> Barrier.distances(5)
-            [1, 2, 4]
-        """
+        """Return the distance between two ranks that are connected, for each round."""
         return [2**number for number in range((ranks - 1).bit_length())]
 
     def wait(self) -> None:

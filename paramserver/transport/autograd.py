@@ -98,14 +98,6 @@ def pull(
         leaves: flat tensors that require gradients.
         snapshot: one tensor for each of them, in any dtype.
         on_gradient: called with each gradient that is received, during the backward and in its thread.
-
-    Example::
-
-        >>> leaf, snapshot = torch.zeros(2, requires_grad=True), torch.ones(2)
-        >>> pulled = pull([leaf], [snapshot])
-        >>> push_root([torch.tensor([3.0, 4.0])], pulled).backward()
-        >>> leaf.grad
-        tensor([3., 4.])
     """
     # Whole flat tensors and no slices: the backward of each slice would allocate a tensor of the full size.
     apply: Any = PullFunction.apply

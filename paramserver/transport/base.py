@@ -23,8 +23,8 @@ from torch import Tensor
 
 from paramserver.metrics.records import StepReport
 from paramserver.parameters.model_tree import PackedBuffers
+from paramserver.transport.compression import ErrorFeedback
 from paramserver.transport.messages import VersionView
-from paramserver.transport.quantization import ErrorFeedback
 
 
 @dataclass(frozen=True)

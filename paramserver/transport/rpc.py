@@ -20,9 +20,8 @@ from paramserver.parameters.sharding import Shard
 from paramserver.parameters.tables import empty_gradient, nbytes_of_rows, slice_gradient, table_ranges
 from paramserver.transport.autograd import push_root
 from paramserver.transport.base import GradientBucket, ServerTransport, TrainerTransport
-from paramserver.transport.compression import WireCodec
+from paramserver.transport.compression import Compressor, ErrorFeedback, WireCodec
 from paramserver.transport.messages import VersionView
-from paramserver.transport.quantization import Compressor, ErrorFeedback
 
 
 class WireVersion:
@@ -55,19 +54,6 @@ class PushAssembly:
 
     Compressed gradients are all sent in buckets, and what distributed autograd returns has no values. ``decompress``
     returns those of a range from what was sent.
-
-    Example::
-
-        >>> from paramserver.transport.compression import CastCodec
-        >>> leaves = [torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)]
-        >>> push = PushAssembly(leaves, CastCodec(torch.float32))
-        >>> push.add_first(torch.ones(2))
-        >>> push.complete() is None  # the bucket is missing
-        True
-        >>> push.add_bucket(1, torch.ones(3))
-        tensor([1., 1., 1.])
-        >>> push.complete()
-        [tensor([1., 1.]), tensor([1., 1., 1.])]
     """
 
     def __init__(
@@ -244,7 +230,10 @@ class RpcTrainerTransport(TrainerTransport):
 
     def _target(self, number: int, start: int, length: int | None) -> Tensor:
         parameter = self._parameters[number]
-        return parameter if length is None else _slice(self._dense.get(number, parameter.detach()), start, length)
+        if length is None:
+            return parameter
+        dense = self._dense.get(number, parameter.detach())
+        return dense.as_strided((length,), (1,), dense.storage_offset() + start)
 
     def write_rows(self, number: int, gradient: Tensor | None) -> None:
         # On the CPU, as all that is sent.
@@ -334,8 +323,3 @@ def _part(whole: Tensor, first: int, end: int) -> Tensor:
 def without_values(flats: Sequence[Tensor], left_out: Collection[int]) -> list[Tensor]:
     """Return ``flats`` with a tensor of one element, expanded to its shape, in the place of each in ``left_out``."""
     return [flat.new_zeros(1).expand(flat.shape) if n in left_out else flat for n, flat in enumerate(flats)]
-
-
-def _slice(dense: Tensor, start: int, length: int) -> Tensor:
-    """Return elements of a tensor without gaps, in the order of its memory."""
-    return dense.as_strided((length,), (1,), dense.storage_offset() + start)

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paramserver.cluster.control_groups import available_bytes
 from paramserver.distributed.remote_error import RemoteError
 from paramserver.errors import (
     DeadlineExceeded,
@@ -37,7 +36,7 @@ from paramserver.errors import (
     UnsupportedConfiguration,
 )
 from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout
-from paramserver.platform import WakeupFd, abstract_address, memory_file, peer_uid, seal
+from paramserver.platform import WakeupFd, abstract_address, available_bytes, memory_file, peer_uid, seal
 
 _log = logging.getLogger(__name__)
 
@@ -51,18 +50,6 @@ _MIB = 2**20
 _WAKE_S = 5.0
 _RETRY_S = 0.1
 _SOCKET = "a socket"
-
-
-def require_memory(what: str, needed_bytes: int) -> None:
-    """Check that ``what`` fits, before it is allocated.
-
-    The kernel overcommits: it promises the memory, and kills the process that touches it.
-
-    Raises:
-        UnsupportedConfiguration: fewer than ``needed_bytes`` are available.
-    """
-    if needed_bytes > available_bytes():
-        raise insufficient_memory(what, needed_bytes)
 
 
 def insufficient_memory(what: str, needed_bytes: int, reason: str = "") -> UnsupportedConfiguration:
@@ -397,8 +384,11 @@ def create_memfd(what: str, layout: FlatLayout) -> int:
     Raises:
         UnsupportedConfiguration: there is too little memory; ``what`` needs it.
     """
-    size_bytes, needed_bytes = segment_bytes(layout), _dense_bytes(layout)
-    require_memory(what, needed_bytes)
+    dense = _extents(layout)[: len(layout.sizes) - layout.num_sparse]
+    size_bytes, needed_bytes = segment_bytes(layout), max([ALIGNMENT_BYTES, *(end for _, end in dense)])
+    # Before it is allocated: the kernel promises more memory than it has, and kills the process that touches it.
+    if needed_bytes > available_bytes():
+        raise insufficient_memory(what, needed_bytes)
     descriptor = memory_file("paramserver-segment", sealable=True)
     try:
         with _out_of_memory_named(what, size_bytes):
@@ -431,11 +421,6 @@ def map_memfd(what: str, descriptor: int, layout: FlatLayout) -> list[Tensor]:
 def segment_bytes(layout: FlatLayout) -> int:
     """Return the size of a segment; at least one cache line, because an empty mapping is an error."""
     return max([ALIGNMENT_BYTES, *(end for _, end in _extents(layout))])
-
-
-def _dense_bytes(layout: FlatLayout) -> int:
-    dense = _extents(layout)[: len(layout.sizes) - layout.num_sparse]
-    return max([ALIGNMENT_BYTES, *(end for _, end in dense)])
 
 
 @contextlib.contextmanager

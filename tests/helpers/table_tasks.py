@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import Subset, TensorDataset
 
 from paramserver import Task
-from paramserver.checkpoint.row_stream import RowStream
+from paramserver.checkpoint.staging import RowStream
 from paramserver.optim import RowWiseAdagrad
 
 ROWS = 60

@@ -24,8 +24,8 @@ from paramserver.checkpoint import (
     write_chunks,
     writer,
 )
-from paramserver.checkpoint.sender import BackgroundSender
 from paramserver.checkpoint.serialization import CHUNK_BYTES
+from paramserver.checkpoint.writer import BackgroundSender
 from paramserver.errors import DeadlineExceeded, ParamserverError, TrainingError
 from paramserver.runs.checkpoint_manager import PartCollector, StagedCheckpoint
 

@@ -77,7 +77,7 @@ USED = {
         "torch._foreach_neg_",
         "torch._foreach_norm",
     },
-    "paramserver.transport.quantization": {"torch._foreach_copy_"},
+    "paramserver.transport.compression": {"torch._foreach_copy_"},
     "paramserver.trainers.push": {"torch._foreach_copy_"},
     "paramserver.trainers.ddp_control": {"torch._C._distributed_c10d.PrefixStore"},
 }

@@ -9,7 +9,6 @@ other's rows in the cache). The two alternate, one torch thread, and both alloca
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from paramserver.buffers import Buffer, make_buffer
+from tests.measure.common import parser_of
 
 WIDTH = 1024
 
@@ -46,11 +46,7 @@ def medians(buffer: Buffer, array: np.ndarray, batch: int, gets: int) -> tuple[f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=100_000)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--gets", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = parser_of(__doc__, samples=100_000, batch=256, gets=200, repeats=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)

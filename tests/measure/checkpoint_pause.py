@@ -13,7 +13,6 @@ of the pause to the end of the writing, and from there to the next checkpoint.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paramserver import Task
-from tests.measure.common import measuring_environment, read_records, run_fresh, spread, verdict
+from tests.measure.common import measuring_environment, parser_of, read_records, run_fresh, spread, verdict
 
 WIDTH = 1024
 SAMPLE_BYTES = 4 * WIDTH
@@ -170,11 +169,9 @@ def report(mode: str, saved: list[Saved]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, repeats=7, every=150)
     parser.add_argument("--modes", nargs="+", choices=list(TRAINERS), default=list(TRAINERS))
     parser.add_argument("--kind", choices=["fifo", "firo"], default="fifo")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--every", type=int, default=150)
     arguments = parser.parse_args()
     for mode in arguments.modes:
         report(mode, measure(mode, arguments.kind, arguments.repeats, arguments.every))

@@ -234,13 +234,18 @@ def _finish(process: subprocess.Popen[str], timeout_s: float) -> str:
     return output
 
 
+def parser_of(description: str | None, **numbers: float) -> argparse.ArgumentParser:
+    """The parser of a script: ``description`` is its docstring; an argument for each number, with this default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    return parser
+
+
 def measuring_parser(description: str | None, cases: Sequence[str]) -> argparse.ArgumentParser:
     """The arguments of scripts that time the steps of several cases, each in fresh processes of the script."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(description, steps=200, warm=40, repeats=7)
     parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases))
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--warm", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--child", choices=cases, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)

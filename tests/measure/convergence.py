@@ -26,7 +26,7 @@ from typing import Any
 
 import paramserver
 from paramserver.errors import UnsupportedConfiguration
-from tests.measure.common import origin, read_records, verdict
+from tests.measure.common import origin, parser_of, read_records, verdict
 
 CONFIG = Path(__file__).parents[2] / "examples" / "digits" / "config.yaml"
 METRIC, REQUIRED = "accuracy", 0.95
@@ -111,10 +111,8 @@ def middle(values: Sequence[float | None]) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=20)
+    parser = parser_of(__doc__, epochs=20, repeats=1)
     parser.add_argument("--every", type=int, default=10, help="steps between two validations")
-    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
     return parser
 

@@ -11,7 +11,6 @@ was not, or where the checkpoint before did not load with the content that it wa
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import signal
@@ -38,7 +37,7 @@ from paramserver.consistency.ledger import Ledger
 from paramserver.errors import CheckpointError
 from paramserver.runs.checkpoint_manager import load_for_resume
 from paramserver.runs.rundir import RunDir
-from tests.measure.common import origin, verdict
+from tests.measure.common import origin, parser_of, verdict
 
 TASK = Path(__file__).parents[1] / "helpers" / "injected_faults.py"
 LIMIT_S = 60.0
@@ -222,8 +221,7 @@ def make_source(folder: Path) -> tuple[FinishedRun, Config]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=1000)
+    parser = parser_of(__doc__, count=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first one")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="damaged-") as name:

@@ -45,7 +45,7 @@ from launching import (
     write_config,
 )
 
-from tests.measure.common import origin, spread
+from tests.measure.common import origin, parser_of, spread
 
 TASK = Path(__file__).parents[1] / "helpers" / "injected_faults.py"
 
@@ -597,7 +597,7 @@ def report_figures(repeats: int, folder: Path) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--cells", nargs="*", default=[], help="words of names; a word may be alternatives: sync|ddp")
     parser.add_argument("--transport", default="auto", choices=["auto", "rpc"], help="server.transport of the cells")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")

@@ -45,7 +45,7 @@ from forkserver import SHORT_LIFE, close_shared_server
 from launching import FinishedRun, differing_tensors, environment, fork_server, write_config
 from supervised_tasks import ranks_of
 
-from tests.measure.common import origin, verdict
+from tests.measure.common import origin, parser_of, verdict
 from tests.measure.faults import LIMIT_S, TASK, Cell, References, is_alive, left_behind
 
 SAMPLES = 256
@@ -334,7 +334,7 @@ def print_held(outcome: KillResult) -> bool:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--count", type=int, default=100, help="kills of each case")
     parser.add_argument("--per_run", type=int, default=25, help="kills of one run")
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES))

@@ -33,7 +33,7 @@ from torch.utils.data import TensorDataset
 
 import paramserver
 from paramserver import Task
-from tests.measure.common import measured_config, origin, read_records, verdict
+from tests.measure.common import measured_config, origin, parser_of, read_records, verdict
 from tests.measure.soak import Reading, Sampler, listen, title
 
 LAYERS = 4
@@ -124,11 +124,7 @@ def print_weight(
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, default=100_000_000)
-    parser.add_argument("--trainers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--warm", type=int, default=5)
+    parser = parser_of(__doc__, parameters=100_000_000, trainers=2, steps=30, warm=5)
     parser.add_argument("--silence", type=float, default=10.0, help="seconds; 0 leaves waiting out")
     parser.add_argument("--consistencies", nargs="+", choices=CONSISTENCIES, default=list(CONSISTENCIES))
     return parser

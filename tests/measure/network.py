@@ -25,11 +25,11 @@ import yaml
 
 from paramserver.config import is_colocated, mode_of, num_commands_of
 from paramserver.tools.bench.cases import NO_COMMUNICATION, Case, RequestedCases, make_cases
-from paramserver.tools.bench.cost_model import communication_s
+from paramserver.tools.bench.link_probe import communication_s
 from paramserver.tools.bench.measure import measure
 from paramserver.tools.bench.processes import NetworkHosts, parse_bandwidth
 from paramserver.tools.report.results import CaseResult
-from tests.measure.common import MODELS, OPTIMIZERS, origin, spread
+from tests.measure.common import MODELS, OPTIMIZERS, origin, parser_of, spread
 from tests.measure.outside_clock import method_of
 
 
@@ -68,12 +68,8 @@ def phases(result: CaseResult) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, trainers=2, servers=2, seconds=5.0, repeats=3)
     parser.add_argument("--bandwidth", default="1gbit")
-    parser.add_argument("--trainers", type=int, default=2)
-    parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--modes", nargs="+", default=["no communication", "ddp", "rpc"])

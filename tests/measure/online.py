@@ -15,7 +15,6 @@ the producers.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 import paramserver
 from paramserver import Task
 from paramserver.sources import Simulations
-from tests.measure.common import origin, spread, verdict
+from tests.measure.common import origin, parser_of, spread, verdict
 
 SHAPE = (100, 100)
 SIMULATION = Path(__file__).with_name("online_simulation.py")
@@ -152,14 +151,10 @@ def own_seconds(summary: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, simulations=100, steps=100, repeats=3, busy=40)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--modes", nargs="+", choices=("rpc", "ddp"), default=["rpc", "ddp"])
     parser.add_argument("--kinds", nargs="+", choices=("fifo", "firo", "reservoir"), default=["fifo", "reservoir"])
-    parser.add_argument("--simulations", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--busy", type=int, default=40)
     arguments = parser.parse_args()
     print(origin())
     good = True

@@ -9,7 +9,6 @@ within 3 %, and the phases of a step must sum to its mean within 5 %.
 
 from __future__ import annotations
 
-import argparse
 import os
 import selectors
 import statistics
@@ -28,7 +27,7 @@ from paramserver.metrics.records import PHASES
 from paramserver.tools.bench.cases import Case, RequestedCases, interleaved, make_cases
 from paramserver.tools.bench.measure import MeasuringMethod, measure
 from paramserver.tools.report.results import CaseResult
-from tests.measure.common import BATCH_SIZE, MODELS, Measured, origin, spread, verdict
+from tests.measure.common import BATCH_SIZE, MODELS, Measured, origin, parser_of, spread, verdict
 
 AGREES = 0.03
 SUMS = 0.05
@@ -140,12 +139,8 @@ def phase_share(record: CaseResult) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, trainers=2, seconds=5.0, warm=1.0, repeats=3)
     parser.add_argument("--model", choices=MODELS, default="mlp")
-    parser.add_argument("--trainers", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--warm", type=float, default=1.0)
-    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     print(origin())
     with tempfile.TemporaryDirectory() as folder:

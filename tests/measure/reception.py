@@ -28,7 +28,7 @@ from paramserver.errors import BufferExhausted
 from paramserver.online.coordinator import SimulationCoordinator
 from paramserver.online.spec import IngestSpec, ReceiverSpec
 from paramserver.sources import Feeder, Stream
-from tests.measure.common import measuring_environment, origin, spread, verdict
+from tests.measure.common import measuring_environment, origin, parser_of, spread, verdict
 
 SHAPE = (100, 100)
 SAMPLE_BYTES = 4 * SHAPE[0] * SHAPE[1]
@@ -94,10 +94,7 @@ def started(case: str, address: str, samples: int) -> Popen[bytes]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=20_000)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--window", type=int, default=256)
+    parser = parser_of(__doc__, samples=20_000, repeats=5, window=256)
     parser.add_argument("--kind", choices=("fifo", "firo", "reservoir"), default="fifo")
     parser.add_argument("--child", choices=("bare", "paramserver"), help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)

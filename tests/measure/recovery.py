@@ -12,7 +12,6 @@ and the steps per second before the first death.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -41,6 +40,7 @@ from tests.measure.common import (
     measured_config,
     measuring_environment,
     origin,
+    parser_of,
     read_records,
     spread,
     verdict,
@@ -234,10 +234,9 @@ def report(case: Case, found: list[Recovery]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, repeats=5)
     parser.add_argument("--spares", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--memory_every", type=int, nargs="+", default=[0])
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", choices=list(MODELS), default="small")
     parser.add_argument("--consistency", choices=["sync", "bounded", "async"], default="sync")
     arguments = parser.parse_args()

@@ -40,7 +40,15 @@ from torch.utils.data import TensorDataset
 import paramserver
 from paramserver import Task
 from paramserver.tools.bench.cases import interleaved
-from tests.measure.common import measured_config, measuring_environment, origin, read_stamps, run_fresh, spread
+from tests.measure.common import (
+    measured_config,
+    measuring_environment,
+    origin,
+    parser_of,
+    read_stamps,
+    run_fresh,
+    spread,
+)
 
 BATCH_SIZE, FEATURES, CLASSES = 32, 32, 44
 # What a push passes, in this order.
@@ -268,15 +276,11 @@ def _pairs(ends: list[float], begins: list[float]) -> list[tuple[float, float]]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, sleep_ms=0.0, steps=400, warm=100, repeats=5)
     parser.add_argument("--cases", nargs="+", choices=("local", "ddp", "rpc"), default=["local", "ddp", "rpc"])
     parser.add_argument("--trainers", nargs="+", type=int, default=[2])
     parser.add_argument("--servers", nargs="+", type=int, default=[1])
-    parser.add_argument("--sleep_ms", type=float, default=0.0)
     parser.add_argument("--consistency", choices=("sync", "bounded", "async"), default="sync")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--warm", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--paths", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

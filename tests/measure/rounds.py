@@ -66,6 +66,7 @@ from tests.measure.common import (
     loss_of,
     mlp,
     origin,
+    parser_of,
     random_images,
     read_records,
     spread,
@@ -521,9 +522,8 @@ CASES: dict[str, Callable[[argparse.Namespace], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, repeats=2)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--steps", type=int, help="local steps of each trainer: bytes 600, straggler 320, table 640")
     parser.add_argument("--local_steps", type=int, nargs="+", help="link 8 32 128, straggler 8 (one), table 1 8 32 128")
     parser.add_argument("--bandwidth", help="link 10mbit, table 100mbit")

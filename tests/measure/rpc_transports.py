@@ -37,7 +37,7 @@ from paramserver.cluster import LOOPBACK, bind_interface
 from paramserver.distributed.rpc_agent import measure_call_s, measure_empty_call_s
 from paramserver.distributed.rpc_calls import agent_options
 from paramserver.tools.bench.cases import interleaved
-from tests.measure.common import measuring_environment, origin, run_fresh, spread
+from tests.measure.common import measuring_environment, origin, parser_of, run_fresh, spread
 
 TIMEOUT_S = 60.0
 WARM = 3
@@ -133,9 +133,8 @@ def measure_case(case: str, arguments: argparse.Namespace) -> Figures:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, repeats=5)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--idle", type=float, default=3.0, help="seconds without a call (default 3)")
     parser.add_argument("--calls", type=int, default=300, help="calls of one element (default 300)")
     parser.add_argument("--mb", type=float, default=16.0, help="megabytes of a large call (default 16)")

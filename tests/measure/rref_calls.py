@@ -6,7 +6,6 @@ Both calls run the same handler in another process of this host, over the transp
 interleaved; the ratio is by-RRef over by-name, so above 1 the RRef is slower.
 """
 
-import argparse
 import socket
 import statistics
 import time
@@ -16,7 +15,7 @@ import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
 
 from paramserver.distributed.rpc_calls import agent_options
-from tests.measure.common import origin, spread
+from tests.measure.common import origin, parser_of, spread
 
 
 class Target:
@@ -58,7 +57,7 @@ def _median_ms(call, calls):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=7, help="interleaved repeats (default 7)")
     parser.add_argument("--calls", type=int, default=400, help="calls in each repeat (default 400)")
     arguments = parser.parse_args()

@@ -35,14 +35,14 @@ from torch.utils.data import TensorDataset
 from paramserver import Task
 from paramserver.config import MODES, ClusterConfig, Config, ServerConfig, config_from_mapping, num_commands_of
 from paramserver.tools.bench.cases import Case
-from paramserver.tools.bench.cost_model import LinkSpeed
+from paramserver.tools.bench.link_probe import LinkSpeed
 from paramserver.tools.bench.measure import measure
+from paramserver.tools.bench.prediction import JITTER, all_reduce, break_even_servers, deployment_of, error_of, fit
 from paramserver.tools.bench.processes import NetworkHosts, parse_bandwidth
+from paramserver.tools.bench.simulation import Deployment, simulate
 from paramserver.tools.bench.slowdown import SlowdownSpec
-from paramserver.tools.prediction.command import JITTER, all_reduce, break_even_servers, deployment_of, error_of, fit
-from paramserver.tools.prediction.network import Deployment, simulate
 from paramserver.tools.report.results import CaseResult, append_result, read_results
-from tests.measure.common import origin, verdict
+from tests.measure.common import origin, parser_of, verdict
 from tests.measure.outside_clock import method_of
 
 Results = defaultdict[str, list[CaseResult]]
@@ -247,7 +247,7 @@ def print_curves() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--results", type=Path, metavar="FILE")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each case")
     parser.add_argument("--seconds", type=float, default=12.0, help="of training that are measured")

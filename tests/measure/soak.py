@@ -10,7 +10,6 @@ as a share of one core. Exits with 1 where a rank grows by 2 % or more, or uses 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -25,7 +24,16 @@ from typing import Any
 import psutil
 
 import paramserver
-from tests.measure.common import BATCH_SIZE, MODELS, Measured, measured_config, random_images, read_records, verdict
+from tests.measure.common import (
+    BATCH_SIZE,
+    MODELS,
+    Measured,
+    measured_config,
+    parser_of,
+    random_images,
+    read_records,
+    verdict,
+)
 
 SAMPLE_EVERY_S = 0.5
 SETTLED_STEP = 1000
@@ -187,9 +195,7 @@ def print_use(rank: int, readings: list[Reading], begin: float, end: float) -> b
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--trainers", type=int, default=2)
+    parser = parser_of(__doc__, steps=20_000, trainers=2)
     parser.add_argument("--silence", type=float, default=10.0, help="seconds; 0 leaves the second run out")
     parser.add_argument("--model", choices=MODELS, default="small")
     arguments = parser.parse_args()

@@ -12,7 +12,6 @@ interpreter: the packages that take longest, with all that they import.
 
 from __future__ import annotations
 
-import argparse
 import re
 import resource
 import statistics
@@ -23,7 +22,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.measure.common import measuring_environment, read_records, run_fresh, spread, verdict
+from tests.measure.common import measuring_environment, parser_of, read_records, run_fresh, spread, verdict
 
 TARGET_S = 3.0
 SHOWN_IMPORTS = 25
@@ -93,10 +92,9 @@ def import_times(module: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, repeats=5)
     parser.add_argument("--config", type=Path, default=Path("examples/digits/config.yaml"))
     parser.add_argument("--mode", default="rpc")
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE")
     parser.add_argument("--imports", metavar="MODULE", help="print what importing this costs, and nothing else")
     arguments = parser.parse_args()

@@ -43,6 +43,7 @@ from tests.measure.common import (
     measured_config,
     measuring_environment,
     origin,
+    parser_of,
     read_records,
     run_fresh,
     spread,
@@ -155,12 +156,11 @@ def against_ddp(aim: Aim, taken: Sequence[float], of_ddp: Sequence[float]) -> st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, repeats=5)
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--seconds", type=float, default=20.0, help="of training, per run")
     parser.add_argument("--warm", type=float, default=2.0, help="seconds that are left out")
     parser.add_argument("--base_ms", type=float, default=20.0, help="what a batch sleeps")
-    parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     if arguments.seconds <= arguments.warm:
         parser.error(f"--seconds ({arguments.seconds:g}) must be above --warm ({arguments.warm:g}); raise it")

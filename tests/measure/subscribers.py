@@ -43,6 +43,7 @@ from tests.measure.common import (
     mlp,
     optimizer_of,
     origin,
+    parser_of,
     random_images,
     read_stamps,
     run_fresh,
@@ -209,13 +210,8 @@ CASES = {"throughput": throughput, "latency": latency, "difference": difference,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, subscribers=64, steps=100, repeats=5, reads=10_000, seed=0)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--subscribers", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--reads", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     print(origin())
     for case in arguments.cases:

@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 import paramserver
 from paramserver import Task
-from tests.measure.common import measured_in_turn, now, origin, parsed, read_stamps, spread, write_stamps
+from tests.measure.common import measured_in_turn, now, origin, parsed, parser_of, read_stamps, spread, write_stamps
 from tests.measure.memory import proportional_bytes
 from tests.measure.overhead import timing_of
 from tests.measure.soak import Sampler
@@ -95,15 +95,8 @@ def peak_bytes(sampler: Sampler) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--ids", type=int, default=4096)
-    parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--warm", type=int, default=10)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = parser_of(__doc__, rows=1_000_000, ids=4096, width=16, steps=60, warm=10, repeats=5, servers=1)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--checkpoint_every", type=int, default=0, help="steps; 0 for one checkpoint, at the end")
     parser.set_defaults(child=None)
     arguments = parsed(parser)

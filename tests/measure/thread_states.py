@@ -8,7 +8,6 @@ run in turns, one of which keeps the states; the ratio is of its CPU time, of bo
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import time
@@ -20,7 +19,7 @@ import torch.multiprocessing as mp
 
 from paramserver.distributed.rpc_agent import keep_thread_state
 from paramserver.distributed.rpc_calls import agent_options
-from tests.measure.common import measuring_environment, origin, spread
+from tests.measure.common import measuring_environment, origin, parser_of, spread
 
 BLOCK_S, AT_ONCE = 0.4, 6
 
@@ -53,8 +52,7 @@ def run(rank: int, port: int, handler, elements: int, link: Connection) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=20)
+    parser = parser_of(__doc__, repeats=20)
     parser.add_argument("--elements", type=int, nargs="+", default=[10, 80_000])
     arguments = parser.parse_args()
     print(origin())

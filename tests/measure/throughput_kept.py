@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from paramserver import Task
-from tests.measure.common import origin, spread, verdict
+from tests.measure.common import origin, parser_of, spread, verdict
 from tests.measure.recovery import Watch, start_run
 
 COMPUTE_S = 0.2
@@ -132,11 +132,9 @@ def report(windows: list[Window], applied: Applied, arguments: argparse.Namespac
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, trainers=8, spares=1)
     parser.add_argument("--minutes", type=float, default=30.0, help="with faults; those without come in addition")
     parser.add_argument("--every", type=float, default=29.0, help="seconds between two faults")
-    parser.add_argument("--trainers", type=int, default=8)
-    parser.add_argument("--spares", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="of the ranks that are killed")
     arguments = parser.parse_args()
     config = {

@@ -12,7 +12,6 @@ checkout to the other one in the same repeat: above 1 this one is slower. A chec
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.measure.common import measuring_environment, origin, spread
+from tests.measure.common import measuring_environment, origin, parser_of, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = """
@@ -88,7 +87,7 @@ def run(checkout: Path, folder: Path, case: str, steps: int) -> tuple[float, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--other", type=Path, required=True, help="folder of the other checkout")
     parser.add_argument("--repeats", type=int, default=7, help="of each case with each checkout (default 7)")
     parser.add_argument("--steps", type=int, default=300, help="of each run (default 300)")

@@ -11,7 +11,6 @@ with the record's bytes per step. Headers of packets, agreements and heartbeats 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import threading
@@ -26,7 +25,7 @@ from paramserver.tools.bench.cases import Case, RequestedCases, make_cases
 from paramserver.tools.bench.measure import MeasuringMethod, measure
 from paramserver.tools.bench.processes import NetworkHosts, parse_bandwidth
 from paramserver.tools.report.statistics import interpolated
-from tests.measure.common import origin, spread, verdict
+from tests.measure.common import origin, parser_of, spread, verdict
 from tests.measure.outside_clock import Listener, config_of, method_of
 
 AGREES = 0.05
@@ -89,10 +88,8 @@ def compared(case: Case, repeat: int, method: MeasuringMethod, pipe: Path) -> tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, seconds=10.0, repeats=3)
     parser.add_argument("--bandwidth", default="400mbit")
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--trainers", type=int, nargs="+", default=[1, 2])
     arguments = parser.parse_args()
     print(origin())

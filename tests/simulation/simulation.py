@@ -1,6 +1,6 @@
 """A run on a virtual clock with network, disk and faults that a seed decides, for tests of the protocol.
 
-``World`` extends that of simulator/engine.py by faults and by invariants, which it checks at every event. One
+``World`` extends that of simulator.py by faults and by invariants, which it checks at every event. One
 ``random.Random(seed)`` decides everything, so a seed replays exactly.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from paramserver import simulator
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.config import (
     BestConfig,
@@ -29,8 +30,7 @@ from paramserver.config import (
 )
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict
 from paramserver.metrics.records import StepReport
-from paramserver.simulator import engine
-from paramserver.simulator.engine import (
+from paramserver.simulator import (
     BACKWARD,
     Call,
     Node,
@@ -223,7 +223,7 @@ class FaultyProcess(Process):
         self.compute_s = world.rng.choice((0.05, 0.1, 0.1, 0.4))
 
 
-class World(engine.World):
+class World(simulator.World):
     """Network, disk, faults and invariants of one run."""
 
     sends_gradients = True

@@ -18,7 +18,7 @@ LOGS = {
     "paramserver.runtime.preloaded",
     "paramserver.runtime.rank",
     "paramserver.runtime.supervisor",
-    "paramserver.runtime.watchdog",
+    "paramserver.process_utils",
 }
 
 

@@ -35,8 +35,7 @@ from paramserver.tools.bench.cases import (
     parse_positive,
     target_for,
 )
-from paramserver.tools.bench.cost_model import LinkSpeed
-from paramserver.tools.bench.link_probe import GLOO, RPC, measure_links
+from paramserver.tools.bench.link_probe import GLOO, RPC, LinkSpeed, measure_links
 from paramserver.tools.bench.measure import MeasuringMethod, measure
 from paramserver.tools.bench.processes import NetworkHosts, parse_bandwidth, require_network_namespaces
 from paramserver.tools.bench.slowdown import parse_slowdown
@@ -132,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["compare"]:
         return run_command(lambda: _compare(words[1:]))
     if words[:1] == ["predict"]:
-        from paramserver.tools.prediction.command import predict  # needs torch, as it runs the server's classes
+        from paramserver.tools.bench.prediction import predict  # needs torch, as it runs the server's classes
 
         return run_command(lambda: predict(words[1:]))
     return run_command(lambda: _benchmark(make_parser().parse_args(words), words))

@@ -26,7 +26,7 @@ from paramserver.importing import find_file
 from paramserver.metrics.records import PHASES, DurationHistogram
 from paramserver.platform import cpu_ticks
 from paramserver.tools.bench.cases import Case, require_first_reached
-from paramserver.tools.bench.cost_model import LinkSpeed, predict_communication, ring_bytes
+from paramserver.tools.bench.link_probe import LinkSpeed, predict_communication, ring_bytes
 from paramserver.tools.bench.processes import PORT, NetworkHosts, ProcessGroup, host_address
 from paramserver.tools.bench.step_stamps import (
     COLUMNS,

@@ -58,7 +58,6 @@ def register_process(folder: Path) -> None:
 
 
 def registered_pids(folder: Path) -> list[int]:
-    """The ids of the processes that called ``register_process``."""
     return [int(path.name.partition("-")[2]) for path in folder.glob("process-*")]
 
 

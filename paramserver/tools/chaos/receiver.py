@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.cluster import process_environ
 from paramserver.config import Role
-from paramserver.tools.chaos.plan import name_of
+from paramserver.tools.chaos.director import name_of
 
 if TYPE_CHECKING:
     from torch.futures import Future
@@ -136,7 +136,6 @@ class FaultReceiver:
         return future
 
     def repeated(self, handler: str) -> None:
-        """Count a call that is sent again."""
         self._send({"repeated": handler})
 
 

@@ -47,9 +47,8 @@ def _diagnose(arguments: argparse.Namespace) -> int:
         config, _, _ = resolve_run(arguments)
     config, identity = resolve_world(arguments, config)
     # Imports torch, of any release.
-    from paramserver.tools.doctor.choices import describe_choices, describe_deadlines
     from paramserver.tools.doctor.hosts import check_hosts
-    from paramserver.tools.doctor.machine import check_rpc_agent, describe_machine
+    from paramserver.tools.doctor.machine import check_rpc_agent, describe_choices, describe_deadlines, describe_machine
 
     environ = dict(process_environ())
     found = Diagnosis()

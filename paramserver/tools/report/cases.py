@@ -247,7 +247,6 @@ def _family_name(members: Sequence[ReportCase], taken: Iterable[str]) -> str:
 
 
 def by_speed(cases: Iterable[ReportCase]) -> list[ReportCase]:
-    """The cases with a known speed, the fastest first."""
     timed = [(case.speed.value, case) for case in cases if case.speed is not None]
     return [case for _, case in sorted(timed, key=lambda one: -one[0])]
 

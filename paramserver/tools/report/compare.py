@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.tools.report.cases import FIGURES, SPEED, Figure, ReportCase, cases_of
 from paramserver.tools.report.formatting import (
+    aligned,
     first_line,
     format_estimate,
     format_interval,
@@ -143,13 +144,8 @@ def _changes(old: ReportCase, new: ReportCase) -> list[Change]:
 
 
 def _table(changes: Sequence[Change]) -> str:
-    rows = [_TITLES, *(_row(change) for change in changes)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_TITLES))]
-    lines = []
-    for name, *numbers, verdict in rows:
-        cells = [name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=False)), verdict]
-        lines.append(f"  {'  '.join(cells)}".rstrip())
-    return "\n".join(lines)
+    lines = aligned([_TITLES, *map(_row, changes)], numbers=range(1, len(_TITLES) - 1))
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def _row(change: Change) -> tuple[str, ...]:

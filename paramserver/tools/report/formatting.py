@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from paramserver.tools.report.statistics import Estimate
@@ -13,13 +13,7 @@ _MOST_LETTERS = 300
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
-    """A number with ``digits`` significant digits, and all digits before the point; a dash for an unknown one.
-
-    Example::
-
-        >>> format_number(1234.5), format_number(0.001234), format_number(None)
-        ('1234', '0.00123', '-')
-    """
+    """A number with ``digits`` significant digits, and all digits before the point; a dash for an unknown one."""
     if value is None or not math.isfinite(value):
         return DASH
     if value == 0:
@@ -52,6 +46,14 @@ def format_percent(estimate: Estimate | None) -> str:
         return DASH
     text = f"{format_number(estimate.value * 100, 2)} %"
     return f"{text} ({format_interval(estimate, 100, 2)})" if estimate.has_interval else text
+
+
+def aligned(rows: Sequence[Sequence[str]], numbers: Collection[int]) -> list[str]:
+    """The lines of a table of text; columns with ``numbers`` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [">" if number in numbers else "<" for number in range(len(widths))]
+    lines = ["  ".join(f"{text:{s}{w}}" for text, s, w in zip(row, sides, widths, strict=True)) for row in rows]
+    return [line.rstrip() for line in lines]
 
 
 def quoted(name: str) -> str:

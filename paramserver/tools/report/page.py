@@ -223,22 +223,18 @@ def _html_table(lines: Sequence[str]) -> str:
     head = "".join(f"<th>{_inline(title)}</th>" for title in titles)
     # For a telephone; the first column says what the row is about.
     marks_of_cells = ["", *(f' data-title="{html.escape(title.replace("`", ""))}"' for title in titles[1:])]
-    body = "\n".join(
-        "<tr>"
-        + "".join(f"<td{mark}>{_html_cell(cell)}</td>" for mark, cell in zip(marks_of_cells, row, strict=True))
-        + "</tr>"
-        for row in rows
-    )
+    body = []
+    for row in rows:
+        # Lines do not break inside an interval.
+        cells = [_inline(cell.replace("\\|", "|")).replace(" to ", "&nbsp;to&nbsp;") for cell in row]
+        tagged = (f"<td{mark}>{cell}</td>" for mark, cell in zip(marks_of_cells, cells, strict=True))
+        body.append(f"<tr>{''.join(tagged)}</tr>")
     style = "numbers" if "---:" in marks else "words"
     return (
-        f'<div class="wide {style}" tabindex="0"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n'
-        "</table></div>"
+        f'<div class="wide {style}" tabindex="0"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n'
+        + "\n".join(body)
+        + "\n</tbody>\n</table></div>"
     )
-
-
-def _html_cell(cell: str) -> str:
-    """A cell whose lines do not break inside an interval."""
-    return _inline(cell.replace("\\|", "|")).replace(" to ", "&nbsp;to&nbsp;")
 
 
 def _inline(text: str) -> str:

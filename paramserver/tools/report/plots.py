@@ -53,7 +53,6 @@ _STYLE: Any = {
 
 
 def has_matplotlib() -> bool:
-    """Whether plots can be drawn (the extra ``report``)."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -168,10 +167,6 @@ def validation_against(axis: int, name: str) -> Callable[[CaseResult], Curve]:
         return [(x, value) for x, value in pairs if value is not None]
 
     return get
-
-
-def metric_names(results: Iterable[CaseResult]) -> list[str]:
-    return sorted({name for one in results for point in one.validation for name in point[2]})
 
 
 def band(curves: Iterable[Curve]) -> Band | None:
@@ -385,7 +380,8 @@ def _learning(cases: Sequence[ReportCase]) -> Iterator[Picture]:
         caption = f"Train loss against {label}: mean and range of the repeats."
         yield from _lines(cases, loss_against(axis), f"loss-{name}", label, "train loss", caption)
     results = [one for case in cases for one in case.completed]
-    for i, metric in enumerate(metric_names(results)[:_METRICS]):
+    metrics = sorted({name for one in results for point in one.validation for name in point[2]})
+    for i, metric in enumerate(metrics[:_METRICS]):
         for axis, name, label in axes_of:
             caption = f"Validation: {metric} against {label}, mean and range of the repeats."
             get = validation_against(axis, metric)

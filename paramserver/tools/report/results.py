@@ -347,15 +347,6 @@ class Target:
 def parse_target(text: str) -> Target:
     """Parse ``name=value``: at most for a loss or an error, judged by its name, at least otherwise.
 
-    Example::
-
-        >>> target = parse_target("accuracy=0.95")
-        >>> first_reached([(320.0, 1.0, {"accuracy": 0.9}), (640.0, 2.0, {"accuracy": 0.96})], target)
-        (640.0, 2.0)
-
-        >>> parse_target("valid/loss=0.1") == parse_target("Loss/valid=0.1") == parse_target("loss=0.1")
-        True
-
     Raises:
         UnsupportedConfiguration: ``text`` is not of this form.
     """
@@ -386,12 +377,6 @@ def best_validation(
         validation: points (samples, seconds, {name: value}).
         metric: its name; None = ``loss``.
         mode: ``min`` or ``max``; None = judged by the name.
-
-    Example::
-
-        >>> points = [(320.0, 1.0, {"accuracy": 0.96}), (640.0, 2.0, {"accuracy": 0.9})]
-        >>> best_validation(points, "accuracy")
-        {'name': 'accuracy', 'value': 0.96, 'samples': 320.0, 'less_is_better': False}
     """
     name = "loss" if metric is None else metric
     less = mode == "min" if mode is not None else _less_is_better(name)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paramserver.checkpoint.row_stream import RowStream, concatenate
 from paramserver.checkpoint.serialization import load_archive, write_archive
+from paramserver.checkpoint.staging import RowStream, concatenate
 
 
 def stream_of(tensor):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paramserver.checkpoint import CheckpointWriter, StagingPool, find_checkpoint, read_checkpoint, stage_copy, writer
-from paramserver.checkpoint.row_stream import RowStream
+from paramserver.checkpoint.staging import RowStream
 from paramserver.errors import DeadlineExceeded, ParamserverError, PeerLost, TrainingError, UnsupportedConfiguration
 
 WAIT_S = 20.0

@@ -5,8 +5,14 @@ import os
 import pytest
 
 from paramserver.cluster import ProcessIdentity, RankFlags, resolve_identity
-from paramserver.cluster.job_token import TOKEN_VARIABLE, JobToken, hide_token, read_token
-from paramserver.cluster.network import child_environment, producer_environment
+from paramserver.cluster.network import (
+    TOKEN_VARIABLE,
+    JobToken,
+    child_environment,
+    hide_token,
+    producer_environment,
+    read_token,
+)
 from paramserver.config import ClusterConfig, Config
 from paramserver.errors import UnsupportedConfiguration
 

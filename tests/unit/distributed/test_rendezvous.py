@@ -14,7 +14,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from paramserver.cluster import ProcessIdentity, bind_listener
-from paramserver.cluster.job_token import JobToken
+from paramserver.cluster.network import JobToken
 from paramserver.config import (
     ClusterConfig,
     Config,

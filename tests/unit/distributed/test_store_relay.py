@@ -12,7 +12,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from paramserver.cluster import bind_listener
-from paramserver.cluster.job_token import JobToken
+from paramserver.cluster.network import JobToken
 from paramserver.distributed import store_relay
 from paramserver.distributed.store_relay import StoreGuard, StoreTunnel, asks_for_token
 from paramserver.distributed.timeouts import poll_until

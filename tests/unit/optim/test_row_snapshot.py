@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from paramserver.optim.row_snapshot import RowSnapshot
+from paramserver.optim.row_steps import RowSnapshot
 
 
 def change(tensors, rows):

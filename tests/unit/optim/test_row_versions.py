@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from paramserver.optim.named_optimizers import JointOptimizer, by_position
-from paramserver.optim.row_versions import ROW_VERSION, record_rows
+from paramserver.optim.row_steps import ROW_VERSION, record_rows
 from paramserver.parameters.tables import opt_out_of_checks, sparse_gradient
 
 

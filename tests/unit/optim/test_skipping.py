@@ -7,8 +7,7 @@ from torch import nn
 from paramserver import Task
 from paramserver.config import TrainingConfig
 from paramserver.errors import NotFinite, UnsupportedConfiguration
-from paramserver.optim.skipping import Skipping
-from paramserver.optim.updater import Updater
+from paramserver.optim.updater import Skipping, Updater
 
 SKIP = TrainingConfig(nonfinite="skip")
 

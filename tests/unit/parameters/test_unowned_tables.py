@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver.parameters import unowned_tables
+from paramserver.parameters import remote_tables
+from paramserver.parameters.remote_tables import adagrad_without_memory, tables_without_memory
 from paramserver.parameters.tables import LARGE_BYTES
-from paramserver.parameters.unowned_tables import adagrad_without_memory, tables_without_memory
 
 ROWS = LARGE_BYTES // 4 // 7 + 1
 
@@ -88,7 +88,7 @@ def test_only_the_state_of_adagrad_itself_takes_no_memory_and_has_its_value_in_e
 
 
 def test_where_memory_cannot_be_repeated_the_state_takes_its_own(monkeypatch):
-    monkeypatch.setattr(unowned_tables, "_CAN_REPEAT", False)
+    monkeypatch.setattr(remote_tables, "_CAN_REPEAT", False)
     table = nn.Parameter(torch.zeros(ROWS, 7))
     with adagrad_without_memory([table]):
         own = torch.optim.Adagrad([table]).state[table]["sum"]

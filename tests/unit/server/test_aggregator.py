@@ -13,7 +13,7 @@ from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import Evicted, RunEnded, TrainingError
 from paramserver.limits import Limits
 from paramserver.metrics.records import StepReport
-from paramserver.optim.skipping import Skipping
+from paramserver.optim.updater import Skipping
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import full_shard
 from paramserver.server.aggregator import Aggregator

@@ -11,7 +11,8 @@ import yaml
 from launching import train
 
 from paramserver.config import load_config
-from paramserver.tools import init, runs
+from paramserver.tools import init
+from paramserver.tools.report import command as report_command
 
 CONFIG = {"training": {"max_steps": 12, "batch_size": 8, "validate_every": 4}, "logging": {"tensorboard": False}}
 
@@ -22,7 +23,7 @@ def finished(tmp_path_factory):
 
 
 def listed(capsys, *arguments):
-    code = runs.main([str(argument) for argument in arguments])
+    code = report_command.runs_main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -77,7 +78,7 @@ def test_the_best_validation_is_that_of_the_config(finished, tmp_path):
         folder = copied(
             finished, tmp_path / mode, "2026-01-01", config={"checkpoint": {"best": {"metric": "loss", "mode": mode}}}
         )
-        (found,) = runs.runs_in(folder)
+        (found,) = report_command.runs_in(folder)
         assert (found["best"]["name"], found["best"]["value"]) == ("loss", choose(v["loss"] for v in validations))
 
 
@@ -88,11 +89,11 @@ def test_a_run_is_running_while_its_process_lives(finished, tmp_path):
     for where, pid in holders.items():
         host = socket.gethostname() if where == "here" else "another-host"
         (folder / ".reserved.json").write_text(json.dumps({"pid": pid, "host": host}))
-        (found,) = runs.runs_in(folder)
+        (found,) = report_command.runs_in(folder)
         assert (found["status"], found["steps"]) == ("running", 12), "the summary is of an earlier start"
     (folder / ".reserved.json").write_text(json.dumps({"pid": process.pid, "host": socket.gethostname()}))
     process.communicate(b"\n")
-    assert runs.runs_in(folder)[0]["status"] == "completed"
+    assert report_command.runs_in(folder)[0]["status"] == "completed"
 
 
 def test_a_folder_that_is_none_is_refused_and_an_empty_one_is_not(tmp_path, capsys):
@@ -127,7 +128,7 @@ def test_what_init_writes_trains_and_its_test_passes(tmp_path, capsys):
         )
         assert done.returncode == 0, done.stdout + done.stderr
     assert "2 epochs done" in done.stderr
-    (found,) = runs.runs_in(folder / "runs")
+    (found,) = report_command.runs_in(folder / "runs")
     assert (found["status"], found["mode"]) == ("completed", "rpc sync, 2 trainers")
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paramserver.errors import NotFinite
-from paramserver.transport.quantization import COMPRESSORS, ErrorFeedback, Int4Compressor, Int8Compressor
+from paramserver.transport.compression import COMPRESSORS, ErrorFeedback, Int4Compressor, Int8Compressor
 
 BLOCK_COMPRESSORS = {"int8": 127, "int4": 7}
 BLOCKS = (1, 3, 7, 256)

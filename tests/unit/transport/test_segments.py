@@ -21,10 +21,10 @@ import pytest
 import torch
 from memory_maps import shared_maps
 
-from paramserver.cluster.control_groups import available_bytes
 from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import DeadlineExceeded, ParamserverError, PeerLost, PeerRefused, UnsupportedConfiguration
 from paramserver.parameters.flat import FlatLayout
+from paramserver.platform import available_bytes
 from paramserver.transport import segments
 from paramserver.transport.segments import SegmentHost, attach, can_attach
 

@@ -3,7 +3,7 @@
 import pytest
 
 from paramserver.config import MODES
-from paramserver.tools.bench.cost_model import (
+from paramserver.tools.bench.link_probe import (
     LinkSpeed,
     break_even_servers,
     communication_s,

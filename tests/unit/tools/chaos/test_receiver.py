@@ -13,8 +13,7 @@ import torch
 
 from paramserver.config import Config, Role
 from paramserver.distributed import rpc_calls
-from paramserver.tools.chaos.director import FaultDirector
-from paramserver.tools.chaos.plan import Fault
+from paramserver.tools.chaos.director import Fault, FaultDirector
 from paramserver.tools.chaos.receiver import FAULT_ADDRESS, FaultReceiver, receive_faults
 
 TRAINER_1 = Role(2, "trainer", trainer_index=1)

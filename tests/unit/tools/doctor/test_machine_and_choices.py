@@ -9,17 +9,16 @@ import pytest
 
 from paramserver.cluster import RankFlags, bind_listener, resolve_identity
 from paramserver.config import ClusterConfig, Config, DeviceConfig, LoggingConfig, ServerConfig, TrainingConfig
-from paramserver.tools.doctor import choices, machine
-from paramserver.tools.doctor.choices import describe_choices, describe_deadlines
+from paramserver.tools.doctor import machine
 from paramserver.tools.doctor.diagnosis import Diagnosis
-from paramserver.tools.doctor.machine import describe_machine
+from paramserver.tools.doctor.machine import describe_choices, describe_deadlines, describe_machine
 
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch):
     """The interface is bound in a copy of the environment."""
     variables = {}
-    monkeypatch.setattr(choices, "process_environ", lambda: variables)
+    monkeypatch.setattr(machine, "process_environ", lambda: variables)
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from paramserver.config import (
     config_from_mapping,
     dump_yaml,
 )
-from paramserver.tools.bench.cost_model import LinkSpeed, communication_s
-from paramserver.tools.prediction import command
-from paramserver.tools.prediction.command import TRANSFER_JITTER, all_reduce, break_even_servers, calibrated, usable
-from paramserver.tools.prediction.network import Costs, Deployment, simulate
+from paramserver.tools.bench import prediction
+from paramserver.tools.bench.link_probe import LinkSpeed, communication_s
+from paramserver.tools.bench.prediction import TRANSFER_JITTER, all_reduce, break_even_servers, calibrated, usable
+from paramserver.tools.bench.simulation import Costs, Deployment, simulate
 from paramserver.tools.report.results import CaseResult, append_result, read_results
 
 COSTS = Costs(link_share=1.0, message_s=3e-3, byte_s=4e-9, update_byte_s=1e-9, step_s=6e-3)
@@ -79,7 +79,7 @@ def test_what_two_trainers_show_predicts_more(results):
 
 @pytest.fixture
 def _fitted(monkeypatch):
-    monkeypatch.setattr(command, "fit", lambda measured: COSTS)
+    monkeypatch.setattr(prediction, "fit", lambda measured: COSTS)
 
 
 @pytest.mark.usefixtures("_fitted")

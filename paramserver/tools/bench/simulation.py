@@ -1,6 +1,6 @@
 """How long a run takes: trainers, servers and their network on the virtual clock.
 
-The server's own classes decide what each trainer does next (simulator/engine.py); this module decides when their
+The server's own classes decide what each trainer does next (simulator.py); this module decides when their
 messages arrive. A message occupies, one after the other,
 
 - a core of the sender's host and the interpreter of its process, for ``message_s`` and ``byte_s`` for each byte;
@@ -10,7 +10,7 @@ messages arrive. A message occupies, one after the other,
 
 Each of these serves messages in the order in which they come, and one at a time (a host as many as it has cores). So
 gradients of n trainers need n times as long at the interface of a server as those of one, and what no resource limits
-needs no time. In the limit of no cost but bandwidth and latency, a step lasts as ``bench.cost_model`` computes.
+needs no time. In the limit of no cost but bandwidth and latency, a step lasts as ``communication_s`` computes.
 
 Every server averages and applies its shard for ``update_byte_s`` for each byte of each gradient and of the parameters.
 In ``sync`` it does so bucket by bucket, and sends each bucket of the next version as soon as the gradients of all
@@ -45,8 +45,8 @@ from paramserver.consistency import Announcement, Decision, Readiness
 from paramserver.consistency.factory import consistency_class
 from paramserver.errors import PeerLost
 from paramserver.server.update_pipeline import FIRST_BUCKET_BYTES, pipelined_bucket_bytes
-from paramserver.simulator.engine import Call, Node, Process, PushKey, Session, Task, World
-from paramserver.tools.bench.cost_model import LinkSpeed
+from paramserver.simulator import Call, Node, Process, PushKey, Session, Task, World
+from paramserver.tools.bench.link_probe import LinkSpeed
 from paramserver.tools.bench.slowdown import SlowdownSpec
 from paramserver.transport.messages import PendingPush
 
@@ -144,14 +144,7 @@ class Throughput:
 
 
 class Resource:
-    """Serves requests in the order in which they are made, ``count`` at the same time.
-
-    Example::
-
-        >>> link = Resource()
-        >>> link.take(0.0, 2.0), link.take(1.0, 2.0)
-        (2.0, 4.0)
-    """
+    """Serves requests in the order in which they are made, ``count`` at the same time."""
 
     def __init__(self, count: int = 1) -> None:
         self._free = [0.0] * count

@@ -25,10 +25,10 @@ from paramserver.launch import CommandParser, add_overrides
 from paramserver.parameters.flat import FlatLayout
 from paramserver.process_utils import print_output
 from paramserver.tools.bench.cases import Case, RequestedCases, add_case_flags, make_cases, parse_positive
-from paramserver.tools.bench.cost_model import LinkSpeed, communication_s
+from paramserver.tools.bench.link_probe import LinkSpeed, communication_s
 from paramserver.tools.bench.processes import parse_bandwidth
+from paramserver.tools.bench.simulation import Costs, Deployment, Throughput, simulate
 from paramserver.tools.bench.slowdown import SlowdownSpec, parse_slowdown
-from paramserver.tools.prediction.network import Costs, Deployment, Throughput, simulate
 from paramserver.tools.report.page import not_writable_out, table, write_report
 from paramserver.tools.report.results import COMPLETED, RESULTS_FILE, CaseResult, Results, append_result, read_results
 from paramserver.tools.report.tables import Table

@@ -38,7 +38,7 @@ from paramserver.distributed.membership import Member
 from paramserver.distributed.rpc_calls import RemoteError, is_numbered, is_repeatable
 from paramserver.errors import GenerationChanged, ParamserverError, PeerFailed, PeerLost, RunEnded
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
-from paramserver.optim.skipping import Skipping
+from paramserver.optim.updater import Skipping
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
 from paramserver.parameters.sharding import full_shard
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
@@ -505,12 +505,9 @@ class Session:
             if lockstep and self.step != decision.step and self.is_due(self.step):
                 yield from self.validate_and_save(decision)
 
-    @property
-    def next_push(self) -> PushId:
-        return PushId(self.index, self.generation, self.incarnation, self.sequence + 1)
-
     def train(self, decision: Decision, lockstep: bool) -> Steps:
-        pulled = yield Call("pull", (self.next_push, decision.step))
+        push = PushId(self.index, self.generation, self.incarnation, self.sequence + 1)
+        pulled = yield Call("pull", (push, decision.step))
         versions = {int(flat[0]) for flat in pulled}
         self.world.check(
             versions == {decision.step}, f"trainer {self.index} was granted {decision.step}, pulled {versions}"

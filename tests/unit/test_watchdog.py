@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 
-from paramserver.runtime.watchdog import Watchdog
+from paramserver.process_utils import Watchdog
 
 
 class Progress:
@@ -40,7 +40,7 @@ def test_a_wait_of_any_length_writes_the_stacks_once(tmp_path):
 
 CRASH = """
 import ctypes
-from paramserver.runtime.watchdog import write_stacks_on_signal
+from paramserver.process_utils import write_stacks_on_signal
 write_stacks_on_signal()
 def read_nowhere():
     ctypes.string_at(0)

@@ -7,9 +7,9 @@ import pytest
 
 from paramserver.config import MODES, ClusterConfig, Config, ServerConfig, TrainingConfig
 from paramserver.server.update_pipeline import FIRST_BUCKET_BYTES
-from paramserver.tools.bench.cost_model import LinkSpeed, communication_s
+from paramserver.tools.bench.link_probe import LinkSpeed, communication_s
+from paramserver.tools.bench.simulation import Costs, Deployment, ModelledRun, simulate
 from paramserver.tools.bench.slowdown import SlowdownSpec
-from paramserver.tools.prediction.network import Costs, Deployment, ModelledRun, simulate
 
 FREE = Costs(link_share=1.0, message_s=0.0, byte_s=0.0, update_byte_s=0.0, step_s=0.0, two_way=0.0)
 MODEL = 20e6

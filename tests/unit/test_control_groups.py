@@ -2,7 +2,7 @@
 
 import pytest
 
-from paramserver.cluster.control_groups import cpu_limit
+from paramserver.platform import cpu_limit
 
 
 def mounted(root, line, files):
