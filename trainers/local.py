@@ -80,17 +80,7 @@ class LocalTrainer(ReplicaTrainer):
             self._applied = report.version + 1
             self._applied_progress = replace(self.progress, steps=self.progress.steps + 1)
         self.clock.lap("apply")
-        step, lr = report.version + 1, self.updater.lr
-        return StepResult(
-            step,
-            self.samples,
-            report.loss,
-            lr,
-            report.seconds,
-            optimizer=report.optimizer,
-            inner_steps=report.inner_steps,
-            drift=report.drift,
-        )
+        return self.make_result(report.version + 1, [report], report.seconds, report.optimizer)
 
     def commit(self, step: int, part: Mapping[str, Any], reason: str, since: float) -> None:
         # Paused, as the files may be written here.
