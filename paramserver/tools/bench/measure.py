@@ -38,7 +38,14 @@ from paramserver.tools.bench.step_stamps import (
 )
 from paramserver.tools.report.formatting import plural
 from paramserver.tools.report.from_runs import learning_curves
-from paramserver.tools.report.results import COMPUTED_RING, COMPUTED_SHARED, COUNTED_BY_KERNEL, CaseResult, Target
+from paramserver.tools.report.results import (
+    COMPUTED_RING,
+    COMPUTED_SHARED,
+    COUNTED_BY_KERNEL,
+    CaseResult,
+    Target,
+    curve_fields,
+)
 from paramserver.tools.report.statistics import interpolated
 
 # The first steps allocate what later ones reuse: buffers, buckets, caches. Local steps count, in whole rounds.
@@ -414,8 +421,7 @@ def _read_summary(place: Path) -> dict[str, Any]:
 def _curves(method: MeasuringMethod, place: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     """The learning curves; of several runs with one trainer each, those of the first."""
     lines = (place / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    points = learning_curves([json.loads(line) for line in lines], summary)
-    curves = {name: tuple((p[0], p[1], p[2]) for p in points[name]) for name in points}
+    curves = curve_fields(learning_curves([json.loads(line) for line in lines], summary))
     met = None if method.target is None else require_first_reached(curves["validation"], method.target)
     return {
         **curves,

@@ -19,6 +19,7 @@ from paramserver.metrics.summary import core_wait_text
 from paramserver.tools.report.formatting import join_names, plural
 from paramserver.tools.report.results import (
     COMPLETED,
+    CURVES,
     FAILED,
     FORMAT,
     LOCAL,
@@ -60,7 +61,7 @@ def results_at(paths: Sequence[Path]) -> Results:
 def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, list[list[Any]]]:
     """The points of each curve, [samples, seconds, value]; a value of ``validation`` is {name: value}.
 
-    ``local_steps`` and ``drift`` have points where the run has rounds.
+    A quantity has points where it was recorded.
 
     The record of a validation holds a step, which is converted with the mean number of samples per step.
     """
@@ -77,7 +78,7 @@ def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, lis
         "loss": [[one["samples"], one["seconds"], one.get("loss")] for one in train],
         **{
             name: [[one["samples"], one["seconds"], one[name]] for one in train if _has_numbers(one, name)]
-            for name in ("local_steps", "drift")
+            for name in CURVES
         },
         "validation": [
             [one["step"] * per_step, one["seconds"], _known_values(one.get("values") or {})]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.metrics.quantities import MEASURED
 
 FORMAT = 1
 RESULTS_FILE = "results.jsonl"
@@ -21,6 +22,10 @@ LOCAL, NO_COMMUNICATION = "local", "no communication"
 _BASELINES = (LOCAL, NO_COMMUNICATION)
 
 Numbers = Mapping[str, float | None]
+Points = tuple[tuple[float, float, float | None], ...]
+
+CURVES = tuple(one.record for one in MEASURED)
+"""The quantities that have learning curves, next to the loss."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class CaseResult:
         transports: of parameters and gradients, by the index of each trainer.
         wire_bytes_per_sample: of applied samples; None where the trainers exchanged or counted nothing.
         loss: points (samples, seconds, loss); ``validation``: points (samples, seconds, {name: value}).
-        local_steps, drift: points of a run with rounds: local steps in a round, and how far it moved the parameters.
+        quantities: points of each of ``CURVES``, in the file as fields of their own.
         best: the best validation: its ``name``, ``value`` and ``samples``, and whether ``less_is_better``.
         target: the metric and the value that ``time_to_target_s`` and ``samples_to_target`` refer to.
         environment: versions, host, cores, commit, config (its text) and command.
@@ -71,10 +76,9 @@ class CaseResult:
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     cpu_s: Numbers = field(default_factory=dict)
     peak_rss_mb: Numbers = field(default_factory=dict)
-    loss: tuple[tuple[float, float, float | None], ...] = ()
+    loss: Points = ()
     validation: tuple[tuple[float, float, Numbers], ...] = ()
-    local_steps: tuple[tuple[float, float, float | None], ...] = ()
-    drift: tuple[tuple[float, float, float | None], ...] = ()
+    quantities: Mapping[str, Points] = field(default_factory=lambda: dict.fromkeys(CURVES, ()))
     best: Mapping[str, Any] | None = None
     target: Mapping[str, float] | None = None
     time_to_target_s: float | None = None
@@ -88,7 +92,9 @@ class CaseResult:
 
     def to_mapping(self) -> dict[str, Any]:
         """The record as it is written to the file; a number that is not finite becomes null."""
-        return {"format": FORMAT, **{name: _finite(value) for name, value in asdict(self).items()}}
+        own = asdict(self)
+        quantities = own.pop("quantities")
+        return {"format": FORMAT, **_finite({**own, **quantities})}
 
 
 def _finite(value: Any) -> Any:
@@ -194,7 +200,7 @@ _OPTIONAL: dict[str, Rule] = {
     "tables": (_are_tables, "a mapping of names to the figures of an embedding table"),
     **{
         name: (_points_of(lambda v: v is None or _is_number(v)), f"a list of [samples, seconds, {name}]")
-        for name in ("loss", "local_steps", "drift")
+        for name in ("loss", *CURVES)
     },
     "validation": (_points_of(_is_numbers), "a list of [samples, seconds, {name: value}]"),
     "best": _MAPPING,
@@ -239,13 +245,19 @@ def _short(value: Any) -> str:
 
 
 def _frozen(given: dict[str, Any]) -> dict[str, Any]:
-    curves = ("loss", "validation", "local_steps", "drift")
-    tuples: dict[str, Any] = {name: tuple(map(tuple, given[name])) for name in curves if name in given}
+    found = {**given, **curve_fields({name: given[name] for name in ("loss", "validation", *CURVES) if name in given})}
     if "per_trainer" in given:
-        tuples["per_trainer"] = tuple(given["per_trainer"])
+        found["per_trainer"] = tuple(given["per_trainer"])
     if "step_bins" in given:
-        tuples["step_bins"] = {int(index): count for index, count in given["step_bins"].items()}
-    return {**given, **tuples}
+        found["step_bins"] = {int(index): count for index, count in given["step_bins"].items()}
+    return {name: value for name, value in found.items() if name not in CURVES}
+
+
+def curve_fields(points: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
+    """Return the fields of a ``CaseResult`` that hold learning curves, from the points of each by name."""
+    curves = {name: tuple((samples, seconds, value) for samples, seconds, value in of) for name, of in points.items()}
+    quantities = {name: curves.pop(name, ()) for name in CURVES}
+    return {**curves, "quantities": quantities}
 
 
 def read_results(path: Path) -> Results:
