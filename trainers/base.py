@@ -45,7 +45,7 @@ from paramserver.parameters.model import autocast
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
 from paramserver.parameters.numerics import check_loss, explain_errors, find_nonfinite, to_number
 from paramserver.rng import random_states, restore_random_states, seed_all
-from paramserver.runs.checkpoint_manager import CheckpointManager
+from paramserver.runs.checkpoint_manager import SAVE_REASONS, CheckpointManager
 from paramserver.runs.monitor import RunMonitor
 from paramserver.sources import Partition
 from paramserver.sources.data_loader import is_map_style
@@ -58,9 +58,6 @@ from paramserver.trainers.validation import ValidationShare, Validator, validati
 from paramserver.transport.messages import OptimizerCall
 
 log = logging.getLogger("paramserver")
-
-# Reasons of a checkpoint after which there is none.
-_LAST = ("end", "interrupted", "resize")
 
 
 @dataclass
@@ -595,13 +592,12 @@ class Trainer(ABC):
     def save(self, reason: str) -> None:
         """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent."""
         if self.control.saved_step != self.step:
-            # One in memory is not a checkpoint of the run: the last one of a run is still written to the disk.
-            self.control.saved_step = None if reason == MEMORY else self.step
+            self.control.saved_step = None if SAVE_REASONS[reason].in_memory else self.step
             began = time.perf_counter()
             self.control.wait_saved()  # all trainers wait for the same checkpoint, so none is more than one ahead
             self.save_part(reason, began)
             self.clock.skip()
-        if reason in _LAST:
+        if SAVE_REASONS[reason].is_last:
             with self.process.stop_limit.paused():
                 self.control.wait_saved()
 

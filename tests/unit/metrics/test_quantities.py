@@ -31,7 +31,11 @@ def test_public_names_stay_as_they_are():
         ("local_steps", "rounds/local_steps"),
         ("drift", "rounds/drift"),
     }
-    for names in ([one.record for one in QUANTITIES], [one.tag for one in QUANTITIES], [one.stored for one in QUANTITIES]):
+    for names in (
+        [one.record for one in QUANTITIES],
+        [one.tag for one in QUANTITIES],
+        [one.stored for one in QUANTITIES],
+    ):
         assert len(set(names)) == len(names)
 
 
@@ -69,7 +73,12 @@ def test_a_record_lacks_a_quantity_whose_condition_is_zero():
 
 @pytest.mark.parametrize(
     ("over_trainers", "over_updates", "expected"),
-    [("mean", "mean", (2.0, 5.5)), ("sum", "sum", (4.0, 11.0)), ("max", "max", (3.0, 7.0)), ("max", "last", (3.0, 4.0))],
+    [
+        ("mean", "mean", (2.0, 5.5)),
+        ("sum", "sum", (4.0, 11.0)),
+        ("max", "max", (3.0, 7.0)),
+        ("max", "last", (3.0, 4.0)),
+    ],
 )
 def test_values_are_combined_as_declared(over_trainers, over_updates, expected):
     one = Quantity("drift", "", "", over_trainers=over_trainers, over_updates=over_updates)
@@ -92,5 +101,11 @@ def test_a_stored_window_of_an_earlier_version_continues():
     train = window.to_record(0)
     assert (train["loss"], "drift" in train) == (1.0, False)
     assert window.state_dict() == {
-        **earlier, "steps": 3, "losses": 3.0, "step": 4, "samples": 32, "seconds": 4.0, **dict.fromkeys(VALUES, 0.0)
+        **earlier,
+        "steps": 3,
+        "losses": 3.0,
+        "step": 4,
+        "samples": 32,
+        "seconds": 4.0,
+        **dict.fromkeys(VALUES, 0.0),
     }
