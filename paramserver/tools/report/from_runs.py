@@ -21,6 +21,7 @@ from paramserver.tools.report.results import (
     COMPLETED,
     CURVES,
     FAILED,
+    FIELDS,
     FORMAT,
     LOCAL,
     RESULTS_FILE,
@@ -318,6 +319,7 @@ def _result(run: Run, case: str, repeat: int, varying: set[str], baseline: str |
     speed = summary.get("samples_per_second")
     times = [one["time"] for one in run.records if _has_numbers(one, "time")]
     record: dict[str, Any] = {
+        **{name: summary.get(name) for name in FIELDS},  # those of the same name
         "format": FORMAT,
         "case": case,
         "repeat": repeat,
@@ -332,11 +334,8 @@ def _result(run: Run, case: str, repeat: int, varying: set[str], baseline: str |
         "wall_s": max(times) - min(times) if times else None,
         "per_trainer": [one.get("samples_per_second") for one in summary.get("trainers") or ()],
         "per_process": speed / (run.servers + run.trainers) if isinstance(speed, int | float) else None,
-        **{name: summary.get(name) for name in ("seconds", "steps", "samples", "samples_per_second", "step_ms")},
-        **{name: summary.get(name) for name in ("phases_ms", "wire_bytes_per_step", "staleness", "peak_rss_mb")},
         "wire_bytes_per_sample": _wire_bytes_per_sample(summary),
         "transports": run.transports,
-        "tables": summary.get("tables") or {},
         **run.curves,
         "best": run.best,
         "environment": {
