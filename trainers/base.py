@@ -34,6 +34,7 @@ from paramserver.metrics.records import (
     Reduction,
     StepReport,
     StepResult,
+    StepTotals,
     TableUse,
     TrainerTotals,
     make_record,
@@ -44,7 +45,7 @@ from paramserver.parameters.model import autocast
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
 from paramserver.parameters.numerics import check_loss, explain_errors, find_nonfinite, to_number
 from paramserver.rng import random_states, restore_random_states, seed_all
-from paramserver.runs.checkpoint_manager import CheckpointManager
+from paramserver.runs.checkpoint_manager import SAVE_REASONS, CheckpointManager
 from paramserver.runs.monitor import RunMonitor
 from paramserver.sources import Partition
 from paramserver.sources.data_loader import is_map_style
@@ -57,9 +58,6 @@ from paramserver.trainers.validation import ValidationShare, Validator, validati
 from paramserver.transport.messages import OptimizerCall
 
 log = logging.getLogger("paramserver")
-
-# Reasons of a checkpoint after which there is none.
-_LAST = ("end", "interrupted", "resize")
 
 
 @dataclass
@@ -298,8 +296,8 @@ class Trainer(ABC):
     def load_version(self) -> None:
         """Load the parameters of this step's version into the model, after its batches have been taken."""
 
-    def on_last_loss(self, loss: float, samples: int) -> None:
-        """Called before the last backward of a step with the mean loss and the samples of all its batches."""
+    def on_last_loss(self, totals: StepTotals) -> None:
+        """Called before the last backward of a step, with what is measured of its batches so far."""
 
     def local_step_scope(self) -> AbstractContextManager[Any]:
         """Return a context for what changes the parameters in a round: its begin, each local step, and its end."""
@@ -598,13 +596,12 @@ class Trainer(ABC):
     def save(self, reason: str) -> None:
         """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent."""
         if self.control.saved_step != self.step:
-            # One in memory is not a checkpoint of the run: the last one of a run is still written to the disk.
-            self.control.saved_step = None if reason == MEMORY else self.step
+            self.control.saved_step = None if SAVE_REASONS[reason].in_memory else self.step
             began = time.perf_counter()
             self.control.wait_saved()  # all trainers wait for the same checkpoint, so none is more than one ahead
             self.save_part(reason, began)
             self.clock.skip()
-        if reason in _LAST:
+        if SAVE_REASONS[reason].is_last:
             with self.process.stop_limit.paused():
                 self.control.wait_saved()
 
@@ -874,7 +871,8 @@ class TrainingLoop:
                     value, loss = trainer.forward_batch(batch)
                     summed, done = summed + value, done + 1
                     if done == decision.batches:
-                        trainer.on_last_loss(summed / done, samples)
+                        totals = StepTotals(summed / done, samples)
+                        trainer.on_last_loss(totals)
                     trainer.backward_batch(loss, len(batches))
             if local is not None:
                 trainer.progress.inner_steps += 1
@@ -882,14 +880,20 @@ class TrainingLoop:
                     local.step(trainer.progress.inner_steps)
                 trainer.clock.lap("apply")
         trainer.tree.check_parameters()
-        report = StepReport(
-            trainer.trainer_index, decision.step, samples, summed / done, trainer.seconds, scale=trainer.loss_scale
-        )
+        inner_s = 0.0
         if local is not None:
-            seconds, steps = time.perf_counter() - began, -(-done // at_once)
+            inner_s = time.perf_counter() - began
             with trainer.local_step_scope():
-                report = replace(report, drift=local.end(), inner_steps=steps, inner_s=seconds)
+                totals = replace(totals, drift=local.end(), inner_steps=-(-done // at_once))
             trainer.on_round_ended()
+        report = StepReport(
+            trainer.trainer_index,
+            decision.step,
+            **vars(totals),
+            seconds=trainer.seconds,
+            inner_s=inner_s,
+            scale=trainer.loss_scale,
+        )
         trainer.current_step.batch_samples = 1
         result = trainer.step_optimizer(report)
         if result is None:  # it is known later

@@ -20,7 +20,8 @@ from paramserver.checkpoint import stage_copy
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict, module_buffer_owner
 from paramserver.errors import TaskError, UnsupportedConfiguration, message_of
 from paramserver.metrics.profile import span
-from paramserver.metrics.records import StepReport, StepResult
+from paramserver.metrics.quantities import combine
+from paramserver.metrics.records import StepReport, StepResult, StepTotals
 from paramserver.optim.outer import round_weights
 from paramserver.parameters.flat import trainable_parameters
 from paramserver.parameters.model import build_model, extra_state_dict
@@ -29,7 +30,7 @@ from paramserver.parameters.numerics import checksums
 from paramserver.parameters.tables import find_tables
 from paramserver.platform import SHARES_MEMORY
 from paramserver.trainers.base import overrides
-from paramserver.trainers.ddp_control import AgreedStep, DdpControl, StepTotals, translate_peer_loss
+from paramserver.trainers.ddp_control import AgreedStep, DdpControl, translate_peer_loss
 from paramserver.trainers.local_steps import LocalSteps
 from paramserver.trainers.replica import ReplicaTrainer
 from paramserver.transport.all_reduce import SharedAllReduce
@@ -329,10 +330,10 @@ class DdpTrainer(ReplicaTrainer):
                         "over the trainers; set ddp.extra: {find_unused_parameters: true}"
                     )
 
-    def on_last_loss(self, loss: float, samples: int) -> None:
+    def on_last_loss(self, totals: StepTotals) -> None:
         self._check_step()
         if self.local_steps is None:
-            self._announce_in_step(StepTotals(loss, samples))
+            self._announce_in_step(totals)
 
     def _announce_in_step(self, totals: StepTotals) -> None:
         # The announcement holds until the next batch is taken: samples in the buffer stay, and an end is final.
@@ -370,18 +371,7 @@ class DdpTrainer(ReplicaTrainer):
             agreed, self._known = self._known or self.control.agreement.wait(), None
         if agreed.totals is not None:
             self.samples += agreed.totals.samples
-            lr, totals = self.updater.lr, agreed.totals
-            self.control.update_applied(
-                StepResult(
-                    self.step,
-                    self.samples,
-                    totals.loss,
-                    lr,
-                    self.seconds,
-                    inner_steps=totals.inner_steps,
-                    drift=totals.drift,
-                )
-            )
+            self.control.update_applied(self.make_result(self.step, [agreed.totals], self.seconds))
         if agreed.collect_records:
             self.control.collect_records()
             self._collections += 1
@@ -393,7 +383,7 @@ class DdpTrainer(ReplicaTrainer):
         if report.optimizer:
             return self._update_one()
         if self.local_steps is not None:
-            self._announce_in_step(StepTotals(report.loss, report.samples, report.inner_steps, report.drift))
+            self._announce_in_step(StepTotals(samples=report.samples, **combine([report])))
             self._reduce_round(self.local_steps, report.samples)
         elif (skipped := self._skipped()) is not None:
             return skipped
@@ -412,7 +402,7 @@ class DdpTrainer(ReplicaTrainer):
         Ranks without data make the same update.
         """
         present = self.optimizer_calls.present
-        calls, count = list(present.values()), len(present)
+        calls = list(present.values())
         name = calls[0].name
         if self.process.trainers > 1:
             self._reduce_gradients(name, present)
@@ -421,8 +411,7 @@ class DdpTrainer(ReplicaTrainer):
         self.updater.clear_gradients()
         self.clock.lap("apply")
         self.samples += sum(call.samples for call in calls)
-        loss = sum(call.loss for call in calls) / count
-        return StepResult(self.step + 1, self.samples, loss, self.updater.lr, self.seconds, optimizer=name)
+        return self.make_result(self.step + 1, calls, self.seconds, name)
 
     @torch.no_grad()
     def _reduce_round(self, local_steps: LocalSteps, samples: int) -> None:

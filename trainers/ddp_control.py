@@ -34,7 +34,8 @@ from paramserver.distributed.control_channel import ControlChannel, connect_rank
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.timeouts import call_with_timeout, poll_until
 from paramserver.errors import Interrupted, PeerLost, TrainingError, UnsupportedConfiguration
-from paramserver.metrics.records import TrainerTotals
+from paramserver.metrics.quantities import QUANTITIES, combine
+from paramserver.metrics.records import StepTotals, TrainerTotals
 from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout
 from paramserver.runs.checkpoint_manager import PartCollector
@@ -46,20 +47,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class StepTotals:
-    """The last step over the ranks that took part in it: the sum of their samples, and means of all else."""
-
-    loss: float
-    samples: int
-    inner_steps: float = 0.0
-    drift: float = 0.0
-
-
-@dataclass(frozen=True)
 class AgreedStep:
     """What every rank knows after an exchange.
 
-    ``totals`` are of the step during which the exchange ran; None if there was none.
+    ``totals`` are of the step during which the exchange ran, over the ranks that took part in it; None if there was
+    none.
     """
 
     announcements: dict[int, Announcement]
@@ -67,9 +59,10 @@ class AgreedStep:
     collect_records: bool
 
 
-# A rank's row: readiness, batches and stop of its announcement; loss, samples, local steps, drift and 1 if it takes
-# part in the current step; whether rank 0 collects records.
-_ROW = 9
+# A rank's row: readiness, batches and stop of its announcement; whether rank 0 collects records; 1 if the rank takes
+# part in the current step, its samples and its quantities.
+_QUANTITIES = tuple(one.name for one in QUANTITIES)
+_ROW = 6 + len(_QUANTITIES)
 
 
 class SharedRows:
@@ -211,10 +204,10 @@ class StepAgreement:
         ``wait``.
         """
         assert self._own is None
-        figures = [0.0] * 5
+        row = [float(own.readiness), float(own.batches), float(own.stop), float(collect_records)]
         if totals is not None:
-            figures = [totals.loss, totals.samples, totals.inner_steps, totals.drift, 1.0]
-        row = [float(own.readiness), float(own.batches), float(own.stop), *figures, float(collect_records)]
+            row += [1.0, totals.samples, *(getattr(totals, name) for name in _QUANTITIES)]
+        row += [0.0] * (_ROW - len(row))
         self._own = own
         if before_collective and self.shared is not None:
             self.shared.write(row)
@@ -235,17 +228,15 @@ class StepAgreement:
             with translate_peer_loss():
                 self._work.wait()
             rows, self._matrix = self._matrix.tolist(), None
-        announcements = {}
-        for i, (readiness, batches, stop, *_) in enumerate(rows):
+        announcements, parts, collect_records = {}, list[StepTotals](), False
+        for i, (readiness, batches, stop, collects, takes_part, samples, *values) in enumerate(rows):
             reason = own.reason if i == self.trainer_index else f"a signal to trainer {i}"
             announcements[i] = Announcement(Readiness(int(readiness)), int(batches), Stop(int(stop)), reason)
-        losses, samples, inner_steps, drift, participants, collect_records = (
-            sum(column) for column in list(zip(*rows, strict=True))[3:]
-        )
-        totals = None
-        if participants:
-            totals = StepTotals(losses / participants, int(samples), inner_steps / participants, drift / participants)
-        return AgreedStep(announcements, totals, bool(collect_records))
+            collect_records |= bool(collects)
+            if takes_part:
+                parts.append(StepTotals(samples=int(samples), **dict(zip(_QUANTITIES, values, strict=True))))
+        totals = StepTotals(samples=sum(part.samples for part in parts), **combine(parts)) if parts else None
+        return AgreedStep(announcements, totals, collect_records)
 
 
 @contextmanager

@@ -11,12 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from paramserver.checkpoint import stage_copy
-from paramserver.checkpoint.memory import MEMORY
 from paramserver.consistency import Decision
 from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.parameters.model import build_model
-from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
+from paramserver.runs.checkpoint_manager import SAVE_REASONS, CheckpointManager, StagedCheckpoint
 from paramserver.runs.monitor import RunMonitor
 from paramserver.trainers.replica import ReplicaTrainer
 
@@ -82,23 +81,13 @@ class LocalTrainer(ReplicaTrainer):
             self._applied = report.version + 1
             self._applied_progress = replace(self.progress, steps=self.progress.steps + 1)
         self.clock.lap("apply")
-        step, lr = report.version + 1, self.updater.lr
-        return StepResult(
-            step,
-            self.samples,
-            report.loss,
-            lr,
-            report.seconds,
-            optimizer=report.optimizer,
-            inner_steps=report.inner_steps,
-            drift=report.drift,
-        )
+        return self.make_result(report.version + 1, [report], report.seconds, report.optimizer)
 
     def commit(self, step: int, part: Mapping[str, Any], reason: str, since: float) -> None:
         # Paused, as the files may be written here.
         with self.process.stop_limit.paused(), self._lock:
             super().commit(step, part, reason, since)
-            if reason != MEMORY:
+            if not SAVE_REASONS[reason].in_memory:
                 self._committed = step
 
     def _on_limit(self, place: str) -> None:

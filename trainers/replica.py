@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paramserver.consistency import Announcement, Decision, decide
 from paramserver.limits import Limits
+from paramserver.metrics.quantities import StepQuantities, combine
 from paramserver.metrics.records import StepResult
 from paramserver.optim.outer import shared_optimizer
 from paramserver.optim.updater import Updater
@@ -47,6 +48,14 @@ class ReplicaTrainer(Trainer):
     @property
     def loss_scale(self) -> float:
         return self.updater.skipping.scale
+
+    def make_result(
+        self, step: int, measured: Sequence[StepQuantities], seconds: float, optimizer: str = ""
+    ) -> StepResult:
+        """Return the result of the update that made the version ``step``, from what its trainers measured."""
+        return StepResult(
+            step, self.samples, lr=self.updater.lr, seconds=seconds, optimizer=optimizer, **combine(measured)
+        )
 
     def skip_step(self, trainers: Sequence[int], samples: int, cause: str) -> StepResult:
         """Make no update of a step; ``samples`` are those of all ``trainers`` that had data.

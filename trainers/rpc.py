@@ -17,7 +17,7 @@ from paramserver.checkpoint import stage_copy, unpack
 from paramserver.consistency import Decision, Verdict, module_buffer_owner
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.metrics.profile import span
-from paramserver.metrics.records import StepReport, StepResult, TableUse
+from paramserver.metrics.records import StepReport, StepResult, StepTotals, TableUse
 from paramserver.parameters.model import build_model, detached_state_dict, load_weights
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.remote_tables import exclude_from_compile
@@ -223,7 +223,7 @@ class RpcTrainer(Trainer):
     def on_hooks_called(self) -> None:
         self.model_copy.check_unchanged(between_steps=not self._is_waited_for)
 
-    def on_last_loss(self, loss: float, samples: int) -> None:
+    def on_last_loss(self, totals: StepTotals) -> None:
         # A change through ``grad.data`` after backward cannot be noticed, so nothing is sent before these hooks ran.
         changes_gradients = any(overrides(hooks, Hooks.on_batch_end) for hooks in self.hooks)
         # Nor before gradients are checked.

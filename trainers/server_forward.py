@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from paramserver.distributed.rpc_agent import distributed_backward
 from paramserver.errors import ModelIsElsewhere, TaskError
-from paramserver.metrics.records import StepReport, StepResult
+from paramserver.metrics.records import StepReport, StepResult, StepTotals
 from paramserver.rng import restore_random_states
 from paramserver.trainers.model_copy import ModelCopy
 from paramserver.trainers.rpc import RpcTrainer
@@ -206,7 +206,7 @@ class ServedTrainer(RpcTrainer):
         self.model_copy = ModelCopy(nn.Module(), {})
         self.record("transport", transport="rpc")
 
-    def on_last_loss(self, loss: float, samples: int) -> None:
+    def on_last_loss(self, totals: StepTotals) -> None:
         """Do nothing: gradients are made on the server, so there are no buckets."""
 
     def _call(self, call: ModelCall) -> ModelReply:

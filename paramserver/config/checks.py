@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paramserver.config.schema import BUFFERS, Config, format_value, origin_prefix
+from paramserver.config.schema import BUFFERS, CONSISTENCIES, OUTER_OPTIMIZERS, Config, format_value, origin_prefix
 from paramserver.config.world import mode_of, num_servers_of, num_trainers_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 
@@ -137,9 +137,9 @@ def _watermark(config: Config) -> str | None:
     return _beyond_capacity(problem, watermark, "buffer.watermark", config)
 
 
-def _kinds_with(option: str) -> list[str]:
-    """The kinds of buffers that have an option."""
-    return [kind for kind, options in BUFFERS.items() if option in options]
+def _kinds_with(option: str, family: Mapping[str, Sequence[str]] = BUFFERS) -> list[str]:
+    """The kinds of buffers, or of another family, that have an option."""
+    return [kind for kind, options in family.items() if option in options]
 
 
 def _new_samples(config: Config) -> str | None:
@@ -208,10 +208,11 @@ def _backup_trainers(config: Config) -> str | None:
     backups, trainers = config.server.backup_trainers, num_trainers_of(config)
     if not backups or not mode_of(config).has_servers:
         return None
-    if config.server.consistency != "sync":
+    kinds = _kinds_with("backup_trainers", CONSISTENCIES)
+    if config.server.consistency not in kinds:
         return (
             f"server.backup_trainers ({backups}) must be 0 with server.consistency {config.server.consistency}, "
-            "in which no trainer waits for the slowest; set it to 0 or choose sync"
+            f"in which no trainer waits for the slowest; set it to 0 or choose {' or '.join(kinds)}"
         )
     if backups >= trainers:
         return (
@@ -223,11 +224,12 @@ def _backup_trainers(config: Config) -> str | None:
 
 def _arrivals(config: Config) -> str | None:
     arrivals, consistency = config.server.arrivals, config.server.consistency
-    if arrivals == 1 or consistency == "async" or not mode_of(config).has_servers:
+    kinds = _kinds_with("arrivals", CONSISTENCIES)
+    if arrivals == 1 or consistency in kinds or not mode_of(config).has_servers:
         return None
     return (
-        f"server.arrivals ({arrivals}) must be 1 with server.consistency {consistency}; set it to 1 or choose async, "
-        "in which an update is the mean of so many gradients of any trainers"
+        f"server.arrivals ({arrivals}) must be 1 with server.consistency {consistency}; set it to 1 or choose "
+        f"{' or '.join(kinds)}, in which an update is the mean of so many gradients of any trainers"
     )
 
 
@@ -258,12 +260,12 @@ def _decays(config: Config) -> str | None:
 
 
 def _delay(config: Config) -> str | None:
-    outer = config.training.outer
-    if outer is None or outer.delay is None or outer.optimizer == "delayed_nesterov":
+    outer, kinds = config.training.outer, _kinds_with("delay", OUTER_OPTIMIZERS)
+    if outer is None or outer.delay is None or outer.optimizer in kinds:
         return None
     return (
         f"training.outer.delay ({outer.delay}) must be null with training.outer.optimizer "
-        f"({format_value(outer.optimizer)}), which has none; leave it out or choose delayed_nesterov"
+        f"({format_value(outer.optimizer)}), which has none; leave it out or choose {' or '.join(kinds)}"
     )
 
 
@@ -278,8 +280,8 @@ def _rounds_comm_hook(config: Config) -> str | None:
 
 
 def _compression(config: Config) -> str | None:
-    compression, transport = config.server.compression, config.server.transport
-    if compression == "none" or transport != "shared_memory" or not mode_of(config).has_servers:
+    compression = config.server.compression
+    if compression == "none" or not config.server.must_share_memory or not mode_of(config).has_servers:
         return None
     return (
         f"server.compression ({compression}) must be none with server.transport shared_memory, where gradients are "
@@ -292,8 +294,8 @@ _ROUNDS_LITTLE = (None, "float32")
 
 
 def _wire_dtype(config: Config) -> str | None:
-    dtype, transport = config.server.wire_dtype, config.server.transport
-    if transport != "shared_memory" or dtype in _ROUNDS_LITTLE or server_computes(config):
+    dtype = config.server.wire_dtype
+    if not config.server.must_share_memory or dtype in _ROUNDS_LITTLE or server_computes(config):
         return None
     if not mode_of(config).has_servers:
         return None

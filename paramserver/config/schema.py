@@ -189,13 +189,44 @@ _INTERFACE = string(r"\S+", "the name of a network interface", "eth0", nullable=
 _FOLDER = string(r"(?!\.{1,2}$)[^/\0\n]+", "the plain name of a folder, without /", "digits-1", nullable=True)
 
 # The kinds of a family, as the config names them, which may not import their classes: those need torch or numpy. A test
-# compares each with the registry that builds the objects. Of a buffer also ``Buffer.options``.
-CONSISTENCIES = ("sync", "bounded", "async")
+# compares each with the registry that builds the objects. With the keys of the section that not all kinds have: of a
+# buffer ``Buffer.options``.
+CONSISTENCIES: dict[str, tuple[str, ...]] = {
+    "sync": ("backup_trainers",),
+    "bounded": ("staleness_bound",),
+    "async": ("arrivals",),
+}
+OUTER_OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "sgd": (),
+    "nesterov": (),
+    "adam": ("beta2", "eps"),
+    "delayed_nesterov": ("delay",),
+}
 BUFFERS: dict[str, tuple[str, ...]] = {
     "fifo": ("pseudo_epochs",),
     "firo": ("pseudo_epochs",),
     "reservoir": ("min_new_per_batch",),
 }
+
+
+@dataclass(frozen=True)
+class TransportChoice:
+    """What a value of ``server.transport`` lets a process use: shared memory, and messages."""
+
+    shares_memory: bool
+    sends: bool
+
+
+TRANSPORTS = {
+    "auto": TransportChoice(shares_memory=True, sends=True),
+    "rpc": TransportChoice(shares_memory=False, sends=True),
+    "shared_memory": TransportChoice(shares_memory=True, sends=False),
+}
+
+
+def sends(transport: str) -> bool:
+    """Return whether parameters and gradients were sent by a transport, by its name in records."""
+    return transport not in TRANSPORTS or TRANSPORTS[transport].sends
 
 
 HEARTBEAT_S = 1.0
@@ -254,7 +285,7 @@ class OuterConfig:
 
     optimizer: str | None = key(
         None,
-        one_of("sgd", "nesterov", "adam", "delayed_nesterov", nullable=True),
+        one_of(*OUTER_OPTIMIZERS, nullable=True),
         "null = nesterov for local_steps of 64 and more, otherwise sgd",
     )
     lr: float | None = key(
@@ -383,7 +414,7 @@ class ServerConfig:
     )
     stale_scaling: str = key("none", one_of("none", "inverse"), "inverse = gradient / (1 + staleness)")
     compute: str = key("trainer", one_of("trainer", "server"), "where the forward runs")
-    transport: str = key("auto", one_of("auto", "rpc", "shared_memory"), "how tensors are exchanged")
+    transport: str = key("auto", one_of(*TRANSPORTS), "how tensors are exchanged")
     wire_dtype: str | None = key(
         None,
         one_of("float32", "bfloat16", "float16", nullable=True, cures=_WIRE_DTYPES),
@@ -410,18 +441,23 @@ class ServerConfig:
         return min(HEARTBEAT_S, self.lost_after_s / 5)
 
     @property
+    def computes(self) -> bool:
+        """Whether the forward of the model runs on the server, where there is one."""
+        return self.compute == "server"
+
+    @property
     def bucket_bytes(self) -> float:
         return (4.0 if self.bucket_mb is None else self.bucket_mb) * 2**20
 
     @property
     def must_share_memory(self) -> bool:
         """Whether a process that cannot share the memory of server 0 ends the run, instead of using RPC."""
-        return self.transport == "shared_memory"
+        return not TRANSPORTS[self.transport].sends
 
     @property
     def shares_memory(self) -> bool:
         """Whether a trainer on the server's host may use shared memory instead of RPC messages."""
-        return SHARES_MEMORY and self.transport in ("auto", "shared_memory") and self.compute == "trainer"
+        return SHARES_MEMORY and TRANSPORTS[self.transport].shares_memory and not self.computes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ def mode_of(config: Config) -> Mode:
 
 def server_computes(config: Config) -> bool:
     """Whether the forward of the model runs on the server."""
-    return mode_of(config).has_servers and config.server.compute == "server"
+    return mode_of(config).has_servers and config.server.computes
 
 
 def trainer_of(config: Config) -> str:

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from paramserver.config import Config
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.metrics.quantities import MEASURED
 from paramserver.metrics.sinks import Record, Sink
 from paramserver.metrics.summary import summary_text
 
@@ -172,12 +173,11 @@ class Progress(Sink):
 
 
 def _train_text(record: Record) -> str:
-    rate, local_steps = record.get("samples_per_second"), record.get("local_steps")
+    rate = record.get("samples_per_second")
     losses = record.get("losses") or {"": record.get("loss")}
     loss = "train loss " + " ".join(f"{name} {_format_number(value)}".strip() for name, value in losses.items())
-    if local_steps is not None:
-        loss += f", {local_steps:.4g} local steps"
-    return loss if rate is None else f"{loss}, {rate:.0f} samples/s"
+    shown = [one.progress.format(record[one.record]) for one in MEASURED if one.progress and one.record in record]
+    return ", ".join([loss, *shown, *(() if rate is None else (f"{rate:.0f} samples/s",))])
 
 
 def _format_number(value: float | None) -> str:

@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 from paramserver.errors import TaskError
+from paramserver.metrics.quantities import QUANTITIES, StepQuantities
 from paramserver.platform import core_wait_ns
 
 if TYPE_CHECKING:
@@ -31,7 +32,15 @@ def make_record(kind: str, step: int | None, **fields: Any) -> Record:
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepTotals(StepQuantities):
+    """What is measured of a step: over the batches of a trainer, or over all trainers that took part."""
+
+    loss: float
+    samples: int
+
+
+@dataclass(frozen=True)
+class StepReport(StepQuantities):
     """One trainer's contribution to one step, sent with its gradients.
 
     Attributes:
@@ -44,8 +53,7 @@ class StepReport:
         keys: of its samples, if they are of a stream, which has no such order.
         generation, incarnation, sequence: name the push; see ``consistency/ledger.py``.
         optimizer: the name of the one that is stepped, where there are several.
-        inner_steps, inner_s: local steps of a round, and their seconds without the pull of the version.
-        drift: how far the round moved the parameters, relative to their norm.
+        inner_s: seconds of the local steps of a round, without the pull of the version.
         nonfinite: what of it is NaN or infinite, "loss" or "gradient", so that the step is skipped; empty if nothing
             is, or nothing was checked.
         scale: of its losses in the backward; its gradients are without it.
@@ -63,21 +71,18 @@ class StepReport:
     incarnation: int = 1
     sequence: int = 1
     optimizer: str = ""
-    inner_steps: int = 0
     inner_s: float = 0.0
-    drift: float = 0.0
     nonfinite: str = ""
     scale: float = 1.0
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """The result of an update.
+class StepResult(StepQuantities):
+    """The result of an update, with what its trainers measured.
 
     Attributes:
         step: the version that the update made.
         samples: samples applied up to and including this update.
-        loss: mean over the trainers that took part.
         lr: learning rate of each parameter group.
         seconds: training time so far.
         apply_s: duration of the optimizer step.
@@ -85,7 +90,6 @@ class StepResult:
         dropped: the push arrived too late, or the step was skipped, and was not applied; the other values are those of
             the current version.
         optimizer: as in ``StepReport``.
-        inner_steps, drift: means of those in ``StepReport`` over the trainers.
     """
 
     step: int
@@ -97,41 +101,37 @@ class StepResult:
     held_s: float = 0.0
     dropped: bool = False
     optimizer: str = ""
-    inner_steps: float = 0.0
-    drift: float = 0.0
 
 
 @dataclass
 class RecordWindow:
-    """Sums over the steps since the last ``train`` record.
+    """What was measured of the steps since the last ``train`` record.
 
     It is part of a checkpoint, so a resumed run writes the same record as a run that was not stopped.
 
     Attributes:
         samples_before, seconds_before: samples and training time at the beginning of the window.
-        steps, losses: number of steps, and the sum of their losses.
+        steps: their number.
         step, samples, seconds, lr: values of the last step.
         by_optimizer: steps and the sum of losses of each optimizer, where there are several.
-        inner_steps, drift: sums over the steps, where these are rounds.
+        totals: of each quantity, by its name; see ``Quantity.add``.
     """
 
     samples_before: int = 0
     seconds_before: float = 0.0
     steps: int = 0
-    losses: float = 0.0
     step: int = 0
     samples: int = 0
     seconds: float = 0.0
     lr: tuple[float, ...] = ()
     by_optimizer: dict[str, tuple[int, float]] = field(default_factory=dict)
-    inner_steps: float = 0.0
-    drift: float = 0.0
+    totals: dict[str, float] = field(default_factory=dict)
 
     def add(self, result: StepResult) -> None:
+        for one in QUANTITIES:
+            value = getattr(result, one.name)
+            self.totals[one.name] = one.add(self.totals[one.name], value) if self.steps else value
         self.steps += 1
-        self.losses += result.loss
-        self.inner_steps += result.inner_steps
-        self.drift += result.drift
         if result.optimizer:
             steps, losses = self.by_optimizer.get(result.optimizer, (0, 0.0))
             self.by_optimizer[result.optimizer] = steps + 1, losses + result.loss
@@ -144,23 +144,36 @@ class RecordWindow:
     def to_record(self, epoch: int) -> Record:
         elapsed_s = max(self.seconds - self.seconds_before, 1e-9)
         is_timed = self.samples_before > 0  # the first window includes the start of the run
-        several: dict[str, Any] = {}
-        if self.inner_steps:
-            several |= {"local_steps": self.inner_steps / self.steps, "drift": self.drift / self.steps}
-        if self.by_optimizer:
-            several["losses"] = {name: losses / steps for name, (steps, losses) in sorted(self.by_optimizer.items())}
+        measured = {
+            one.record: one.over(self.steps, self.totals[one.name])
+            for one in QUANTITIES
+            if not one.needs or self.totals[one.needs]
+        }
+        losses = {name: losses / steps for name, (steps, losses) in sorted(self.by_optimizer.items())}
         return make_record(
             "train",
             self.step,
-            loss=self.losses / self.steps,
+            **measured,
             samples=self.samples,
             epoch=epoch,
             lr=list(self.lr),
             samples_per_second=(self.samples - self.samples_before) / elapsed_s if is_timed else None,
             step_ms=elapsed_s / self.steps * 1e3 if is_timed else None,
             seconds=self.seconds,
-            **several,
+            **({"losses": losses} if losses else {}),
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint stores: plain values."""
+        own = dict(vars(self))
+        totals = own.pop("totals")
+        return own | {one.stored: totals.get(one.name, 0.0) for one in QUANTITIES}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> RecordWindow:
+        """Return the window of a ``state_dict()``, also of one that lacks the quantities of later versions."""
+        own = dict(state)
+        return cls(totals={one.name: own.pop(one.stored, 0.0) for one in QUANTITIES}, **own)
 
 
 class DurationHistogram:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.errors import StorageError
+from paramserver.metrics.quantities import LOSS, MEASURED
 from paramserver.metrics.sinks import Record, Sink
 
 if TYPE_CHECKING:
@@ -18,11 +19,10 @@ if TYPE_CHECKING:
 Scalar = tuple[str, float]
 
 _TRAIN = {
-    "loss": "train/loss",
+    LOSS.record: LOSS.tag,
     "samples_per_second": "samples_per_second",
     "step_ms": "step_ms",
-    "local_steps": "rounds/local_steps",
-    "drift": "rounds/drift",
+    **{one.record: one.tag for one in MEASURED},
 }
 _STALENESS = {"mean": "server/staleness", "p95": "server/staleness_p95", "max": "server/staleness_max"}
 _BUFFER = ("population", "unseen", "put_wait_s", "get_wait_s")

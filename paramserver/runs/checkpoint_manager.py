@@ -48,12 +48,35 @@ from paramserver.runs.rundir import RunDir
 _TRAINED = "trained"
 
 
+@dataclass(frozen=True)
+class SaveReason:
+    """What a reason to save a checkpoint means.
+
+    One ``in_memory`` is no checkpoint of the run, whose last one is still written to the disk. After one that
+    ``is_last`` the trainers save no other.
+    """
+
+    in_memory: bool = False
+    is_last: bool = False
+
+
+SAVE_REASONS = {
+    "periodic": SaveReason(),
+    "best": SaveReason(),
+    MEMORY: SaveReason(in_memory=True),
+    "end": SaveReason(is_last=True),
+    "interrupted": SaveReason(is_last=True),
+    "resize": SaveReason(is_last=True),
+}
+
+
 @dataclass(frozen=True, eq=False)
 class StagedCheckpoint:
     """Private copies of what rank 0 stores in a checkpoint; the trainers' parts are not in it.
 
     The objects are by the name of their file, without ``.pt``; the first trainer stopped at ``since``
-    (``time.perf_counter()``). Streams in them may be read until ``release`` is called.
+    (``time.perf_counter()``), for a ``reason`` of ``SAVE_REASONS``. Streams in them may be read until ``release`` is
+    called.
     """
 
     step: int
@@ -450,7 +473,7 @@ class CheckpointManager:
             "task": config.task,
             "seed": config.seed,
         }
-        in_memory, objects = staged.reason == MEMORY, {**staged.objects, **files}
+        in_memory, objects = SAVE_REASONS[staged.reason].in_memory, {**staged.objects, **files}
         if self.simulations is not None and "sampler" in (objects["run"]["simulations"] or {}):
             # Draws depend on when they are made: a simulation of which a trainer's part has samples must keep its own.
             objects["run"] = {**objects["run"], "simulations": self.simulations.state_dict()}
@@ -492,7 +515,8 @@ class CheckpointManager:
         if done.cancelled():
             return  # replaced by a newer one
         if (error := done.exception()) is not None:  # raised by the writer's next call, unless it is optional
-            if reason == MEMORY and isinstance(error, StorageError) and not self._memory_failed:
+            in_memory = SAVE_REASONS[reason].in_memory
+            if in_memory and isinstance(error, StorageError) and not self._memory_failed:
                 self._memory_failed = True
                 self.monitor.note(
                     f"training continues without a new checkpoint in memory: {str(error).partition(';')[0]}"

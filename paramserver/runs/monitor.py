@@ -15,6 +15,7 @@ from paramserver.consistency import StalenessHistogram
 from paramserver.errors import StorageError, TaskError
 from paramserver.limits import Limits, end_in_words, is_due
 from paramserver.metrics import Sink
+from paramserver.metrics.quantities import QUANTITIES
 from paramserver.metrics.records import (
     LogReducer,
     Record,
@@ -49,8 +50,8 @@ class RunMonitor:
         # Samples and training time before this start, or since the last loss of it.
         self.first_samples, self.first_seconds = 0, 0.0
         self.resumes = 0
-        # Of the newest ``train`` record; by optimizer where there are several.
-        self.train_loss: float | None = None
+        # Of the newest ``train`` record, by the names in the summary; losses by optimizer where there are several.
+        self.measured: dict[str, float | None] = {one.summary: None for one in QUANTITIES if one.summary}
         self.train_losses: dict[str, float] = {}
         self.validation: dict[str, float] = {}
         # Of parameters and gradients, by the index of each trainer; empty in a mode without communication.
@@ -173,7 +174,8 @@ class RunMonitor:
 
     def _close_window(self) -> None:
         record = self._window.to_record(self.epoch)
-        self.train_loss, self.train_losses = record["loss"], record.get("losses", {})
+        self.measured = {one.summary: record.get(one.record) for one in QUANTITIES if one.summary}
+        self.train_losses = record.get("losses", {})
         self.record(record)
         window = self.staleness.pop_window()
         if window["histogram"]:
@@ -241,7 +243,7 @@ class RunMonitor:
                 # A run that resumes makes one anew that was made only because this one ended, if it ends there too.
                 "validated_step": self._due_validated_step,
                 "best": None if self.best is None else self.best.state_dict(),
-                "window": dict(vars(self._window)),
+                "window": self._window.state_dict(),
                 "staleness": self.staleness.state_dict(),
                 "dropped": self.dropped_pushes,
                 **({"skipped": self.skipped} if self.skipped else {}),
@@ -258,9 +260,8 @@ class RunMonitor:
         if "staleness" in state:
             self.staleness.load_state_dict(state["staleness"])
             self.dropped_pushes = state["dropped"]
-        self._window = (
-            RecordWindow(**state["window"]) if "window" in state else RecordWindow(self.samples, self.seconds)
-        )
+        own = state.get("window")
+        self._window = RecordWindow(self.samples, self.seconds) if own is None else RecordWindow.of_state(own)
         if self.best is not None and state["best"] is not None:
             self.resume_note = self.best.load_state_dict(state["best"])
 
@@ -358,7 +359,7 @@ class RunMonitor:
             "seconds": seconds,
             "recovery_s": recovery_s,
             "samples_per_second": (self.samples - first_samples) / seconds if seconds else None,
-            "train_loss": self.train_loss,
+            **self.measured,
             **({"train_losses": self.train_losses} if self.train_losses else {}),
             "last_step_loss": self.loss,
             "validation": self.validation,

@@ -31,6 +31,7 @@ from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import Evicted, GenerationChanged, NotFinite, RunEnded, TrainingError
 from paramserver.metrics.profile import span, spanned
+from paramserver.metrics.quantities import combine
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.runs.checkpoint_manager import CheckpointManager, UpdaterState
@@ -486,10 +487,11 @@ class Aggregator:
         push = replace(push, report=report, buffers=buffers)
         transport.unpin()
         self._granted.pop(trainer_index, None)
-        self.ledger.accept(push_id(report), version, report.samples, report.positions, report.keys, report.inner_steps)
+        inner_steps = int(report.inner_steps)
+        self.ledger.accept(push_id(report), version, report.samples, report.positions, report.keys, inner_steps)
         self._replies[trainer_index] = push.future
         if self._dynamic_steps is not None:
-            self._dynamic_steps.add(trainer_index, report.inner_steps, report.inner_s)
+            self._dynamic_steps.add(trainer_index, inner_steps, report.inner_s)
         if self.rules.push(trainer_index, version, report.samples, not report.nonfinite):
             self._pushes[trainer_index] = push
         elif report.nonfinite:
@@ -583,21 +585,17 @@ class Aggregator:
         self._enqueue(push.report.trainer_index, push.announcement, push.future)
 
     def _result(self, pushes: Sequence[PendingPush], apply_s: float = 0.0, dropped: bool = False) -> StepResult:
-        loss = sum(push.report.loss for push in pushes) / len(pushes)
-        self._seconds = max(self._seconds, *(push.report.seconds for push in pushes))
-        lr = self.store.updater.lr
-        name = pushes[0].report.optimizer
+        reports = [push.report for push in pushes]
+        self._seconds = max(self._seconds, *(report.seconds for report in reports))
         return StepResult(
             self.rules.step,
             self.rules.samples,
-            loss,
-            lr,
-            self._seconds,
-            apply_s,
+            lr=self.store.updater.lr,
+            seconds=self._seconds,
+            apply_s=apply_s,
             dropped=dropped,
-            optimizer=name,
-            inner_steps=sum(push.report.inner_steps for push in pushes) / len(pushes),
-            drift=sum(push.report.drift for push in pushes) / len(pushes),
+            optimizer=reports[0].optimizer,
+            **combine(reports),
         )
 
     # Reading.

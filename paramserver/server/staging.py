@@ -9,13 +9,18 @@ from typing import Any
 
 from torch import Tensor
 
-from paramserver.checkpoint.memory import MEMORY
 from paramserver.config.deadlines import GRACE_S
 from paramserver.consistency import TrainerId
 from paramserver.consistency.base import end
 from paramserver.context import StopRequest
 from paramserver.parameters.model_tree import PackedBuffers
-from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, StagedCheckpoint, UpdaterState
+from paramserver.runs.checkpoint_manager import (
+    SAVE_REASONS,
+    CheckpointManager,
+    PartCollector,
+    StagedCheckpoint,
+    UpdaterState,
+)
 from paramserver.server.aggregator import Aggregator
 from paramserver.server.quorum import JointCall
 from paramserver.server.server_run import ServerRun
@@ -68,7 +73,7 @@ class Staging(JointCall):
         Return None if it joined after the others had saved this version. The ``extra_state`` of the first trainer is
         saved, as in ddp. ``buffers`` are the module buffers that the trainer changed since its last push.
         """
-        if self._due() in (self._staged, self._in_memory if reason == MEMORY else self._staged):
+        if self._due() in (self._staged, self._in_memory if SAVE_REASONS[reason].in_memory else self._staged):
             return None
         self._reason = reason
         self._aggregator.keep_buffers(sender.trainer_index, buffers)
@@ -111,7 +116,7 @@ class Staging(JointCall):
         """
         rules, ledger = self._aggregator.rules, self._aggregator.ledger
         with self._run.lock:
-            if self._reason == MEMORY:
+            if SAVE_REASONS[self._reason].in_memory:
                 self._in_memory = self._due()
             else:
                 self._staged = self._due()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paramserver.consistency import Announcement, Decision, PushId
+from paramserver.metrics.quantities import StepQuantities
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.model_tree import PackedBuffers
@@ -115,7 +116,7 @@ class ApplyRequest:
 
 
 @dataclass(frozen=True)
-class OptimizerCall:
+class OptimizerCall(StepQuantities):
     """A trainer's call of ``optimize`` with one of several optimizers."""
 
     name: str = ""  # of the optimizer; empty at the end of a batch

@@ -228,10 +228,11 @@ def test_rounds_are_measured_also_where_few_fit_into_the_time(tmp_path, mode):
     assert record.error is None
     assert record.steps >= 2
     assert record.samples_per_second == pytest.approx(record.samples / record.seconds, rel=0.01)
-    assert {steps for _, _, steps in record.local_steps} == {20.0}
-    assert all(drift > 0 for _, _, drift in record.drift)
+    curves = record.quantities
+    assert {steps for _, _, steps in curves["local_steps"]} == {20.0}
+    assert all(drift > 0 for _, _, drift in curves["drift"])
     # A round has 20 batches of each of two trainers.
-    assert record.loss[0][0] == record.drift[0][0] == 20 * case.config.training.batch_size * 2
+    assert record.loss[0][0] == curves["drift"][0][0] == 20 * case.config.training.batch_size * 2
     share = {"rpc": (1 + 1 / 4) / 2, "ddp": 1.0}[mode]  # pushes are compressed, and the vectors of blocks are small
     plain = 2 * record.model_bytes / 20 / case.config.training.batch_size
     assert record.wire_bytes_per_sample == pytest.approx(share * plain, rel=0.1)

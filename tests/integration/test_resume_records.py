@@ -158,8 +158,8 @@ def test_a_window_goes_through_a_file_and_closes_the_same(tmp_path):
     for step in (1, 2, 3):
         whole.add(result(step))
     first.add(result(1))
-    torch.save(dict(vars(first)), tmp_path / "window.pt")
-    second = RecordWindow(**torch.load(tmp_path / "window.pt", weights_only=True))
+    torch.save(first.state_dict(), tmp_path / "window.pt")
+    second = RecordWindow.of_state(torch.load(tmp_path / "window.pt", weights_only=True))
     for step in (2, 3):
         second.add(result(step))
     one, other = (window.to_record(2) | {"time": 0} for window in (whole, second))

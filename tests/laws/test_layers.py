@@ -20,7 +20,7 @@ from source_tree import (
     sleeps,
 )
 
-from paramserver.config.schema import BUFFERS, CONSISTENCIES
+from paramserver.config.schema import BUFFERS, CONSISTENCIES, TRANSPORTS, sends
 
 # A folder, or a module of the top level, imports from its own layer and those above its line; no two import each other.
 LAYERS = [
@@ -210,16 +210,10 @@ def test_the_mode_is_compared_in_one_table():
     assert {place for place in places if not place.startswith("paramserver.config.modes:")} == set()
 
 
-def test_a_consistency_or_a_buffer_declares_what_holds_for_it():
-    # Elsewhere the class is asked: a comparison with a name would be wrong, in silence, for the next one.
-    names = frozenset((*CONSISTENCIES, *BUFFERS))
-    own = ("paramserver.config",)
-    compared = {
-        f"{m.name}:{line}" for m in FILES if not inside(m.name, own) for line in comparisons_with(m.tree, names)
-    }
-    assert compared == set()
-    checks = next(m for m in FILES if m.name == "paramserver.config.checks")
-    assert comparisons_with(checks.tree, names), "the search finds something"
+def test_a_consistency_a_buffer_or_a_transport_declares_what_holds_for_it():
+    # The class is asked, or the table of the config: a comparison with a name would be wrong, in silence, for the next.
+    names = frozenset((*CONSISTENCIES, *BUFFERS, *(name for name in TRANSPORTS if not sends(name))))
+    assert [f"{m.name}:{line}" for m in FILES for line in comparisons_with(m.tree, names)] == []
 
 
 def test_the_environment_is_touched_in_cluster_only():
@@ -271,7 +265,7 @@ def test_nothing_sleeps():
 
 def test_reports_import_nothing_that_runs():
     report = "paramserver.tools.report"
-    pure = ("config", "metrics.records", "metrics.summary", "errors", "tools.report", "fileio")
+    pure = ("config", "metrics.quantities", "metrics.records", "metrics.summary", "errors", "tools.report", "fileio")
     allowed = tuple(f"paramserver.{name}" for name in pure)
     running = {"torch", "numpy", "threading", "subprocess", "multiprocessing", "socket", "signal"}
     for module in (m for m in MODULES if inside(m.name, (report,)) and m.name != f"{report}.command"):
@@ -295,6 +289,7 @@ def test_a_launch_needs_no_torch_before_it_starts_a_rank():
     [
         (lambda t: comparisons_with(t, MODES), "if config.mode == 'rpc': pass", "mode = 'rpc'"),
         (lambda t: comparisons_with(t, MODES), "if mode in ('ddp', 'local'): pass", "f(get('mode', 'ddp') in modes)"),
+        (lambda t: comparisons_with(t, frozenset(BUFFERS)), "if kind != 'fifo': pass", "kind = 'fifo'"),
         (lambda t: comparisons_with(t, MODES), "match mode:\n case 'local': pass", "match mode:\n case 'one': pass"),
         (environment_uses, "import os\nx = os.environ['A']", "import os\nx = os.getpid()"),
         (environment_uses, "from os import getenv", "from os import getpid"),

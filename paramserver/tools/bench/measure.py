@@ -19,7 +19,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paramserver.config import Config, config_from_mapping, dump_yaml, is_colocated, num_commands_of
+from paramserver.config import (
+    Config,
+    config_from_mapping,
+    dump_yaml,
+    is_colocated,
+    num_commands_of,
+    server_computes,
+)
+from paramserver.config.schema import sends
 from paramserver.consistency.factory import consistency_class
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.importing import find_file
@@ -38,7 +46,14 @@ from paramserver.tools.bench.step_stamps import (
 )
 from paramserver.tools.report.formatting import plural
 from paramserver.tools.report.from_runs import learning_curves
-from paramserver.tools.report.results import COMPUTED_RING, COMPUTED_SHARED, COUNTED_BY_KERNEL, CaseResult, Target
+from paramserver.tools.report.results import (
+    COMPUTED_RING,
+    COMPUTED_SHARED,
+    COUNTED_BY_KERNEL,
+    CaseResult,
+    Target,
+    curve_fields,
+)
 from paramserver.tools.report.statistics import interpolated
 
 # The first steps allocate what later ones reuse: buffers, buckets, caches. Local steps count, in whole rounds.
@@ -356,7 +371,7 @@ def _outcome(
     steps = sum(len(one.steps) for one in stamps)
     servers = [pid for place in places for pid in server_pids(place, stamps)]
     processes = {"servers": servers, "trainers": [one.pid for one in stamps]}
-    peaks = [summary["peak_rss_mb"] for summary in summaries]
+    peaks, transports = [summary["peak_rss_mb"] for summary in summaries], summaries[0]["transports"] or {}
     served, samples = (sum(summary[name] for summary in summaries) for name in ("samples_served", "samples"))
     # Samples that were served but dropped (backup trainers) or lost with a trainer must not count as throughput.
     found = step_figures(
@@ -367,8 +382,8 @@ def _outcome(
         processes=case.trainers + case.servers,
     )
     if case.mode.has_process_group:
-        shares_memory = set((summaries[0]["transports"] or {}).values()) == {"shared_memory"}
-        found |= _wire_bytes(case, stamps, window, wire, shares_memory)
+        used = transports.values()
+        found |= _wire_bytes(case, stamps, window, wire, shares_memory=bool(used) and not any(map(sends, used)))
     wire_bytes = found["wire_bytes_per_step"]
     return {
         **found,
@@ -377,7 +392,7 @@ def _outcome(
         "cpu_s": {name: watch.all_used_s(pids, window.begin, window.end) for name, pids in processes.items()},
         "peak_rss_mb": {k: max((p[k] for p in peaks if p[k] is not None), default=None) for k in ("server", "trainer")},
         "staleness": summaries[0]["staleness"],
-        "transports": summaries[0]["transports"],
+        "transports": transports,
         "tables": summaries[0].get("tables", {}),
         "model_bytes": stamps[0].model_bytes,
         "predicted": _predicted(case, method, stamps[0], wire_bytes or 0.0),
@@ -414,8 +429,7 @@ def _read_summary(place: Path) -> dict[str, Any]:
 def _curves(method: MeasuringMethod, place: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     """The learning curves; of several runs with one trainer each, those of the first."""
     lines = (place / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    points = learning_curves([json.loads(line) for line in lines], summary)
-    curves = {name: tuple((p[0], p[1], p[2]) for p in points[name]) for name in points}
+    curves = curve_fields(learning_curves([json.loads(line) for line in lines], summary))
     met = None if method.target is None else require_first_reached(curves["validation"], method.target)
     return {
         **curves,
@@ -428,9 +442,9 @@ def _predicted(case: Case, method: MeasuringMethod, stamps: StepStamps, wire_byt
     speed = method.speeds.get(case.mode.name)
     if speed is None:
         return None
-    hook, server = case.config.ddp.comm_hook, case.config.server
+    hook = case.config.ddp.comm_hook
     # With an optimizer that updates each element by itself; only the servers know which one it is.
-    may_overlap = consistency_class(server).waits_for_all and server.compute == "trainer"
+    may_overlap = consistency_class(case.config.server).waits_for_all and not server_computes(case.config)
     # With rounds the trainers clip.
     training = case.config.training
     overlap = may_overlap and (training.has_rounds or not (training.clips or training.may_skip))

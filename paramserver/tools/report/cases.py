@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
+from paramserver.metrics.quantities import MEASURED
 from paramserver.metrics.records import PHASES
 from paramserver.tools.report.formatting import join_names, quoted
 from paramserver.tools.report.results import LOCAL, NO_COMMUNICATION, CaseResult
@@ -47,9 +48,12 @@ def _cpu_of_samples(result: CaseResult) -> float | None:
     return sum(used) / result.samples * 1000 if used and result.samples else None
 
 
-def _mean(points: Sequence[tuple[float, float, float | None]]) -> float | None:
-    known = [value for _, _, value in points if value is not None]
-    return sum(known) / len(known) if known else None
+def _mean_of(quantity: str) -> Getter:
+    def get(result: CaseResult) -> float | None:
+        known = [value for _, _, value in result.quantities.get(quantity, ()) if value is not None]
+        return sum(known) / len(known) if known else None
+
+    return get
 
 
 SPEED = Figure("throughput", "samples/s", lambda r: r.samples_per_second, 1)
@@ -66,8 +70,8 @@ STALENESS = tuple(
     Figure(f"staleness {name}", "versions", _inside("staleness", name), -1) for name in ("mean", "p95", "max")
 )
 WIRE_OF_SAMPLE = Figure("on the wire per sample", "bytes", lambda r: r.wire_bytes_per_sample, -1)
-LOCAL_STEPS = Figure("local steps per round", "", lambda r: _mean(r.local_steps), 0)
-DRIFT = Figure("drift", "", lambda r: _mean(r.drift), 0)
+OF_STEPS = {one.name: Figure(one.title, one.unit, _mean_of(one.record), one.better) for one in MEASURED}
+LOCAL_STEPS = OF_STEPS["inner_steps"]
 LOSS = Figure("train loss", "", lambda r: r.loss[-1][2] if r.loss else None, -1)
 BEST = Figure("best validation", "", lambda r: r.best["value"] if r.best else None, 0)
 TIME_TO_TARGET = Figure("time to the target", "s", lambda r: r.time_to_target_s, -1)
@@ -79,8 +83,7 @@ FIGURES = (
     *PARTS,
     WIRE,
     WIRE_OF_SAMPLE,
-    LOCAL_STEPS,
-    DRIFT,
+    *OF_STEPS.values(),
     *STALENESS,
     *CPU,
     CPU_OF_SAMPLES,

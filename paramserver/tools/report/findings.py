@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from paramserver.config.schema import sends
 from paramserver.tools.report.cases import (
     BEST,
     LOCAL_STEPS,
@@ -40,7 +41,6 @@ from paramserver.tools.report.formatting import (
 from paramserver.tools.report.plots import SAMPLES, loss_against, validation_against
 from paramserver.tools.report.results import NO_COMMUNICATION
 from paramserver.tools.report.statistics import FEWEST_REPEATS, Estimate, interpolated
-from paramserver.tools.report.tables import transports_of
 
 _MOST_PHASES = 3
 _LEAST_SHARE = 0.05
@@ -214,8 +214,9 @@ def _rounds(groups: Sequence[Group]) -> list[str]:
             savers = [case for case in members if _plainness(case) > _plainness(plain)]
             ratios = [(case.ratio_to(plain, WIRE_OF_SAMPLE), case) for case in savers]
             sizes = [(ratio.value, case) for ratio, case in ratios if ratio is not None]
-            # In shared memory only module buffers are sent, which is no measure of a network.
-            if not sizes or any("shared_memory" in transports_of(one) for one in members):
+            # By others only module buffers are sent, which is no measure of a network.
+            used = {name for case in members for one in case.results for name in one.transports.values()}
+            if not sizes or not all(map(sends, used)):
                 continue
             share, case = min(sizes, key=lambda one: one[0])
             part = f"1/{1 / share:.0f}" if share < 0.1 else f"{100 * share:.0f} %"

@@ -19,7 +19,9 @@ from paramserver.metrics.summary import core_wait_text
 from paramserver.tools.report.formatting import join_names, plural
 from paramserver.tools.report.results import (
     COMPLETED,
+    CURVES,
     FAILED,
+    FIELDS,
     FORMAT,
     LOCAL,
     RESULTS_FILE,
@@ -60,7 +62,7 @@ def results_at(paths: Sequence[Path]) -> Results:
 def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, list[list[Any]]]:
     """The points of each curve, [samples, seconds, value]; a value of ``validation`` is {name: value}.
 
-    ``local_steps`` and ``drift`` have points where the run has rounds.
+    A quantity has points where it was recorded.
 
     The record of a validation holds a step, which is converted with the mean number of samples per step.
     """
@@ -77,7 +79,7 @@ def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, lis
         "loss": [[one["samples"], one["seconds"], one.get("loss")] for one in train],
         **{
             name: [[one["samples"], one["seconds"], one[name]] for one in train if _has_numbers(one, name)]
-            for name in ("local_steps", "drift")
+            for name in CURVES
         },
         "validation": [
             [one["step"] * per_step, one["seconds"], _known_values(one.get("values") or {})]
@@ -317,6 +319,7 @@ def _result(run: Run, case: str, repeat: int, varying: set[str], baseline: str |
     speed = summary.get("samples_per_second")
     times = [one["time"] for one in run.records if _has_numbers(one, "time")]
     record: dict[str, Any] = {
+        **{name: summary.get(name) for name in FIELDS},  # those of the same name
         "format": FORMAT,
         "case": case,
         "repeat": repeat,
@@ -331,11 +334,8 @@ def _result(run: Run, case: str, repeat: int, varying: set[str], baseline: str |
         "wall_s": max(times) - min(times) if times else None,
         "per_trainer": [one.get("samples_per_second") for one in summary.get("trainers") or ()],
         "per_process": speed / (run.servers + run.trainers) if isinstance(speed, int | float) else None,
-        **{name: summary.get(name) for name in ("seconds", "steps", "samples", "samples_per_second", "step_ms")},
-        **{name: summary.get(name) for name in ("phases_ms", "wire_bytes_per_step", "staleness", "peak_rss_mb")},
         "wire_bytes_per_sample": _wire_bytes_per_sample(summary),
         "transports": run.transports,
-        "tables": summary.get("tables") or {},
         **run.curves,
         "best": run.best,
         "environment": {

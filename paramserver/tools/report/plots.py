@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from paramserver.metrics.quantities import MEASURED
 from paramserver.metrics.records import PHASES
 from paramserver.tools.report.cases import SPEED, ReportCase, local_baseline, scaling_families
 from paramserver.tools.report.formatting import format_number
@@ -201,7 +202,6 @@ _LEGEND_LINE = 0.21
 _LATE = 40  # gradients of this staleness or more are counted together
 _TALL = 20.0  # a longest step of this many medians gets a logarithmic axis
 _METRICS = 3
-_DRIFT = "How far the local steps of a round move the parameters, relative to their norm: mean and range of repeats."
 _BEYOND = 1.5  # times the fastest repeat: wider intervals, as of two very different repeats, are cut off there
 
 
@@ -222,10 +222,14 @@ def draw(cases: Sequence[ReportCase]) -> dict[str, list[Picture]]:
             ("steps", _steps(timed)),
             ("phases", _phases(timed)),
             ("learning", _learning(timed)),
-            ("rounds", _lines(timed, _drift_of, "drift", "samples", "drift of a round", _DRIFT)),
             ("staleness", _staleness(timed)),
+            *(
+                (one.section, _lines(timed, _curve_of(one.record), one.record, "samples", one.label, one.caption))
+                for one in MEASURED
+                if one.caption
+            ),
         ):
-            found[section] = list(drawn)
+            found.setdefault(section, []).extend(drawn)
     return found
 
 
@@ -388,8 +392,10 @@ def _learning(cases: Sequence[ReportCase]) -> Iterator[Picture]:
             yield from _lines(cases, get, f"validation-{i}-{name}", label, metric, caption, _target(results, metric))
 
 
-def _drift_of(result: CaseResult) -> Curve:
-    return [(samples, value) for samples, _, value in result.drift if value is not None]
+def _curve_of(quantity: str) -> Callable[[CaseResult], Curve]:
+    return lambda result: [
+        (samples, value) for samples, _, value in result.quantities.get(quantity, ()) if value is not None
+    ]
 
 
 def _target(results: Sequence[CaseResult], metric: str) -> float | None:

@@ -6,12 +6,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.fileio import end_last_line
+from paramserver.metrics.quantities import MEASURED
 
 FORMAT = 1
 RESULTS_FILE = "results.jsonl"
@@ -23,73 +25,8 @@ _BASELINES = (LOCAL, NO_COMMUNICATION)
 
 Numbers = Mapping[str, float | None]
 
-
-@dataclass(frozen=True)
-class CaseResult:
-    """One case in one repeat. Unknown values are None or empty; figures are of the time after the warm-up.
-
-    Attributes:
-        baseline: "local" (one process) or "no communication" (the trainers' loops without an exchange) for a baseline.
-        scenario: a disturbance, such as {"slow": {"trainer": 1, "factor": 5.0, "probability": 1.0}}.
-        wall_s: from the start of its first process to the end of its last; ``seconds`` is the measured training.
-        per_trainer: samples/s of each trainer; ``per_process``: of all, divided by the number of trainers and servers.
-        transports: of parameters and gradients, by the index of each trainer.
-        wire_bytes_per_sample: of applied samples; None where the trainers exchanged or counted nothing.
-        loss: points (samples, seconds, loss); ``validation``: points (samples, seconds, {name: value}).
-        local_steps, drift: points of a run with rounds: local steps in a round, and how far it moved the parameters.
-        best: the best validation: its ``name``, ``value`` and ``samples``, and whether ``less_is_better``.
-        target: the metric and the value that ``time_to_target_s`` and ``samples_to_target`` refer to.
-        environment: versions, host, cores, commit, config (its text) and command.
-    """
-
-    case: str
-    repeat: int
-    mode: str
-    trainers: int
-    servers: int
-    status: str
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    scenario: Mapping[str, Any] = field(default_factory=dict)
-    baseline: str | None = None
-    error: str | None = None
-    started: float | None = None
-    wall_s: float | None = None
-    seconds: float | None = None
-    steps: int | None = None
-    samples: int | None = None
-    samples_per_second: float | None = None
-    per_trainer: tuple[float | None, ...] = ()
-    per_process: float | None = None
-    transports: Mapping[str, str] = field(default_factory=dict)
-    step_ms: Numbers = field(default_factory=dict)
-    step_bins: Mapping[int, int] = field(default_factory=dict)
-    phases_ms: Numbers = field(default_factory=dict)
-    wire_bytes_per_step: float | None = None
-    wire_bytes_per_sample: float | None = None
-    wire_bytes_source: str | None = None
-    model_bytes: int | None = None
-    staleness: Mapping[str, Any] | None = None
-    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    cpu_s: Numbers = field(default_factory=dict)
-    peak_rss_mb: Numbers = field(default_factory=dict)
-    loss: tuple[tuple[float, float, float | None], ...] = ()
-    validation: tuple[tuple[float, float, Numbers], ...] = ()
-    local_steps: tuple[tuple[float, float, float | None], ...] = ()
-    drift: tuple[tuple[float, float, float | None], ...] = ()
-    best: Mapping[str, Any] | None = None
-    target: Mapping[str, float] | None = None
-    time_to_target_s: float | None = None
-    samples_to_target: float | None = None
-    predicted: Mapping[str, Any] | None = None
-    environment: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_completed(self) -> bool:
-        return self.status == COMPLETED
-
-    def to_mapping(self) -> dict[str, Any]:
-        """The record as it is written to the file; a number that is not finite becomes null."""
-        return {"format": FORMAT, **{name: _finite(value) for name, value in asdict(self).items()}}
+CURVES = tuple(one.record for one in MEASURED)
+"""The quantities that have learning curves, next to the loss."""
 
 
 def _finite(value: Any) -> Any:
@@ -166,45 +103,114 @@ _FIGURE: Rule = (lambda v: _is_number(v) and v >= 0, "a number from 0 on")
 _NUMBERS: Rule = (_is_numbers, "a mapping of names to numbers")
 _MAPPING: Rule = (lambda v: isinstance(v, dict), "a mapping")
 
-_REQUIRED: dict[str, Rule] = {
-    "case": _NAME,
-    "repeat": _COUNT,
-    "mode": _NAME,
-    "trainers": (lambda v: _is_count(v) and v > 0, "a whole number from 1 on"),
-    "servers": _COUNT,
-    "status": (lambda v: v in (COMPLETED, FAILED), f"{COMPLETED} or {FAILED}"),
+
+def _points_rule(name: str) -> Rule:
+    return _points_of(lambda v: v is None or _is_number(v)), f"a list of [samples, seconds, {name}]"
+
+
+def _required(rule: Rule) -> Any:
+    """Declare a field that each record has, and the rule for its value."""
+    return field(metadata={"rule": rule})
+
+
+def _known(rule: Rule, unknown: Callable[[], Any] = NoneType) -> Any:
+    """Declare a field that a record may have; ``unknown`` makes its value where it has none."""
+    return field(default_factory=unknown, metadata={"rule": rule})
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One case in one repeat. Unknown values are None or empty; figures are of the time after the warm-up.
+
+    Attributes:
+        baseline: "local" (one process) or "no communication" (the trainers' loops without an exchange) for a baseline.
+        scenario: a disturbance, such as {"slow": {"trainer": 1, "factor": 5.0, "probability": 1.0}}.
+        wall_s: from the start of its first process to the end of its last; ``seconds`` is the measured training.
+        per_trainer: samples/s of each trainer; ``per_process``: of all, divided by the number of trainers and servers.
+        transports: of parameters and gradients, by the index of each trainer.
+        wire_bytes_per_sample: of applied samples; None where the trainers exchanged or counted nothing.
+        loss: points (samples, seconds, loss); ``validation``: points (samples, seconds, {name: value}).
+        quantities: points of each of ``CURVES``, in the file as fields of their own.
+        best: the best validation: its ``name``, ``value`` and ``samples``, and whether ``less_is_better``.
+        target: the metric and the value that ``time_to_target_s`` and ``samples_to_target`` refer to.
+        environment: versions, host, cores, commit, config (its text) and command.
+    """
+
+    case: str = _required(_NAME)
+    repeat: int = _required(_COUNT)
+    mode: str = _required(_NAME)
+    trainers: int = _required((lambda v: _is_count(v) and v > 0, "a whole number from 1 on"))
+    servers: int = _required(_COUNT)
+    status: str = _required((lambda v: v in (COMPLETED, FAILED), f"{COMPLETED} or {FAILED}"))
+    overrides: Mapping[str, Any] = _known(_MAPPING, dict)
+    scenario: Mapping[str, Any] = _known(_MAPPING, dict)
+    baseline: str | None = _known((lambda v: v in _BASELINES, " or ".join(_BASELINES)))
+    error: str | None = _known(_TEXT)
+    started: float | None = _known(_NUMBER)
+    wall_s: float | None = _known(_FIGURE)
+    seconds: float | None = _known(_FIGURE)
+    steps: int | None = _known(_COUNT)
+    samples: int | None = _known(_COUNT)
+    samples_per_second: float | None = _known(_FIGURE)
+    per_trainer: tuple[float | None, ...] = _known(
+        (lambda v: isinstance(v, list) and all(x is None or _is_number(x) for x in v), "a list of numbers"), tuple
+    )
+    per_process: float | None = _known(_FIGURE)
+    transports: Mapping[str, str] = _known(
+        (
+            lambda v: isinstance(v, dict) and all(isinstance(name, str) for name in v.values()),
+            "a mapping of trainers to names",
+        ),
+        dict,
+    )
+    step_ms: Mapping[str, float | None] = _known(_NUMBERS, dict)
+    step_bins: Mapping[int, int] = _known((lambda v: _are_counts(v, 4), "a mapping of bins to counts"), dict)
+    phases_ms: Mapping[str, float | None] = _known(_NUMBERS, dict)
+    wire_bytes_per_step: float | None = _known(_FIGURE)
+    wire_bytes_per_sample: float | None = _known(_FIGURE)
+    wire_bytes_source: str | None = _known(_TEXT)
+    model_bytes: int | None = _known(_COUNT)
+    staleness: Mapping[str, Any] | None = _known(
+        (_is_staleness, "a mapping with mean, p95, max, histogram and trainers")
+    )
+    tables: Mapping[str, Mapping[str, Any]] = _known(
+        (_are_tables, "a mapping of names to the figures of an embedding table"), dict
+    )
+    cpu_s: Mapping[str, float | None] = _known(_NUMBERS, dict)
+    peak_rss_mb: Mapping[str, float | None] = _known(_NUMBERS, dict)
+    loss: tuple[tuple[float, float, float | None], ...] = _known(_points_rule("loss"), tuple)
+    validation: tuple[tuple[float, float, Numbers], ...] = _known(
+        (_points_of(_is_numbers), "a list of [samples, seconds, {name: value}]"), tuple
+    )
+    quantities: Mapping[str, tuple[tuple[float, float, float | None], ...]] = field(
+        default_factory=lambda: dict.fromkeys(CURVES, ())
+    )
+    best: Mapping[str, Any] | None = _known(_MAPPING)
+    target: Mapping[str, float] | None = _known(_NUMBERS)
+    time_to_target_s: float | None = _known(_FIGURE)
+    samples_to_target: float | None = _known(_FIGURE)
+    predicted: Mapping[str, Any] | None = _known(_MAPPING)
+    environment: Mapping[str, Any] = _known(_MAPPING, dict)
+
+    @property
+    def is_completed(self) -> bool:
+        return self.status == COMPLETED
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The record as it is written to the file; a number that is not finite becomes null."""
+        own = asdict(self)
+        quantities = own.pop("quantities")
+        return {"format": FORMAT, **_finite({**own, **quantities})}
+
+
+_RULES: dict[str, Rule] = {
+    **{one.name: one.metadata["rule"] for one in fields(CaseResult) if one.metadata},
+    **{name: _points_rule(name) for name in CURVES},
 }
-_OPTIONAL: dict[str, Rule] = {
-    "overrides": _MAPPING,
-    "scenario": _MAPPING,
-    "baseline": (lambda v: v in _BASELINES, " or ".join(_BASELINES)),
-    "error": _TEXT,
-    "started": _NUMBER,
-    **dict.fromkeys(("wall_s", "seconds", "samples_per_second", "per_process"), _FIGURE),
-    **dict.fromkeys(("steps", "samples", "model_bytes"), _COUNT),
-    "per_trainer": (lambda v: isinstance(v, list) and all(x is None or _is_number(x) for x in v), "a list of numbers"),
-    "transports": (
-        lambda v: isinstance(v, dict) and all(isinstance(name, str) for name in v.values()),
-        "a mapping of trainers to names",
-    ),
-    **dict.fromkeys(("step_ms", "phases_ms", "cpu_s", "peak_rss_mb"), _NUMBERS),
-    "step_bins": (lambda v: _are_counts(v, 4), "a mapping of bins to counts"),
-    **dict.fromkeys(("wire_bytes_per_step", "wire_bytes_per_sample"), _FIGURE),
-    "wire_bytes_source": _TEXT,
-    "staleness": (_is_staleness, "a mapping with mean, p95, max, histogram and trainers"),
-    "tables": (_are_tables, "a mapping of names to the figures of an embedding table"),
-    **{
-        name: (_points_of(lambda v: v is None or _is_number(v)), f"a list of [samples, seconds, {name}]")
-        for name in ("loss", "local_steps", "drift")
-    },
-    "validation": (_points_of(_is_numbers), "a list of [samples, seconds, {name: value}]"),
-    "best": _MAPPING,
-    "target": _NUMBERS,
-    **dict.fromkeys(("time_to_target_s", "samples_to_target"), _FIGURE),
-    "predicted": _MAPPING,
-    "environment": _MAPPING,
-}
-_RULES = {**_REQUIRED, **_OPTIONAL}
+_REQUIRED = tuple(one.name for one in fields(CaseResult) if one.default_factory is MISSING)
+FIELDS = tuple(_RULES)
+"""The names in a record of the file."""
+
 _CURE = "take the line out, or benchmark again"
 
 
@@ -225,7 +231,7 @@ def parse_result(record: Any, where: str) -> CaseResult:
         )
     # Fields of a later version are ignored, and null means unknown, so that old and new files can be read alike.
     given = {name: record[name] for name in _RULES if record.get(name) is not None}
-    for name in {**_REQUIRED, **given}:
+    for name in (*_REQUIRED, *given):
         check, words = _RULES[name]
         if name not in given or not check(given[name]):
             raise UnsupportedConfiguration(
@@ -240,13 +246,19 @@ def _short(value: Any) -> str:
 
 
 def _frozen(given: dict[str, Any]) -> dict[str, Any]:
-    curves = ("loss", "validation", "local_steps", "drift")
-    tuples: dict[str, Any] = {name: tuple(map(tuple, given[name])) for name in curves if name in given}
+    found = {**given, **curve_fields({name: given[name] for name in ("loss", "validation", *CURVES) if name in given})}
     if "per_trainer" in given:
-        tuples["per_trainer"] = tuple(given["per_trainer"])
+        found["per_trainer"] = tuple(given["per_trainer"])
     if "step_bins" in given:
-        tuples["step_bins"] = {int(index): count for index, count in given["step_bins"].items()}
-    return {**given, **tuples}
+        found["step_bins"] = {int(index): count for index, count in given["step_bins"].items()}
+    return {name: value for name, value in found.items() if name not in CURVES}
+
+
+def curve_fields(points: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
+    """Return the fields of a ``CaseResult`` that hold learning curves, from the points of each by name."""
+    curves = {name: tuple((samples, seconds, value) for samples, seconds, value in of) for name, of in points.items()}
+    quantities = {name: curves.pop(name, ()) for name in CURVES}
+    return {**curves, "quantities": quantities}
 
 
 def read_results(path: Path) -> Results:

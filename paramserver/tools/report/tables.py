@@ -11,16 +11,17 @@ from datetime import datetime, timezone
 from typing import Any
 
 from paramserver.config.modes import MODES
+from paramserver.metrics.quantities import MEASURED
 from paramserver.metrics.records import PHASES
 from paramserver.metrics.summary import transport_text
 from paramserver.tools.report.cases import (
     BEST,
     CPU,
     CPU_OF_SAMPLES,
-    DRIFT,
     LOCAL_STEPS,
     LOSS,
     MEMORY,
+    OF_STEPS,
     PER_PROCESS,
     QUANTILES,
     SAMPLES_TO_TARGET,
@@ -89,7 +90,7 @@ def method_text(cases: Sequence[ReportCase]) -> str:
         "have the same ones, so that a slow period of the machine affects both. Means and quantiles of steps, and the "
         "means of phases, which sum to the step, are over the steps of all repeats."
     )
-    if any(one.local_steps for one in _all(cases)):
+    if any(LOCAL_STEPS.get(one) for one in _all(cases)):
         text += (
             " With rounds of local steps a step is a round. Its drift is how far a round moves the parameters of a "
             "trainer, relative to their norm."
@@ -213,6 +214,10 @@ def _estimate_of(figure: Figure) -> Cell:
     return lambda case: format_estimate(case.estimate(figure))
 
 
+def _quantities_in(section: str) -> dict[str, Cell]:
+    return {one.label: _estimate_of(OF_STEPS[one.name]) for one in MEASURED if one.section == section}
+
+
 def _value(estimate: Estimate | None) -> str:
     return format_number(estimate.value if estimate else None)
 
@@ -299,6 +304,7 @@ def learning_table(cases: Sequence[ReportCase]) -> Table:
         f"best {names[0]}" if len(names) == 1 else "best": best,
         "train loss": _estimate_of(LOSS),
         "valid": _last_validation,
+        **_quantities_in("learning"),
         "to the target (s)": _estimate_of(TIME_TO_TARGET),
         "to the target (samples)": _estimate_of(SAMPLES_TO_TARGET),
         "reached it": reached,
@@ -340,13 +346,12 @@ def staleness_figures(counts: Mapping[int, int]) -> tuple[str, str, str, str]:
 
 
 def rounds_table(cases: Sequence[ReportCase]) -> Table:
-    """Local steps and drift, and for all cases the bytes of an applied sample; empty if no case has rounds."""
+    """What is measured of rounds, and for all cases the bytes of an applied sample; empty if no case has rounds."""
     columns = {
-        "local steps per round": _estimate_of(LOCAL_STEPS),
-        "drift": _estimate_of(DRIFT),
+        **_quantities_in("rounds"),
         "wire per sample (bytes)": _estimate_of(WIRE_OF_SAMPLE),
     }
-    have_rounds = any(one.local_steps for case in cases for one in case.results)
+    have_rounds = any(LOCAL_STEPS.get(one) for one in _all(cases))
     return _case_table(by_speed(cases) if have_rounds else (), columns)
 
 

@@ -14,7 +14,7 @@ import yaml
 from paramserver.config import KEYS, SECTIONS, Config, Key, config_from_mapping, describe_keys, load_config
 from paramserver.config.layers import _NAMED_ELSEWHERE, unknown_key_message
 from paramserver.config.parsing import check_value
-from paramserver.config.schema import Rule, format_value
+from paramserver.config.schema import BUFFERS, CONSISTENCIES, OUTER_OPTIMIZERS, Rule, format_value
 from paramserver.errors import UnsupportedConfiguration
 
 # Every key with its default.
@@ -299,6 +299,13 @@ def test_the_names_of_precisions_in_other_frameworks_are_known(meant, value):
     with pytest.raises(UnsupportedConfiguration) as caught:
         config_from_mapping({"task": "a:B", "training": {"precision": value}})
     assert f"must be one of float32, bfloat16, float16; {PRECISION_CURES[meant]}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "family"), [("server", CONSISTENCIES), ("training.outer", OUTER_OPTIMIZERS), ("buffer", BUFFERS)]
+)
+def test_what_some_kinds_have_are_keys_of_their_section(section, family):
+    assert {f"{section}.{option}" for options in family.values() for option in options} <= set(KEYS)
 
 
 @pytest.mark.claim("learning-rate-key")

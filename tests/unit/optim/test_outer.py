@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from paramserver.config import ClusterConfig, Config, OuterConfig, ServerConfig, TrainingConfig
+from paramserver.config.schema import OUTER_OPTIMIZERS
 from paramserver.optim.outer import DelayedNesterov, OuterBuilder, round_weights, shared_optimizer, updates_per_round
 from paramserver.optim.updater import Updater
 
@@ -18,6 +19,11 @@ def config(outer=None, local_steps=8, mode="rpc", trainers=4, **server):
         server=ServerConfig(**server),
         training=TrainingConfig(local_steps=local_steps, outer=None if outer is None else OuterConfig(**outer)),
     )
+
+
+@pytest.mark.parametrize("name", OUTER_OPTIMIZERS)
+def test_every_value_of_the_key_has_an_optimizer(name):
+    assert OuterBuilder(config({"optimizer": name})).build_optimizer(nn.Linear(1, 1)).param_groups
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ import torch
 
 from paramserver.consistency import Announcement, Readiness, Stop
 from paramserver.errors import PeerLost
-from paramserver.trainers.ddp_control import _ROW, SharedRows, StepAgreement, StepTotals
+from paramserver.metrics.quantities import MEASURED, combine
+from paramserver.metrics.records import StepTotals
+from paramserver.trainers.ddp_control import _ROW, SharedRows, StepAgreement
 
 READY = Announcement(Readiness.READY, 2)
 
@@ -76,6 +78,16 @@ def test_all_ranks_agree_on_the_same_announcements_and_totals():
         assert one.collect_records
     assert agreed[0].announcements[1].reason == "a signal to trainer 1"
     assert agreed[1].announcements[1].reason == "SIGTERM"
+
+
+def test_every_quantity_of_a_step_is_combined_over_the_ranks():
+    agreements = [StepAgreement(None, 2, rank, rows) for rank, rows in enumerate(pair())]
+    own = [StepTotals(0.5, 8, **{one.name: 4.0 * rank + i for i, one in enumerate(MEASURED)}) for rank in (1, 2)]
+    for agreement, totals in zip(agreements, own, strict=True):
+        agreement.start(READY, totals, before_collective=True)
+    expected = StepTotals(samples=16, **combine(own))
+    assert [agreement.wait().totals for agreement in agreements] == [expected, expected]
+    assert expected.drift == 6.0 + [one.name for one in MEASURED].index("drift")
 
 
 def test_a_rank_without_data_has_no_share_in_the_totals():

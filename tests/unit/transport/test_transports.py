@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from paramserver.config.schema import TRANSPORTS, sends
 from paramserver.consistency import PushId
 from paramserver.errors import ParamserverError, TrainingError
 from paramserver.optim.shard_updater import ShardUpdater
@@ -26,6 +27,14 @@ from paramserver.transport.shared_memory import (
 )
 
 TIMEOUT_S = 10.0
+
+
+@pytest.mark.parametrize("transport", [RpcTrainerTransport, SharedMemoryTrainerTransport])
+def test_the_config_declares_what_a_transport_does(transport):
+    allowed = TRANSPORTS[transport.name]
+    assert (allowed.shares_memory, allowed.sends) == (transport.zero_copy, not transport.zero_copy)
+    assert sends(transport.name) is not transport.zero_copy
+    assert sends("gloo")
 
 
 def model(value=1.0):

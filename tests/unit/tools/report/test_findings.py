@@ -191,7 +191,7 @@ def of_rounds(name, speeds, steps, compression, wire_bytes, **fields):
     overrides = {"training.local_steps": steps, "server.compression": compression, **fields.pop("overrides", {})}
     given = {"transports": {"0": "rpc", "1": "rpc"}, "overrides": overrides, "wire_bytes_per_sample": wire_bytes}
     curve = tuple((float(s), s / 100, float(steps)) for s in range(100, 600, 100))
-    return repeats(name, speeds, **given, local_steps=curve if steps > 1 else (), **fields)
+    return repeats(name, speeds, **given, quantities={"local_steps": curve if steps > 1 else ()}, **fields)
 
 
 def test_what_rounds_and_compression_save():

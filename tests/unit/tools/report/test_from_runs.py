@@ -94,11 +94,11 @@ def test_a_run_with_rounds_has_their_figures(rpc, tmp_path):
         return {**summary, "samples_served": 2 * summary["samples"], "wire_bytes_per_sample": 10.0}
 
     (one,) = results_at([copied(rpc, tmp_path / "rounds", metrics=with_rounds, summary=dropped)]).results
-    assert one.local_steps == tuple((samples, seconds, 4.0) for samples, seconds, _ in one.loss)
-    assert one.drift == tuple((samples, seconds, 0.5) for samples, seconds, _ in one.loss)
+    for name, value in (("local_steps", 4.0), ("drift", 0.5)):
+        assert one.quantities[name] == tuple((samples, seconds, value) for samples, seconds, _ in one.loss)
     assert one.wire_bytes_per_sample == 20.0
     (without,) = results_at([copied(rpc, tmp_path / "none", summary=lambda _: {})]).results
-    assert (without.local_steps, without.drift, without.wire_bytes_per_sample) == ((), (), None)
+    assert (without.quantities, without.wire_bytes_per_sample) == ({"local_steps": (), "drift": ()}, None)
 
 
 def test_pages_of_two_runs(rpc, local, tmp_path, capsys):

@@ -142,7 +142,7 @@ def test_rounds_have_a_table_and_a_curve(tmp_path):
     plain = repeats("rpc", near(5200, 1), wire_bytes_per_sample=7268.0)
     assert not rounds_table(cases_of(plain)).rows
     curve = {"local_steps": ((100.0, 1.0, 32.0), (200.0, 2.0, 16.0)), "drift": ((100.0, 1.0, 0.2), (200.0, 2.0, 0.1))}
-    records = plain + repeats("rounds", near(6000, 2), wire_bytes_per_sample=142.0, **curve)
+    records = plain + repeats("rounds", near(6000, 2), wire_bytes_per_sample=142.0, quantities=curve)
     write_report(results(records), tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "| `rounds` | 24 (24 to 24) | 0.150 (0.150 to 0.150) | 142 (142 to 142) |" in text
