@@ -8,10 +8,13 @@ import signal
 import sys
 import time
 from pathlib import Path
+from threading import Event
 
 import torch
 from supervised_tasks import ranks_of
 from tasks import ReferenceTask
+
+from paramserver.distributed.timeouts import poll_until
 
 SIGNALS = {"kill": signal.SIGKILL, "stop_10s": signal.SIGSTOP, "stop": signal.SIGSTOP}
 FIRST_BATCH, MIDDLE_BATCH = 0, 6
@@ -31,12 +34,14 @@ class Injected(ReferenceTask):
         target: the rank that it befalls; -1 for the supervisor.
         phase: ``joining``, ``first_step``, ``mid_step``, ``validation``, ``checkpoint`` or ``shutdown``.
         compute_s: seconds that each batch takes.
+        after: a pattern of a file in the folder, for which the fault waits.
     """
 
-    def __init__(self, folder, fault=None, target=0, phase="mid_step", compute_s=0.01, **options):
+    def __init__(self, folder, fault=None, target=0, phase="mid_step", compute_s=0.01, after=None, **options):
         super().__init__(**options)
         self.folder = Path(folder)
         self.fault, self.target, self.phase, self.compute_s = fault, target, phase, compute_s
+        self.after = after
         self.rank = int(sys.argv[sys.argv.index("--rank") + 1]) if "--rank" in sys.argv else None
         self.updates = 0
 
@@ -67,6 +72,8 @@ class Injected(ReferenceTask):
         return self.target < self.config.cluster.num_servers if self.config.mode == "rpc" else self.target == -1
 
     def _fire(self, pid):
+        if self.after is not None:
+            poll_until(time.monotonic() + 30, lambda: any(self.folder.glob(self.after)) or None, Event())
         try:
             mark = os.open(self.folder / "mark", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
