@@ -59,17 +59,19 @@ class StepTotals:
 class AgreedStep:
     """What every rank knows after an exchange.
 
-    ``totals`` are of the step during which the exchange ran; None if there was none.
+    ``totals`` are of the step during which the exchange ran; None if there was none. ``blocking`` are the ranks whose
+    full buffers block simulations.
     """
 
     announcements: dict[int, Announcement]
     totals: StepTotals | None
     collect_records: bool
+    blocking: frozenset[int] = frozenset()
 
 
 # A rank's row: readiness, batches and stop of its announcement; loss, samples, local steps, drift and 1 if it takes
-# part in the current step; whether rank 0 collects records.
-_ROW = 9
+# part in the current step; whether rank 0 collects records; whether its full buffer blocks simulations.
+_ROW = 10
 
 
 class SharedRows:
@@ -203,18 +205,20 @@ class StepAgreement:
         totals: StepTotals | None = None,
         collect_records: bool = False,
         before_collective: bool = False,
+        blocks: bool = False,
     ) -> None:
         """Start an exchange and return.
 
         ``totals`` are of the current step; None if this rank does not take part. With ``collect_records`` rank 0
         collects records; with ``before_collective`` all ranks take part in another collective between this and
-        ``wait``.
+        ``wait``. ``blocks`` is whether the full buffer of this rank blocks simulations.
         """
         assert self._own is None
         figures = [0.0] * 5
         if totals is not None:
             figures = [totals.loss, totals.samples, totals.inner_steps, totals.drift, 1.0]
-        row = [float(own.readiness), float(own.batches), float(own.stop), *figures, float(collect_records)]
+        asked = [float(own.readiness), float(own.batches), float(own.stop)]
+        row = [*asked, *figures, float(collect_records), float(blocks)]
         self._own = own
         if before_collective and self.shared is not None:
             self.shared.write(row)
@@ -239,13 +243,14 @@ class StepAgreement:
         for i, (readiness, batches, stop, *_) in enumerate(rows):
             reason = own.reason if i == self.trainer_index else f"a signal to trainer {i}"
             announcements[i] = Announcement(Readiness(int(readiness)), int(batches), Stop(int(stop)), reason)
-        losses, samples, inner_steps, drift, participants, collect_records = (
+        losses, samples, inner_steps, drift, participants, collect_records, _ = (
             sum(column) for column in list(zip(*rows, strict=True))[3:]
         )
+        blocking = frozenset(rank for rank, row in enumerate(rows) if row[-1])
         totals = None
         if participants:
             totals = StepTotals(losses / participants, int(samples), inner_steps / participants, drift / participants)
-        return AgreedStep(announcements, totals, bool(collect_records))
+        return AgreedStep(announcements, totals, bool(collect_records), blocking)
 
 
 @contextmanager
@@ -451,10 +456,12 @@ class DdpControl(ReplicaControl):
         dist.broadcast_object_list(values, src=source, group=self.group)
         return values[0]
 
-    def announce(self, announcement: Announcement, totals: StepTotals | None = None, in_step: bool = False) -> None:
+    def announce(
+        self, announcement: Announcement, totals: StepTotals | None = None, in_step: bool = False, blocks: bool = False
+    ) -> None:
         """Start to agree on the next step; see ``StepAgreement.start``."""
         collects = self.monitor is not None and time.monotonic() - self._last_collected > _COLLECT_EVERY_S
-        self.agreement.start(announcement, totals, collects, before_collective=in_step)
+        self.agreement.start(announcement, totals, collects, before_collective=in_step, blocks=blocks)
 
     def collect_records(self) -> None:
         super().collect_records()

@@ -32,7 +32,17 @@ IN_C = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 class OnlineRun:
     """A run with two trainers that is started and watched. For ``with``."""
 
-    def __init__(self, fork_server, folder, outside=False, task_args=None, mode="rpc", task="Fed", **sections):
+    def __init__(
+        self,
+        fork_server,
+        folder,
+        outside=False,
+        task_args=None,
+        mode="rpc",
+        task="Fed",
+        uneven_inputs="join",
+        **sections,
+    ):
         self.ledger = folder / "ledger"
         self.ledger.mkdir(parents=True)
         simulations = {
@@ -52,7 +62,7 @@ class OnlineRun:
             task=f"{STREAMS}:{task}",
             task_args={"ledger": str(self.ledger), "outside": outside, "pace_s": [0.05], **(task_args or {})},
             simulations=simulations,
-            training={"max_steps": None, "batch_size": BATCH, "uneven_inputs": "join"},
+            training={"max_steps": None, "batch_size": BATCH, "uneven_inputs": uneven_inputs},
             buffer={"capacity": 8, **sections.pop("buffer", {})},
             cluster={"num_trainers": 2, "timeout_s": 30},
             server={"lost_after_s": 3.0, **sections.pop("server", {})},
@@ -184,6 +194,31 @@ def test_a_full_buffer_does_not_block_the_samples_that_another_trainer_waits_for
         finished = run.finished()
     assert sorted(served(run.ledger)) == sorted(ALL)
     assert finished.summary["samples"] == stream(finished, "received") == len(ALL)
+
+
+@pytest.mark.parametrize("uneven_inputs", ["stop", "join"])
+def test_a_full_buffer_of_a_rank_of_ddp_does_not_block_the_samples_that_another_waits_for(
+    tmp_path, fork_server, uneven_inputs
+):
+    """As after a return to a checkpoint, which has lost more samples of one rank than of the other."""
+    options = {"mode": "ddp", "task": "FedWithDigests", "task_args": {"pace_s": [0.0]}}
+    with OnlineRun(fork_server, tmp_path, outside=True, uneven_inputs=uneven_inputs, **options) as run:
+        address = run.address
+        for simulation in range(COUNT):
+            # More samples for one rank than its buffer and the window hold, before the first for the other.
+            steps = sorted(range(STEPS), key=lambda step, i=simulation: (i // 2 + i + step) % 2)
+            assert produce(address, simulation, steps=steps) == STEPS
+        finished = run.finished()
+    digests = [
+        dict(map(json.loads, (tmp_path / "digests" / f"trainer-{index}").read_text().splitlines()))
+        for index in range(2)
+    ]
+    together = digests[0].keys() & digests[1].keys()
+    for alone in (min(digests[0].keys() - together), min(digests[1].keys() - together)):
+        assert any(step > alone for step in together), "no rank went on without the other, and then with it"
+    assert [digests[0][step] for step in sorted(together)] == [digests[1][step] for step in sorted(together)]
+    assert stream(finished, "received") == len(ALL)
+    assert uneven_inputs == "stop" or sorted(served(run.ledger)) == sorted(ALL)
 
 
 def pid_of_rank_0(run):
