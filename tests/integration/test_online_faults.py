@@ -12,7 +12,7 @@ from threading import Event
 
 import numpy as np
 import pytest
-from c_client import CClient, missing
+from c_client import CClient, missing, prepare
 from launching import TASKS, FinishedRun, write_config
 from simulations import MAX_STALENESS, SHAPE, field
 from stream_tasks import served, starts
@@ -170,6 +170,7 @@ def test_a_trainer_of_a_run_with_simulations_is_killed(tmp_path, fork_server, ki
 def test_a_trainer_of_a_run_with_clients_from_outside_is_killed(
     tmp_path, fork_server, consistency, pace_s, client_class
 ):
+    prepare(client_class)
     rules = {"consistency": consistency}
     with OnlineRun(fork_server, tmp_path, outside=True, task_args={"kill": [1, 6]}, server=rules) as run:
         address = run.address
@@ -252,6 +253,7 @@ def test_rank_0_of_a_run_with_simulations_is_killed(tmp_path, fork_server, every
 @pytest.mark.parametrize("client_class", [Client, pytest.param(CClient, marks=IN_C)])
 def test_rank_0_of_a_run_with_clients_from_outside_is_killed(tmp_path, fork_server, client_class):
     """They find it again at its address; what they had released since the checkpoint is lost and counted."""
+    prepare(client_class)
     with OnlineRun(fork_server, tmp_path, outside=True, checkpoint={"every": 3}) as run:
         address = run.address
         with ThreadPoolExecutor(COUNT) as pool:
