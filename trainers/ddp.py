@@ -262,7 +262,7 @@ class DdpTrainer(ReplicaTrainer):
     def agree(self) -> Decision:
         decision = self._decide() if self._has_announced else None
         if decision is None or decision.verdict is Verdict.WAIT:
-            # Not within a step: there a rank does not wait for its data, so another one must not go on without it.
+            # Not within a step: there a rank does not wait for its data, so another one must not continue without it.
             blocks = self._may_be_idle and self.data.blocks
             self.control.announce(self.announcement(), blocks=blocks)
             decision = self._decide()
