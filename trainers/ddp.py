@@ -72,7 +72,10 @@ class DdpTrainer(ReplicaTrainer):
     _buckets: list[tuple[torch.futures.Future[Tensor], Tensor]]  # of the present backward
     _missed_updates = False
     _went_through_wrapper = False
-    _some_were_idle = False
+    # Ranks that had no data in a step since all of them were brought to the same model.
+    _idle_ranks: frozenset[int] = frozenset()
+    _uneven_inputs: str  # as in ``module_buffer_owner``
+    _may_be_idle = False  # whether a step may go without ranks that have no data
     _wrapped_without_buffers = False
     _collections = 0
 
@@ -121,6 +124,7 @@ class DdpTrainer(ReplicaTrainer):
         self.model = model
         self.make_optimizer(model)
         self._share_all_reduce(model)
+        self._uneven_inputs = self.config.training.uneven_inputs
         if self.updater.parameters_of or self.local_steps is not None:
             self._check_not_wrapped()
             # Not wrapped: a loss has gradients for a part of the model, or for a local step of this rank alone. What
@@ -129,6 +133,7 @@ class DdpTrainer(ReplicaTrainer):
                 dist.broadcast(parameter.data, src=0)
             for buffer in model.buffers():
                 _broadcast_buffer(buffer, 0)
+            self._may_be_idle = True
             return
         self.model = self.configure_ddp(model, device_ids)
         if isinstance(self.model, DistributedDataParallel):
@@ -136,7 +141,11 @@ class DdpTrainer(ReplicaTrainer):
             if self.all_reduce is not None:
                 # DDP refuses annotations that are strings; a lambda has none.
                 self.model.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
-        if self.config.training.uneven_inputs == "join":
+        # A rank that waits for samples of simulations is idle while another one's full buffer blocks these.
+        if self.process.receiver_spec is not None and isinstance(self.model, DistributedDataParallel):
+            self._uneven_inputs = "join"
+        if self._uneven_inputs == "join":
+            self._may_be_idle = True
             # Creating the context switches the collectives of joining on. It is never entered: this loop decides.
             self._join = self._ddp().join(divide_by_initial_world_size=False)
             self._shadow = self._ddp().join_hook(divide_by_initial_world_size=False)  # type: ignore[no-untyped-call]
@@ -252,28 +261,35 @@ class DdpTrainer(ReplicaTrainer):
         return translate_peer_loss()
 
     def agree(self) -> Decision:
-        decision = self.decide(self._agreed()) if self._has_announced else None
+        decision = self._decide() if self._has_announced else None
         if decision is None or decision.verdict is Verdict.WAIT:
-            self.control.announce(self.announcement())
-            decision = self.decide(self._agreed())
+            # Not within a step: there a rank does not wait for its data, so another one must not continue without it.
+            blocks = self._may_be_idle and self.data.blocks
+            self.control.announce(self.announcement(), blocks=blocks)
+            decision = self._decide()
         if decision.verdict is Verdict.END and self.monitor is not None:
             # A reason does not fit into the exchange of numbers.
             decision = replace(decision, reason=self.control.set_first("stop", decision.reason))
         if decision.active:
+            if self._idle_ranks.intersection(decision.active):
+                self._synchronize()
             self._keep_module_buffers(decision.active)
             self._active = decision.active
-            self._some_were_idle |= len(decision.active) < self.process.trainers
+            self._idle_ranks |= set(range(self.process.trainers)).difference(decision.active)
         self.clock.lap("wait")
         return decision
 
+    def _decide(self) -> Decision:
+        agreed = self._agreed()
+        return self.decide(agreed.announcements, agreed.blocking)
+
     def _keep_module_buffers(self, active: tuple[int, ...]) -> None:
         """Continue with the module buffers that the last step kept, also where another rank's are kept from now on."""
-        uneven_inputs = self.config.training.uneven_inputs
-        source = module_buffer_owner(self._active, uneven_inputs)
+        source = module_buffer_owner(self._active, self._uneven_inputs)
         # DDP does it before a forward, but not with several optimizers, where the model is not wrapped, nor if it found
         # no buffers at first.
         own_broadcast = not isinstance(self.model, DistributedDataParallel) or self._wrapped_without_buffers
-        everything = own_broadcast or source != module_buffer_owner(active, uneven_inputs)
+        everything = own_broadcast or source != module_buffer_owner(active, self._uneven_inputs)
         _separate_elements(self.unwrapped_model)
         if everything or self._sends_bytes:
             with translate_peer_loss():
@@ -335,7 +351,7 @@ class DdpTrainer(ReplicaTrainer):
         if self.local_steps is None:
             self._announce_in_step(totals)
 
-    def _announce_in_step(self, totals: StepTotals) -> None:
+    def _announce_in_step(self, totals: StepTotals | None) -> None:
         # The announcement holds until the next batch is taken: samples in the buffer stay, and an end is final.
         announcement = self.announcement_if_ready() or self.control.with_stop(Announcement(Readiness.WAITING))
         self.control.announce(announcement, totals, in_step=True)
@@ -365,7 +381,7 @@ class DdpTrainer(ReplicaTrainer):
         self._known = replace(agreed, totals=None)
         return self.skip_step(self._active, agreed.totals.samples, cause)
 
-    def _agreed(self) -> dict[int, Announcement]:
+    def _agreed(self) -> AgreedStep:
         """Wait for the announcements of all ranks, and count the step during which they were exchanged."""
         with span("wait"):
             agreed, self._known = self._known or self.control.agreement.wait(), None
@@ -375,9 +391,9 @@ class DdpTrainer(ReplicaTrainer):
         if agreed.collect_records:
             self.control.collect_records()
             self._collections += 1
-            if self._collections % _COMPARE_EVERY == 0 and not self._some_were_idle:
+            if self._collections % _COMPARE_EVERY == 0 and not self._idle_ranks:
                 self._compare_parameters()
-        return agreed.announcements
+        return agreed
 
     def step_optimizer(self, report: StepReport) -> StepResult | None:
         if report.optimizer:
@@ -485,7 +501,7 @@ class DdpTrainer(ReplicaTrainer):
 
     def idle(self, decision: Decision) -> int:
         """Take part in the collectives of ranks that still have data, as ``DistributedDataParallel.join`` does."""
-        self.control.announce(self.control.with_stop(Announcement(Readiness.DRAINED)), in_step=True)
+        self._announce_in_step(None)
         if self.local_steps is not None:
             self._reduce_round(self.local_steps, samples=0)
             self.updater.apply(decision.step + 1)
@@ -511,15 +527,18 @@ class DdpTrainer(ReplicaTrainer):
         """Bring all ranks to the same model and module buffers, before they are validated or saved."""
         if self._has_announced:
             self._agreed()  # for the totals of the last step; its announcements may be outdated by now
-        source = module_buffer_owner(self._active, self.config.training.uneven_inputs)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        source = module_buffer_owner(self._active, self._uneven_inputs)
         _separate_elements(self.unwrapped_model)
         with translate_peer_loss():
             for buffer in self.unwrapped_model.buffers():
                 _broadcast_buffer(buffer, source)
-            if not self._some_were_idle:
+            if not self._idle_ranks:
                 self._compare_parameters()
                 return
-            # Ranks without data made no updates; they receive those of the others.
+            # Ranks without data made no updates; they receive those of the others, of which the source is one.
             for parameter in self.unwrapped_model.parameters():
                 dist.broadcast(parameter.data, src=source)
             # On the CPU: a tensor of a GPU would be made again on that one, which belongs to another rank.
@@ -528,7 +547,7 @@ class DdpTrainer(ReplicaTrainer):
         if self._missed_updates:
             self.updater.load_state_dict(state)
             self._missed_updates = False
-        self._some_were_idle = False
+        self._idle_ranks = frozenset()
 
     def _compare_parameters(self) -> None:
         """Refuse parameters that differ between the ranks: these train different models without a sign of it."""

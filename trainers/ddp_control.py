@@ -51,18 +51,19 @@ class AgreedStep:
     """What every rank knows after an exchange.
 
     ``totals`` are of the step during which the exchange ran, over the ranks that took part in it; None if there was
-    none.
+    none. ``blocking`` are the ranks whose full buffers block simulations.
     """
 
     announcements: dict[int, Announcement]
     totals: StepTotals | None
     collect_records: bool
+    blocking: frozenset[int] = frozenset()
 
 
-# A rank's row: readiness, batches and stop of its announcement; whether rank 0 collects records; 1 if the rank takes
-# part in the current step, its samples and its quantities.
+# A rank's row: readiness, batches and stop of its announcement; whether rank 0 collects records; whether its full
+# buffer blocks simulations; 1 if the rank takes part in the current step, its samples and its quantities.
 _QUANTITIES = tuple(one.name for one in QUANTITIES)
-_ROW = 6 + len(_QUANTITIES)
+_ROW = 7 + len(_QUANTITIES)
 
 
 class SharedRows:
@@ -196,15 +197,16 @@ class StepAgreement:
         totals: StepTotals | None = None,
         collect_records: bool = False,
         before_collective: bool = False,
+        blocks: bool = False,
     ) -> None:
         """Start an exchange and return.
 
         ``totals`` are of the current step; None if this rank does not take part. With ``collect_records`` rank 0
         collects records; with ``before_collective`` all ranks take part in another collective between this and
-        ``wait``.
+        ``wait``. ``blocks`` is whether the full buffer of this rank blocks simulations.
         """
         assert self._own is None
-        row = [float(own.readiness), float(own.batches), float(own.stop), float(collect_records)]
+        row = [float(own.readiness), float(own.batches), float(own.stop), float(collect_records), float(blocks)]
         if totals is not None:
             row += [1.0, totals.samples, *(getattr(totals, name) for name in _QUANTITIES)]
         row += [0.0] * (_ROW - len(row))
@@ -228,15 +230,17 @@ class StepAgreement:
             with translate_peer_loss():
                 self._work.wait()
             rows, self._matrix = self._matrix.tolist(), None
-        announcements, parts, collect_records = {}, list[StepTotals](), False
-        for i, (readiness, batches, stop, collects, takes_part, samples, *values) in enumerate(rows):
+        announcements, parts, collect_records, blocking = {}, list[StepTotals](), False, set[int]()
+        for i, (readiness, batches, stop, collects, blocks, takes_part, samples, *values) in enumerate(rows):
             reason = own.reason if i == self.trainer_index else f"a signal to trainer {i}"
             announcements[i] = Announcement(Readiness(int(readiness)), int(batches), Stop(int(stop)), reason)
             collect_records |= bool(collects)
+            if blocks:
+                blocking.add(i)
             if takes_part:
                 parts.append(StepTotals(samples=int(samples), **dict(zip(_QUANTITIES, values, strict=True))))
         totals = StepTotals(samples=sum(part.samples for part in parts), **combine(parts)) if parts else None
-        return AgreedStep(announcements, totals, collect_records)
+        return AgreedStep(announcements, totals, collect_records, frozenset(blocking))
 
 
 @contextmanager
@@ -442,10 +446,12 @@ class DdpControl(ReplicaControl):
         dist.broadcast_object_list(values, src=source, group=self.group)
         return values[0]
 
-    def announce(self, announcement: Announcement, totals: StepTotals | None = None, in_step: bool = False) -> None:
+    def announce(
+        self, announcement: Announcement, totals: StepTotals | None = None, in_step: bool = False, blocks: bool = False
+    ) -> None:
         """Start to agree on the next step; see ``StepAgreement.start``."""
         collects = self.monitor is not None and time.monotonic() - self._last_collected > _COLLECT_EVERY_S
-        self.agreement.start(announcement, totals, collects, before_collective=in_step)
+        self.agreement.start(announcement, totals, collects, before_collective=in_step, blocks=blocks)
 
     def collect_records(self) -> None:
         super().collect_records()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -39,10 +39,11 @@ class ReplicaTrainer(Trainer):
         self.tree = ModelTree(model)
         self.optimizer_calls.set_optimizers(self.updater.parameters_of, model)
 
-    def decide(self, announcements: Mapping[int, Announcement]) -> Decision:
-        """Return the decision that every trainer derives from these announcements."""
-        limits = Limits.of(self.config.training)
-        decision = decide(announcements, self.step, self.samples, limits, self.config.training.uneven_inputs)
+    def decide(self, announcements: Mapping[int, Announcement], blocking: Set[int] = frozenset()) -> Decision:
+        """Return the decision that every trainer derives from these announcements, and from whose buffers block."""
+        training = self.config.training
+        limits = Limits.of(training)
+        decision = decide(announcements, self.step, self.samples, limits, training.uneven_inputs, blocking=blocking)
         return replace(decision, skipped=self.skipped) if self.skipped else decision
 
     @property

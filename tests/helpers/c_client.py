@@ -64,11 +64,13 @@ def _run(*command):
 
 
 class _Driver:
-    """A process that makes the calls that it is sent."""
+    """A process that makes the calls that it is sent. ``program`` is its target of ``build``."""
 
-    def __init__(self, program):
+    program: str
+
+    def __init__(self):
         self._process = subprocess.Popen(
-            [build(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [build(self.program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
 
     def _ask(self, *words, body=b""):
@@ -94,13 +96,24 @@ class _Driver:
             self.free()
 
 
+def prepare(kind):
+    """Build the program of a client or subscriber in C, before a run or a deadline waits for its first message.
+
+    On a busy machine the compiler takes longer than these. Does nothing for one in Python.
+    """
+    if issubclass(kind, _Driver):
+        build(kind.program)
+
+
 class CClient(_Driver):
     """As ``Client``, by a process that makes the calls. It ends at ``close`` or at the end of ``with``."""
+
+    program = "client_driver"
 
     def __init__(self, address=None, *, keys=None, timeout_s=None, member=-1, members=-1, attempt=-1):
         self._options = [address or "-", keys or "-", timeout_s or 0], [member, members, attempt]
         self.sent, self.refused, self.waited_s = 0, 0, 0.0
-        super().__init__("client_driver")
+        super().__init__()
 
     def open(self, simulation=None, parameters=None):
         place, group = self._options
@@ -158,8 +171,10 @@ class CWeights(dict):
 class CSubscriber(_Driver):
     """As ``Subscriber``, by a process that makes the calls. It ends at the end of ``with``."""
 
+    program = "subscriber_driver"
+
     def __init__(self, address, *, keys=None, encoding="exact"):
-        super().__init__("subscriber_driver")
+        super().__init__()
         try:
             self._call("open", address, keys or "-", encoding)
         except BaseException:

@@ -92,6 +92,18 @@ def served(ledger):
     return [tuple(json.loads(line)) for line in lines]
 
 
+class FedWithDigests(Fed):
+    """Writes down, in ``digests``, the sum over all parameters of the model at each of its steps."""
+
+    def training_step(self, model, batch, batch_idx):
+        digests = self.ledger.parent / "digests"
+        digests.mkdir(exist_ok=True)
+        total = sum(parameter.detach().double().sum() for parameter in model.parameters())
+        with (digests / f"trainer-{self.trainer.trainer_index}").open("a") as file:
+            file.write(json.dumps([self.trainer.current_step.decision.step, float(total)]) + "\n")
+        return super().training_step(model, batch, batch_idx)
+
+
 class FedWithVersions(Fed):
     """Writes down the version of each sample too, and the step that it is served in: one line a sample in ``ages``."""
 

@@ -76,13 +76,14 @@ class Hosts:
         assert codes == [0] * self.count, [one.output.read_text() for one in self.commands]
 
 
-def straight(folder, mode="ddp", **config):
-    return train(folder, mode, 2, task_args=DATA, training=STEPS, **config)
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory):
+    """The run of ``ddp`` whose result the others have."""
+    return train(tmp_path_factory.mktemp("straight"), "ddp", 2, task_args=DATA, training=STEPS)
 
 
 @pytest.mark.parametrize("transport", ["auto", "rpc"])
-def test_the_supervisor_starts_a_server_for_each_trainer_and_the_result_is_that_of_ddp(tmp_path, transport):
-    ddp = straight(tmp_path)
+def test_the_supervisor_starts_a_server_for_each_trainer_and_the_result_is_that_of_ddp(tmp_path, ddp, transport):
     half = {"max_steps": 75, "validate_every": 25}
     config = {"cluster": COLOCATED, "server": {"transport": transport}, "task_args": DATA}
     run = train(tmp_path, "rpc", 2, training=half, **config)
@@ -111,8 +112,7 @@ def test_fewer_servers_than_hosts(tmp_path):
         assert (hosts.run.summary["num_servers"], hosts.run.summary["num_trainers"]) == (1, 3)
 
 
-def test_a_host_whose_server_is_killed_continues_with_its_command_started_again(tmp_path):
-    ddp = straight(tmp_path)
+def test_a_host_whose_server_is_killed_continues_with_its_command_started_again(tmp_path, ddp):
     config = {"task_args": DATA, "training": STEPS, "checkpoint": {"every": 10}, "server": {"transport": "rpc"}}
     with Hosts(tmp_path / "hosts", **config) as hosts:
         hosts.wait_for_checkpoint()
@@ -129,8 +129,7 @@ def test_a_host_whose_server_is_killed_continues_with_its_command_started_again(
         assert differing_tensors(ddp.load("optimizer"), hosts.run.load("optimizer")) == []
 
 
-def test_a_trainer_that_is_killed_is_started_again_by_the_server_of_its_host(tmp_path):
-    ddp = straight(tmp_path)
+def test_a_trainer_that_is_killed_is_started_again_by_the_server_of_its_host(tmp_path, ddp):
     config = {"task_args": DATA, "training": STEPS, "checkpoint": {"every": 10}, "server": {"on_loss": "rollback"}}
     with Hosts(tmp_path / "hosts", **config) as hosts:
         hosts.wait_for_checkpoint()

@@ -12,7 +12,7 @@ from threading import Event
 
 import numpy as np
 import pytest
-from c_client import CClient, missing
+from c_client import CClient, missing, prepare
 from launching import FinishedRun, write_config
 from online_runs import SIMULATIONS, STREAMS, ages, online_config, streams, wait_for
 from simulations import MAX_STALENESS, field
@@ -31,7 +31,17 @@ IN_C = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 class OnlineRun:
     """A run with two trainers that is started and watched. For ``with``."""
 
-    def __init__(self, fork_server, folder, outside=False, task_args=None, mode="rpc", task="Fed", **sections):
+    def __init__(
+        self,
+        fork_server,
+        folder,
+        outside=False,
+        task_args=None,
+        mode="rpc",
+        task="Fed",
+        uneven_inputs="join",
+        **sections,
+    ):
         self.ledger = folder / "ledger"
         sizes = {"count": COUNT, "at_once": 2, "steps": STEPS, "window": 4}
         function = {"function": None} if outside else {}
@@ -41,6 +51,7 @@ class OnlineRun:
             {"outside": outside, "pace_s": [0.05], **(task_args or {})},
             {**sizes, **function, **sections.pop("simulations", {})},
             mode=mode,
+            training={"uneven_inputs": uneven_inputs},
             buffer={"capacity": 8, **sections.pop("buffer", {})},
             server={"lost_after_s": 3.0, **sections.pop("server", {})},
             **sections,
@@ -140,6 +151,7 @@ def test_a_trainer_of_a_run_with_simulations_is_killed(tmp_path, fork_server, ki
 def test_a_trainer_of_a_run_with_clients_from_outside_is_killed(
     tmp_path, fork_server, consistency, pace_s, client_class
 ):
+    prepare(client_class)
     rules = {"consistency": consistency}
     with OnlineRun(fork_server, tmp_path, outside=True, task_args={"kill": [1, 6]}, server=rules) as run:
         address = run.address
@@ -164,6 +176,31 @@ def test_a_full_buffer_does_not_block_the_samples_that_another_trainer_waits_for
         finished = run.finished()
     assert sorted(served(run.ledger)) == sorted(ALL)
     assert finished.summary["samples"] == streams(finished, "received") == len(ALL)
+
+
+@pytest.mark.parametrize("uneven_inputs", ["stop", "join"])
+def test_a_full_buffer_of_a_rank_of_ddp_does_not_block_the_samples_that_another_waits_for(
+    tmp_path, fork_server, uneven_inputs
+):
+    """As after a return to a checkpoint, which has lost more samples of one rank than of the other."""
+    options = {"mode": "ddp", "task": "FedWithDigests", "task_args": {"pace_s": [0.0]}}
+    with OnlineRun(fork_server, tmp_path, outside=True, uneven_inputs=uneven_inputs, **options) as run:
+        address = run.address
+        for simulation in range(COUNT):
+            # More samples for one rank than its buffer and the window hold, before the first for the other.
+            steps = sorted(range(STEPS), key=lambda step, i=simulation: (i // 2 + i + step) % 2)
+            assert produce(address, simulation, steps=steps) == STEPS
+        finished = run.finished()
+    digests = [
+        dict(map(json.loads, (tmp_path / "digests" / f"trainer-{index}").read_text().splitlines()))
+        for index in range(2)
+    ]
+    together = digests[0].keys() & digests[1].keys()
+    for alone in (min(digests[0].keys() - together), min(digests[1].keys() - together)):
+        assert any(step > alone for step in together), "no rank went on without the other, and then with it"
+    assert [digests[0][step] for step in sorted(together)] == [digests[1][step] for step in sorted(together)]
+    assert streams(finished, "received") == len(ALL)
+    assert uneven_inputs == "stop" or sorted(served(run.ledger)) == sorted(ALL)
 
 
 def pid_of_rank_0(run):
@@ -197,6 +234,7 @@ def test_rank_0_of_a_run_with_simulations_is_killed(tmp_path, fork_server, every
 @pytest.mark.parametrize("client_class", [Client, pytest.param(CClient, marks=IN_C)])
 def test_rank_0_of_a_run_with_clients_from_outside_is_killed(tmp_path, fork_server, client_class):
     """They find it again at its address; what they had released since the checkpoint is lost and counted."""
+    prepare(client_class)
     with OnlineRun(fork_server, tmp_path, outside=True, checkpoint={"every": 3}) as run:
         address = run.address
         with ThreadPoolExecutor(COUNT) as pool:

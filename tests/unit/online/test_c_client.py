@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from c_client import CClient, missing
+from c_client import CClient, missing, prepare
 from fake_run import FakeRun, refuse_33_messages, refuse_as_newer_version, sample, send_all
 
 from paramserver.cluster.simulation import SimulationEnvironment
@@ -16,6 +16,11 @@ from paramserver.online.security import ServerSecurity, make_keys
 
 if missing():
     pytest.skip(missing(), allow_module_level=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _program():
+    prepare(CClient)
 
 
 @pytest.fixture

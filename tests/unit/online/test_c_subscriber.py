@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from c_client import CSubscriber, missing
+from c_client import CSubscriber, missing, prepare
 from torch import nn
 
 from paramserver.config import PublishConfig
@@ -30,6 +30,11 @@ if missing():
     pytest.skip(missing(), allow_module_level=True)
 
 SEED, DEADLINE_S = 3, 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _program():
+    prepare(CSubscriber)
 
 
 class Counter(nn.Module):

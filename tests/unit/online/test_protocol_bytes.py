@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from c_client import CClient, CSubscriber, missing
+from c_client import CClient, CSubscriber, missing, prepare
 from fake_run import FakeRun
 
 from paramserver.client import Client
@@ -216,6 +216,7 @@ def publisher():
 @pytest.mark.parametrize("subscriber_class", [Subscriber, *([] if missing() else [CSubscriber])])
 def test_a_subscriber_sends_and_reads_the_bytes_of_the_document(publisher, subscriber_class, encoding, monkeypatch):
     """It has received the version before, and asks for the newest."""
+    prepare(subscriber_class)
     monkeypatch.setattr("paramserver.subscriber.SHARES_MEMORY", False)
     address = publisher.last_endpoint.decode()
     takes_difference = subscriber_class is Subscriber and encoding == ROUNDED
@@ -268,6 +269,7 @@ def test_a_run_that_takes_versions_has_the_bytes_of_the_document():
 @pytest.mark.parametrize("version", [None, (2, 100)])
 @pytest.mark.parametrize("client_class", [Client, *([] if missing() else [CClient])])
 def test_a_client_sends_the_bytes_of_the_document(own_environ, monkeypatch, client_class, version):
+    prepare(client_class)
     with Recorder(fields=FIELDS, optional=(VERSION_COLUMN,) if version else (), timeout_s=2.0) as run:
         environment = SimulationEnvironment(run.address, 3, (1.5, -2.0), 4, 1, 2, None, SECRET)
         for name, value in environment.to_environ().items():

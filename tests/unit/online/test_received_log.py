@@ -131,26 +131,22 @@ def test_inherited_samples_are_inherited_again():
 
 
 def test_states_are_consistent_while_samples_are_added():
-    made = ReceivedLog()
-    stop = threading.Event()
+    made, steps = ReceivedLog(), 50_000
 
     def feed():
-        # Not without a limit: each state is of the whole log, and one thread may get the lock often in succession.
-        for step in range(20_000):
-            if stop.is_set():
-                return
+        # No more than these: the lock is not fair, so the other thread might read few states while the log grows.
+        for step in range(steps):
             made.extend([(step, -step), (step, -step)])
 
     thread = threading.Thread(target=feed)
     thread.start()
-    try:
-        for _ in range(200):
-            log = made.state_dict()["log"]
-            assert len(log) % 2 == 0
-            assert np.array_equal(log[:, 0], -log[:, 1])
-    finally:
-        stop.set()
-        thread.join(10)
+    log = made.state_dict()["log"]
+    while len(log) < 2 * steps:
+        assert len(log) % 2 == 0
+        assert np.array_equal(log[:, 0], -log[:, 1])
+        log = made.state_dict()["log"]
+    thread.join(10)
+    assert np.array_equal(log[:, 0], np.repeat(np.arange(steps), 2))
 
 
 def test_a_sample_costs_the_same_however_many_there_are():

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from c_client import CClient, missing
+from c_client import CClient, missing, prepare
 from online_fixtures import PATIENCE_S, field, ingest_spec
 
 from paramserver.client import Client, finish
@@ -24,6 +24,7 @@ LANGUAGES = [Client, *([] if missing() else [CClient])]
 @pytest.fixture(autouse=True, params=LANGUAGES, ids=["python", "c"][: len(LANGUAGES)])
 def _language(request, monkeypatch):
     """The same of the client in Python and of that in C."""
+    prepare(request.param)
     monkeypatch.setattr(Sending, "client_class", request.param)
 
 

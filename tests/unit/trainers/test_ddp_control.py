@@ -90,6 +90,13 @@ def test_every_quantity_of_a_step_is_combined_over_the_ranks():
     assert expected.drift == 6.0 + [one.name for one in MEASURED].index("drift")
 
 
+def test_all_ranks_learn_whose_full_buffers_block_simulations():
+    agreements = [StepAgreement(None, 2, rank, rows) for rank, rows in enumerate(pair())]
+    agreements[0].start(Announcement(Readiness.WAITING), collect_records=True, before_collective=True)
+    agreements[1].start(READY, before_collective=True, blocks=True)
+    assert [agreement.wait().blocking for agreement in agreements] == [{1}, {1}]
+
+
 def test_a_rank_without_data_has_no_share_in_the_totals():
     agreements = [StepAgreement(None, 2, rank, rows) for rank, rows in enumerate(pair())]
     agreements[0].start(READY, StepTotals(1.5, 32), before_collective=True)
