@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -72,7 +73,8 @@ class TrainerProgress:
     epoch_open: bool = False
     seconds: float = 0.0  # of training before this process resumed the run
     steps: int = 0  # that this trainer took, or waited for
-    inner_steps: int = 0  # of its own optimizer, with rounds of local steps
+    inner_steps: int = 0  # of its own optimizer, with rounds of local steps, and those that were skipped
+    loss: float = 0.0  # of its last step
 
 
 @dataclass
@@ -847,7 +849,7 @@ class TrainingLoop:
         trainer, local = self.trainer, self.trainer.local_steps
         # A round has a gradient for each local step; any other step has one.
         at_once = decision.batches if local is None else trainer.config.training.accumulate_batches
-        done, samples, summed, began = 0, 0, 0.0, time.perf_counter()
+        done, samples, summed, counted, skipped, began = 0, 0, 0.0, 0, 0, time.perf_counter()
         buffers: PackedBuffers | None = None
         while done < decision.batches:
             if done:
@@ -855,12 +857,13 @@ class TrainingLoop:
             batches = [self._next_batch() for _ in range(min(at_once, decision.batches - done))]
             samples += sum(batch_samples for _, batch_samples in batches)
             self._load(batches, is_first=not done)
-            if trainer.config.training.may_skip and not done:
-                buffers = trainer.tree.pack_buffers()  # of the version, which a forward with NaN may change
+            if local.may_skip if local is not None else trainer.config.training.may_skip and not done:
+                buffers = trainer.tree.pack_buffers()  # which a forward with NaN may change
             if local is not None and not done:
                 began = time.perf_counter()  # after the pull, which does not get shorter with fewer local steps
                 with trainer.local_step_scope():
                     local.begin()
+            before = summed
             for number, (batch, trainer.current_step.batch_samples) in enumerate(batches, start=1):
                 last = number == len(batches)
                 with (
@@ -868,18 +871,26 @@ class TrainingLoop:
                     nullcontext() if last else trainer.block_backward_sync(),
                 ):
                     value, loss = trainer.forward_batch(batch)
-                    summed, done = summed + value, done + 1
+                    summed, done, counted = summed + value, done + 1, counted + 1
                     if done == decision.batches:
                         trainer.on_last_loss(summed / done, samples)
                     trainer.backward_batch(loss, len(batches))
-            if local is not None:
-                trainer.progress.inner_steps += 1
-                with trainer.local_step_scope():
-                    local.step(trainer.progress.inner_steps)
-                trainer.clock.lap("apply")
+            own = sum(batch_samples for _, batch_samples in batches)
+            if local is not None and not self._take_local_step(local, own, summed, buffers):
+                skipped += own
+                if not math.isfinite(summed):
+                    summed, counted = before, counted - len(batches)
         trainer.tree.check_parameters()
+        if counted:
+            trainer.progress.loss = summed / counted
         report = StepReport(
-            trainer.trainer_index, decision.step, samples, summed / done, trainer.seconds, scale=trainer.loss_scale
+            trainer.trainer_index,
+            decision.step,
+            samples - skipped,
+            trainer.progress.loss,
+            trainer.seconds,
+            scale=trainer.loss_scale,
+            skipped=skipped,
         )
         if local is not None:
             seconds, steps = time.perf_counter() - began, -(-done // at_once)
@@ -896,6 +907,23 @@ class TrainingLoop:
             return result.step
         trainer.control.update_applied(result)
         return result.step
+
+    def _take_local_step(
+        self, local: LocalSteps, samples: int, loss: float, buffers: PackedBuffers | None
+    ) -> bool:
+        """Make a local step, or skip it; return whether it was made. ``buffers`` are those before it."""
+        trainer = self.trainer
+        scale, trainer.progress.inner_steps = trainer.loss_scale, trainer.progress.inner_steps + 1
+        with trainer.local_step_scope():
+            cause = local.step(trainer.progress.inner_steps, loss)
+            if cause and buffers is not None:
+                trainer.tree.load_buffers(buffers)
+        trainer.clock.lap("apply")
+        if cause:
+            fields = {"scale": scale} if trainer.config.training.scales_loss else {}
+            trainer.record("skipped", trainers=[trainer.trainer_index], samples=samples, cause=cause, **fields)
+            local.updater.skipping.step_skipped([trainer.trainer_index], cause, scale)
+        return not cause
 
     def _train_by_calls(self) -> int:
         """Train on a batch whose ``training_step`` calls ``optimize``; return the version that results."""

@@ -370,6 +370,7 @@ class DdpTrainer(ReplicaTrainer):
             agreed, self._known = self._known or self.control.agreement.wait(), None
         if agreed.totals is not None:
             self.samples += agreed.totals.samples
+            self.count_skipped(agreed.totals.skipped)
             lr, totals = self.updater.lr, agreed.totals
             self.control.update_applied(
                 StepResult(
@@ -393,7 +394,8 @@ class DdpTrainer(ReplicaTrainer):
         if report.optimizer:
             return self._update_one()
         if self.local_steps is not None:
-            self._announce_in_step(StepTotals(report.loss, report.samples, report.inner_steps, report.drift))
+            totals = StepTotals(report.loss, report.samples, report.inner_steps, report.drift, report.skipped)
+            self._announce_in_step(totals)
             self._reduce_round(self.local_steps, report.samples)
         elif (skipped := self._skipped()) is not None:
             return skipped

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from itertools import product
 from typing import Any, TypeVar
@@ -47,12 +47,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepTotals:
-    """The last step over the ranks that took part in it: the sum of their samples, and means of all else."""
+    """The last step over the ranks that took part in it: sums of samples, and means of all else."""
 
     loss: float
     samples: int
     inner_steps: float = 0.0
     drift: float = 0.0
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,9 @@ class AgreedStep:
     collect_records: bool
 
 
-# A rank's row: readiness, batches and stop of its announcement; loss, samples, local steps, drift and 1 if it takes
-# part in the current step; whether rank 0 collects records.
-_ROW = 9
+# A rank's row: readiness, batches and stop of its announcement; loss, samples, local steps, drift, samples that were
+# skipped, and 1 if it takes part in the current step; whether rank 0 collects records.
+_ROW = 10
 
 
 class SharedRows:
@@ -211,9 +212,9 @@ class StepAgreement:
         ``wait``.
         """
         assert self._own is None
-        figures = [0.0] * 5
+        figures = [0.0] * 6
         if totals is not None:
-            figures = [totals.loss, totals.samples, totals.inner_steps, totals.drift, 1.0]
+            figures = [*astuple(totals), 1.0]
         row = [float(own.readiness), float(own.batches), float(own.stop), *figures, float(collect_records)]
         self._own = own
         if before_collective and self.shared is not None:
@@ -239,12 +240,13 @@ class StepAgreement:
         for i, (readiness, batches, stop, *_) in enumerate(rows):
             reason = own.reason if i == self.trainer_index else f"a signal to trainer {i}"
             announcements[i] = Announcement(Readiness(int(readiness)), int(batches), Stop(int(stop)), reason)
-        losses, samples, inner_steps, drift, participants, collect_records = (
+        losses, samples, inner_steps, drift, skipped, participants, collect_records = (
             sum(column) for column in list(zip(*rows, strict=True))[3:]
         )
         totals = None
         if participants:
-            totals = StepTotals(losses / participants, int(samples), inner_steps / participants, drift / participants)
+            loss, inner_steps, drift = (total / participants for total in (losses, inner_steps, drift))
+            totals = StepTotals(loss, int(samples), inner_steps, drift, int(skipped))
         return AgreedStep(announcements, totals, bool(collect_records))
 
 

@@ -340,8 +340,11 @@ class TrainingConfig:
 
     @property
     def may_skip(self) -> bool:
-        """Whether a step may be skipped, as what it computed is NaN or infinite, so that each is checked."""
-        return self.nonfinite == "skip" or self.scales_loss
+        """Whether a step may be skipped, as what it computed is NaN or infinite, so that each is checked.
+
+        With rounds that is a local step, and never the round.
+        """
+        return (self.nonfinite == "skip" or self.scales_loss) and not self.has_rounds
 
     @property
     def scales_loss(self) -> bool:

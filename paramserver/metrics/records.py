@@ -49,6 +49,7 @@ class StepReport:
         nonfinite: what of it is NaN or infinite, "loss" or "gradient", so that the step is skipped; empty if nothing
             is, or nothing was checked.
         scale: of its losses in the backward; its gradients are without it.
+        skipped: samples of local steps of a round that were skipped, which are not in ``samples``.
     """
 
     trainer_index: int
@@ -68,6 +69,7 @@ class StepReport:
     drift: float = 0.0
     nonfinite: str = ""
     scale: float = 1.0
+    skipped: int = 0
 
 
 @dataclass(frozen=True)

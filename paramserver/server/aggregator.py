@@ -486,7 +486,8 @@ class Aggregator:
         push = replace(push, report=report, buffers=buffers)
         transport.unpin()
         self._granted.pop(trainer_index, None)
-        self.ledger.accept(push_id(report), version, report.samples, report.positions, report.keys, report.inner_steps)
+        samples = report.samples + report.skipped
+        self.ledger.accept(push_id(report), version, samples, report.positions, report.keys, report.inner_steps)
         self._replies[trainer_index] = push.future
         if self._dynamic_steps is not None:
             self._dynamic_steps.add(trainer_index, report.inner_steps, report.inner_s)
@@ -545,6 +546,7 @@ class Aggregator:
         result = self._result(self._held, apply_s)
         if pushes:
             self.store.updater.skipping.update_made(update.trainers, min(push.report.scale for push in pushes))
+        self.monitor.skipped += sum(push.report.skipped for push in pushes)
         self.monitor.gradients_applied(zip(update.trainers, update.staleness, strict=True))
         if update.completes:
             self._held = []
