@@ -307,8 +307,12 @@ class Trainer(ABC):
     def on_round_ended(self) -> None:
         """Called after the local steps of a round, before what they changed is pushed."""
 
-    def follow_update(self) -> None:
-        """Take part, without a gradient, in an update that other trainers make with one of several optimizers."""
+    def follow_update(self) -> int:
+        """Take part, without a gradient, in an update that others make with one of several optimizers.
+
+        Return the version after it: that before it, if they skip the call.
+        """
+        return self.step + (not self.optimizer_calls.nonfinite)
 
     def idle(self, decision: Decision) -> int:
         """Wait for a step in which this trainer has no data; return the version after it.
@@ -481,13 +485,16 @@ class Trainer(ABC):
         """
         self.tree.check_parameters()
         parameters = self.optimizer_calls.parameters(name)
-        value = check_loss(loss, self.trainer_index, self.progress.batch_idx, name)
+        may_be_nonfinite = self.config.training.nonfinite == "skip"
+        value = check_loss(loss, self.trainer_index, self.progress.batch_idx, name, may_be_nonfinite)
         self.clock.lap("forward")
         with torch.autocast(self.process.placement.device.type, enabled=False):
             self.on_before_backward(loss)
             for parameter in self.unwrapped_model.parameters():
                 parameter.grad = None
-            run_backward(name, loss, parameters, retain_graph)
+            self._is_scaled = self.config.training.scales_loss
+            run_backward(name, self.scaled(loss), parameters, retain_graph)
+            self._is_scaled = False
             self.on_after_backward()
         self.clock.lap("backward")
         used = tuple(parameter.grad is not None for parameter in parameters)
@@ -499,11 +506,15 @@ class Trainer(ABC):
         samples = self.current_step.batch_samples if not self.optimizer_calls.made else 0
         grads = [parameter.grad for parameter in parameters]
         sparse = tuple(grad.sparse_dim() if grad is not None and grad.is_sparse else 0 for grad in grads)
-        self.optimizer_calls.exchange(OptimizerCall(name, value, samples, used, sparse))
-        report = StepReport(self.trainer_index, self.step, samples, value, self.seconds, optimizer=name)
+        cause = self.find_nonfinite(value)
+        self.optimizer_calls.exchange(OptimizerCall(name, value, samples, used, sparse, cause))
+        report = StepReport(
+            self.trainer_index, self.step, samples, value, self.seconds, optimizer=name, scale=self.loss_scale
+        )
         result = self.step_optimizer(report)
         assert result is not None
-        self.control.update_applied(result)
+        if not result.dropped:
+            self.control.update_applied(result)
         # Autocast would continue with copies of the parameters before the update.
         torch.clear_autocast_cache()
         self.step, self.current_step.is_open = result.step, False
@@ -541,16 +552,20 @@ class Trainer(ABC):
     def backward_batch(self, loss: Tensor, batches: int) -> None:
         """Add the gradients of a loss, of so many batches of a step, and end the batch."""
         self.on_before_backward(loss)
-        loss = loss / batches if batches > 1 else loss
-        if self.config.training.scales_loss:
-            # Not by a number: a loss of float16 would overflow.
-            loss = loss * torch.tensor(self.loss_scale, dtype=torch.float32, device=loss.device)
+        loss = self.scaled(loss / batches if batches > 1 else loss)
         self._is_scaled = self.config.training.scales_loss
         loss.backward()  # type: ignore[no-untyped-call]
         self._is_scaled = False
         self.on_after_backward()
         self.clock.lap("backward")
         self.end_batch()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return a loss as its backward is computed."""
+        if not self.config.training.scales_loss:
+            return loss
+        # Not by a number: a loss of float16 would overflow.
+        return loss * torch.tensor(self.loss_scale, dtype=torch.float32, device=loss.device)
 
     def unscale_gradients(self) -> None:
         """Let each gradient be unscaled before it is accumulated: before it is summed, reduced, sent or clipped."""
@@ -908,9 +923,7 @@ class TrainingLoop:
         trainer.control.update_applied(result)
         return result.step
 
-    def _take_local_step(
-        self, local: LocalSteps, samples: int, loss: float, buffers: PackedBuffers | None
-    ) -> bool:
+    def _take_local_step(self, local: LocalSteps, samples: int, loss: float, buffers: PackedBuffers | None) -> bool:
         """Make a local step, or skip it; return whether it was made. ``buffers`` are those before it."""
         trainer = self.trainer
         scale, trainer.progress.inner_steps = trainer.loss_scale, trainer.progress.inner_steps + 1
@@ -931,6 +944,7 @@ class TrainingLoop:
         batch, samples = self._next_batch()
         trainer.current_step.batch_samples = samples
         self._load([(batch, samples)])
+        buffers = trainer.tree.pack_buffers() if trainer.config.training.may_skip else None
         for hooks in trainer.hooks:
             hooks.on_batch_start(batch_idx)
         calls.made = 0
@@ -944,6 +958,8 @@ class TrainingLoop:
                 f"({', '.join(calls.parameters_of)}); in batch {batch_idx} it {what}"
             )
         calls.exchange(OptimizerCall())
+        if buffers is not None and trainer.step == calls.batch_began:  # all calls were skipped
+            trainer.tree.load_buffers(buffers)
         calls.made, trainer.current_step.batch_samples = -1, 1
         trainer.clock.lap("forward")
         trainer.end_batch()
@@ -954,8 +970,7 @@ class TrainingLoop:
         trainer, calls = self.trainer, self.trainer.optimizer_calls
         calls.made = 0
         while calls.exchange(None):
-            trainer.follow_update()
-            trainer.step += 1
+            trainer.step = trainer.follow_update()
             calls.made += 1
             trainer.clock.lap("wait")
             trainer.end_step()

@@ -404,9 +404,12 @@ class DdpTrainer(ReplicaTrainer):
         self.clock.lap("apply")
         return None
 
-    def follow_update(self) -> None:
+    def follow_update(self) -> int:
         self.updater.clear_gradients()
-        self.control.update_applied(self._update_one())
+        result = self._update_one()
+        if not result.dropped:
+            self.control.update_applied(result)
+        return result.step
 
     def _update_one(self) -> StepResult:
         """Step the one of several optimizers that was called, with the mean of the gradients of those that have data.
@@ -415,14 +418,17 @@ class DdpTrainer(ReplicaTrainer):
         """
         present = self.optimizer_calls.present
         calls, count = list(present.values()), len(present)
-        name = calls[0].name
+        name, samples = calls[0].name, sum(call.samples for call in calls)
+        if cause := self.optimizer_calls.nonfinite:
+            return self.skip_step(list(present), samples, cause)
+        self.updater.skipping.update_made(present, self.loss_scale)
         if self.process.trainers > 1:
             self._reduce_gradients(name, present)
         self.clock.lap("push")
         self.updater.apply(self.step + 1, name)
         self.updater.clear_gradients()
         self.clock.lap("apply")
-        self.samples += sum(call.samples for call in calls)
+        self.samples += samples
         loss = sum(call.loss for call in calls) / count
         return StepResult(self.step + 1, self.samples, loss, self.updater.lr, self.seconds, optimizer=name)
 

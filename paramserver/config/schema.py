@@ -352,13 +352,6 @@ class TrainingConfig:
         return self.precision == "float16"
 
     @property
-    def skipping_rule(self) -> str:
-        """The key and the value by which a step may be skipped, as a message begins that refuses it."""
-        if self.scales_loss:
-            return "training.precision (float16) must be float32 or bfloat16"
-        return f"training.nonfinite ({self.nonfinite}) must be fail"
-
-    @property
     def clips(self) -> bool:
         """Whether gradients are clipped."""
         return self.clip_grad_norm is not None or self.clip_grad_value is not None

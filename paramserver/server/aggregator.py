@@ -514,14 +514,15 @@ class Aggregator:
             self._fail(error)
             return
         for push in pushes:
+            self._continue_batch(push.report.trainer_index)
             self._reply(push, result)
 
     def _apply_update(self, update: Update) -> None:
         pushes = [self._pushes[i] for i in update.trainers]
         if update.is_skipped:
-            self._skip(pushes)
             for trainer_index in update.trainers:
                 self._pushes.pop(trainer_index, None)
+            self._skip(pushes)
             self._release_version_waits()
             return
         # With trainers that run freely, these gradients may have been in flight when the last epoch ended.
@@ -579,7 +580,7 @@ class Aggregator:
         # The announcement of a trainer that was lost meanwhile does not count.
         lives = push.report.trainer_index in self.rules.trainers and self.ledger.is_current(decided)
         if push.announcement is None or not lives:
-            push.future.set_result(StepGrant(result=result))
+            push.future.set_result(StepGrant(result=result, scale=self.store.updater.skipping.scale))
             return
         self._results[push.report.trainer_index] = result
         self._enqueue(push.report.trainer_index, push.announcement, push.future)
