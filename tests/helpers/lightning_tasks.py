@@ -120,7 +120,7 @@ class Manual(LightningModule):
             optimizer.zero_grad()
             loss = self.loss(batch, detached)
             if self.hparams.way == "read":
-                own = [p for p in (self.head if detached else self.encoder).parameters()]
+                own = list((self.head if detached else self.encoder).parameters())
                 assert max(float(g.abs().max()) for g in torch.autograd.grad(loss, own, retain_graph=True)) > 0
             self.manual_backward(loss)
             if self.hparams.way == "clipped":
