@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -70,7 +71,8 @@ class TrainerProgress:
     epoch_open: bool = False
     seconds: float = 0.0  # of training before this process resumed the run
     steps: int = 0  # that this trainer took, or waited for
-    inner_steps: int = 0  # of its own optimizer, with rounds of local steps
+    inner_steps: int = 0  # of its own optimizer, with rounds of local steps, and those that were skipped
+    loss: float = 0.0  # of its last step
 
 
 @dataclass
@@ -306,8 +308,12 @@ class Trainer(ABC):
     def on_round_ended(self) -> None:
         """Called after the local steps of a round, before what they changed is pushed."""
 
-    def follow_update(self) -> None:
-        """Take part, without a gradient, in an update that other trainers make with one of several optimizers."""
+    def follow_update(self) -> int:
+        """Take part, without a gradient, in an update that others make with one of several optimizers.
+
+        Return the version after it: that before it, if they skip the call.
+        """
+        return self.step + (not self.optimizer_calls.nonfinite)
 
     def idle(self, decision: Decision) -> int:
         """Wait for a step in which this trainer has no data; return the version after it.
@@ -481,13 +487,16 @@ class Trainer(ABC):
         """
         self.tree.check_parameters()
         parameters = self.optimizer_calls.parameters(name)
-        value = check_loss(loss, self.trainer_index, self.progress.batch_idx, name)
+        may_be_nonfinite = self.config.training.nonfinite == "skip"
+        value = check_loss(loss, self.trainer_index, self.progress.batch_idx, name, may_be_nonfinite)
         self.clock.lap("forward")
         with torch.autocast(self.process.placement.device.type, enabled=False):
             self.on_before_backward(loss)
             for parameter in self.unwrapped_model.parameters():
                 parameter.grad = None
-            run_backward(name, loss, parameters, retain_graph)
+            self._is_scaled = self.config.training.scales_loss
+            run_backward(name, self.scaled(loss), parameters, retain_graph)
+            self._is_scaled = False
             self.on_after_backward()
         self.clock.lap("backward")
         used = tuple(parameter.grad is not None for parameter in parameters)
@@ -499,11 +508,15 @@ class Trainer(ABC):
         samples = self.current_step.batch_samples if not self.optimizer_calls.made else 0
         grads = [parameter.grad for parameter in parameters]
         sparse = tuple(grad.sparse_dim() if grad is not None and grad.is_sparse else 0 for grad in grads)
-        self.optimizer_calls.exchange(OptimizerCall(name, value, samples, used, sparse))
-        report = StepReport(self.trainer_index, self.step, samples, value, self.seconds, optimizer=name)
+        cause = self.find_nonfinite(value)
+        self.optimizer_calls.exchange(OptimizerCall(name, value, samples, used, sparse, cause))
+        report = StepReport(
+            self.trainer_index, self.step, samples, value, self.seconds, optimizer=name, scale=self.loss_scale
+        )
         result = self.step_optimizer(report)
         assert result is not None
-        self.control.update_applied(result)
+        if not result.dropped:
+            self.control.update_applied(result)
         # Autocast would continue with copies of the parameters before the update.
         torch.clear_autocast_cache()
         self.step, self.current_step.is_open = result.step, False
@@ -541,16 +554,20 @@ class Trainer(ABC):
     def backward_batch(self, loss: Tensor, batches: int) -> None:
         """Add the gradients of a loss, of so many batches of a step, and end the batch."""
         self.on_before_backward(loss)
-        loss = loss / batches if batches > 1 else loss
-        if self.config.training.scales_loss:
-            # Not by a number: a loss of float16 would overflow.
-            loss = loss * torch.tensor(self.loss_scale, dtype=torch.float32, device=loss.device)
+        loss = self.scaled(loss / batches if batches > 1 else loss)
         self._is_scaled = self.config.training.scales_loss
         loss.backward()  # type: ignore[no-untyped-call]
         self._is_scaled = False
         self.on_after_backward()
         self.clock.lap("backward")
         self.end_batch()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return a loss as its backward is computed."""
+        if not self.config.training.scales_loss:
+            return loss
+        # Not by a number: a loss of float16 would overflow.
+        return loss * torch.tensor(self.loss_scale, dtype=torch.float32, device=loss.device)
 
     def unscale_gradients(self) -> None:
         """Let each gradient be unscaled before it is accumulated: before it is summed, reduced, sent or clipped."""
@@ -848,7 +865,7 @@ class TrainingLoop:
         trainer, local = self.trainer, self.trainer.local_steps
         # A round has a gradient for each local step; any other step has one.
         at_once = decision.batches if local is None else trainer.config.training.accumulate_batches
-        done, samples, summed, began = 0, 0, 0.0, time.perf_counter()
+        done, samples, summed, counted, skipped, began = 0, 0, 0.0, 0, 0, time.perf_counter()
         buffers: PackedBuffers | None = None
         while done < decision.batches:
             if done:
@@ -856,12 +873,13 @@ class TrainingLoop:
             batches = [self._next_batch() for _ in range(min(at_once, decision.batches - done))]
             samples += sum(batch_samples for _, batch_samples in batches)
             self._load(batches, is_first=not done)
-            if trainer.config.training.may_skip and not done:
-                buffers = trainer.tree.pack_buffers()  # of the version, which a forward with NaN may change
+            if local.may_skip if local is not None else trainer.config.training.may_skip and not done:
+                buffers = trainer.tree.pack_buffers()  # which a forward with NaN may change
             if local is not None and not done:
                 began = time.perf_counter()  # after the pull, which does not get shorter with fewer local steps
                 with trainer.local_step_scope():
                     local.begin()
+            before = summed
             for number, (batch, trainer.current_step.batch_samples) in enumerate(batches, start=1):
                 last = number == len(batches)
                 with (
@@ -869,18 +887,20 @@ class TrainingLoop:
                     nullcontext() if last else trainer.block_backward_sync(),
                 ):
                     value, loss = trainer.forward_batch(batch)
-                    summed, done = summed + value, done + 1
+                    summed, done, counted = summed + value, done + 1, counted + 1
                     if done == decision.batches:
                         totals = StepTotals(summed / done, samples)
                         trainer.on_last_loss(totals)
                     trainer.backward_batch(loss, len(batches))
-            if local is not None:
-                trainer.progress.inner_steps += 1
-                with trainer.local_step_scope():
-                    local.step(trainer.progress.inner_steps)
-                trainer.clock.lap("apply")
+            own = sum(batch_samples for _, batch_samples in batches)
+            if local is not None and not self._take_local_step(local, own, summed, buffers):
+                skipped += own
+                if not math.isfinite(summed):
+                    summed, counted = before, counted - len(batches)
         trainer.tree.check_parameters()
-        inner_s = 0.0
+        if counted:
+            trainer.progress.loss = summed / counted
+        totals, inner_s = StepTotals(trainer.progress.loss, samples - skipped, skipped), 0.0
         if local is not None:
             inner_s = time.perf_counter() - began
             with trainer.local_step_scope():
@@ -905,12 +925,28 @@ class TrainingLoop:
         trainer.control.update_applied(result)
         return result.step
 
+    def _take_local_step(self, local: LocalSteps, samples: int, loss: float, buffers: PackedBuffers | None) -> bool:
+        """Make a local step, or skip it; return whether it was made. ``buffers`` are those before it."""
+        trainer = self.trainer
+        scale, trainer.progress.inner_steps = trainer.loss_scale, trainer.progress.inner_steps + 1
+        with trainer.local_step_scope():
+            cause = local.step(trainer.progress.inner_steps, loss)
+            if cause and buffers is not None:
+                trainer.tree.load_buffers(buffers)
+        trainer.clock.lap("apply")
+        if cause:
+            fields = {"scale": scale} if trainer.config.training.scales_loss else {}
+            trainer.record("skipped", trainers=[trainer.trainer_index], samples=samples, cause=cause, **fields)
+            local.updater.skipping.step_skipped([trainer.trainer_index], cause, scale)
+        return not cause
+
     def _train_by_calls(self) -> int:
         """Train on a batch whose ``training_step`` calls ``optimize``; return the version that results."""
         trainer, calls, batch_idx = self.trainer, self.trainer.optimizer_calls, self.trainer.progress.batch_idx
         batch, samples = self._next_batch()
         trainer.current_step.batch_samples = samples
         self._load([(batch, samples)])
+        buffers = trainer.tree.pack_buffers() if trainer.config.training.may_skip else None
         for hooks in trainer.hooks:
             hooks.on_batch_start(batch_idx)
         calls.made = 0
@@ -924,6 +960,8 @@ class TrainingLoop:
                 f"({', '.join(calls.parameters_of)}); in batch {batch_idx} it {what}"
             )
         calls.exchange(OptimizerCall())
+        if buffers is not None and trainer.step == calls.batch_began:  # all calls were skipped
+            trainer.tree.load_buffers(buffers)
         calls.made, trainer.current_step.batch_samples = -1, 1
         trainer.clock.lap("forward")
         trainer.end_batch()
@@ -934,8 +972,7 @@ class TrainingLoop:
         trainer, calls = self.trainer, self.trainer.optimizer_calls
         calls.made = 0
         while calls.exchange(None):
-            trainer.follow_update()
-            trainer.step += 1
+            trainer.step = trainer.follow_update()
             calls.made += 1
             trainer.clock.lap("wait")
             trainer.end_step()

@@ -240,6 +240,11 @@ class OptimizerCalls:
             raise TaskError(f"trainer.optimize({name!r}) must name an optimizer; build_optimizer returned {known}")
         return [parameter for parameter in self.parameters_of[name] if parameter.requires_grad]
 
+    @property
+    def nonfinite(self) -> str:
+        """What is NaN or infinite in the last call of a trainer, so that all skip it; empty if nothing is."""
+        return next(filter(None, (call.nonfinite for call in self.present.values())), "")
+
     def exchange(self, own: OptimizerCall | None) -> bool:
         """Compare a call with those of the other trainers; return whether it is not the end of a batch.
 

@@ -387,6 +387,7 @@ class DdpTrainer(ReplicaTrainer):
             agreed, self._known = self._known or self.control.agreement.wait(), None
         if agreed.totals is not None:
             self.samples += agreed.totals.samples
+            self.count_skipped(agreed.totals.skipped)
             self.control.update_applied(self.make_result(self.step, [agreed.totals], self.seconds))
         if agreed.collect_records:
             self.control.collect_records()
@@ -399,7 +400,8 @@ class DdpTrainer(ReplicaTrainer):
         if report.optimizer:
             return self._update_one()
         if self.local_steps is not None:
-            self._announce_in_step(StepTotals(samples=report.samples, **combine([report])))
+            totals = StepTotals(samples=report.samples, skipped=report.skipped, **combine([report]))
+            self._announce_in_step(totals)
             self._reduce_round(self.local_steps, report.samples)
         elif (skipped := self._skipped()) is not None:
             return skipped
@@ -408,9 +410,12 @@ class DdpTrainer(ReplicaTrainer):
         self.clock.lap("apply")
         return None
 
-    def follow_update(self) -> None:
+    def follow_update(self) -> int:
         self.updater.clear_gradients()
-        self.control.update_applied(self._update_one())
+        result = self._update_one()
+        if not result.dropped:
+            self.control.update_applied(result)
+        return result.step
 
     def _update_one(self) -> StepResult:
         """Step the one of several optimizers that was called, with the mean of the gradients of those that have data.
@@ -419,14 +424,17 @@ class DdpTrainer(ReplicaTrainer):
         """
         present = self.optimizer_calls.present
         calls = list(present.values())
-        name = calls[0].name
+        name, samples = calls[0].name, sum(call.samples for call in calls)
+        if cause := self.optimizer_calls.nonfinite:
+            return self.skip_step(list(present), samples, cause)
+        self.updater.skipping.update_made(present, self.loss_scale)
         if self.process.trainers > 1:
             self._reduce_gradients(name, present)
         self.clock.lap("push")
         self.updater.apply(self.step + 1, name)
         self.updater.clear_gradients()
         self.clock.lap("apply")
-        self.samples += sum(call.samples for call in calls)
+        self.samples += samples
         return self.make_result(self.step + 1, calls, self.seconds, name)
 
     @torch.no_grad()

@@ -61,9 +61,10 @@ class AgreedStep:
 
 
 # A rank's row: readiness, batches and stop of its announcement; whether rank 0 collects records; whether its full
-# buffer blocks simulations; 1 if the rank takes part in the current step, its samples and its quantities.
+# buffer blocks simulations; 1 if the rank takes part in the current step, its samples, those that it skipped, and its
+# quantities.
 _QUANTITIES = tuple(one.name for one in QUANTITIES)
-_ROW = 7 + len(_QUANTITIES)
+_ROW = 8 + len(_QUANTITIES)
 
 
 class SharedRows:
@@ -208,7 +209,7 @@ class StepAgreement:
         assert self._own is None
         row = [float(own.readiness), float(own.batches), float(own.stop), float(collect_records), float(blocks)]
         if totals is not None:
-            row += [1.0, totals.samples, *(getattr(totals, name) for name in _QUANTITIES)]
+            row += [1.0, totals.samples, totals.skipped, *(getattr(totals, name) for name in _QUANTITIES)]
         row += [0.0] * (_ROW - len(row))
         self._own = own
         if before_collective and self.shared is not None:
@@ -231,15 +232,22 @@ class StepAgreement:
                 self._work.wait()
             rows, self._matrix = self._matrix.tolist(), None
         announcements, parts, collect_records, blocking = {}, list[StepTotals](), False, set[int]()
-        for i, (readiness, batches, stop, collects, blocks, takes_part, samples, *values) in enumerate(rows):
+        for i, (readiness, batches, stop, collects, blocks, takes_part, samples, skipped, *values) in enumerate(rows):
             reason = own.reason if i == self.trainer_index else f"a signal to trainer {i}"
             announcements[i] = Announcement(Readiness(int(readiness)), int(batches), Stop(int(stop)), reason)
             collect_records |= bool(collects)
             if blocks:
                 blocking.add(i)
             if takes_part:
-                parts.append(StepTotals(samples=int(samples), **dict(zip(_QUANTITIES, values, strict=True))))
-        totals = StepTotals(samples=sum(part.samples for part in parts), **combine(parts)) if parts else None
+                measured = dict(zip(_QUANTITIES, values, strict=True))
+                parts.append(StepTotals(samples=int(samples), skipped=int(skipped), **measured))
+        totals = None
+        if parts:
+            totals = StepTotals(
+                samples=sum(part.samples for part in parts),
+                skipped=sum(part.skipped for part in parts),
+                **combine(parts),
+            )
         return AgreedStep(announcements, totals, collect_records, frozenset(blocking))
 
 

@@ -77,6 +77,7 @@ class LocalTrainer(ReplicaTrainer):
             self.updater.skipping.update_made([self.trainer_index], self.loss_scale)
             self.updater.clear_gradients()
             self.samples += report.samples
+            self.count_skipped(report.skipped)
             self.data.pop_served()
             self._applied = report.version + 1
             self._applied_progress = replace(self.progress, steps=self.progress.steps + 1)

@@ -15,6 +15,7 @@ from paramserver.config import Config
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.optim.updater import Updater, parameters_of
 from paramserver.parameters.flat import trainable_parameters
+from paramserver.parameters.numerics import find_nonfinite
 from paramserver.parameters.tables import find_tables
 from paramserver.task import Task
 
@@ -41,7 +42,7 @@ class LocalSteps:
         >>> local.begin()
         >>> for number in (1, 2):
         ...     model(torch.ones(1, 1)).sum().backward()
-        ...     local.step(number)
+        ...     _ = local.step(number)
         >>> _ = local.end()
         >>> model.weight.grad.item(), model.weight.item() == version
         (1.0, True)
@@ -52,6 +53,7 @@ class LocalSteps:
         training = replace(config.training, local_steps=1, outer=None, ema_decay=None)
         # Each trainer has random numbers of its own, and the first those of a run without rounds.
         self.updater = Updater(task, model, training, config.seed + trainer_index)
+        self._trainer_index = trainer_index
         self._check(model)
         stepped = {id(parameter) for parameter in parameters_of(self.updater.optimizer)}
         trained = trainable_parameters(model)
@@ -60,6 +62,16 @@ class LocalSteps:
         self._versions_of_others: list[int] = []
         self._own: list[Tensor] = []
         self._version: list[Tensor] = []  # in a round: the memory of the parameters before it
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a local step may be skipped."""
+        return self.updater.skipping.is_possible
+
+    @property
+    def loss_scale(self) -> float:
+        """What the losses of this trainer are multiplied by for the backward."""
+        return self.updater.skipping.scale
 
     def _check(self, model: nn.Module) -> None:
         reason = None
@@ -84,14 +96,22 @@ class LocalSteps:
         self._versions_of_others = [parameter._version for parameter in self._others.values()]
         self._assign(self._own)
 
-    def step(self, number: int) -> None:
+    def step(self, number: int, loss: float = 0.0) -> str:
         """Make step ``number`` of this trainer, with the gradients that its parameters have.
+
+        Return what of the step is NaN or infinite, as in ``StepReport.nonfinite``: it was skipped then. Where no step
+        may be skipped, nothing is checked.
 
         Raises:
             NotFinite: gradients are clipped and their norm is NaN or infinite.
         """
-        self.updater.apply(number)
+        gradients = [parameter.grad for parameter in self.updater.parameters]
+        cause = find_nonfinite(loss, gradients) if self.may_skip else ""
+        if not cause:
+            self.updater.apply(number)
+            self.updater.skipping.update_made([self._trainer_index], self.loss_scale)
         self.updater.clear_gradients()
+        return cause
 
     def _check_others(self) -> None:
         for (name, parameter), version in zip(self._others.items(), self._versions_of_others, strict=True):

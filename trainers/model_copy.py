@@ -47,7 +47,7 @@ class ModelCopy:
         # Rows that are on the servers only cannot be changed here.
         own = {name: parameter for name, parameter in parameters.items() if not isinstance(parameter, RemoteTable)}
         self.loaded = LoadedParameters(own, owned=not shares_memory, tables=self._tables.keys())
-        self._known_buffers: PackedBuffers | None = None  # that the server sent, or was sent, last
+        self.known_buffers: PackedBuffers | None = None  # that the server sent, or was sent, last
         trained = {id(parameter) for parameter in parameters.values()}
         self._frozen = {n: p for n, p in model.named_parameters() if id(p) not in trained}
         self._frozen_sums = checksums(self._frozen)
@@ -116,18 +116,18 @@ class ModelCopy:
         """Load the module buffers that the server sent; None if it sent none."""
         if packed is not None:
             self.tree.load_buffers(packed)
-            self._known_buffers = packed
+            self.known_buffers = packed
 
     def pack_buffers(self) -> PackedBuffers:
         """Return the module buffers, to be sent to the server."""
-        self._known_buffers = self.tree.pack_buffers()
-        return self._known_buffers
+        self.known_buffers = self.tree.pack_buffers()
+        return self.known_buffers
 
     def changed_buffers(self) -> PackedBuffers | None:
         """Return the module buffers that changed since the server sent or received them; None if none is kept."""
-        if self._known_buffers is None or not self.keeps_buffers:
+        if self.known_buffers is None or not self.keeps_buffers:
             return None
-        changed = self.tree.pack_changed_buffers(self._known_buffers)
+        changed = self.tree.pack_changed_buffers(self.known_buffers)
         if changed is not None:
             self.pack_buffers()
         return changed

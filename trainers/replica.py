@@ -48,7 +48,13 @@ class ReplicaTrainer(Trainer):
 
     @property
     def loss_scale(self) -> float:
-        return self.updater.skipping.scale
+        return self.updater.skipping.scale if self.local_steps is None else self.local_steps.loss_scale
+
+    def count_skipped(self, samples: int) -> None:
+        """Count samples, of all trainers, of steps that were skipped."""
+        self.skipped += samples
+        if self.control.monitor is not None:
+            self.control.monitor.skipped = self.skipped
 
     def make_result(
         self, step: int, measured: Sequence[StepQuantities], seconds: float, optimizer: str = ""

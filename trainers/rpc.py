@@ -208,7 +208,7 @@ class RpcTrainer(Trainer):
 
     @property
     def loss_scale(self) -> float:
-        return self._scale
+        return self._scale if self.local_steps is None else self.local_steps.loss_scale
 
     def load_version(self) -> None:
         self.pull.load(self.current_step.batches)
@@ -241,14 +241,16 @@ class RpcTrainer(Trainer):
             report = replace(report, nonfinite=cause)
             for parameter in self.model_copy.parameters.values():
                 parameter.grad = None  # the server uses none of them
-        used = self.push.finish_buckets()
+        used, known = self.push.finish_buckets(), self.model_copy.known_buffers
         buffers = self.model_copy.pack_buffers() if self.pull.grant.wants_buffers else None
         result = self.finish_step(self.push.send(self.optimizer, self.make_push(report, used, buffers)))
         if (feedback := self.pull.transport.feedback) is not None:
             # A push that is sent again has the same bytes; one that was dropped leaves the residual as it was.
             (feedback.discard if result.dropped else feedback.commit)()
         self.pull.end_step()
-        if report.optimizer:
+        if report.optimizer and result.dropped:
+            self.model_copy.known_buffers = known  # the server has not taken those of the push
+        elif report.optimizer:
             self.pull.load_updated(report.optimizer, result.step)
             self.clock.lap("pull")
         self.wire_bytes = self.pull.wire_bytes
@@ -270,6 +272,7 @@ class RpcTrainer(Trainer):
     def finish_step(self, grant: StepGrant) -> StepResult:
         """Take the result of the push from the server's reply, and the grant of the next step if it has one."""
         assert grant.result is not None
+        self._scale = grant.scale
         has_grant = grant.decision is not None and grant.decision.verdict is not Verdict.WAIT
         self._next_grant = grant if has_grant else None
         self.clock.lap_shared("push", wait=grant.result.held_s + grant.held_s, apply=grant.result.apply_s)

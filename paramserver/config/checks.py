@@ -194,16 +194,6 @@ def _clipping(config: Config) -> str | None:
     )
 
 
-def _skipped_rounds(config: Config) -> str | None:
-    training = config.training
-    if not (training.may_skip and training.has_rounds):
-        return None
-    return (
-        f"{training.skipping_rule} with training.local_steps ({training.local_steps}) or training.outer, as a local "
-        "step is an update that cannot be undone; leave it out"
-    )
-
-
 def _backup_trainers(config: Config) -> str | None:
     backups, trainers = config.server.backup_trainers, num_trainers_of(config)
     if not backups or not mode_of(config).has_servers:
@@ -372,7 +362,6 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("buffer.max_staleness", "publish", "simulations"), _max_staleness),
     Relation(("buffer.pseudo_epochs", "buffer.kind"), _pseudo_epochs),
     Relation(("training.clip_grad_norm", "training.clip_grad_value"), _clipping),
-    Relation(("training.nonfinite", "training.precision", "training.local_steps", "training.outer"), _skipped_rounds),
     Relation(("server.backup_trainers", "server.consistency", "cluster.num_trainers"), _backup_trainers),
     Relation(("server.arrivals", "server.consistency"), _arrivals),
     Relation(("server.arrivals", "training.outer.weighting"), _weighted_arrivals),

@@ -371,20 +371,16 @@ class TrainingConfig:
 
     @property
     def may_skip(self) -> bool:
-        """Whether a step may be skipped, as what it computed is NaN or infinite, so that each is checked."""
-        return self.nonfinite == "skip" or self.scales_loss
+        """Whether a step may be skipped, as what it computed is NaN or infinite, so that each is checked.
+
+        With rounds that is a local step, and never the round.
+        """
+        return (self.nonfinite == "skip" or self.scales_loss) and not self.has_rounds
 
     @property
     def scales_loss(self) -> bool:
         """Whether losses are scaled for the backward; a step whose gradients overflow is skipped."""
         return self.precision == "float16"
-
-    @property
-    def skipping_rule(self) -> str:
-        """The key and the value by which a step may be skipped, as a message begins that refuses it."""
-        if self.scales_loss:
-            return "training.precision (float16) must be float32 or bfloat16"
-        return f"training.nonfinite ({self.nonfinite}) must be fail"
 
     @property
     def clips(self) -> bool:

@@ -238,6 +238,8 @@ class LightningTask(Task):
     def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor | None:
         module = self.module
         batch, self._in_batch = self._transfer(batch), True
+        if self._manual is not None:
+            self._manual.mark_gradients()  # a version that was pulled since the last batch has none
         self._first_batch = batch_idx if self._first_batch is None else self._first_batch
         batch_idx -= self._first_batch
         if self._hook("on_train_batch_start", batch, batch_idx) == -1:
@@ -345,6 +347,8 @@ class LightningTask(Task):
         if self.datamodule is not None:
             self.datamodule.teardown("fit")
         self._hook("teardown", stage="fit")
+        if self._manual is not None:
+            self._manual.mark_gradients(kept=False)
 
     def _call(self, *hooks: str) -> None:
         self._in_batch = False
@@ -547,14 +551,13 @@ class ManualOptimization:
             stepper.losses = [None for one in stepper.losses if stepper.depends_on(one)]
         self.mark_gradients()
 
-    def mark_gradients(self) -> None:
-        """Let a use of gradients that a ``step`` will compute be refused: to clip them would change nothing."""
+    def mark_gradients(self, kept: bool = True) -> None:
+        """Let a use of gradients that there would be, until they are set to zero, be refused; not if not ``kept``."""
         for stepper in self.steppers:
-            is_ahead = any(one is not None for one in stepper.losses)
             for parameter in stepper.parameters:
-                if is_ahead and parameter.requires_grad:
-                    parameter.grad = parameter.new_zeros(()).expand(parameter.shape).as_subclass(_NotComputed)
-                elif isinstance(parameter.grad, _NotComputed):
+                if kept and stepper.losses and parameter.requires_grad:
+                    parameter.grad = parameter.new_zeros(()).expand(parameter.shape).as_subclass(_NotKept)
+                elif isinstance(parameter.grad, _NotKept):
                     parameter.grad = None
 
     def needs_graph(self, loss: Tensor) -> bool:
@@ -573,16 +576,17 @@ def _manual_member(task: LightningTask, name: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: getattr(task._manual, name)(*args, **kwargs)
 
 
-class _NotComputed(Tensor):
-    """A gradient between ``manual_backward`` and ``step``."""
+class _NotKept(Tensor):
+    """A gradient from ``manual_backward`` until ``zero_grad``."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():  # which reads the properties of the gradients that it finds
             return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
         raise TaskError(
-            "a gradient cannot be read or clipped between self.manual_backward(loss) and step() in a LightningTask, as "
-            "step() computes it; to clip gradients set training.clip_grad_norm or training.clip_grad_value"
+            "a gradient cannot be read or clipped between self.manual_backward(loss) and zero_grad() in a "
+            "LightningTask, as step() computes and releases it; to clip gradients set training.clip_grad_norm or "
+            "training.clip_grad_value, to read them call torch.autograd.grad(loss, parameters, retain_graph=True)"
         )
 
 

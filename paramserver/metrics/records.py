@@ -33,10 +33,14 @@ def make_record(kind: str, step: int | None, **fields: Any) -> Record:
 
 @dataclass(frozen=True)
 class StepTotals(StepQuantities):
-    """What is measured of a step: over the batches of a trainer, or over all trainers that took part."""
+    """What is measured of a step: over the batches of a trainer, or over all trainers that took part.
+
+    ``skipped`` are samples of local steps of a round that were skipped, which are not in ``samples``.
+    """
 
     loss: float
     samples: int
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class StepReport(StepQuantities):
         nonfinite: what of it is NaN or infinite, "loss" or "gradient", so that the step is skipped; empty if nothing
             is, or nothing was checked.
         scale: of its losses in the backward; its gradients are without it.
+        skipped: samples of local steps of a round that were skipped, which are not in ``samples``.
     """
 
     trainer_index: int
@@ -74,6 +79,7 @@ class StepReport(StepQuantities):
     inner_s: float = 0.0
     nonfinite: str = ""
     scale: float = 1.0
+    skipped: int = 0
 
 
 @dataclass(frozen=True)

@@ -67,11 +67,6 @@ class Updater:
             for name, own in self.optimizer.by_name.items():
                 params = [p for group in own.param_groups for p in group["params"]]
                 self.parameters_of[name] = tuple(names[id(p)] for p in params)
-            if training.may_skip:
-                raise UnsupportedConfiguration(
-                    f"{training.skipping_rule} with several optimizers that take turns "
-                    f"({', '.join(self.optimizer.by_name)}), as a part of a batch cannot be skipped; leave it out"
-                )
         self._with_modes = [SwitchedOptimizer(own) for own in optimizers_of(self.optimizer) if has_modes(own)]
         for own in optimizers_of(self.optimizer) if training.ema_decay is not None else ():
             reason = "whose eval() gives the parameters that are validated" if has_modes(own) else None

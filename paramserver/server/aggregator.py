@@ -487,8 +487,8 @@ class Aggregator:
         push = replace(push, report=report, buffers=buffers)
         transport.unpin()
         self._granted.pop(trainer_index, None)
-        inner_steps = int(report.inner_steps)
-        self.ledger.accept(push_id(report), version, report.samples, report.positions, report.keys, inner_steps)
+        samples, inner_steps = report.samples + report.skipped, int(report.inner_steps)
+        self.ledger.accept(push_id(report), version, samples, report.positions, report.keys, inner_steps)
         self._replies[trainer_index] = push.future
         if self._dynamic_steps is not None:
             self._dynamic_steps.add(trainer_index, inner_steps, report.inner_s)
@@ -515,14 +515,15 @@ class Aggregator:
             self._fail(error)
             return
         for push in pushes:
+            self._continue_batch(push.report.trainer_index)
             self._reply(push, result)
 
     def _apply_update(self, update: Update) -> None:
         pushes = [self._pushes[i] for i in update.trainers]
         if update.is_skipped:
-            self._skip(pushes)
             for trainer_index in update.trainers:
                 self._pushes.pop(trainer_index, None)
+            self._skip(pushes)
             self._release_version_waits()
             return
         # With trainers that run freely, these gradients may have been in flight when the last epoch ended.
@@ -547,6 +548,7 @@ class Aggregator:
         result = self._result(self._held, apply_s)
         if pushes:
             self.store.updater.skipping.update_made(update.trainers, min(push.report.scale for push in pushes))
+        self.monitor.skipped += sum(push.report.skipped for push in pushes)
         self.monitor.gradients_applied(zip(update.trainers, update.staleness, strict=True))
         if update.completes:
             self._held = []
@@ -579,7 +581,7 @@ class Aggregator:
         # The announcement of a trainer that was lost meanwhile does not count.
         lives = push.report.trainer_index in self.rules.trainers and self.ledger.is_current(decided)
         if push.announcement is None or not lives:
-            push.future.set_result(StepGrant(result=result))
+            push.future.set_result(StepGrant(result=result, scale=self.store.updater.skipping.scale))
             return
         self._results[push.report.trainer_index] = result
         self._enqueue(push.report.trainer_index, push.announcement, push.future)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import keyword
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
 def _write(folder: Path) -> str:
     words = re.split(r"[-_ .]+", folder.name)
     class_name = "".join(word[:1].upper() + word[1:] for word in words)
-    if not class_name.isidentifier():
+    if not class_name.isidentifier() or keyword.iskeyword(class_name):
         raise UnsupportedConfiguration(f"NAME ({folder}) must end with a letter and letters or digits, such as my_task")
     try:
         folder.mkdir(parents=True)
@@ -117,7 +118,8 @@ def _write(folder: Path) -> str:
     return "\n".join(
         [
             f"written: {folder}/task.py, config.yaml, test_task.py",
-            f"train:   paramserver launch --config {folder}/config.yaml",
-            f"test:    python -m pytest {folder}",
+            f"train:   paramserver launch --config {folder}/config.yaml; with all-reduce add --mode ddp",
+            "compare: paramserver report RUN RUN, with the folders of two runs, which paramserver runs lists",
+            f"test:    python -m pip install pytest, then python -m pytest {folder}",
         ]
     )

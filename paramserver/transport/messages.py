@@ -124,6 +124,7 @@ class OptimizerCall(StepQuantities):
     samples: int = 0  # of the batch, with its first call; 0 with others
     used: tuple[bool, ...] = ()  # whether each parameter of the optimizer has a gradient
     sparse: tuple[int, ...] = ()  # of each gradient the number of sparse dimensions; 0 if it is dense, or there is none
+    nonfinite: str = ""  # as in ``StepReport``
 
     def __str__(self) -> str:
         return f"optimize({self.name!r})" if self.name else "none"
@@ -140,7 +141,7 @@ class StepGrant:
     wants_buffers: bool = False  # the push of this step brings the trainer's own module buffers
     result: StepResult | None = None  # of the push that the announcement was sent with
     held_s: float = 0.0  # how long the reply waited for other trainers
-    scale: float = 1.0  # of the losses of the step
+    scale: float = 1.0  # of the losses from now on
 
 
 @dataclass(frozen=True)

@@ -119,10 +119,15 @@ class Manual(LightningModule):
         else:
             optimizer.zero_grad()
             loss = self.loss(batch, detached)
+            if self.hparams.way == "read":
+                own = list((self.head if detached else self.encoder).parameters())
+                assert max(float(g.abs().max()) for g in torch.autograd.grad(loss, own, retain_graph=True)) > 0
             self.manual_backward(loss)
             if self.hparams.way == "clipped":
                 nn.utils.clip_grad_norm_(self.parameters(), 0.1)
             optimizer.step()
+            if self.hparams.way == "read after":
+                self.head.weight.grad.norm()
             self.log("loss", loss)
 
     def training_step(self, batch, batch_idx):

@@ -105,6 +105,22 @@ class Differs(Adversarial):
         super().optimize("judge" if self.swapped else name, loss, **options)
 
 
+class Unsteady(Adversarial):
+    """At ``places``, of trainer, batch and optimizer, the loss is NaN, or with ``factor`` its gradient overflows."""
+
+    def __init__(self, places, factor=float("nan"), **options):
+        super().__init__(**options)
+        self.places, self.factor = [tuple(place) for place in places], factor
+
+    def training_step(self, model, batch, batch_idx):
+        self.batch_idx = batch_idx
+        super().training_step(model, batch, batch_idx)
+
+    def optimize(self, name, loss, **options):
+        is_bad = (self.trainer.trainer_index, self.batch_idx, name) in self.places
+        self.trainer.optimize(name, loss * self.factor if is_bad else loss, **options)
+
+
 class Stale(Adversarial):
     """The second loss is computed before the update of parameters that its gradient depends on."""
 

@@ -107,6 +107,33 @@ def test_a_resumed_run_is_the_same_as_a_straight_one(tmp_path, mode):
     assert_same(straight, resumed)
 
 
+@pytest.mark.parametrize("way", ["shared memory", "messages", "two servers"])
+def test_rounds_have_a_scale_for_each_trainer_alike_in_ddp_and_rpc(tmp_path, way):
+    config = config_of(training={"local_steps": 2, "clip_grad_norm": 0.5})
+    ddp, rpc = train(tmp_path, "ddp", 2, **config), train(tmp_path, "rpc", 2, **config, **WAYS[way])
+    for name in ("model", "optimizer"):
+        assert differing_tensors(ddp.load(name), rpc.load(name)) == []
+    for name in ("steps", "samples", "samples_skipped", "validation"):
+        assert ddp.summary[name] == rpc.summary[name], name
+    assert sorted(skipped(ddp)) == sorted(skipped(rpc))
+    for trainer in (0, 1):
+        scales = [scale for _, trainers, _, _, scale in skipped(rpc) if trainers == [trainer]]
+        assert scales == [2.0 ** (16 - number) for number in range(len(scales))] != []
+    assert rpc.summary["steps"] == 10
+    assert rpc.summary["samples"] + rpc.summary["samples_skipped"] == 320
+
+
+@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
+def test_a_resumed_run_of_rounds_continues_with_the_scales(tmp_path, mode):
+    config = {**config_of([(0, 0), (0, 1), (0, 11), (0, 15)], training={"local_steps": 2}), "checkpoint": {"every": 3}}
+    straight = train(tmp_path / "straight", mode, 2, **config)
+    stopped = train(tmp_path / "stopped", mode, 2, **{**config, "training": {**config["training"], "max_steps": 3}})
+    resumed = resume(stopped, "--set", "training.max_steps=null")
+    assert resumed.code == 0, resumed.output
+    assert differing_tensors(straight.load("model"), resumed.load("model")) == []
+    assert sorted(skipped(straight)) == sorted(skipped(resumed))
+
+
 @pytest.mark.parametrize("mode", ["local", "rpc"])
 def test_a_derivative_of_the_task_itself_has_no_scale(tmp_path, mode):
     run = train(tmp_path, mode, 1, **config_of([], derives=True, training={"max_steps": 2}))

@@ -374,6 +374,20 @@ def clipped_between(module, _, loss):
     torch.nn.utils.clip_grad_norm_(module.layer.bias, 0.1)
 
 
+def read_after(*, zeroed=False, at_next=False):
+    def step(module, optimizer, loss):
+        if at_next and module.global_step:
+            module.layer.weight.grad.norm()
+        zero_and_step(module, optimizer, loss)
+        if zeroed:
+            optimizer.zero_grad()
+            assert module.layer.weight.grad is None
+        elif not at_next:
+            module.layer.weight.grad.norm()
+
+    return step
+
+
 def two_parts(self):
     return [torch.optim.SGD([parameter], 0.1) for parameter in self.layer.parameters()]
 
@@ -386,6 +400,8 @@ def two_parts(self):
         (clipped(torch.nn.utils.clip_grad_norm_), {}, "to clip gradients set training.clip_grad_norm"),
         (clipped(torch.nn.utils.clip_grad_value_), {}, "to clip gradients set training.clip_grad_norm"),
         (clipped_between, {"configure_optimizers": two_parts}, "to clip gradients set training.clip_grad_norm"),
+        (read_after(), {}, r"to read them call torch.autograd.grad\(loss, parameters, retain_graph=True\)"),
+        (read_after(at_next=True), {}, "a gradient cannot be read or clipped between"),
         (twice, {}, r"step\(\) of optimizer_0 must follow one self.manual_backward\(loss\) since its zero_grad"),
         (never_zero, {}, r"step\(\) of optimizer_0 must follow one self.manual_backward\(loss\) since its zero_grad"),
         (lambda module, optimizer, loss: optimizer.step(), {}, r"step\(\) of optimizer_0 must follow one"),
@@ -405,7 +421,23 @@ def test_gradients_that_are_not_computed_are_refused_with_two_trainers(tmp_path,
     args = {"kind": "Manual", "way": "clipped"}
     finished = launch(tmp_path, mode=mode, cluster={"num_trainers": 2, "timeout_s": 30}, **MANUAL, task_args=args)
     assert finished.code != 0
-    assert "a gradient cannot be read or clipped between self.manual_backward(loss) and step()" in finished.output
+    assert "a gradient cannot be read or clipped between self.manual_backward(loss) and zero_grad()" in finished.output
+
+
+@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
+def test_gradients_can_be_read_by_autograd_and_are_none_after_zero_grad(tmp_path, mode):
+    args = {"kind": "Manual", "way": "read"}
+    run = train(tmp_path, mode, 2, **MANUAL, task_args=args)
+    plain = train(tmp_path / "plain", mode, 2, **MANUAL, task_args={"kind": "Manual", "way": "plain"})
+    assert differing_tensors(run.load("model"), plain.load("model")) == []
+
+
+@pytest.mark.parametrize("mode", ["ddp", "rpc"])
+def test_gradients_that_a_step_has_released_are_refused_with_two_trainers(tmp_path, mode):
+    args = {"kind": "Manual", "way": "read after"}
+    finished = launch(tmp_path, mode=mode, cluster={"num_trainers": 2, "timeout_s": 30}, **MANUAL, task_args=args)
+    assert finished.code != 0
+    assert "a gradient cannot be read or clipped between self.manual_backward(loss) and zero_grad()" in finished.output
 
 
 def test_a_layer_is_compiled_before_the_step_of_its_gradients(tmp_path):
@@ -424,7 +456,7 @@ def test_a_batch_is_kept_only_where_a_hook_takes_it_and_no_gradient_stays_marked
     kept = []
 
     def ends(self):
-        kept.append((task._train_outputs, [parameter.grad for parameter in self.parameters()]))
+        kept.append((task._train_outputs, self))
 
     def backward_at_the_end(module, optimizer, loss):
         optimizer.zero_grad()
@@ -435,7 +467,8 @@ def test_a_batch_is_kept_only_where_a_hook_takes_it_and_no_gradient_stays_marked
 
     task = LightningTask(manual(backward_at_the_end, on_train_end=ends))
     paramserver.run(task, quiet(tmp_path))
-    assert kept == [(None, [None, None])]
+    ((outputs, module),) = kept
+    assert (outputs, [parameter.grad for parameter in module.parameters()]) == (None, [None, None])
 
 
 # Callbacks of a module.

@@ -32,6 +32,7 @@ CONFIG = {
 }
 STOPPED = {**CONFIG, "training": {**CONFIG["training"], "max_steps": 14}}
 NAMES = ["judge", "make", "weight"]
+MODES = ["local", "ddp", "rpc"]
 
 
 def task(name="Adversarial", **arguments):
@@ -129,6 +130,63 @@ def test_two_trainers_are_the_same_in_ddp_and_rpc_bit_for_bit(tmp_path, uneven_i
         server = {"transport": transport, "bucket_mb": 0.0005}
         rpc = train(tmp_path / folder, "rpc", 2, **task(samples=samples), **config, server=server, cluster=cluster)
         assert_same(ddp, rpc)
+
+
+UNSTEADY = [(0, 1, "judge"), (1, 1, "make"), (0, 4, "make"), (1, 6, "judge"), (0, 6, "make")]
+
+
+def unsteady(factor=float("nan"), **arguments):
+    skips = {"nonfinite": "skip"} if factor != factor else {"precision": "float16"}
+    return task("Unsteady", places=UNSTEADY, factor=factor, **arguments), {**CONFIG["training"], **skips}
+
+
+def skipped(run):
+    names = ("step", "trainers", "samples", "cause", "scale")
+    return [[record.get(name) for name in names] for record in run.of_kind("skipped")]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("factor", [float("nan"), 1000.0])
+@pytest.mark.parametrize("uneven_inputs", ["stop", "join"])
+def test_a_call_is_skipped_by_all_trainers_alike_in_ddp_and_rpc(tmp_path, factor, uneven_inputs):
+    """The scale of float16 changes within a batch."""
+    given, training = unsteady(factor, samples=61 if uneven_inputs == "join" else 96)
+    training |= {"clip_grad_norm": None, "uneven_inputs": uneven_inputs}
+    training |= {"max_steps": None, "max_epochs": 2, "batch_size": 10} if uneven_inputs == "join" else {}
+    config = {**CONFIG, "training": training}
+    ddp = train(tmp_path / "ddp", "ddp", 2, **given, **config)
+    assert len(skipped(ddp)) == (4 if uneven_inputs == "join" else 5)
+    if factor == 1000.0:
+        scales = [entry[-1] for entry in skipped(ddp)]
+        assert scales == [2.0 ** (16 - number) for number in range(len(scales))]
+    assert [entry[2] for entry in skipped(ddp)] == [20, 0, 0, 0] if uneven_inputs == "join" else [16, 0, 0, 16, 0]
+    assert ddp.summary["samples_skipped"] == sum(entry[2] for entry in skipped(ddp))
+    for folder, cluster, transport in (
+        ("memory", {}, "shared_memory"),
+        ("messages", {}, "rpc"),
+        ("servers", {"num_servers": 2}, "rpc"),
+    ):
+        server = {"transport": transport, "bucket_mb": 0.0005}
+        rpc = train(tmp_path / folder, "rpc", 2, **given, **config, server=server, cluster=cluster)
+        assert_same(ddp, rpc)
+        assert skipped(ddp) == skipped(rpc)
+        assert ddp.load("run")["skipping"] == rpc.load("run")["skipping"]
+        assert ddp.summary["samples_skipped"] == rpc.summary["samples_skipped"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("factor", [float("nan"), 1000.0])
+def test_calls_of_one_trainer_are_skipped_alike_in_every_mode_and_after_a_resume(tmp_path, factor):
+    given, training = unsteady(factor)
+    runs = [train(tmp_path / mode, mode, 1, **given, **{**CONFIG, "training": training}) for mode in MODES]
+    for other in runs[1:]:
+        assert_same(runs[0], other)
+        assert skipped(runs[0]) == skipped(other)
+    stopped = train(tmp_path / "part", "rpc", 1, **given, **{**CONFIG, "training": {**training, "max_steps": 7}})
+    resumed = resume(stopped, "--set", "training.max_steps=25")
+    assert resumed.code == 0, resumed.output
+    assert_same(runs[0], resumed)
+    assert skipped(runs[0]) == skipped(resumed) != []
 
 
 @pytest.mark.processes

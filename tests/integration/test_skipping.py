@@ -1,6 +1,7 @@
 """``training.nonfinite: skip``: a step with NaN or infinity changes nothing, and is decided alike by all trainers."""
 
 import pytest
+import torch
 from invalid_tasks import __file__ as bad_tasks
 from launching import differing_tensors, launch, resume, run_in_process, train
 
@@ -124,6 +125,77 @@ def test_a_hundred_in_succession_end_the_run_by_name(tmp_path, way):
     assert sentence in finished.output.rstrip().splitlines()[-1]
     assert sentence in finished.summary["error"]
     assert len([entry for entry in skipped(finished) if 0 in entry[1]]) == 100
+
+
+# Rounds of local steps: 20 batches of each of two trainers are 10 rounds, and all of one of these are skipped.
+ROUNDS = {"places": [(0, 2), (1, 6), (1, 7), (0, 19)], "training": {"local_steps": 2, "clip_grad_norm": 0.5}}
+
+
+def assert_same_rounds(one, other):
+    for name in ("model", "optimizer"):
+        assert differing_tensors(one.load(name), other.load(name)) == []
+    for name in ("steps", "samples", "samples_skipped", "validation"):
+        assert one.summary[name] == other.summary[name], name
+    assert sorted(skipped(one)) == sorted(skipped(other))
+    assert [r["loss"] for r in one.of_kind("train")] == [r["loss"] for r in other.of_kind("train")]
+
+
+@pytest.mark.parametrize("way", ["shared memory", "messages", "two servers"])
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_trainer_skips_its_own_local_step_alike_in_ddp_and_rpc(tmp_path, what, way):
+    config = config_of(what, schedule="epoch", **ROUNDS)
+    ddp, rpc = train(tmp_path, "ddp", 2, **config), train(tmp_path, "rpc", 2, **config, **WAYS[way])
+    assert_same_rounds(ddp, rpc)
+    assert [rpc.summary[name] for name in ("steps", "samples", "samples_skipped")] == [10, 320 - 32, 32]
+    assert sorted(skipped(rpc)) == [[2, [0], 8, what], [4, [1], 8, what], [4, [1], 8, what], [10, [0], 8, what]]
+    assert all(0 < record["loss"] < 10 for record in rpc.of_kind("train"))
+    # The schedule of epochs has been stepped after ten batches of each trainer, three of which were skipped.
+    assert [record["lr"][0] for record in rpc.of_kind("inner") if record["trainer"] == 1] == [0.05] * 5 + [0.025] * 5
+
+
+def test_rounds_of_one_trainer_skip_what_its_steps_without_rounds_skip(tmp_path):
+    options = {"sequential": True, "dropout": 0.0, "places": [(0, 2), (0, 6), (0, 7), (0, 19)]}
+    plain, rounds = (
+        train(
+            tmp_path / str(steps), "local", 1, **config_of(training={"max_epochs": 1, "local_steps": steps}, **options)
+        )
+        for steps in (1, 2)
+    )
+    assert plain.summary["samples_skipped"] == rounds.summary["samples_skipped"] == 32
+    assert plain.summary["samples"] == rounds.summary["samples"]
+    for name, tensor in plain.load("model").items():  # an outer SGD without momentum: the same but for rounding
+        assert torch.allclose(tensor.double(), rounds.load("model")[name].double(), atol=1e-6), name
+
+
+@pytest.mark.parametrize("arrivals", [1, 2])
+def test_rounds_of_trainers_that_run_freely_skip_local_steps(tmp_path, arrivals):
+    config = config_of(**ROUNDS)
+    config["training"] |= {"uneven_inputs": "join", "outer": {"weighting": "trainers" if arrivals > 1 else "samples"}}
+    run = train(tmp_path, "rpc", 2, **config, server={"consistency": "async", "arrivals": arrivals})
+    assert [run.summary[name] for name in ("samples", "samples_skipped")] == [320 - 32, 32]
+    assert all(tensor.isfinite().all() for tensor in run.load("model").values())
+
+
+@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
+def test_a_resumed_run_of_rounds_is_the_same_as_a_straight_one(tmp_path, mode):
+    config = {
+        **config_of(places=[(0, 2), (0, 6), (0, 7), (0, 15)], training={"local_steps": 2}),
+        "checkpoint": {"every": 2},
+    }
+    straight = train(tmp_path / "straight", mode, 2, **config)
+    stopped = train(tmp_path / "stopped", mode, 2, **{**config, "training": {**config["training"], "max_steps": 4}})
+    resumed = resume(stopped, "--set", "training.max_steps=null")
+    assert resumed.code == 0, resumed.output
+    assert_same_rounds(straight, resumed)
+
+
+@pytest.mark.parametrize("way", ["local", "rpc"])
+def test_a_hundred_local_steps_in_succession_end_the_run_by_name(tmp_path, way):
+    places = [(0, batch) for batch in range(1, 200)]
+    config = config_of(places=places, training={"batch_size": 1, "max_epochs": 4, "local_steps": 8})
+    finished = (run_in_process if way == "local" else launch)(tmp_path, **config, mode=way)
+    assert finished.code == 1, finished.output
+    assert "100 steps in succession were skipped (training.nonfinite: skip), the last" in finished.summary["error"]
 
 
 def test_the_default_ends_the_run(tmp_path):

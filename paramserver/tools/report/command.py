@@ -83,15 +83,23 @@ def runs_main(argv: Sequence[str]) -> int:
 
 
 def runs_in(folder: Path) -> list[dict[str, Any]]:
-    """Describe the runs in ``folder``, or the run that it is, the newest first.
+    """Describe the runs in ``folder``, or the run that it is, the newest first; a damaged one by its ``error``.
 
     Raises:
-        UnsupportedConfiguration: there is no such folder, or a file of a run is damaged.
+        UnsupportedConfiguration: there is no such folder.
     """
     if not folder.is_dir():
         raise UnsupportedConfiguration(f"{folder} must be a folder of runs, and is none; give a logging.run_dir")
     runs = [run for run in (RunDir(folder), *newest_first(folder)) if run.environment_file.is_file()]
-    return [_describe(run, read_run(run.path)) for run in runs]
+    return [_describe_or_error(run) for run in runs]
+
+
+def _describe_or_error(folder: RunDir) -> dict[str, Any]:
+    try:
+        return _describe(folder, read_run(folder.path))
+    except UnsupportedConfiguration as error:  # of this run: the others are listed too
+        unknown = dict.fromkeys(("mode", "task", "started", "steps", "best", "samples_per_second"))
+        return {"path": str(folder.path), "status": "damaged", **unknown, "validation": {}, "error": str(error)}
 
 
 def _describe(folder: RunDir, run: Run) -> dict[str, Any]:
@@ -116,7 +124,8 @@ def _describe(folder: RunDir, run: Run) -> dict[str, Any]:
 def _table(runs: Sequence[Mapping[str, Any]]) -> str:
     if not runs:
         return "no run was found"
-    return "\n".join(aligned([_TITLES, *map(_row, runs)], numbers=(3, 6)))
+    lines = aligned([_TITLES, *map(_row, runs)], numbers=(3, 6))
+    return "\n".join([*lines, *(run["error"] for run in runs if "error" in run)])
 
 
 def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
@@ -124,7 +133,7 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         run["path"],
         run["status"],
-        run["mode"],
+        run["mode"] or DASH,
         DASH if run["steps"] is None else str(run["steps"]),
         DASH if best is None else f"{best['name']} {format_number(best['value'], 4)}",
         ", ".join(f"{name} {format_number(value, 4)}" for name, value in run["validation"].items()) or DASH,

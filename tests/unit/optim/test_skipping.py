@@ -1,12 +1,14 @@
 """How many steps in succession may be skipped."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from paramserver import Task
 from paramserver.config import TrainingConfig
-from paramserver.errors import NotFinite, UnsupportedConfiguration
+from paramserver.errors import NotFinite
 from paramserver.optim.updater import Skipping, Updater
 
 SKIP = TrainingConfig(nonfinite="skip")
@@ -94,8 +96,13 @@ def test_a_hundred_overflows_end_the_run_by_the_name_of_the_key():
     assert skipping.scale == 2.0**-84
 
 
-def test_optimizers_that_take_turns_are_refused():
-    with pytest.raises(
-        UnsupportedConfiguration, match=r"training.nonfinite \(skip\) must be fail with several .*weight"
-    ):
-        Updater(Two(by_name=True), nn.Linear(1, 1), SKIP)
+def test_a_round_is_never_skipped_and_its_local_steps_are():
+    rounds = TrainingConfig(nonfinite="skip", local_steps=2)
+    assert not Skipping(rounds).is_possible
+    assert Skipping(replace(rounds, local_steps=1)).is_possible
+
+
+def test_optimizers_that_take_turns_count_their_calls():
+    updater = Updater(Two(by_name=True), nn.Linear(1, 1), SKIP)
+    updater.skipping.step_skipped([0], "loss", 1.0)
+    assert updater.state_dict()["skipping"] == {"in_succession": {0: 1}}

@@ -132,7 +132,21 @@ def test_what_init_writes_trains_and_its_test_passes(tmp_path, capsys):
     assert (found["status"], found["mode"]) == ("completed", "rpc sync, 2 trainers")
 
 
-@pytest.mark.parametrize(("name", "message"), [("3d", "must end with a letter"), ("here", "must not exist")])
+def test_a_run_that_is_damaged_does_not_hide_the_others(finished, tmp_path, capsys):
+    copied(finished, tmp_path / "good", "2026-01-01T00:00:00+00:00")
+    bad = copied(finished, tmp_path / "bad", "2026-01-02T00:00:00+00:00")
+    (bad / "summary.json").write_text("{")
+    code, out, _ = listed(capsys, tmp_path)
+    assert code == 0
+    assert [line.split()[1] for line in out.splitlines()[1:3]] == ["damaged", "completed"]
+    assert out.splitlines()[3].startswith(f"{bad / 'summary.json'} is damaged")
+    assert [one["status"] for one in report_command.runs_in(tmp_path)] == ["damaged", "completed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("3d", "must end with a letter"), ("none", "must end with a letter"), ("here", "must not exist")],
+)
 def test_a_name_that_cannot_be_used_is_refused(tmp_path, capsys, name, message):
     (tmp_path / "here").mkdir()
     assert init.main([str(tmp_path / name)]) == 2
