@@ -141,15 +141,17 @@ class RecordWindow:
         if result.optimizer:
             steps, losses = self.by_optimizer.get(result.optimizer, (0, 0.0))
             self.by_optimizer[result.optimizer] = steps + 1, losses + result.loss
-        self.step, self.samples, self.seconds, self.lr = result.step, result.samples, result.seconds, result.lr
+        self.step, self.samples, self.lr = result.step, result.samples, result.lr
+        # Each trainer has a clock of its own; where they run freely, that of the next update may be behind.
+        self.seconds = max(self.seconds, self.seconds_before, result.seconds)
 
     def next_window(self) -> RecordWindow:
         """Return the window that begins where this one ends."""
         return RecordWindow(self.samples, self.seconds)
 
     def to_record(self, epoch: int) -> Record:
-        elapsed_s = max(self.seconds - self.seconds_before, 1e-9)
-        is_timed = self.samples_before > 0  # the first window includes the start of the run
+        elapsed_s = self.seconds - self.seconds_before
+        is_timed = self.samples_before > 0 and elapsed_s > 0  # the first window includes the start of the run
         measured = {
             one.record: one.over(self.steps, self.totals[one.name])
             for one in QUANTITIES

@@ -18,6 +18,8 @@ from paramserver.metrics.records import (
     CoreWait,
     DurationHistogram,
     PhaseClock,
+    RecordWindow,
+    StepResult,
     WeightedSums,
     make_record,
     merge_sums,
@@ -207,3 +209,15 @@ def test_a_thread_that_shares_its_core_waits_for_it():
     finally:
         other.kill()
         other.communicate()
+
+
+def test_a_window_of_trainers_whose_clocks_differ_has_a_speed_or_none():
+    """Where trainers run freely, the clock of the one that made the last update may be behind."""
+    window = RecordWindow(samples_before=8, seconds_before=2.0)
+    window.add(StepResult(2, 16, 0.5, (0.1,), seconds=1.5))
+    record = window.to_record(0)
+    assert (record["seconds"], record["samples_per_second"], record["step_ms"]) == (2.0, None, None)
+    window.add(StepResult(3, 24, 0.5, (0.1,), seconds=4.0))
+    window.add(StepResult(4, 32, 0.5, (0.1,), seconds=3.0))
+    assert (window.to_record(0)["seconds"], window.to_record(0)["samples_per_second"]) == (4.0, 12.0)
+    assert window.next_window().seconds_before == 4.0
