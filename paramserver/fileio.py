@@ -155,16 +155,17 @@ def end_last_line(file: BinaryIO) -> None:
     Such a line is removed; it gets its end where nothing else is missing. ``file`` is open with ``a+b``.
     """
     end = start = file.seek(0, os.SEEK_END)
-    last = b""
-    while start and b"\n" not in last:
-        start = max(0, start - _BLOCK_BYTES)
+    blocks: list[bytes] = []
+    while start and (not blocks or b"\n" not in blocks[-1]):
+        before, start = start, max(0, start - _BLOCK_BYTES)
         file.seek(start)
-        last = file.read(end - start)
-    if torn := last.rpartition(b"\n")[2]:
+        blocks.append(file.read(before - start))
+    if torn := b"".join(reversed(blocks)).rpartition(b"\n")[2]:
         try:
             json.loads(torn)
         except (ValueError, RecursionError):
-            file.truncate(end - len(torn))
+            if file.seek(0, os.SEEK_END) == end:  # otherwise another process is writing this line
+                file.truncate(end - len(torn))
         else:
             file.write(b"\n")
 

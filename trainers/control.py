@@ -147,7 +147,8 @@ class ReplicaControl(Control):
         if active is not None and len(active) < self.process.trainers:
             raise TaskError(
                 "trainer.all_gather cannot be called in a step in which a trainer has no data "
-                "(training.uneven_inputs: join); call it in on_validation_end"
+                "(training.uneven_inputs: join, or the full buffer of another one blocks simulations); call it in "
+                "on_validation_end"
             )
         gathered = self.exchange((call, value))
         if any(other != call for other, _ in gathered):

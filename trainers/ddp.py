@@ -76,6 +76,9 @@ class DdpTrainer(ReplicaTrainer):
     _idle_ranks: frozenset[int] = frozenset()
     _uneven_inputs: str  # as in ``module_buffer_owner``
     _may_be_idle = False  # whether a step may go without ranks that have no data
+    # An idle rank takes part in the collectives of one forward for each batch.
+    _forwards_are_batches = True
+    _forwards = _batches = 0  # of the wrapper, and of the task, in the present step
     _wrapped_without_buffers = False
     _collections = 0
 
@@ -141,8 +144,10 @@ class DdpTrainer(ReplicaTrainer):
             if self.all_reduce is not None:
                 # DDP refuses annotations that are strings; a lambda has none.
                 self.model.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
-        # A rank that waits for samples of simulations is idle while another one's full buffer blocks these.
-        if self.process.receiver_spec is not None and isinstance(self.model, DistributedDataParallel):
+        # A rank that waits for samples of simulations is idle while another one's full buffer blocks these. A hook that
+        # compresses divides by the number of all ranks.
+        may_wait = self.process.receiver_spec is not None and self.config.ddp.comm_hook == "none"
+        if may_wait and isinstance(self.model, DistributedDataParallel):
             self._uneven_inputs = "join"
         if self._uneven_inputs == "join":
             self._may_be_idle = True
@@ -264,9 +269,12 @@ class DdpTrainer(ReplicaTrainer):
         decision = self._decide() if self._has_announced else None
         if decision is None or decision.verdict is Verdict.WAIT:
             # Not within a step: there a rank does not wait for its data, so another one must not continue without it.
-            blocks = self._may_be_idle and self.data.blocks
+            blocks = self._may_be_idle and self._forwards_are_batches and self.data.blocks
             self.control.announce(self.announcement(), blocks=blocks)
             decision = self._decide()
+        if decision.verdict is Verdict.WAIT and self._idle_ranks:
+            # What makes samples may wait for the newest model, and rank 0 publishes none while it lacks updates.
+            self._synchronize()
         if decision.verdict is Verdict.END and self.monitor is not None:
             # A reason does not fit into the exchange of numbers.
             decision = replace(decision, reason=self.control.set_first("stop", decision.reason))
@@ -274,7 +282,7 @@ class DdpTrainer(ReplicaTrainer):
             if self._idle_ranks.intersection(decision.active):
                 self._synchronize()
             self._keep_module_buffers(decision.active)
-            self._active = decision.active
+            self._active, self._forwards, self._batches = decision.active, 0, decision.batches
             self._idle_ranks |= set(range(self.process.trainers)).difference(decision.active)
         self.clock.lap("wait")
         return decision
@@ -327,6 +335,7 @@ class DdpTrainer(ReplicaTrainer):
 
     def _on_wrapper_forward(self, wrapper: DistributedDataParallel, inputs: Any) -> None:
         self._went_through_wrapper |= torch.is_grad_enabled() and wrapper.require_backward_grad_sync
+        self._forwards += 1
 
     def _check_step(self) -> None:
         """Refuse what would let the parameters of the ranks diverge."""
@@ -348,6 +357,8 @@ class DdpTrainer(ReplicaTrainer):
 
     def on_last_loss(self, totals: StepTotals) -> None:
         self._check_step()
+        if isinstance(self.model, DistributedDataParallel):
+            self._forwards_are_batches &= self._forwards == self._batches
         if self.local_steps is None:
             self._announce_in_step(totals)
 

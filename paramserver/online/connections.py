@@ -9,6 +9,7 @@ import array
 import fcntl
 import ipaddress
 import logging
+import os
 import socket
 import struct
 import sys
@@ -95,11 +96,19 @@ def connection_of(router: Any, fd: int) -> Iterator[socket.socket | None]:
     with ExitStack() as opened:
         connection = None
         # Of a copy, so that ZeroMQ may close its own. The number of a connection that has ended may belong to something
-        # else meanwhile: only one of this socket is given. The family has no meaning for a socket that exists.
+        # else meanwhile: only one of this socket is given.
         with suppress(OSError, IndexError):
-            found = opened.enter_context(socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM))
+            found = opened.enter_context(_from_copy(os.dup(fd)))
             connection = found if str(found.getsockname()[1]) == port and found.getpeername() else None
         yield connection
+
+
+def _from_copy(fd: int) -> socket.socket:
+    try:
+        return socket.socket(fileno=fd)  # of the family that it has: addresses are read by it
+    except OSError:
+        os.close(fd)
+        raise
 
 
 def end_connection(router: Any, fd: int, num_bytes: int) -> str | None:

@@ -512,6 +512,7 @@ class Aggregator:
         try:
             self.store.updater.skipping.step_skipped(trainers, cause, scale)
         except NotFinite as error:
+            self._pushes |= {push.report.trainer_index: push for push in pushes}  # their trainers get the error
             self._fail(error)
             return
         for push in pushes:

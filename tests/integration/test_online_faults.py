@@ -20,6 +20,7 @@ from stream_tasks import served, starts
 
 from paramserver.client import Client
 from paramserver.distributed.timeouts import poll_until
+from paramserver.subscriber import Subscriber
 
 pytestmark = pytest.mark.processes
 
@@ -79,7 +80,10 @@ class OnlineRun:
     @property
     def address(self):
         """Where clients reach the run, once it is known."""
-        known = "clients reach this run at "
+        return self.address_of("clients")
+
+    def address_of(self, whom):
+        known = f"{whom} reach this run at "
 
         def printed():
             lines = self.process.output.read_text().splitlines() if self.process.output.exists() else []
@@ -201,6 +205,30 @@ def test_a_full_buffer_of_a_rank_of_ddp_does_not_block_the_samples_that_another_
     assert [digests[0][step] for step in sorted(together)] == [digests[1][step] for step in sorted(together)]
     assert streams(finished, "received") == len(ALL)
     assert uneven_inputs == "stop" or sorted(served(run.ledger)) == sorted(ALL)
+
+
+def test_rank_0_publishes_what_another_rank_of_ddp_trained_without_it(tmp_path, fork_server):
+    """What makes samples may wait for the newest model before it makes those that rank 0 waits for."""
+    with OnlineRun(fork_server, tmp_path, outside=True, mode="ddp", publish={"every": 1}) as run:
+        address = run.address
+        steps = sorted(range(STEPS), key=lambda step: step % 2 == 0)  # of simulation 0 the odd ones are for rank 1
+        parameters = [0.0, 2.0]
+        with (
+            Client(address, timeout_s=30).open(0, parameters) as client,
+            Subscriber(run.address_of("subscribers")) as model,
+        ):
+            first = model.latest(timeout_s=30)
+            for number, step in enumerate(steps):
+                if number == STEPS // 2:
+                    newer = model.newer_than(first.version, timeout_s=30)
+                    assert newer is not None, "rank 0 has published nothing"
+                    assert not any((step + simulation) % 2 == 0 for simulation, step in served(run.ledger))
+                client.send(step, {"u": field(0, step, np.array(parameters))})
+        for simulation in range(1, COUNT):
+            assert produce(address, simulation) == STEPS
+        finished = run.finished()
+    assert sorted(served(run.ledger)) == sorted(ALL)
+    assert finished.summary["samples"] == len(ALL)
 
 
 def pid_of_rank_0(run):
