@@ -151,7 +151,7 @@ def test_of_pushes_that_are_held_a_version_has_no_buffers(tmp_path):
 def test_a_run_that_is_resumed_by_hand_continues_at_the_same_address(tmp_path):
     port = free_port()
     with following(f"tcp://127.0.0.1:{port}") as follower:
-        finished = run(tmp_path, "local", port, steps=10)
+        finished = run(tmp_path, "local", port, steps=10, fault={"compute_s": 0.1})
     assert {weights.version.generation for weights in follower.received} == {1}
     with following(f"tcp://127.0.0.1:{port}") as follower:
         assert resume(finished, "--set", "training.max_steps=30").code == 0
