@@ -863,7 +863,7 @@ class TrainingLoop:
     def _train(self, decision: Decision) -> int:
         """Train on the batches of a step; return the version that results."""
         trainer, local = self.trainer, self.trainer.local_steps
-        # A round has a gradient for each local step; any other step has one.
+        # 1. The batches of each gradient: a round has one for each local step, any other step has one.
         at_once = decision.batches if local is None else trainer.config.training.accumulate_batches
         done, samples, summed, counted, skipped, began = 0, 0, 0.0, 0, 0, time.perf_counter()
         buffers: PackedBuffers | None = None
@@ -875,10 +875,12 @@ class TrainingLoop:
             self._load(batches, is_first=not done)
             if local.may_skip if local is not None else trainer.config.training.may_skip and not done:
                 buffers = trainer.tree.pack_buffers()  # which a forward with NaN may change
+            # Not before the first batches are loaded: until then the parameters are those of an earlier version.
             if local is not None and not done:
                 began = time.perf_counter()  # after the pull, which does not get shorter with fewer local steps
                 with trainer.local_step_scope():
                     local.begin()
+            # 2. Their forward and backward. Before the last backward the loss of the step is known, and announced.
             before = summed
             for number, (batch, trainer.current_step.batch_samples) in enumerate(batches, start=1):
                 last = number == len(batches)
@@ -892,11 +894,13 @@ class TrainingLoop:
                         totals = StepTotals(summed / done, samples)
                         trainer.on_last_loss(totals)
                     trainer.backward_batch(loss, len(batches))
+            # 3. The local step, which may be skipped; then its samples, and a loss that is not finite, do not count.
             own = sum(batch_samples for _, batch_samples in batches)
             if local is not None and not self._take_local_step(local, own, summed, buffers):
                 skipped += own
                 if not math.isfinite(summed):
                     summed, counted = before, counted - len(batches)
+        # 4. What the step measured. With no local step that counts, the loss is that of the step before.
         trainer.tree.check_parameters()
         if counted:
             trainer.progress.loss = summed / counted
@@ -906,6 +910,14 @@ class TrainingLoop:
             with trainer.local_step_scope():
                 totals = replace(totals, drift=local.end(), inner_steps=-(-done // at_once))
             trainer.on_round_ended()
+        return self._update(decision, totals, inner_s, buffers)
+
+    def _update(self, decision: Decision, totals: StepTotals, inner_s: float, buffers: PackedBuffers | None) -> int:
+        """Step the optimizer with the gradients of a step, and return the version that results.
+
+        ``buffers`` are the module buffers of before, which return if the step is skipped; None if it may not be.
+        """
+        trainer = self.trainer
         report = StepReport(
             trainer.trainer_index,
             decision.step,

@@ -169,7 +169,7 @@ def _samples(summary: Summary) -> str:
     text = f"{_number(summary.get('samples'))} applied"
     for key, word in (("samples_skipped", "skipped"), ("samples_served", "served"), ("samples_left", "left")):
         number = summary.get(key)
-        # Where the reason says what is left, and why, it is not a figure that asks for an explanation.
+        # Where the reason names what is left, and why, it is not a figure that asks for an explanation.
         if number is not None and not (word == "left" and f"; {number} sample" in _reason(summary)):
             text += f", {_number(number)} {word}"
     return text

@@ -212,7 +212,7 @@ class CheckedSampler:
         record: called with what a sampler that learns drew, observed and restored, in this order.
 
     Raises:
-        TaskError: from each method, if that of the sampler raises or returns anything else than its interface says.
+        TaskError: from each method, if that of the sampler raises or returns anything else than its interface has.
         UnsupportedConfiguration: it observes losses and has no state.
     """
 

@@ -24,8 +24,8 @@ class Barrier:
     """A barrier of the ranks of one host: no rank leaves it before all have entered it.
 
     In round k a rank sends to the one 2**k after it, and waits for the one 2**k before it, so after log2 of the number
-    of ranks all have heard of all: a dissemination barrier (Hensgen, Finkel and Manber, "Two Algorithms for Barrier
-    Synchronization", 1988).
+    of ranks each knows that all have entered: a dissemination barrier (Hensgen, Finkel and Manber, "Two Algorithms for
+    Barrier Synchronization", 1988).
 
     Args:
         to, of: the connections of each round, to the rank after this one and of the rank before it. This object closes

@@ -6,6 +6,7 @@ import pytest
 import torch
 from invalid_tasks import Overflows, __file__ as bad_tasks
 from launching import differing_tensors, resume, train
+from skipped_steps import assert_same, skipped_with_scale as skipped
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -20,20 +21,6 @@ PLACES = [(0, 0), (1, 3), (0, 4), (1, 11), (0, 11)]
 def config_of(places=PLACES, training=(), **options):
     task_args = {"places": places, "samples": 160, **options}
     return {"task": TASK, "task_args": task_args, "training": {**HALF, **dict(training)}, "logging": {"log_every": 1}}
-
-
-def skipped(run):
-    return [[r[name] for name in ("step", "trainers", "samples", "cause", "scale")] for r in run.of_kind("skipped")]
-
-
-def assert_same(one, other):
-    for name in ("model", "optimizer"):
-        assert differing_tensors(one.load(name), other.load(name)) == []
-    for name in ("steps", "samples", "samples_skipped", "validation"):
-        assert one.summary[name] == other.summary[name], name
-    assert skipped(one) == skipped(other)
-    assert one.load("run")["skipping"] == other.load("run")["skipping"]
-    assert [r["loss"] for r in one.of_kind("train")] == [r["loss"] for r in other.of_kind("train")]
 
 
 WAYS = {

@@ -4,6 +4,7 @@ import pytest
 import torch
 from invalid_tasks import __file__ as bad_tasks
 from launching import differing_tensors, launch, resume, run_in_process, train
+from skipped_steps import assert_same, skipped
 
 pytestmark = pytest.mark.processes
 
@@ -15,19 +16,6 @@ PLACES = [(0, 2), (1, 6), (1, 7), (0, 19)]
 def config_of(what="loss", places=PLACES, training=(), **options):
     task_args = {"places": places, "what": what, "samples": 160, **options}
     return {"task": TASK, "task_args": task_args, "training": {**SKIP, **dict(training)}, "logging": {"log_every": 1}}
-
-
-def skipped(run):
-    return [[r[name] for name in ("step", "trainers", "samples", "cause")] for r in run.of_kind("skipped")]
-
-
-def assert_same(one, other):
-    for name in ("model", "optimizer"):
-        assert differing_tensors(one.load(name), other.load(name)) == []
-    for name in ("steps", "samples", "samples_skipped", "validation"):
-        assert one.summary[name] == other.summary[name], name
-    assert skipped(one) == skipped(other)
-    assert [r["loss"] for r in one.of_kind("train")] == [r["loss"] for r in other.of_kind("train")]
 
 
 WAYS = {

@@ -221,7 +221,7 @@ def _html_block(block: re.Match[str], svgs: Mapping[str, str]) -> str:
 def _html_table(lines: Sequence[str]) -> str:
     titles, marks, *rows = ([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines)
     head = "".join(f"<th>{_inline(title)}</th>" for title in titles)
-    # For a telephone; the first column says what the row is about.
+    # For a telephone; the first column names what the row is about.
     marks_of_cells = ["", *(f' data-title="{html.escape(title.replace("`", ""))}"' for title in titles[1:])]
     body = []
     for row in rows:
