@@ -144,10 +144,8 @@ class DdpTrainer(ReplicaTrainer):
             if self.all_reduce is not None:
                 # DDP refuses annotations that are strings; a lambda has none.
                 self.model.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
-        # A rank that waits for samples of simulations is idle while another one's full buffer blocks these. A hook that
-        # compresses divides by the number of all ranks.
-        may_wait = self.process.receiver_spec is not None and self.config.ddp.comm_hook == "none"
-        if may_wait and isinstance(self.model, DistributedDataParallel):
+        # A rank that waits for samples of simulations is idle while another one's full buffer blocks these.
+        if self.process.receiver_spec is not None and isinstance(self.model, DistributedDataParallel):
             self._uneven_inputs = "join"
         if self._uneven_inputs == "join":
             self._may_be_idle = True
@@ -241,7 +239,13 @@ class DdpTrainer(ReplicaTrainer):
                 f"not give itself; choose from {', '.join(sorted(further))}"
             )
         wrapped = DistributedDataParallel(**arguments, **{"gradient_as_bucket_view": True, **options.extra})
-        _COMM_HOOKS[options.comm_hook](wrapped)
+        try:
+            _COMM_HOOKS[options.comm_hook](wrapped)
+        except TypeError as error:  # of DistributedDataParallel, about devices and backend
+            raise UnsupportedConfiguration(
+                f"ddp.comm_hook ({options.comm_hook}) must be one that the devices and the backend of the run support "
+                f"({error}); set none, or another one"
+            ) from error
         return wrapped
 
     def _ddp(self) -> DistributedDataParallel:
@@ -416,6 +420,10 @@ class DdpTrainer(ReplicaTrainer):
             self._reduce_round(self.local_steps, report.samples)
         elif (skipped := self._skipped()) is not None:
             return skipped
+        elif self.config.ddp.comm_hook != "none" and len(self._active) < self.process.trainers:
+            # A hook that compresses has divided by the number of all ranks.
+            for gradient in (one.grad for one in self.updater.parameters if one.grad is not None):
+                gradient.mul_(self.process.trainers / len(self._active))
         self.updater.apply(report.version + 1)
         self.updater.clear_gradients()
         self.clock.lap("apply")
@@ -610,6 +618,12 @@ def _separate_elements(model: nn.Module) -> None:
 
 def _register_powersgd(model: DistributedDataParallel) -> None:
     # Vogels et al., "PowerSGD", NeurIPS 2019. The first steps, in which DDP rebuilds its buckets, go uncompressed.
+    for name, parameter in model.module.named_parameters():
+        if not parameter.dim():
+            raise UnsupportedConfiguration(
+                f"parameter {name} must have at least one dimension with ddp.comm_hook (powersgd), whose rows are "
+                "those of the first one; give it the shape (1,), or set another hook"
+            )
     state = PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
     model.register_comm_hook(state, powerSGD_hook)
 
