@@ -163,7 +163,8 @@ def test_averages_are_published_instead(tmp_path):
     port, received = free_port(), []
     file = write_config(
         tmp_path,
-        task=f"{PUBLISHED}:Counted",
+        task=f"{PUBLISHED}:CountedWithFault",
+        task_args={"folder": str(tmp_path), "compute_s": 0.05},  # longer than a subscriber needs to connect
         mode="rpc",
         cluster={"num_trainers": 2},
         training={"max_steps": 30, "ema_decay": 0.5},

@@ -236,6 +236,7 @@ class Changing(ReferenceTask):
     """All that a checkpoint holds changes with every batch: weights, buffer, random numbers, the task's own state."""
 
     gate = threading.Event()
+    writing = threading.Event()  # the first checkpoint is no longer one that a newer one replaces
 
     def __init__(self):
         super().__init__(optimizer="adam")
@@ -248,6 +249,8 @@ class Changing(ReferenceTask):
     def on_batch_start(self, batch_idx):
         self.own += 1
         self.seen.add(batch_idx)
+        if batch_idx == 7:
+            assert self.writing.wait(WAIT_S)
         if batch_idx == 8:
             self.gate.set()
 
@@ -264,18 +267,25 @@ def changing_run(folder, background):
         "logging": {"run_dir": str(folder), "name": str(background), "tensorboard": False, "progress": "off"},
     }
     Changing.gate.clear()
+    Changing.writing.clear()
     paramserver.run(Changing(), config)
     return read_checkpoint(folder / str(background) / "checkpoints" / "step-00000004")
 
 
 def test_what_is_written_later_is_what_was_staged(tmp_path, monkeypatch):
-    at_once = changing_run(tmp_path, background=False)
     write = writer.write_checkpoint
 
+    def write_at_once(*arguments):
+        Changing.writing.set()
+        return write(*arguments)
+
     def write_late(folder, step, objects, about):
+        Changing.writing.set()
         assert Changing.gate.wait(WAIT_S), "training must continue while a checkpoint waits to be written"
         return write(folder, step, objects, about)
 
+    monkeypatch.setattr(writer, "write_checkpoint", write_at_once)
+    at_once = changing_run(tmp_path, background=False)
     monkeypatch.setattr(writer, "write_checkpoint", write_late)
     later = changing_run(tmp_path, background=True)
     for name in ("model", "optimizer", "trainer-0"):

@@ -81,8 +81,11 @@ class Listener:
         rest = b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._file, selectors.EVENT_READ)
-            while not self._ended.is_set():
-                if not selector.select(0.1):
+            while True:
+                ended = self._ended.is_set()  # before the last look: what was written until then is read
+                if not selector.select(0 if ended else 0.1):
+                    if ended:
+                        return
                     continue
                 *lines, rest = (rest + os.read(self._file, 1 << 16)).split(b"\n")
                 self.received += [(float(moment), int(count)) for moment, count in map(bytes.split, lines)]
