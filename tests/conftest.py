@@ -13,6 +13,7 @@ from pathlib import Path
 
 import fast_tier
 import launching
+import leaks
 import pytest
 import slurm_cluster
 import torch
@@ -128,6 +129,16 @@ def pytest_report_header():
     absent = [name for name in ("lightning", "ray") if find_spec(name) is None]
     left_out += [f"{' and '.join(absent)} (extra peers) not installed: not tested."] if absent else []
     return left_out + (["torchx (extra torchx) not installed: not tested."] if find_spec("torchx") is None else [])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef):
+    """What a fixture of several tests changes for good is no test's own: ``nothing_left_behind`` cannot see it."""
+    before = leaks.variables()
+    found = yield
+    if fixturedef.scope != "function" and (changed := leaks.changed_variables(before)):
+        pytest.fail(f"the fixture {fixturedef.argname} changed {', '.join(changed)}", pytrace=False)
+    return found
 
 
 @pytest.fixture(autouse=True)

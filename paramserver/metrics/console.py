@@ -199,7 +199,10 @@ def _columns(stream: TextIO) -> int:
 
 
 def _is_notebook() -> bool:
-    return "ipykernel" in sys.modules
+    """Return whether this process runs the cells of a notebook. One that only starts such processes does not."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config
 
 
 def _tqdm() -> Any:

@@ -42,6 +42,16 @@ _LISTEN = "0A"
 _HELPERS = ("resource_tracker", "forkserver.py")
 
 
+def variables() -> dict[str, str]:
+    """Return the environment variables that a test must restore."""
+    return {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
+
+
+def changed_variables(before: dict[str, str]) -> list[str]:
+    now = variables()
+    return [f"variable {name}" for name in sorted(now.keys() | before.keys()) if now.get(name) != before.get(name)]
+
+
 @dataclass(frozen=True)
 class ProcessSnapshot:
     """The state of this process that every test must restore."""
@@ -58,7 +68,7 @@ class ProcessSnapshot:
         return cls(
             frozenset(threading.enumerate()),
             frozenset(_children()),
-            {name: value for name, value in os.environ.items() if name not in _NOT_OURS},
+            variables(),
             {int(number): signal.getsignal(number) for number in _SIGNALS},
             frozenset(_listening()),
             frozenset(_states()),
@@ -74,8 +84,7 @@ class ProcessSnapshot:
             now = ProcessSnapshot.take()
         found = [f"thread {thread.name}" for thread in _ours(now.threads - self.threads)]
         found += [f"child process {pid} ({_command(pid)})" for pid in now.children - self.children]
-        names = sorted(now.environ.keys() | self.environ.keys())
-        found += [f"variable {n}" for n in names if now.environ.get(n) != self.environ.get(n)]
+        found += changed_variables(self.environ)
         found += [f"handler of {signal.Signals(n).name}" for n in now.handlers if now.handlers[n] != self.handlers[n]]
         found += [f"listening socket {port}" for port in sorted(now.ports - self.ports)]
         return found + sorted(now.states - self.states)

@@ -74,6 +74,7 @@ class PacedTask(ReferenceTask):
             os.kill(os.getppid(), signal.SIGTERM)
         if self.fifo is not None and (index, batch_idx) == (0, 10):
             Path(self.fifo).write_text("here")
+            assert Path(self.fifo).with_suffix(".applied").read_text() == "applied"
         if index == self.changes and batch_idx == 3:
             with torch.no_grad():
                 self.trainer.unwrapped_model.gate.mul_(2.0)
@@ -142,12 +143,21 @@ class LedgerTrainer(RpcTrainer):
 
 
 class DelayedPull(LedgerTrainer):
-    """Trainer 1 is granted a version, and loads its parameters when trainer 0 is at its tenth batch."""
+    """Trainer 1 is granted a version, and loads its parameters when trainer 0 is at its tenth batch.
+
+    Trainer 0 goes on when what trainer 1 computed then is applied.
+    """
 
     def receive_model(self, reply):
         if self.trainer_index == 1:
             assert Path(self.task.fifo).read_text() == "here"
         super().receive_model(reply)
+
+    def step_optimizer(self, report):
+        result = super().step_optimizer(report)
+        if self.trainer_index == 1 and len(self.ledger) == 1:
+            Path(self.task.fifo).with_suffix(".applied").write_text("applied")
+        return result
 
 
 def gradients_of(model):

@@ -392,6 +392,7 @@ def test_a_parameter_that_is_changed_in_place_on_a_trainer_is_refused_by_name(st
 def test_a_trainer_that_is_late_begins_at_what_is_current(started, folder, transport, servers):
     fifo = folder / f"late-{transport}-{servers}"
     os.mkfifo(fifo)
+    os.mkfifo(fifo.with_suffix(".applied"))
     finished = started(
         fifo.name + "-run",
         2,

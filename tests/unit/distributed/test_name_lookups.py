@@ -43,7 +43,7 @@ def run(program, **variables):
 
 @pytest.mark.claim("name-server")
 def test_no_store_of_the_process_looks_up_a_name():
-    done = run(STORES, RES_OPTIONS="attempts:0")
+    done = run(STORES, RES_OPTIONS="attempts:0", TORCH_CPP_LOG_LEVEL="WARNING")
     assert (done.returncode, done.stderr) == (0, "")
 
 
