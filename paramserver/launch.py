@@ -148,6 +148,15 @@ class CommandParser(argparse.ArgumentParser):
         """See ``argparse.ArgumentParser.parse_known_args``, through which all others go."""
         return super().parse_known_args(normalize_flags(sys.argv[1:] if args is None else args), namespace)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See ``argparse.ArgumentParser.parse_args``. What follows ``--set KEY=VALUE`` is no second key of it."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            settings = " ".join(f"--set {word}" for word in unknown if "=" in word and not word.startswith("-"))
+            cure = f"; --set takes one key, write {settings}" if settings and hasattr(parsed, "overrides") else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{cure}")
+        return parsed
+
 
 def normalize_flags(argv: Sequence[str]) -> list[str]:
     """Return the arguments of a command line with ``_`` in the names of all flags.

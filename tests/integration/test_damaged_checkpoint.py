@@ -5,15 +5,13 @@ import os
 import re
 import shutil
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from cli_errors import EVERY_3, assert_failed_with, error_message, file_contents, has_table, invalid_task
-from launching import FinishedRun, differing_tensors, write_config
+from launching import FinishedRun, differing_tensors, main_in_process, write_config
 
-from paramserver.launch import main
 from paramserver.runs.rundir import RunDir
 
 
@@ -24,13 +22,13 @@ def trained_once(tmp_path_factory):
     file = write_config(
         folder, task=invalid_task("Wide"), logging={"run_dir": "runs", "name": "run", "progress": "off"}, **EVERY_3
     )
-    path, before = list(sys.path), Path.cwd()
+    before = Path.cwd()
     os.chdir(folder)
     try:
-        assert main(["--config", str(file)]) == 0
+        code, output = main_in_process("--config", file)
     finally:
         os.chdir(before)
-        sys.path[:] = path
+    assert code == 0, output
     return folder / "runs" / "run"
 
 
