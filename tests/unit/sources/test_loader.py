@@ -108,7 +108,7 @@ def test_an_error_of_a_read_names_the_sample_after_those_before_it_were_put(work
         (
             Kills("worker"),
             None,
-            r"trainer 0: DataLoader worker (\(pid \d+\) is killed by signal: Killed|\(pid\(s\) \d+\) exited unexpectedly)",
+            r"DataLoader worker (\(pid \d+\) is killed by signal: Killed|\(pid\(s\) \d+\) exited unexpectedly)",
         ),
         (Kills("loader"), None, r"trainer 0: the process that reads its data set \(pid \d+\) was killed by SIGKILL"),
         (UnpicklableSamples(0), None, "samples must be picklable to be sent by a worker process; return tensors"),
