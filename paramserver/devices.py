@@ -42,19 +42,21 @@ def num_gpus() -> int:
     return int(torch.get_device_module(GPU).device_count())
 
 
-def require_visible_gpus(config: Config, allocated: int, visible: int | None = None) -> None:
+def require_visible_gpus(config: Config, allocated: tuple[int, str], visible: int | None = None) -> None:
     """Check that torch sees a GPU where the allocation has some, unless the config asks for the CPU.
 
-    ``visible`` is the number of GPUs that torch sees; None = ask torch.
+    ``allocated`` is the number of its GPUs on this host, and the environment variable that has it. ``visible`` is the
+    number of GPUs that torch sees; None = ask torch.
 
     Raises:
         UnsupportedConfiguration: torch sees none of them.
     """
-    if not allocated or (config.device.kind == "cpu" and config.device.server != "cuda"):
+    count, variable = allocated
+    if not count or (config.device.kind == "cpu" and config.device.server != "cuda"):
         return
     if not (num_gpus() if visible is None else visible):
         raise UnsupportedConfiguration(
-            f"this allocation has {allocated} GPU(s) on this host (SLURM_GPUS_ON_NODE), and torch sees 0 of them; "
+            f"this allocation has {count} GPU(s) on this host ({variable}), and torch sees 0 of them; "
             "install a build of torch for GPUs, check CUDA_VISIBLE_DEVICES and nvidia-smi, or set device.kind: cpu"
         )
 

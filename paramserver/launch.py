@@ -258,12 +258,8 @@ def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -
             print(line, file=sys.stderr)
         print_output(plan_text(config, folders, None if identity is None else identity.source))
     elif identity is None:
-        if unused := unused_tasks(process_environ()):
-            print(
-                f"warning: this allocation has {unused}, and all ranks are started on this host; start the command "
-                "with srun to use them",
-                file=sys.stderr,
-            )
+        if warning := unused_tasks(process_environ()):
+            print(warning, file=sys.stderr)
         continues = earlier is not None
         launch_local(config, run, folders, began=began, command=command, continues=continues, report=report_error)
     else:

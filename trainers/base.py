@@ -510,10 +510,7 @@ class Trainer(ABC):
         sparse = tuple(grad.sparse_dim() if grad is not None and grad.is_sparse else 0 for grad in grads)
         cause = self.find_nonfinite(value)
         self.optimizer_calls.exchange(OptimizerCall(name, value, samples, used, sparse, cause))
-        report = StepReport(
-            self.trainer_index, self.step, samples, value, self.seconds, optimizer=name, scale=self.loss_scale
-        )
-        result = self.step_optimizer(report)
+        result = self.step_optimizer(self.report_step(self.step, StepTotals(value, samples), optimizer=name))
         assert result is not None
         if not result.dropped:
             self.control.update_applied(result)
@@ -522,6 +519,12 @@ class Trainer(ABC):
         self.step, self.current_step.is_open = result.step, False
         self.optimizer_calls.made += 1
         self.end_step()
+
+    def report_step(self, version: int, totals: StepTotals, **fields: Any) -> StepReport:
+        """Return the report of a step at ``version``, with what was measured in it and with these fields."""
+        return StepReport(
+            self.trainer_index, version, **vars(totals), seconds=self.seconds, scale=self.loss_scale, **fields
+        )
 
     @spanned("forward")
     def forward_batch(self, batch: Any) -> tuple[float, Tensor]:
@@ -918,14 +921,7 @@ class TrainingLoop:
         ``buffers`` are the module buffers of before, which return if the step is skipped; None if it may not be.
         """
         trainer = self.trainer
-        report = StepReport(
-            trainer.trainer_index,
-            decision.step,
-            **vars(totals),
-            seconds=trainer.seconds,
-            inner_s=inner_s,
-            scale=trainer.loss_scale,
-        )
+        report = trainer.report_step(decision.step, totals, inner_s=inner_s)
         trainer.current_step.batch_samples = 1
         result = trainer.step_optimizer(report)
         if result is None:  # it is known later

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     )
     from paramserver.cluster.resolve import (
         Job as Job,
+        allocated_gpus as allocated_gpus,
         find_job as find_job,
         resolve_identity as resolve_identity,
+        unused_tasks as unused_tasks,
     )
     from paramserver.cluster.slurm import (
         SlurmEnvironment as SlurmEnvironment,
-        allocated_gpus as allocated_gpus,
-        unused_tasks as unused_tasks,
     )
     from paramserver.cluster.torchrun import (
         EnvVarEnvironment as EnvVarEnvironment,

@@ -128,7 +128,7 @@ class ClusterEnvironment(ABC):
     """Whether the loss of one rank ends all of them, so that none continues without it."""
 
     variables: ClassVar[Mapping[str, str]] = {}
-    """Environment variable by property."""
+    """Environment variable by property; ``restart_count`` is how often the launcher has started its ranks again."""
 
     def __init__(self, environ: Environ, config: Config, flags: RankFlags) -> None:
         self.environ = environ
@@ -139,6 +139,29 @@ class ClusterEnvironment(ABC):
     @abstractmethod
     def detect(cls, environ: Environ, flags: RankFlags) -> bool:
         """Return whether this environment started the process."""
+
+    # What holds for every process in an allocation, also for one that is not started as a rank.
+
+    @classmethod
+    def job_id(cls, environ: Environ) -> str | None:
+        """Return the name of the job of this process, which no other job has; None outside of one."""
+        return None
+
+    @classmethod
+    def num_restarts(cls, environ: Environ) -> int:
+        """Return how often the launcher has started this process again; 0 if it did not start it."""
+        name = cls.variables.get("restart_count")
+        return 0 if name is None else read_number({name: "0", **environ}, name, cls.source)
+
+    @classmethod
+    def allocated_gpus(cls, environ: Environ) -> int:
+        """Return how many GPUs of this host, by ``variables["num_gpus"]``, the job has; 0 without any."""
+        return 0
+
+    @classmethod
+    def unused_tasks(cls, environ: Environ) -> str:
+        """Return how many tasks the allocation has if this process is not one of its tasks; empty if just one."""
+        return ""
 
     @property
     @abstractmethod

@@ -5,10 +5,9 @@ To add an environment (Kubernetes, MPI):
 1. Write one file in this folder with a subclass of :class:`~paramserver.cluster.base.ClusterEnvironment`: a table
    ``variables`` of what it sets, ``detect``, ``global_rank``, ``world_size``, ``master_addr`` and ``master_port``;
    ``local_rank``, ``local_world_size`` and ``node_rank`` if it provides them; ``store_is_hosted`` and ``job`` if it
-   serves a store. Read variables with ``read_variable`` and ``read_number``, whose errors name the variable.
+   serves a store. Of a scheduler ``job_id``, ``restart_count`` in the table, ``allocated_gpus`` and ``unused_tasks``.
+   Read variables with ``read_variable`` and ``read_number``, whose errors name the variable.
 2. Add the class to ``ENVIRONMENTS``, before environments whose variables it sets too.
-
-3. If it starts a job again, add where its number and its restarts are found to ``find_job``.
 
 Nothing else needs to change: flags override the addresses of every environment, and the rest of the package sees a
 :class:`~paramserver.cluster.base.ProcessIdentity` only.
@@ -17,10 +16,10 @@ Nothing else needs to change: flags override the addresses of every environment,
 import dataclasses
 from dataclasses import dataclass
 
-from paramserver.cluster.base import ClusterEnvironment, Environ, ProcessIdentity, RankFlags, read_number
+from paramserver.cluster.base import ClusterEnvironment, Environ, ProcessIdentity, RankFlags
 from paramserver.cluster.network import DEFAULT_PORT, read_token
-from paramserver.cluster.slurm import VARIABLES as SLURM, SlurmEnvironment
-from paramserver.cluster.torchrun import VARIABLES as TORCHRUN, EnvVarEnvironment, TorchrunEnvironment, num_restarts
+from paramserver.cluster.slurm import SlurmEnvironment
+from paramserver.cluster.torchrun import EnvVarEnvironment, TorchrunEnvironment
 from paramserver.config import (
     Config,
     is_colocated,
@@ -188,9 +187,6 @@ def _with_flags(identity: ProcessIdentity, flags: RankFlags) -> ProcessIdentity:
 JOB_VARIABLE = "PARAMSERVER_JOB_ID"
 """Set by the user: the name of a job that starts its commands again, under a launcher that is not known here."""
 
-# What torchrun sets where the user gave no --rdzv-id.
-_NO_RUN_ID = "none"
-
 
 @dataclass(frozen=True)
 class Job:
@@ -211,18 +207,34 @@ class Job:
 
 
 def find_job(environ: Environ) -> Job | None:
-    """Return the job that this process is part of: the one that is named by hand, of SLURM, or of torchrun.
+    """Return the job that this process is part of: the one that is named by hand, or of a launcher.
 
     Raises:
         UnsupportedConfiguration: a number of restarts is none.
     """
-    restarts = num_restarts(environ)
-    if SLURM["job"] in environ:
-        name = SLURM["restart_count"]
-        restarts += read_number({name: "0", **environ}, name, "SLURM")
+    # Of two classes with the variables of one launcher, the first counts.
+    counting = {environment.variables.get("restart_count"): environment for environment in reversed(ENVIRONMENTS)}
+    restarts = sum(environment.num_restarts(environ) for environment in counting.values())
     if named := environ.get(JOB_VARIABLE, "").strip():
         return Job(named, restarts, is_named=True)
-    if SLURM["job"] in environ:
-        return Job(f"slurm/{environ[SLURM['job']]}", restarts)
-    run_id = environ.get(TORCHRUN["run_id"], _NO_RUN_ID)
-    return None if run_id == _NO_RUN_ID else Job(f"torchrun/{run_id}", restarts)
+    # A scheduler comes before what it starts.
+    ids = (environment.job_id(environ) for environment in reversed(ENVIRONMENTS))
+    found = next((job_id for job_id in ids if job_id is not None), None)
+    return None if found is None else Job(found, restarts)
+
+
+def allocated_gpus(environ: Environ) -> tuple[int, str]:
+    """Return how many GPUs of this host the job has, and the variable that counts them; (0, "") without any."""
+    counts = ((e.allocated_gpus(environ), e.variables.get("num_gpus", "")) for e in ENVIRONMENTS)
+    return max(counts, default=(0, ""))
+
+
+def unused_tasks(environ: Environ) -> str:
+    """Return a warning if the allocation has tasks and this process is none of them; empty if it has not."""
+    for environment in ENVIRONMENTS:
+        if unused := environment.unused_tasks(environ):
+            return (
+                f"warning: this allocation has {unused}, and all ranks are started on this host; start the command "
+                f"with {environment.source} to use them"
+            )
+    return ""

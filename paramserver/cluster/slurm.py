@@ -51,6 +51,29 @@ class SlurmEnvironment(VariableEnvironment):
         # A step of one task is an ordinary process: a shell (srun --pty), or a command that starts all ranks itself.
         return VARIABLES["step"] in environ and environ.get(VARIABLES["world_size"], "1") != "1"
 
+    @classmethod
+    def job_id(cls, environ: Environ) -> str | None:
+        return f"slurm/{environ[VARIABLES['job']]}" if VARIABLES["job"] in environ else None
+
+    @classmethod
+    def num_restarts(cls, environ: Environ) -> int:
+        return super().num_restarts(environ) if VARIABLES["job"] in environ else 0
+
+    @classmethod
+    def allocated_gpus(cls, environ: Environ) -> int:
+        gpus = environ.get(VARIABLES["num_gpus"], "")
+        return int(gpus) if VARIABLES["job"] in environ and gpus.isdecimal() else 0
+
+    @classmethod
+    def unused_tasks(cls, environ: Environ) -> str:
+        if VARIABLES["job"] not in environ or VARIABLES["step"] in environ:
+            return ""
+        for key, what in (("num_tasks", "tasks"), ("num_nodes", "nodes")):
+            number = environ.get(VARIABLES[key], "")
+            if number.isdecimal() and int(number) > 1:
+                return f"{number} {what} ({VARIABLES[key]})"
+        return ""
+
     @property
     def local_world_size(self) -> int:
         name = self.variables["local_world_size"]
@@ -74,17 +97,6 @@ class SlurmEnvironment(VariableEnvironment):
         return self.config.cluster.master_port or _FIRST_PORT + numbers % _NUM_PORTS
 
 
-def unused_tasks(environ: Environ) -> str:
-    """Return how many tasks or nodes the allocation has if this process is not one of its tasks; empty if just one."""
-    if VARIABLES["job"] not in environ or VARIABLES["step"] in environ:
-        return ""
-    for key, what in (("num_tasks", "tasks"), ("num_nodes", "nodes")):
-        number = environ.get(VARIABLES[key], "")
-        if number.isdecimal() and int(number) > 1:
-            return f"{number} {what} ({VARIABLES[key]})"
-    return ""
-
-
 def step_command(launcher: str, environ: Environ, tasks: int) -> list[str]:
     """Return the words that start so many ``tasks`` of a simulation as one step; none if each is started by itself.
 
@@ -106,12 +118,6 @@ def step_command(launcher: str, environ: Environ, tasks: int) -> list[str]:
 def in_slurm_allocation(environ: Environ) -> bool:
     """Return whether this process runs inside a SLURM allocation (sbatch, salloc), where srun starts further steps."""
     return bool(environ.get(VARIABLES["job"]))
-
-
-def allocated_gpus(environ: Environ) -> int:
-    """Return how many GPUs of this host SLURM gives to the job or step; 0 without any, and outside of SLURM."""
-    gpus = environ.get(VARIABLES["num_gpus"], "")
-    return int(gpus) if VARIABLES["job"] in environ and gpus.isdecimal() else 0
 
 
 def expand_hosts(text: str) -> list[str]:

@@ -35,6 +35,9 @@ VARIABLES = {
     "max_restarts": "TORCHELASTIC_MAX_RESTARTS",
 }
 
+# What torchrun sets where the user gave no --rdzv-id.
+_NO_RUN_ID = "none"
+
 
 class TorchrunEnvironment(VariableEnvironment):
     """A worker of torchrun, whose agent may serve the store already."""
@@ -47,6 +50,11 @@ class TorchrunEnvironment(VariableEnvironment):
     @classmethod
     def detect(cls, environ: Environ, flags: RankFlags) -> bool:
         return VARIABLES["run_id"] in environ
+
+    @classmethod
+    def job_id(cls, environ: Environ) -> str | None:
+        run_id = environ.get(VARIABLES["run_id"], _NO_RUN_ID)
+        return None if run_id == _NO_RUN_ID else f"torchrun/{run_id}"
 
     @property
     def local_world_size(self) -> int:
@@ -107,12 +115,6 @@ class EnvVarEnvironment(TorchrunEnvironment):
     @property
     def job(self) -> str:
         return DEFAULT_JOB  # as with flags: each rank may be started in its own way
-
-
-def num_restarts(environ: Environ) -> int:
-    """Return how often torchrun has started the ranks of this host again; 0 if it did not start this process."""
-    name = VARIABLES["restart_count"]
-    return read_number({name: "0", **environ}, name, "torchrun")
 
 
 def write_error_file(environ: Environ, message: str) -> None:

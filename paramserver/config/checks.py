@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paramserver.config.schema import BUFFERS, CONSISTENCIES, OUTER_OPTIMIZERS, Config, format_value, origin_prefix
+from paramserver.config.schema import (
+    BUFFERS,
+    CLIPPINGS,
+    CONSISTENCIES,
+    OUTER_OPTIMIZERS,
+    Config,
+    format_value,
+    origin_prefix,
+)
 from paramserver.config.world import mode_of, num_servers_of, num_trainers_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 
@@ -185,11 +193,12 @@ def _pseudo_epochs(config: Config) -> str | None:
 
 
 def _clipping(config: Config) -> str | None:
-    norm, value = config.training.clip_grad_norm, config.training.clip_grad_value
-    if norm is None or value is None:
+    given = {name: value for name in CLIPPINGS if (value := getattr(config.training, name)) is not None}
+    if len(given) < 2:
         return None
+    first, second = list(given)[:2]
     return (
-        f"training.clip_grad_value ({value}) must be null with training.clip_grad_norm ({norm}), as gradients are "
+        f"training.{second} ({given[second]}) must be null with training.{first} ({given[first]}), as gradients are "
         "clipped once; keep one of them"
     )
 
@@ -361,7 +370,7 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("buffer.min_new_per_batch", "buffer.kind", "training.batch_size"), _new_samples),
     Relation(("buffer.max_staleness", "publish", "simulations"), _max_staleness),
     Relation(("buffer.pseudo_epochs", "buffer.kind"), _pseudo_epochs),
-    Relation(("training.clip_grad_norm", "training.clip_grad_value"), _clipping),
+    Relation(tuple(f"training.{name}" for name in CLIPPINGS), _clipping),
     Relation(("server.backup_trainers", "server.consistency", "cluster.num_trainers"), _backup_trainers),
     Relation(("server.arrivals", "server.consistency"), _arrivals),
     Relation(("server.arrivals", "training.outer.weighting"), _weighted_arrivals),

@@ -202,6 +202,8 @@ OUTER_OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adam": ("beta2", "eps"),
     "delayed_nesterov": ("delay",),
 }
+CLIPPINGS = ("clip_grad_norm", "clip_grad_value")
+"""Keys of the section training of which one may be given: the kinds of clipping."""
 BUFFERS: dict[str, tuple[str, ...]] = {
     "fifo": ("pseudo_epochs",),
     "firo": ("pseudo_epochs",),
@@ -384,7 +386,7 @@ class TrainingConfig:
 
     @property
     def clips(self) -> bool:
-        return self.clip_grad_norm is not None or self.clip_grad_value is not None
+        return any(getattr(self, name) is not None for name in CLIPPINGS)
 
     @property
     def weights_samples(self) -> bool:

@@ -19,10 +19,18 @@ class Async(FreeRunning):
     NeurIPS 2011, reading and writing parameters takes no lock, but trainers read complete versions only.
     """
 
+    drops_pushes = False
+    allows_tables = True
+    has_partial_update = False
+
     def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
         self.clocks = dict.fromkeys(self.trainers, 0)
         self._arrived: deque[tuple[int, int, int]] = deque()  # trainer index, version, samples
+
+    @classmethod
+    def gradients_per_update(cls, config: ServerConfig, trainers: int) -> int:
+        return 1
 
     @property
     def slowest_clock(self) -> int:
@@ -39,7 +47,7 @@ class Async(FreeRunning):
         del self.clocks[trainer_index]
 
     def may_start(self, trainer_index: int) -> bool:
-        return self.has_version_slot()
+        return True
 
     def push(self, trainer_index: int, version: int, samples: int, finite: bool = True) -> bool:
         del self._permits[trainer_index]
@@ -92,7 +100,7 @@ class Bounded(Async):
         return cls(terms, config.staleness_bound, step, samples)
 
     def may_start(self, trainer_index: int) -> bool:
-        return super().may_start(trainer_index) and self.clocks[trainer_index] - self.slowest_clock <= self.bound
+        return self.clocks[trainer_index] - self.slowest_clock <= self.bound
 
     def pop_decisions(self) -> dict[int, Decision]:
         for index in self._blocks & self._announced.keys():

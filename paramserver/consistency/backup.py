@@ -17,6 +17,7 @@ class BackupSync(FreeRunning):
     buffer. An update has at least one gradient, however many trainers leave. B is at most T - 1.
     """
 
+    drops_pushes = True
     validates_together = True
 
     def __init__(self, terms: RunTerms, backups: int, step: int = 0, samples: int = 0) -> None:
@@ -32,16 +33,8 @@ class BackupSync(FreeRunning):
     def gradients_per_update(cls, config: ServerConfig, trainers: int) -> int:
         return max(1, trainers - config.backup_trainers)
 
-    @classmethod
-    def updates_per_round(cls, config: ServerConfig, trainers: int) -> float:
-        return 1.0  # what comes later is dropped
-
     def may_start(self, trainer_index: int) -> bool:
         return trainer_index not in self._held  # one gradient of each trainer in a version
-
-    def may_still_apply(self, coming: int) -> bool:
-        """Return True: all permits for one version contribute to one update, and late gradients are dropped."""
-        return True
 
     @property
     def has_partial_update(self) -> bool:

@@ -3,10 +3,11 @@
 To add a consistency model:
 
 1. Write a module with a subclass of ``Consistency``. It implements ``announce`` (optional), ``pop_decisions``,
-   ``rejection_reason``, ``push``, ``next_update`` and ``wants_buffers_from``, and declares ``lockstep``,
-   ``waits_for_all`` and ``gradients_per_update``; with keys of its own it implements ``from_config``, and with a state
-   ``state_dict`` and ``load_state_dict``. If trainers wait for each other at checkpoints only, subclass ``FreeRunning``
-   instead: it leaves ``may_start``, ``push``, ``next_update`` and ``wants_buffers_from``.
+   ``rejection_reason``, ``push``, ``next_update``, ``wants_buffers_from`` and ``gradients_per_update``, and declares
+   ``lockstep`` and ``drops_pushes``, and where they apply ``waits_for_all``, ``allows_tables`` and
+   ``validates_together``; with keys of its own it implements ``from_config``, and with a state ``state_dict`` and
+   ``load_state_dict``. If trainers wait for each other at checkpoints only, subclass ``FreeRunning`` instead: it leaves
+   ``may_start``, ``push``, ``next_update``, ``wants_buffers_from`` and ``has_partial_update``.
 2. Add the class to ``CLASSES`` in consistency/factory.py.
 3. Add its name to ``CONSISTENCIES`` in config/schema.py.
 
@@ -146,6 +147,12 @@ class Consistency(ABC):
     lockstep: bool
     """All trainers take every step together, so each of them knows without a message when to validate and save."""
 
+    drops_pushes: bool
+    """A push that arrives after the update of its version is dropped and counted, although nothing failed."""
+
+    allows_tables = False
+    """Embedding tables can be trained: each update has whole pushes, none of which is dropped or added up before."""
+
     waits_for_all = False
     """Each update has the gradients of all trainers of its step, so its buckets can be computed as they arrive."""
 
@@ -183,14 +190,14 @@ class Consistency(ABC):
         return cls(terms, step, samples)
 
     @classmethod
+    @abstractmethod
     def gradients_per_update(cls, config: ServerConfig, trainers: int) -> int:
         """Return of how many trainers an update has the gradients while all of them have data."""
-        return 1
 
     @classmethod
     def updates_per_round(cls, config: ServerConfig, trainers: int) -> float:
         """Return how many updates there are while each trainer pushes once."""
-        return trainers / cls.gradients_per_update(config, trainers)
+        return 1.0 if cls.drops_pushes else trainers / cls.gradients_per_update(config, trainers)
 
     # Which trainers there are.
 

@@ -15,6 +15,8 @@ class Buffered(Async):
     last update before the end of the run has fewer gradients, rather than waiting for more.
     """
 
+    allows_tables = False
+
     def __init__(self, terms: RunTerms, arrivals: int, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
         self.arrivals = arrivals

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from paramserver.config import Config, ServerConfig
 from paramserver.consistency.asynchronous import Async, Bounded
 from paramserver.consistency.backup import BackupSync
@@ -13,14 +15,31 @@ from paramserver.limits import Limits
 # The values of server.consistency.
 CLASSES: dict[str, type[Consistency]] = {"sync": Sync, "bounded": Bounded, "async": Async}
 
+# By a key of the server section whose value is not its default: backup trainers are a variant of sync, and several
+# arrivals one of async; config/checks.py rejects them with others.
+_VARIANTS: dict[str, type[Consistency]] = {"arrivals": Buffered, "backup_trainers": BackupSync}
+
+
+def _variant(config: ServerConfig) -> str | None:
+    """Return the key that makes the consistency of a config another class than that of its name."""
+    return next((key for key in _VARIANTS if getattr(config, key) != getattr(ServerConfig, key)), None)
+
 
 def consistency_class(config: ServerConfig) -> type[Consistency]:
     """Return the class of the consistency of a config, which declares what holds for it."""
-    # Backup trainers are a variant of sync, and several arrivals one of async; config/checks.py rejects them with
-    # others.
-    if config.arrivals > 1:
-        return Buffered
-    return BackupSync if config.backup_trainers else CLASSES[config.consistency]
+    variant = _variant(config)
+    return CLASSES[config.consistency] if variant is None else _VARIANTS[variant]
+
+
+def key_of_choice(
+    config: ServerConfig, fits: Callable[[type[Consistency]], bool]
+) -> tuple[str, object, Sequence[object]]:
+    """Return the key to change where a consistency must fit: its name, its value, and the values with which it fits."""
+    fitting, variant = [name for name, rules in CLASSES.items() if fits(rules)], _variant(config)
+    if variant is None or config.consistency not in fitting:
+        return "server.consistency", config.consistency, fitting
+    value, without = getattr(config, variant), getattr(ServerConfig, variant)
+    return f"server.{variant}", value, [without, value] if fits(_VARIANTS[variant]) else [without]
 
 
 def make_consistency(config: Config, trainers: int, step: int = 0, samples: int = 0) -> Consistency:

@@ -55,7 +55,12 @@ class FreeRunning(Consistency):
         """Return whether a trainer that has data may start a step, considering the progress of the others."""
 
     def may_still_apply(self, coming: int) -> bool:
-        """Return whether one more push, of at most ``coming`` samples, will be applied in whatever order all arrive."""
+        """Return whether one more push, of at most ``coming`` samples, will be applied in whatever order all arrive.
+
+        Where pushes are dropped all permits for one version contribute to one update.
+        """
+        if self.drops_pushes:
+            return True
         terms = self.terms
         last = [every * (self.step // every + 1) for every in terms.barrier_every if every]
         last += [terms.limits.max_steps] if terms.limits.max_steps is not None else []
@@ -90,9 +95,9 @@ class FreeRunning(Consistency):
         return last // every - (oldest - 1) // every <= MAX_RETAINED_VERSIONS
 
     @property
+    @abstractmethod
     def has_partial_update(self) -> bool:
         """Whether a push waits for those of other trainers, which must continue before a barrier or the end."""
-        return False
 
     # Which trainers there are.
 
@@ -206,7 +211,9 @@ class FreeRunning(Consistency):
     def _decide_one(self, trainer_index: int, announcement: Announcement) -> Decision | None:
         if announcement.readiness is Readiness.WAITING:
             return Decision(Verdict.WAIT, (), self.step, self.samples) if self._end is None else None
-        if announcement.readiness is Readiness.DRAINED or not self.may_start(trainer_index):
+        if announcement.readiness is Readiness.DRAINED or not self.has_version_slot():
+            return None
+        if not self.may_start(trainer_index):
             return None
         samples = announcement.samples
         coming = announcement.batches * self.terms.batch_size if samples is None else samples

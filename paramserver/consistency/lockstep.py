@@ -77,6 +77,8 @@ class Sync(Consistency):
     """
 
     lockstep = True
+    drops_pushes = False
+    allows_tables = True
     waits_for_all = True
     validates_together = True
 

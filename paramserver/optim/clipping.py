@@ -1,13 +1,13 @@
 """Clipping of the mean of the gradients before an update: where one process has all of them, and on several servers.
 
-To add a kind: write a subclass of ``Clipping``, and return it in ``clipping_of`` for its key
-in config/schema.py.
+To add a kind: write a subclass of ``Clipping`` and add it to ``_KINDS``, and its key to ``CLIPPINGS`` in
+config/schema.py.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -122,6 +122,10 @@ def _as_real(parameter: Tensor) -> Tensor:
     return stand_in
 
 
+# By its key, whose value it takes.
+_KINDS: dict[str, Callable[[float], Clipping]] = {"clip_grad_norm": NormClipping, "clip_grad_value": ValueClipping}
+
+
 def clipping_of(training: TrainingConfig) -> Clipping | None:
     """Return how the gradients of an update are clipped; None if they are not.
 
@@ -129,6 +133,5 @@ def clipping_of(training: TrainingConfig) -> Clipping | None:
     """
     if training.has_rounds:
         return None
-    if training.clip_grad_value is not None:
-        return ValueClipping(training.clip_grad_value)
-    return None if training.clip_grad_norm is None else NormClipping(training.clip_grad_norm)
+    values = ((kind, getattr(training, name)) for name, kind in _KINDS.items())
+    return next((kind(value) for kind, value in values if value is not None), None)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from paramserver.errors import TaskError
-from paramserver.optim.averaging import has_foreign_hooks
+from paramserver.optim.averaging import has_foreign_hooks, share_hooks
 from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.row_wise_adagrad import RowWiseAdagrad
 from paramserver.rng import update_generators
@@ -193,9 +193,9 @@ def _part(optimizer: torch.optim.Optimizer, ids: set[int]) -> torch.optim.Optimi
 
 
 def copy_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a shallow copy that steps a part of the parameters, and averages them if ``optimizer`` does."""
+    """Return a shallow copy that steps a part of the parameters, with the hooks of ``optimizer``."""
     part = copy.copy(optimizer)  # without hooks
-    part._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+    share_hooks(part, optimizer)
     part.__dict__.pop("step", None)  # the wrapper of a schedule counts steps of the whole
     return part
 

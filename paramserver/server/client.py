@@ -43,6 +43,7 @@ from paramserver.server.shard_server import ShardServer
 from paramserver.transport.base import GradientBucket
 from paramserver.transport.messages import (
     DataPosition,
+    HeartbeatReply,
     JoinReply,
     ModelCall,
     ModelReply,
@@ -391,15 +392,15 @@ class ServerClient(ServerConnection):
         # For the task and custom trainers. Steps address the server by name; see distributed/rpc_calls.py.
         self.rref = server_rref(SERVER_NAME)
 
-    def _send_heartbeat(self) -> torch.futures.Future[str]:
+    def _send_heartbeat(self) -> torch.futures.Future[HeartbeatReply]:
         timeout_s, limit = self.config.server.lost_after_s, self._stop_limit
         own = self.index, self._worker_id, self._blocks()
         about = ("", "") if limit is None else (limit.place(), limit.stop.state()[1])
         return send(SERVER_NAME, timeout_s, ParameterServer.heartbeat, *own, *about)
 
-    def _on_heartbeat(self, reply: Any) -> None:
-        if self._stop_limit is not None and isinstance(reply, str) and reply:
-            self._stop_limit.stop.request(reply)
+    def _on_heartbeat(self, reply: HeartbeatReply) -> None:
+        if self._stop_limit is not None and reply.stop:
+            self._stop_limit.stop.request(reply.stop)
 
     def close(self) -> None:
         super().close()

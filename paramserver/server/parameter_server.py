@@ -42,6 +42,7 @@ from paramserver.transport.autograd import pull
 from paramserver.transport.messages import (
     DataPosition,
     Future,
+    HeartbeatReply,
     JoinReply,
     ModelCall,
     ModelReply,
@@ -210,11 +211,11 @@ class ParameterServer(TutorialMethods, ShardHandlers):
 
     def heartbeat(
         self, trainer_index: int, worker_id: int, blocks: bool = False, place: str = "", stop: str = ""
-    ) -> str:
+    ) -> HeartbeatReply:
         """Record a sign of life, and whether the trainer's full buffer blocks simulations.
 
-        Return why the run is to end; "" if it is not. ``place`` is where in the code of the user its main thread is
-        (see ``place_of_user_code``); ``stop`` is why a signal to it requests the end of the run.
+        ``place`` is where in the code of the user its main thread is (see ``place_of_user_code``); ``stop`` is why a
+        signal to it requests the end of the run.
 
         Raises:
             Evicted: the process takes no part any more.
@@ -231,7 +232,7 @@ class ParameterServer(TutorialMethods, ShardHandlers):
         requested = self.aggregator.stop
         if stop and not requested.event.is_set():
             requested.request(stop)
-        return requested.state()[1]
+        return HeartbeatReply(requested.state()[1])
 
     @repeatable
     def leave(self, sender: TrainerId, totals: TrainerTotals, decision: Decision) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paramserver.config import Config, num_servers_of
-from paramserver.consistency.factory import CLASSES
+from paramserver.consistency.factory import key_of_choice
 from paramserver.devices import CPU, move_to_device, place_parameters
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.optim.outer import shared_optimizer
@@ -40,10 +40,7 @@ def check_optimizers(config: Config, store: ParameterStore) -> None:
         TaskError: an optimizer cannot step a table.
     """
     server, updater = config.server, store.updater
-    together = [name for name, rules in CLASSES.items() if rules.waits_for_all]
     compute: _Rule = ("server.compute", server.compute, ["trainer"])
-    consistency: _Rule = ("server.consistency", server.consistency, together)
-    backup_trainers: _Rule = ("server.backup_trainers", server.backup_trainers, [0])
     num_servers: _Rule = ("cluster.num_servers", num_servers_of(config), [1])
     device: _Rule = ("device.server", store.device.type, ["cpu"])
     check_steps_rows(updater.optimizer, {name: store.parameters.tensors[name] for name in store.tables})
@@ -54,17 +51,19 @@ def check_optimizers(config: Config, store: ParameterStore) -> None:
         average: _Rule = ("training.ema_decay", config.training.ema_decay, [None])
         reason = "as trainers look up single rows of the newest version, and an update writes few of them"
         what = f"embedding tables ({', '.join(store.tables)})"
-        arrivals: _Rule = ("server.arrivals", server.arrivals, [1])
+        consistency = key_of_choice(server, lambda rules: rules.allows_tables)
         rounds: _Rule = ("training.local_steps", config.training.local_steps, [1])
         outer: _Rule = ("training.outer", "given" if config.training.outer else None, [None])
-        _require(what, reason, backup_trainers, arrivals, device, compute, average)
+        _require(what, reason, consistency, device, compute, average)
         _require(what, "whose gradients are sparse and whose changes are not", rounds, outer)
     if updater.parameters_of:
         names = ", ".join(updater.parameters_of)
         reason = "as all trainers make each update together, from the same parameters"
-        _require(f"several optimizers ({names})", reason, compute, consistency, backup_trainers, device)
+        consistency = key_of_choice(server, lambda rules: rules.waits_for_all)
+        _require(f"several optimizers ({names})", reason, compute, consistency, device)
     if updater.with_modes:
         reason = "whose train() and eval() exchange all parameters at once"
+        consistency = key_of_choice(server, lambda rules: rules.validates_together)
         _require(updater.with_modes, reason, compute, consistency, num_servers, device)
 
 

@@ -463,8 +463,7 @@ class SimulatedRun:
         full = self.kind != "backup" and any(self.step + coming >= n for n in last)
         following = range(self.step + 1, self.step + len(busy) + 2) if self.validate_every else ()
         crowded = self.retained + sum(n % self.validate_every == 0 for n in following) > MAX_RETAINED_VERSIONS
-        full = full or (self.kind != "backup" and crowded)
-        if self.is_barrier_due or full or (self.limits.max_samples and busy and self.kind != "backup"):
+        if self.is_barrier_due or full or crowded or (self.limits.max_samples and busy and self.kind != "backup"):
             return
         for index, trainer in waiting.items():
             if trainer.drained:

@@ -29,6 +29,7 @@ from paramserver.config import (
     TrainingConfig,
 )
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict
+from paramserver.consistency.factory import consistency_class
 from paramserver.metrics.records import StepReport
 from paramserver.simulator import (
     BACKWARD,
@@ -249,6 +250,10 @@ class World(simulator.World):
     @property
     def config(self) -> Config:
         return self.scenario.config
+
+    @property
+    def drops_pushes(self) -> bool:
+        return consistency_class(self.config.server).drops_pushes
 
     @property
     def num_trainers(self) -> int:
@@ -508,7 +513,7 @@ class World(simulator.World):
                 f"push {key} is applied in generation {node.generation}",
             )
             last = self.last_sequence.get(key[:3], 0)
-            if config.server.backup_trainers or self.nonfinite:
+            if self.drops_pushes or self.nonfinite:
                 self.check(sequence > last, f"push {key} is applied after {last}")
             else:
                 self.check(sequence == last + 1, f"push {key} is applied after {last}: one is missing")
@@ -541,7 +546,7 @@ class World(simulator.World):
                 served == counted,
                 f"in the checkpoint of step {state['step']}, trainer {index} served {served}, the ledger has {counted}",
             )
-            if not (self.scenario.config.server.backup_trainers or self.nonfinite):
+            if not (self.drops_pushes or self.nonfinite):
                 self.check(row["count"] == applied[index], f"the ledger counts {row}, applied are {applied[index]}")
 
     def _check_end(self) -> None:
@@ -580,7 +585,7 @@ class World(simulator.World):
             )
             if decision.reason == "all data was served" and index != self.given_up:
                 self.check(left == 0, f"trainer {index}: {left} samples are left although all data was served")
-        if not config.server.backup_trainers:
+        if not self.drops_pushes:
             skipped = server.aggregator.monitor.skipped
             self.check(dropped == skipped, f"{dropped} samples were counted and not applied, {skipped} skipped")
         limit = config.training.max_steps

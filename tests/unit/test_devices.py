@@ -183,9 +183,9 @@ def test_tensors_on_the_device_are_not_copied():
 def test_an_allocation_whose_gpus_are_not_visible_is_refused_with_both_counts():
     config = Config()
     with pytest.raises(UnsupportedConfiguration, match=r"has 4 GPU\(s\) .* torch sees 0 of them; .* device\.kind: cpu"):
-        require_visible_gpus(config, allocated=4, visible=0)
-    require_visible_gpus(config, allocated=4, visible=1)  # a task that sees its own GPU only
-    require_visible_gpus(config, allocated=0, visible=0)
+        require_visible_gpus(config, allocated=(4, "GPUS"), visible=0)
+    require_visible_gpus(config, allocated=(4, "GPUS"), visible=1)  # a task that sees its own GPU only
+    require_visible_gpus(config, allocated=(0, "GPUS"), visible=0)
     server = replace(config, device=DeviceConfig(kind="cpu", server="cuda"))
     with pytest.raises(UnsupportedConfiguration, match="torch sees 0"):
-        require_visible_gpus(server, allocated=1, visible=0)
+        require_visible_gpus(server, allocated=(1, "GPUS"), visible=0)

@@ -285,12 +285,14 @@ def _check_steps(outcome: ChaosRun, summary: Mapping[str, Any]) -> Check:
 def _samples_due(outcome: ChaosRun) -> int | None:
     """Return how many samples the run must have applied; None where its config does not determine that."""
     from paramserver.buffers.factory import buffer_class  # imports torch, which a launch does without
+    from paramserver.consistency.factory import consistency_class
 
     config = outcome.config
     expected = [record["total_samples"] for record in outcome.records if record["kind"] == "expected"]
     training, limits = config.training, (config.training.max_steps, config.training.max_seconds)
     together = training.uneven_inputs == "join" or num_trainers_of(config) == 1
-    determined = not buffer_class(config.buffer.kind).repeats and together and not config.server.backup_trainers
+    drops = consistency_class(config.server).drops_pushes
+    determined = not buffer_class(config.buffer.kind).repeats and together and not drops
     if not expected or not determined or any(limit is not None for limit in limits):
         return None
     return int(expected[-1]) if training.max_samples is None else None

@@ -174,8 +174,9 @@ def _gpus(found: Diagnosis, section: Section, config: Config, environ: Environ) 
     names = [torch.cuda.get_device_name(i) for i in range(num_gpus())]
     distinct = {name: names.count(name) for name in names}
     section.add("GPUs", ", ".join(f"{count} x {name}" for name, count in distinct.items()) or "none", names)
-    if given := allocated_gpus(environ):
-        section.add("GPUs of the job", str(given), given)
+    given = allocated_gpus(environ)
+    if given[0]:
+        section.add("GPUs of the job", str(given[0]), given[0])
     try:
         require_visible_gpus(config, given, len(names))
     except UnsupportedConfiguration as error:

@@ -3,7 +3,7 @@
 import pytest
 
 from paramserver.cluster import RankFlags, SlurmEnvironment, resolve_identity
-from paramserver.cluster.slurm import allocated_gpus, expand_counts, expand_hosts, unused_tasks
+from paramserver.cluster.slurm import expand_counts, expand_hosts
 from paramserver.config import ClusterConfig, Config
 from paramserver.errors import UnsupportedConfiguration
 
@@ -84,11 +84,14 @@ def test_other_launchers_inside_of_a_task_come_first():
 
 
 def test_tasks_that_are_not_used_are_counted():
-    assert unused_tasks(task(SLURM_STEP_ID=None)) == "4 tasks (SLURM_NTASKS)"
-    assert unused_tasks({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"}) == "2 nodes (SLURM_JOB_NUM_NODES)"
-    assert unused_tasks(task()) == ""
-    assert unused_tasks({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}) == ""
-    assert unused_tasks({"SLURM_NTASKS": "4"}) == ""
+    assert SlurmEnvironment.unused_tasks(task(SLURM_STEP_ID=None)) == "4 tasks (SLURM_NTASKS)"
+    assert (
+        SlurmEnvironment.unused_tasks({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"})
+        == "2 nodes (SLURM_JOB_NUM_NODES)"
+    )
+    assert SlurmEnvironment.unused_tasks(task()) == ""
+    assert SlurmEnvironment.unused_tasks({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}) == ""
+    assert SlurmEnvironment.unused_tasks({"SLURM_NTASKS": "4"}) == ""
 
 
 @pytest.mark.parametrize(
@@ -129,7 +132,7 @@ def test_wrong_variables_are_named():
 
 
 def test_the_gpus_of_an_allocation_are_counted():
-    assert allocated_gpus(task(SLURM_GPUS_ON_NODE="4")) == 4
-    assert allocated_gpus(task()) == 0
-    assert allocated_gpus({"SLURM_GPUS_ON_NODE": "4"}) == 0  # of an earlier allocation
-    assert allocated_gpus(task(SLURM_GPUS_ON_NODE="a100:2")) == 0
+    assert SlurmEnvironment.allocated_gpus(task(SLURM_GPUS_ON_NODE="4")) == 4
+    assert SlurmEnvironment.allocated_gpus(task()) == 0
+    assert SlurmEnvironment.allocated_gpus({"SLURM_GPUS_ON_NODE": "4"}) == 0  # of an earlier allocation
+    assert SlurmEnvironment.allocated_gpus(task(SLURM_GPUS_ON_NODE="a100:2")) == 0

@@ -13,7 +13,7 @@ from paramserver.config import TrainingConfig
 from paramserver.errors import CheckpointError, TaskError
 from paramserver.optim import RowWiseAdagrad
 from paramserver.optim.bucket_updates import why_not_by_bucket
-from paramserver.optim.named_optimizers import joined_states, stored_groups, with_states
+from paramserver.optim.named_optimizers import states_by_position, stored_groups, with_states
 from paramserver.optim.parallel_step import ParallelStep, ThreadTeam, is_elementwise
 from paramserver.optim.updater import Updater
 
@@ -91,7 +91,7 @@ def test_it_is_one_optimizer_for_other_code():
     joint.param_groups[2]["lr"] = 0.75
     assert joint.by_name["1"].param_groups[0]["lr"] == 0.75
     step(model, updater, 1)
-    states = joined_states(joint, joint.state_dict())
+    states = states_by_position(joint.state_dict())
     assert sorted(states) == [0, 1, 2]
     assert str(with_states(joint, states)) == str(joint.state_dict())
     assert [group["lr"] for group in stored_groups(joint.state_dict())] == [0.25, 0.125, 0.75]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paramserver.optim import averaging
 from paramserver.optim.parallel_step import ELEMENTWISE, PER_PARAMETER, ParallelStep, ThreadTeam, num_spare_threads
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.flat import FlatLayout
@@ -183,3 +184,21 @@ def test_the_others_are_done_when_one_has_failed(crew):
 def test_helpers_are_for_cores_that_are_left(monkeypatch, cores, threads, helpers):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert num_spare_threads(cores) == max(helpers, 0)
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_a_hook_of_the_package_is_called_for_each_part(crew, register, monkeypatch):
+    class Counted:
+        def __call__(self, optimizer, *_):
+            seen.append(sum(len(g["params"]) for g in optimizer.param_groups))
+
+    monkeypatch.setattr(averaging, "OWN_HOOKS", (Counted,))
+    own, seen = parameters(torch.optim.SGD, 1), []
+    optimizer = optimizer_of(torch.optim.SGD, own)
+    getattr(optimizer, register)(Counted())
+    for parameter in own:
+        parameter.grad = torch.ones_like(parameter)
+    assert ParallelStep.supports(optimizer)
+    ParallelStep(optimizer, crew)()
+    assert len(seen) > 1
+    assert sum(seen) == len(own)

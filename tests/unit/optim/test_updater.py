@@ -7,8 +7,9 @@ from torch.optim import lr_scheduler
 
 from paramserver import Task
 from paramserver.config import TrainingConfig
+from paramserver.config.schema import CLIPPINGS
 from paramserver.errors import NotFinite, TaskError
-from paramserver.optim.clipping import clipping_of
+from paramserver.optim.clipping import _KINDS, clipping_of
 from paramserver.optim.updater import Updater
 
 
@@ -290,3 +291,12 @@ def test_a_state_that_is_of_no_parameter_is_loaded(ema_decay, several):
     assert loaded.averages().keys() == stored.averages().keys() == (set() if ema_decay is None else {"weight", "bias"})
     own = loaded.optimizer.by_name["bias"] if several else loaded.optimizer
     assert own.state["steps"] == 1
+
+
+def test_every_key_of_clipping_has_a_kind():
+    assert tuple(_KINDS) == CLIPPINGS
+    for key in CLIPPINGS:
+        training = TrainingConfig(**{key: 0.5})
+        assert training.clips
+        assert isinstance(clipping_of(training), _KINDS[key])
+    assert clipping_of(TrainingConfig()) is None

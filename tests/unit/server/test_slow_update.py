@@ -31,7 +31,7 @@ from paramserver.runtime.rank import _end_without
 from paramserver.server.build import build_server
 from paramserver.server.server_run import UpdateExecutor
 from paramserver.server.shard_server import ShardServer
-from paramserver.transport.messages import ApplyRequest, DataPosition, Push, ShardAssignment
+from paramserver.transport.messages import ApplyRequest, DataPosition, HeartbeatReply, Push, ShardAssignment
 
 READY = Announcement(Readiness.READY)
 TIMEOUT_S = 20.0
@@ -213,7 +213,7 @@ def test_no_handler_waits_for_an_update(monkeypatch, updates, workers, kind):
     answers(workers, *(partial(run.server.pull, run.senders[i], 0) for i in later))
     pushed |= dict(zip(later, answers(workers, *(partial(run.push, i) for i in later)), strict=True))
     beats = answers(workers, *(partial(run.beat, i, blocks) for i in run.others() for blocks in (True, False)))
-    assert beats == [""] * len(beats)
+    assert beats == [HeartbeatReply("")] * len(beats)
     again = answers(workers, *(partial(server.announce, run.senders[i], READY, 1) for i in run.others()))
     assert [reply is grant for reply, grant in zip(again, granted, strict=True)] == [True] * TRAINERS
     answers(workers, *(partial(server.receive_records, run.senders[i], []) for i in run.others()))
@@ -249,7 +249,7 @@ def test_no_handler_waits_for_the_staging_of_a_checkpoint(monkeypatch, updates, 
     staged = [server.stage_checkpoint(run.senders[i], "periodic", number=1) for i in run.others()]
     assert run.staging.reached.wait(TIMEOUT_S)
     beats = answers(workers, *(partial(run.beat, i, True) for i in run.others()))
-    assert beats == [""] * TRAINERS
+    assert beats == [HeartbeatReply("")] * TRAINERS
     repeated = answers(
         workers, *(partial(server.stage_checkpoint, run.senders[i], "periodic", number=1) for i in run.others())
     )
