@@ -41,11 +41,17 @@ class Result:
         >>> result = Result(Path("runs/digits-1"), {"status": "completed", "validation": {"accuracy": 0.97}})
         >>> result.status, result.validation
         ('completed', {'accuracy': 0.97})
+        >>> result
+        Result('runs/digits-1', completed, accuracy 0.97)
     """
 
     run_dir: Path
     summary: dict[str, Any]
     _create_task: Callable[..., Task] | None = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        means = ", ".join(f"{name} {value:.4g}" for name, value in (self.summary.get("validation") or {}).items())
+        return f"Result({str(self.run_dir)!r}, {self.summary.get('status')}{f', {means}' if means else ''})"
 
     @property
     def status(self) -> str:

@@ -137,7 +137,8 @@ def main() -> None:
         sys.exit(0)
     command = COMMANDS.get(words[0])
     if command is None:
-        near = MEANT.get(words[0]) or closest_match(words[0], list(COMMANDS))
+        near = closest_match(words[0], [*COMMANDS, *MEANT])
+        near = MEANT.get(near, near) if near else None
         cure = f"did you mean paramserver {near}?" if near else "see paramserver --help"
         print(f"error: paramserver {words[0]}: there is no such command; {cure}", file=sys.stderr)
         sys.exit(2)

@@ -45,6 +45,7 @@ from paramserver.config import (
     with_world_size,
     world_size_of,
 )
+from paramserver.config.schema import closest_match
 from paramserver.errors import CheckpointError, Interrupted, ParamserverError, PeerLost, UnsupportedConfiguration
 from paramserver.importing import PICKLED_TASK, check_torch_version, code_folders, load_object, torch_import_without_gc
 from paramserver.metrics import FanOut, Sink
@@ -153,7 +154,11 @@ class CommandParser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             settings = " ".join(f"--set {word}" for word in unknown if "=" in word and not word.startswith("-"))
-            cure = f"; --set takes one key, write {settings}" if settings and hasattr(parsed, "overrides") else ""
+            flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
+            near = closest_match(flag, list(self._option_string_actions)) if flag else None
+            cure = f"; did you mean {near}?" if near else ""
+            if settings and hasattr(parsed, "overrides"):
+                cure = f"; --set takes one key, write {settings}"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{cure}")
         return parsed
 

@@ -20,12 +20,15 @@ def no_more_data(trainer_index: int) -> str:
 def end_in_words(reason: str, training: TrainingConfig, trainers: int, samples_left: int | None) -> str:
     """Return why a run ended: where its data ended after all passes that were asked for, that they are done.
 
-    What is left is then less than a step of all trainers; ``samples_left`` is None if it is unknown.
+    What is left is then less than a step of all trainers; where it is more, the sentence names the setting that uses
+    it. ``samples_left`` is None if it is unknown.
     """
     epochs, step_samples = training.max_epochs, training.batch_size * training.batches_per_step * trainers
     data_ended = reason == ALL_SERVED or reason.endswith(_NO_MORE_DATA)
-    if epochs is None or not data_ended or samples_left is None or samples_left >= step_samples:
+    if epochs is None or not data_ended or samples_left is None:
         return reason
+    if samples_left >= step_samples:
+        return reason if reason == ALL_SERVED else f"{reason}; join uses the {samples_left} samples that are left"
     done = f"{epochs} epoch{'' if epochs == 1 else 's'} done"
     if not samples_left:
         return done

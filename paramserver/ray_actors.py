@@ -149,7 +149,7 @@ def run_on_ray(given: argparse.Namespace, flags: Sequence[str], parsed: argparse
     try:
         import ray
     except ImportError as error:
-        raise UnsupportedConfiguration("paramserver ray needs ray; install paramserver[ray]") from error
+        raise UnsupportedConfiguration("paramserver ray needs ray; install ray, or the extra ray") from error
     config = load_config(given.config, overrides=parsed.overrides, flags=launch.config_flags(parsed))
     check_servers(mode_of(config), num_servers_of(config) if given.servers is None else given.servers)
     if is_colocated(config):

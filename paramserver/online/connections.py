@@ -25,7 +25,7 @@ try:
     import zmq as zmq
 except ImportError as error:
     raise UnsupportedConfiguration(
-        "simulations, publish and subscribers need pyzmq; install paramserver[online]"
+        "simulations, publish and subscribers need pyzmq; install pyzmq, or the extra online"
     ) from error
 
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED

@@ -407,18 +407,29 @@ class _Schedule:
 
 def _schedules_of(task: OptimizerBuilder, optimizer: torch.optim.Optimizer) -> dict[str, _Schedule]:
     """Return the schedule of each optimizer that has one, by its name; empty is that of a single one."""
-    if isinstance(optimizer, JointOptimizer):
-        built = _schedulers_of_list(task.build_scheduler(optimizers_of(optimizer)), optimizers_of(optimizer))
-    elif not isinstance(optimizer, NamedOptimizers):
-        built = {"": task.build_scheduler(optimizer)}
-    else:
-        built = task.build_scheduler(optimizer.by_name) or {}
-        if not isinstance(built, Mapping) or built.keys() - optimizer.by_name.keys():
-            raise TaskError(
-                f"build_scheduler must return None or a dict of schedulers by the names of the optimizers "
-                f"({', '.join(optimizer.by_name)}); got {built!r}"
-            )
+    try:
+        built = _built_schedulers(task, optimizer)
+    except AttributeError as error:
+        if error.name != "total_steps":
+            raise
+        raise TaskError(
+            "build_scheduler: total_steps is an attribute of the task, not of its trainer; write self.total_steps"
+        ) from error
     return {name: _schedule_of(own) for name, own in built.items() if own is not None}
+
+
+def _built_schedulers(task: OptimizerBuilder, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    if isinstance(optimizer, JointOptimizer):
+        return _schedulers_of_list(task.build_scheduler(optimizers_of(optimizer)), optimizers_of(optimizer))
+    if not isinstance(optimizer, NamedOptimizers):
+        return {"": task.build_scheduler(optimizer)}
+    built = task.build_scheduler(optimizer.by_name) or {}
+    if not isinstance(built, Mapping) or built.keys() - optimizer.by_name.keys():
+        raise TaskError(
+            f"build_scheduler must return None or a dict of schedulers by the names of the optimizers "
+            f"({', '.join(optimizer.by_name)}); got {built!r}"
+        )
+    return built
 
 
 def _schedulers_of_list(built: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def export_model(
             importlib.import_module(package)
         except ImportError as error:
             raise UnsupportedConfiguration(
-                f"--format ({format}) needs {package}; install paramserver[export]"
+                f"--format ({format}) needs {package}; install the extra export, or {package}"
             ) from error
     restored = restore(run_dir, which, [*overrides, "device.kind=cpu"])
     restored.model.eval()

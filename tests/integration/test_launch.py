@@ -312,6 +312,7 @@ def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path, beg
         (["train"], 2, "there is no such command; did you mean paramserver launch?"),
         (["xyzzy"], 2, "there is no such command; see paramserver --help"),
         (["launch", "--dry-run"], 2, "--config FILE is missing"),
+        (["launch", "--confg", "x"], 2, "unrecognized arguments: --confg x; did you mean --config?\n"),
         (["launch", "--set", "a=1", "b=2", "--x"], 2, "b=2 --x; --set takes one key, write --set b=2\n"),
     ],
 )

@@ -224,4 +224,4 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path, capsys, monkeypatch, fla
 def test_ray_that_is_missing_is_named_with_its_extra(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert ray_actors.main(["--config", str(write_config(tmp_path))]) == 2
-    assert capsys.readouterr().err == "error: paramserver ray needs ray; install paramserver[ray]\n"
+    assert capsys.readouterr().err == "error: paramserver ray needs ray; install ray, or the extra ray\n"

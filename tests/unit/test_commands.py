@@ -71,7 +71,9 @@ def test_each_flag_of_each_command_may_be_written_with_dashes(command):
             assert vars(parser.parse_args(dashes)) != vars(parser.parse_args([])), flag
 
 
-@pytest.mark.parametrize(("word", "meant"), [*MEANT.items(), ("lanch", "launch"), ("docter", "doctor")])
+@pytest.mark.parametrize(
+    ("word", "meant"), [*MEANT.items(), ("lanch", "launch"), ("docter", "doctor"), ("trian", "launch")]
+)
 def test_a_word_that_is_no_command_names_the_one_that_is_meant(word, meant, monkeypatch, capsys):
     assert meant in COMMANDS
     assert word not in COMMANDS

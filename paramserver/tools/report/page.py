@@ -166,7 +166,7 @@ td:first-child, .words td { min-width: 8rem; overflow-wrap: anywhere; }
 .numbers th:not(:first-child), .numbers td:not(:first-child) { text-align: right; }
 figure { margin: 1.2rem 0; } figcaption { font-size: .9rem; color: #444; }
 .picture { overflow-x: auto; } /* the text of a picture has at least 12 pixels */
-.picture svg { display: block; width: 100%; min-width: 32rem; max-width: 46rem; height: auto; }
+.picture svg { display: block; width: 100%; min-width: 21.6rem; max-width: 36rem; height: auto; }
 li { margin: .35rem 0; }
 /* On a telephone the cells of a row are in lines, each with the title of its column. */
 @media (max-width: 40rem) {

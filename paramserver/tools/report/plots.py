@@ -34,8 +34,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (7, 1.5, 1.5, 1.5, 1.5, 1.5)))
 HATCHES = ("", "////", "||||", "\\\\\\\\", "xx", "--", "++")  # of straight strokes: each dot would cost a kilobyte
 # Inches. The page never shows a figure so small that its text has less than 12 pixels.
-WIDTH = 5.8
-LETTERS = 66  # the number of letters in a line of this width
+WIDTH = 4.0
+LETTERS = 45  # the number of letters in a line of this width
 _LINE, _THICKNESS = 0.19, 0.26
 _STYLE: Any = {
     "axes.axisbelow": True,
@@ -352,7 +352,7 @@ def _phases(cases: Sequence[ReportCase]) -> Iterator[Picture]:
     if any(hidden):
         axes.barh([y + 0.145 for y in rows], hidden, height=0.05, color="#888888", label="hidden")
     axes.set_xlabel("milliseconds per step")
-    _legend_below(figure, axes, 4)
+    _legend_below(figure, axes, 2)
     yield _picture(
         figure,
         "phases",
@@ -417,7 +417,7 @@ def _lines(
         return  # one validation at the end makes no curve; the table has it
     figure, (axes,) = new_figure(3.4)
     for i, (case, found) in enumerate(bands):
-        axes.plot(found.x, found.mean, label=wrapped(case.name, 58), **_line_style(i, len(found.x)))
+        axes.plot(found.x, found.mean, label=wrapped(case.name, LETTERS - 8), **_line_style(i, len(found.x)))
         axes.fill_between(found.x, found.low, found.high, color=COLOURS[i % len(COLOURS)], alpha=0.15, linewidth=0)
     if target is not None:
         axes.axhline(target, color="#666666", linewidth=1.2, linestyle=(0, (2, 2)), label=f"target {target:g}")
@@ -453,7 +453,7 @@ def _scaling(cases: Sequence[ReportCase]) -> Iterator[Picture]:
         highs = [0.0 if s is None or s.high is None else s.high - s.value for s in speeds]
         places = [case.trainers for case in members]
         values = [_value(case) for case in members]
-        axes.errorbar(places, values, yerr=[lows, highs], capsize=3, label=wrapped(name, 58), **_line_style(i))
+        axes.errorbar(places, values, yerr=[lows, highs], capsize=3, label=wrapped(name, LETTERS - 8), **_line_style(i))
     one, base = _ideal(grown, cases)
     counts = sorted({case.trainers for members in grown.values() for case in members})
     axes.plot(counts, [one * count for count in counts], color="#888888", linewidth=1, label=f"ideal: {base}")

@@ -286,5 +286,5 @@ def test_without_pyzmq_there_is_one_message(tmp_path):
     command = [sys.executable, "-c", program, str(tmp_path / "keys")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 22
-    sentence = "error: simulations, publish and subscribers need pyzmq; install paramserver[online]\n"
+    sentence = "error: simulations, publish and subscribers need pyzmq; install pyzmq, or the extra online\n"
     assert done.stderr == 2 * sentence

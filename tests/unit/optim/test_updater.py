@@ -117,6 +117,14 @@ def test_a_plain_scheduler_is_stepped_per_update():
     assert step_rates(made(scheduler=lambda o: lr_scheduler.StepLR(o, 2, 0.1))) == pytest.approx([1, 0.1, 0.1, 0.01])
 
 
+def test_a_schedule_that_asks_the_trainer_for_the_steps_of_the_run_is_told_where_they_are():
+    for trainer in (None, object()):  # of a server, and of a trainer
+        with pytest.raises(TaskError, match=r"write self\.total_steps"):
+            made(scheduler=lambda o, t=trainer: lr_scheduler.OneCycleLR(o, 0.1, total_steps=t.total_steps))
+    with pytest.raises(AttributeError, match="other"):
+        made(scheduler=lambda o: o.other)
+
+
 def test_without_a_scheduler_the_rate_stays():
     updater = made()
     updater.on_epoch_end()

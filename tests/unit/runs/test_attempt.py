@@ -42,7 +42,8 @@ def began(run):
 
 def test_a_name_that_exists_is_refused_and_a_default_one_counts_on(tmp_path):
     began(reserved(tmp_path, "first"))
-    with pytest.raises(UnsupportedConfiguration, match=r"first exists already; choose another .* or --resume it"):
+    cure = r"first exists already; choose another logging.name, or remove the folder, which has no checkpoint"
+    with pytest.raises(UnsupportedConfiguration, match=cure):
         reserved(tmp_path, "first")
     assert [reserved(tmp_path, None).name for _ in range(3)] == ["default", "default-2", "default-3"]
 
