@@ -293,7 +293,7 @@ class DdpTrainer(ReplicaTrainer):
         return decision
 
     def _check_progress(self, decision: Decision) -> None:
-        """End a run that may not go on without a rank whose samples are behind the full buffer of this one."""
+        """End a run that may not continue without a rank whose samples are behind the full buffer of this one."""
         if decision.verdict is not Verdict.WAIT or self._may_be_idle or not self.data.blocks:
             self._blocks_since = None
             return
