@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paramserver.checkpoint import stage_copy
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict, module_buffer_owner
-from paramserver.errors import TaskError, UnsupportedConfiguration, message_of
+from paramserver.errors import TaskError, TrainingError, UnsupportedConfiguration, message_of
 from paramserver.metrics.profile import span
 from paramserver.metrics.quantities import combine
 from paramserver.metrics.records import StepReport, StepResult, StepTotals
@@ -76,9 +77,7 @@ class DdpTrainer(ReplicaTrainer):
     _idle_ranks: frozenset[int] = frozenset()
     _uneven_inputs: str  # as in ``module_buffer_owner``
     _may_be_idle = False  # whether a step may go without ranks that have no data
-    # An idle rank takes part in the collectives of one forward for each batch.
-    _forwards_are_batches = True
-    _forwards = _batches = 0  # of the wrapper, and of the task, in the present step
+    _blocks_since: float | None = None  # where it may not, and the full buffer of this rank blocks simulations
     _wrapped_without_buffers = False
     _collections = 0
 
@@ -151,7 +150,6 @@ class DdpTrainer(ReplicaTrainer):
             self._may_be_idle = True
             # Creating the context switches the collectives of joining on. It is never entered: this loop decides.
             self._join = self._ddp().join(divide_by_initial_world_size=False)
-            self._shadow = self._ddp().join_hook(divide_by_initial_world_size=False)  # type: ignore[no-untyped-call]
 
     def _share_all_reduce(self, model: nn.Module) -> None:
         """Reduce gradients in shared memory, if neither the user, a device nor a sparse gradient needs another way."""
@@ -273,9 +271,9 @@ class DdpTrainer(ReplicaTrainer):
         decision = self._decide() if self._has_announced else None
         if decision is None or decision.verdict is Verdict.WAIT:
             # Not within a step: there a rank does not wait for its data, so another one must not continue without it.
-            blocks = self._may_be_idle and self._forwards_are_batches and self.data.blocks
-            self.control.announce(self.announcement(), blocks=blocks)
+            self.control.announce(self.announcement(), blocks=self._may_be_idle and self.data.blocks)
             decision = self._decide()
+        self._check_progress(decision)
         if decision.verdict is Verdict.WAIT and self._idle_ranks:
             # What makes samples may wait for the newest model, and rank 0 publishes none while it lacks updates.
             self._synchronize()
@@ -286,10 +284,39 @@ class DdpTrainer(ReplicaTrainer):
             if self._idle_ranks.intersection(decision.active):
                 self._synchronize()
             self._keep_module_buffers(decision.active)
-            self._active, self._forwards, self._batches = decision.active, 0, decision.batches
+            self._active = decision.active
             self._idle_ranks |= set(range(self.process.trainers)).difference(decision.active)
+            if self._is_shadowed:
+                # Within the step it would be in the first forward with gradients, which the others do not know.
+                self._ddp().reducer._rebuild_buckets()
         self.clock.lap("wait")
         return decision
+
+    def _check_progress(self, decision: Decision) -> None:
+        """End a run that may not continue without a rank whose samples are behind the full buffer of this one."""
+        if decision.verdict is not Verdict.WAIT or self._may_be_idle or not self.data.blocks:
+            self._blocks_since = None
+            return
+        now, limit_s = time.monotonic(), self.config.cluster.timeout_s
+        self._blocks_since = self._blocks_since or now
+        if now - self._blocks_since > limit_s:
+            raise TrainingError(
+                f"the buffer of trainer {self.trainer_index} has been full for {limit_s:g} s (cluster.timeout_s) while "
+                "another one waits for samples of the simulations that it blocks, and no update can be made without a "
+                "trainer as configure_ddp returns no DistributedDataParallel; return one, or raise buffer.capacity"
+            )
+
+    @property
+    def _is_shadowed(self) -> bool:
+        """Whether a rank without data follows the collectives of a wrapper in this step."""
+        return len(self._active) < self.process.trainers and isinstance(self.model, DistributedDataParallel)
+
+    def _announce_forward(self, comes: bool, has_gradients: bool = False) -> tuple[bool, bool]:
+        """Agree whether a rank with data calls the wrapper once more in this step, and whether with gradients."""
+        flags = torch.tensor([float(comes), float(has_gradients)], device=self._ddp().join_device)
+        dist.all_reduce(flags)
+        comes, has_gradients = flags.bool().tolist()
+        return comes, has_gradients
 
     def _decide(self) -> Decision:
         agreed = self._agreed()
@@ -338,8 +365,10 @@ class DdpTrainer(ReplicaTrainer):
                 )
 
     def _on_wrapper_forward(self, wrapper: DistributedDataParallel, inputs: Any) -> None:
-        self._went_through_wrapper |= torch.is_grad_enabled() and wrapper.require_backward_grad_sync
-        self._forwards += 1
+        has_gradients = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
+        self._went_through_wrapper |= has_gradients
+        if self.current_step.in_batches and self._is_shadowed:
+            self._announce_forward(True, has_gradients)
 
     def _check_step(self) -> None:
         """Refuse what would let the parameters of the ranks diverge."""
@@ -361,8 +390,8 @@ class DdpTrainer(ReplicaTrainer):
 
     def on_last_loss(self, totals: StepTotals) -> None:
         self._check_step()
-        if isinstance(self.model, DistributedDataParallel):
-            self._forwards_are_batches &= self._forwards == self._batches
+        if self._is_shadowed:
+            self._announce_forward(False)
         if self.local_steps is None:
             self._announce_in_step(totals)
 
@@ -535,14 +564,30 @@ class DdpTrainer(ReplicaTrainer):
             self.updater.clear_gradients()
             return super().idle(decision)
         with translate_peer_loss():
-            for _ in range(decision.batches):
-                # In each forward, DDP counts the ranks that have data; then shadow its collectives.
-                dist.all_reduce(torch.zeros(1, device=self._ddp().join_device))
-                self._shadow.main_hook()
+            self._shadow_wrapper()
         if self._skipped() is not None:
             return decision.step
         self._missed_updates = True
         return super().idle(decision)
+
+    def _shadow_wrapper(self) -> None:
+        """Take part in the collectives of the forwards of the others, however many, and of their last backward.
+
+        As the ``main_hook`` of ``join_hook``, which knows of one forward for each backward only.
+        """
+        ddp: Any = self._ddp()
+        while True:
+            comes, has_gradients = self._announce_forward(False)
+            if not comes:
+                break
+            dist.all_reduce(torch.zeros(1, device=ddp.join_device))  # DDP counts the ranks that have data
+            ddp._check_and_sync_module_buffers()
+            ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
+            ddp.require_forward_param_sync = has_gradients
+        ddp._match_all_reduce_for_bwd_pass()
+        if ddp.find_unused_parameters:
+            ddp._match_unused_params_allreduce()
+        ddp.reducer._push_all_rebuilt_params()
 
     # Validation and checkpoints.
 

@@ -14,6 +14,7 @@ from torch import nn
 from paramserver import Task
 from paramserver.distributed.timeouts import poll_until
 from paramserver.sources import Simulations, Stream
+from paramserver.trainers import DdpTrainer
 
 
 class Fed(Task):
@@ -102,6 +103,27 @@ class FedWithDigests(Fed):
         with (digests / f"trainer-{self.trainer.trainer_index}").open("a") as file:
             file.write(json.dumps([self.trainer.current_step.decision.step, float(total)]) + "\n")
         return super().training_step(model, batch, batch_idx)
+
+
+class FedWithTwoCalls(FedWithDigests):
+    """Calls its model twice for each batch, in every second step first without gradients; it has module buffers."""
+
+    def build_model(self):
+        size = SHAPE[0] * SHAPE[1]
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(size, size), nn.BatchNorm1d(size), nn.Linear(size, 1))
+
+    def training_step(self, model, batch, batch_idx):
+        with torch.set_grad_enabled(self.trainer.current_step.decision.step % 2 == 0):
+            model(batch["u"].flatten(1))
+        return super().training_step(model, batch, batch_idx)
+
+
+class Unwrapped(DdpTrainer):
+    """Trains a model that is not wrapped in DistributedDataParallel."""
+
+    def configure_ddp(self, model, device_ids):
+        return model
 
 
 class FedWithVersions(Fed):

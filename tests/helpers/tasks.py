@@ -170,6 +170,16 @@ class UnevenLengths(ReferenceTask):
         return [data[i] for i in range(40 + 40 * partition.index)].__iter__()
 
 
+class UnevenCalls(UnevenLengths):
+    """Calls its model up to three times for each batch, of which the first times are without gradients."""
+
+    def training_step(self, model, batch, batch_idx):
+        with torch.no_grad():
+            for _ in range(batch_idx % 3):
+                model(batch[0])
+        return super().training_step(model, batch, batch_idx)
+
+
 class ShortestLast(ReferenceTask):
     """An iterable of 80 samples, 40 fewer for each index, so that the last trainer has no more data first."""
 

@@ -20,6 +20,7 @@ from stream_tasks import served, starts
 
 from paramserver.client import Client
 from paramserver.distributed.timeouts import poll_until
+from paramserver.errors import ClientError
 from paramserver.subscriber import Subscriber
 
 pytestmark = pytest.mark.processes
@@ -182,12 +183,14 @@ def test_a_full_buffer_does_not_block_the_samples_that_another_trainer_waits_for
     assert finished.summary["samples"] == streams(finished, "received") == len(ALL)
 
 
-@pytest.mark.parametrize("uneven_inputs", ["stop", "join"])
+@pytest.mark.parametrize(
+    ("task", "uneven_inputs"), [("FedWithTwoCalls", "stop"), ("FedWithDigests", "stop"), ("FedWithDigests", "join")]
+)
 def test_a_full_buffer_of_a_rank_of_ddp_does_not_block_the_samples_that_another_waits_for(
-    tmp_path, fork_server, uneven_inputs
+    tmp_path, fork_server, task, uneven_inputs
 ):
     """As after a return to a checkpoint, which has lost more samples of one rank than of the other."""
-    options = {"mode": "ddp", "task": "FedWithDigests", "task_args": {"pace_s": [0.0]}}
+    options = {"mode": "ddp", "task": task, "task_args": {"pace_s": [0.0]}}
     with OnlineRun(fork_server, tmp_path, outside=True, uneven_inputs=uneven_inputs, **options) as run:
         address = run.address
         for simulation in range(COUNT):
@@ -205,6 +208,17 @@ def test_a_full_buffer_of_a_rank_of_ddp_does_not_block_the_samples_that_another_
     assert [digests[0][step] for step in sorted(together)] == [digests[1][step] for step in sorted(together)]
     assert streams(finished, "received") == len(ALL)
     assert uneven_inputs == "stop" or sorted(served(run.ledger)) == sorted(ALL)
+
+
+def test_a_full_buffer_that_blocks_samples_of_another_rank_ends_a_run_that_needs_all_ranks(tmp_path, fork_server):
+    """No update is made without a rank where the model is not wrapped in DistributedDataParallel."""
+    options = {"mode": "ddp", "uneven_inputs": "stop", "trainer": f"{STREAMS}:Unwrapped"}
+    with OnlineRun(fork_server, tmp_path, outside=True, cluster={"timeout_s": 5}, **options) as run:
+        with pytest.raises(ClientError):
+            produce(run.address, 0, steps=sorted(range(STEPS), key=lambda step: step % 2))  # those for rank 0 first
+        assert run.process.wait(60) == 1
+        output = run.process.output.read_text()
+    assert "the buffer of trainer 0 has been full for 5 s (cluster.timeout_s) while another one waits" in output
 
 
 def test_rank_0_publishes_what_another_rank_of_ddp_trained_without_it(tmp_path, fork_server):

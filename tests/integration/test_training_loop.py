@@ -118,10 +118,11 @@ def test_stop_ends_all_trainers_with_the_first_and_one_may_hold_all_validation_d
     assert [(r["step"], r["samples"]) for r in finished.of_kind("validation")] == [(2, 20), (4, 20), (5, 20)]
 
 
-def test_join_drains_every_trainer_the_same_in_both_modes(tmp_path):
+@pytest.mark.parametrize("task", ["UnevenLengths", "UnevenCalls"])
+def test_join_drains_every_trainer_the_same_in_both_modes(tmp_path, task):
     """40, 80 and 120 samples: five steps of three trainers, five of two, five of one."""
     config = {
-        "task": "UnevenLengths",
+        "task": task,
         "task_args": {"schedule": "step"},
         "training": {"max_steps": None, "batch_size": 8, "uneven_inputs": "join", "validate_every": 4},
         # Written at once: in the background the checkpoint of step 15 may supersede that of step 14.

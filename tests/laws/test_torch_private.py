@@ -264,9 +264,18 @@ def test_compare_set_takes_what_nobody_has():
 def test_join_is_shadowed_as_before():
     assert names(DistributedDataParallel.join)[1:3] == ["divide_by_initial_world_size", "enable"]
     assert isinstance(DistributedDataParallel.join_device, property)
-    assert names(DistributedDataParallel.join_hook) == ["self", "kwargs"]
-    assert names(_DDPJoinHook.__init__) == ["self", "ddp", "divide_by_initial_world_size"]
-    assert names(_DDPJoinHook.main_hook) == ["self"]
+    calls = [
+        "ddp.reducer._rebuild_buckets()",
+        "ddp._check_and_sync_module_buffers()",
+        "ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)",
+        "ddp.require_forward_param_sync = should_sync_backwards",
+        "ddp._match_all_reduce_for_bwd_pass()",
+        "if ddp.find_unused_parameters:ddp._match_unused_params_allreduce()",
+        "ddp.reducer._push_all_rebuilt_params()",
+    ]
+    shadow = "".join(inspect.getsource(_DDPJoinHook.main_hook).split())
+    places = [shadow.index("".join(call.split())) for call in calls]
+    assert places == sorted(places)
 
 
 def test_a_rank_with_data_asks_once_per_forward_who_has_none():
