@@ -15,7 +15,7 @@ from paramserver.checkpoint.staging import RowStream, address_of, replace_tensor
 from paramserver.cluster import host_and_port, quiet_torch_log, write_error_file
 from paramserver.cluster.base import infer_placement, list_numbers, read_number
 from paramserver.cluster.network import interface_to
-from paramserver.cluster.torchrun import num_restarts
+from paramserver.cluster.torchrun import TorchrunEnvironment
 from paramserver.config import is_plain, load_config, without_old_defaults
 from paramserver.distributed.backends import available_backends
 from paramserver.distributed.session import server_name
@@ -49,7 +49,7 @@ SGD_STATE = {"state": {0: {"step": 3}}, "param_groups": [{"params": [0, 1]}]}
         (host_and_port("node0", 29500), "node0:29500"),
         (host_and_port("fd00::1", 29500), "[fd00::1]:29500"),
         (interface_to("127.0.0.1"), "lo"),
-        ([num_restarts({"TORCHELASTIC_RESTART_COUNT": "2"}), num_restarts({})], [2, 0]),
+        ([*map(TorchrunEnvironment.num_restarts, ({"TORCHELASTIC_RESTART_COUNT": "2"}, {}))], [2, 0]),
         (
             without_old_defaults({"server": {"wire_dtype": "float32", "bucket_mb": 4}}),
             {"server": {"bucket_mb": 4}},
