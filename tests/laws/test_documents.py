@@ -24,6 +24,7 @@ from packaging.utils import canonicalize_name
 
 from paramserver._commands import COMMANDS
 from paramserver.config import KEYS, SECTIONS, config_from_mapping, describe_keys, load_config
+from paramserver.launch import CommandParser
 from paramserver.online.spec import IngestSpec
 from paramserver.tools.bench import command as benchmark, prediction
 
@@ -210,12 +211,13 @@ class Parsed(BaseException):
 
 def parsed(command, words, monkeypatch):
     """What a command of ``paramserver`` reads from its arguments; its own parser refuses them otherwise."""
-    parse_args = argparse.ArgumentParser.parse_args
+    for parser in (argparse.ArgumentParser, CommandParser):
+        parse_args = parser.parse_args
 
-    def stop(self, args=None, namespace=None):
-        raise Parsed(parse_args(self, args, namespace))
+        def stop(self, args=None, namespace=None, parse_args=parse_args):
+            raise Parsed(parse_args(self, args, namespace))
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        monkeypatch.setattr(parser, "parse_args", stop)
     with pytest.raises(Parsed) as raised:
         COMMANDS[command].main(words)
     return raised.value.args[0]
