@@ -413,6 +413,6 @@ def _qmc(name: str) -> Any:
         from scipy.stats import qmc
     except ImportError as error:
         raise UnsupportedConfiguration(
-            f"simulations.sampler ({name}) needs scipy; install scipy, or choose uniform"
+            f"simulations.sampler ({name}) needs scipy; install it, or choose uniform"
         ) from error
     return qmc

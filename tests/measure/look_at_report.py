@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-SCREENS = {"desk": (1200, 5000), "phone": (400, 8000)}
+SCREENS = {"desk": (1200, 5000), "phone": (500, 8000)}  # a window without a screenshot is 500 wide at least
 DEADLINE_S = 120.0
 FONT_SIZE = 10  # of a label, in the units of its picture
 # Messages of Chromium that do not depend on the page.
