@@ -98,8 +98,9 @@ class ModelCopy:
                     "sparse=True; use one of these, or dense gradients (sparse=False)"
                 )
 
-    def coalesce_rows(self) -> None:
-        """Add up values for the same row in gradients of tables, and count the rows."""
+    def coalesce_rows(self) -> tuple[int, int]:
+        """Add up values for the same row in gradients of tables; return how many ids and rows these have."""
+        ids = rows = 0
         for name in self._tables:
             table = self.parameters[name]
             if (gradient := table.grad) is None:
@@ -109,6 +110,8 @@ class ModelCopy:
             if name not in self.table_uses:
                 self.table_uses[name] = TableUse(len(table), row_bytes, self._tables[name])
             self.table_uses[name].add(gradient._nnz(), table.grad._indices()[0].cpu().numpy())
+            ids, rows = ids + gradient._nnz(), rows + table.grad._nnz()
+        return ids, rows
 
     # Module buffers, and what else the server lacks.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from paramserver.devices import synchronize
 from paramserver.metrics.profile import span, spanned
+from paramserver.metrics.records import StepReport
 from paramserver.server.client import InFlightCall
 from paramserver.server.shared_optimizer import SharedOptimizer
 from paramserver.trainers.pull import VersionPull, bytes_of
@@ -138,12 +140,16 @@ class GradientPush:
             sent[-1].wait()
 
     @spanned("push")
-    def finish_buckets(self) -> tuple[bool, ...] | None:
-        """Send the rest of the buckets; return whether each parameter has a gradient, or None if all have."""
+    def finish_buckets(self, report: StepReport) -> tuple[StepReport, tuple[bool, ...] | None]:
+        """Send the rest of the buckets.
+
+        Return the report of the step with the rows that its gradients have of tables, and whether each parameter has a
+        gradient, or None if all have.
+        """
         self._pull.model_copy.check_gradients()
         self._pull.model_copy.check_unchanged()
-        self._pull.model_copy.coalesce_rows()
-        return self.buckets.finish()
+        ids, rows = self._pull.model_copy.coalesce_rows()
+        return replace(report, table_ids=ids, table_rows=rows) if ids else report, self.buckets.finish()
 
     def send(self, optimizer: SharedOptimizer, push: Push) -> StepGrant:
         """Step the optimizer that all trainers share with a push, and with what the buckets have not sent of it yet.

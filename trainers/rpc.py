@@ -241,7 +241,8 @@ class RpcTrainer(Trainer):
             report = replace(report, nonfinite=cause)
             for parameter in self.model_copy.parameters.values():
                 parameter.grad = None  # the server uses none of them
-        used, known = self.push.finish_buckets(), self.model_copy.known_buffers
+        report, used = self.push.finish_buckets(report)
+        known = self.model_copy.known_buffers
         buffers = self.model_copy.pack_buffers() if self.pull.grant.wants_buffers else None
         result = self.finish_step(self.push.send(self.optimizer, self.make_push(report, used, buffers)))
         if (feedback := self.pull.transport.feedback) is not None:

@@ -86,6 +86,8 @@ class StepQuantities:
     Attributes:
         inner_steps: local steps of a round.
         drift: how far a round moved the parameters, relative to their norm.
+        table_ids, table_rows: the ids that the gradients of embedding tables have, and their different rows, of all
+            tables and trainers; in ``rpc``.
     """
 
     inner_steps: float = _measured(
@@ -103,6 +105,22 @@ class StepQuantities:
         caption="How far the local steps of a round move the parameters, relative to their norm: mean and range of "
         "repeats.",
         needs="inner_steps",
+    )
+    table_ids: float = _measured(
+        "ids of embedding tables",
+        "tables/ids",
+        unit="per step",
+        section="tables",
+        over_trainers="sum",
+        needs="table_ids",
+    )
+    table_rows: float = _measured(
+        "rows of embedding tables",
+        "tables/rows",
+        unit="per step",
+        section="tables",
+        over_trainers="sum",
+        needs="table_ids",
     )
 
 

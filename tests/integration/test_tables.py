@@ -79,6 +79,12 @@ def test_rows_are_divided_over_servers_and_sent(tmp_path, kind, accumulate_batch
     assert other.of_kind("transport")[0]["transport"] == transport
     for run in (one, other):
         figures = run.summary["tables"]
+        for name, figure in (("table_ids", "ids_per_step"), ("table_rows", "rows_per_step")):
+            recorded = [one[name] for one in run.of_kind("train")]
+            # The records are of both trainers.
+            assert sum(recorded) / len(recorded) == pytest.approx(
+                2 * sum(f[figure] for f in figures.values()), rel=0.01
+            )
         assert figures.keys() >= {"users.weight", "words.weight", "weighted.weight"}
         words = figures["words.weight"]
         assert words["ids_per_step"] == pytest.approx(24 * accumulate_batches, rel=0.05)
