@@ -391,7 +391,7 @@ def test_without_pyzmq_the_error_names_the_package(monkeypatch):
     for name in ("connections", "security", "receiver"):
         monkeypatch.delitem(sys.modules, f"paramserver.online.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(UnsupportedConfiguration, match=r"need pyzmq; install paramserver\[online\]"):
+    with pytest.raises(UnsupportedConfiguration, match=r"need pyzmq; install pyzmq, or the extra online"):
         Stream().connect(ReceiverSpec("tcp://127.0.0.1:1", b"", ingest_spec(), 0, 1))
 
 
