@@ -43,6 +43,8 @@ class Result:
         ('completed', {'accuracy': 0.97})
         >>> result
         Result('runs/digits-1', completed, accuracy 0.97)
+        >>> Result(Path("runs/digits-2"), {"status": "completed", "validation": {"loss": None, "loss_text": "nan"}})
+        Result('runs/digits-2', completed, loss_text nan)
     """
 
     run_dir: Path
@@ -50,7 +52,9 @@ class Result:
     _create_task: Callable[..., Task] | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
-        means = ", ".join(f"{name} {value:.4g}" for name, value in (self.summary.get("validation") or {}).items())
+        found = self.summary.get("validation") or {}
+        # A number that is not finite is None, and another field has its text.
+        means = ", ".join(f"{n} {v if isinstance(v, str) else f'{v:.4g}'}" for n, v in found.items() if v is not None)
         return f"Result({str(self.run_dir)!r}, {self.summary.get('status')}{f', {means}' if means else ''})"
 
     @property

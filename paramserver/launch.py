@@ -157,7 +157,7 @@ class CommandParser(argparse.ArgumentParser):
             flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
             near = closest_match(flag, list(self._option_string_actions)) if flag else None
             cure = f"; did you mean {near}?" if near else ""
-            if settings and hasattr(parsed, "overrides"):
+            if settings and not near and getattr(parsed, "overrides", None):
                 cure = f"; --set takes one key, write {settings}"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{cure}")
         return parsed

@@ -224,7 +224,7 @@ def find_job(environ: Environ) -> Job | None:
 
 
 def allocated_gpus(environ: Environ) -> tuple[int, str]:
-    """Return how many GPUs of this host the job has, and the variable that counts them; (0, "") without any."""
+    """Return how many GPUs of this host the job has, and the variable that counts them; 0 without any."""
     counts = ((e.allocated_gpus(environ), e.variables.get("num_gpus", "")) for e in ENVIRONMENTS)
     return max(counts, default=(0, ""))
 

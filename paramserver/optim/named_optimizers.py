@@ -95,8 +95,16 @@ def optimizers_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimize
     return list(optimizer.by_name.values()) if isinstance(optimizer, SeveralOptimizers) else [optimizer]
 
 
+def joined_states(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[int, Any]:
+    """Return the entries ``state`` of ``optimizer.state_dict()``, numbered over all parameters.
+
+    Of a single optimizer nothing else is read: one of the user may return no ``param_groups``.
+    """
+    return states_by_position(state) if isinstance(optimizer, SeveralOptimizers) else dict(state["state"])
+
+
 def with_states(optimizer: torch.optim.Optimizer, states: Mapping[int, Any]) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` with these states of the parameters: undoes ``states_by_position``."""
+    """Return ``optimizer.state_dict()`` with these states of the parameters: undoes ``joined_states``."""
     if not isinstance(optimizer, SeveralOptimizers):
         return {**optimizer.state_dict(), "state": dict(sorted(states.items()))}
     by_name: dict[str, Any] = {}

@@ -24,9 +24,9 @@ from paramserver.optim.named_optimizers import (
     NamedOptimizers,
     SeveralOptimizers,
     by_position,
+    joined_states,
     optimizers_of,
     shared_parameters,
-    states_by_position,
     unpacked,
 )
 from paramserver.optim.outer import OptimizerBuilder
@@ -180,7 +180,7 @@ class Updater:
             with self._evaluation_mode() as evaluated:
                 return evaluated
         if states is None:
-            states = states_by_position(self.optimizer.state_dict())
+            states = joined_states(self.optimizer, self.optimizer.state_dict())
         return averages(states, self._names)
 
     def state_dict(self) -> dict[str, Any]:

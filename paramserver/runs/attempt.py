@@ -18,7 +18,7 @@ from typing import Any
 
 from paramserver.checkpoint import find_checkpoint, read_checkpoint
 from paramserver.checkpoint.format import BEST, LATEST, read_pointer, remove, step_of
-from paramserver.checkpoint.memory import move_to_disk, remove_memory
+from paramserver.checkpoint.memory import move_to_disk, newer_in_memory, remove_memory
 from paramserver.config import Config
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.importing import PICKLED_TASK
@@ -64,7 +64,7 @@ def reserve_folder(base: Path, name: str | None, default_name: str) -> Iterator[
             while not _reserve(path, reservation, may_exist=name is not None):
                 if name is not None:
                     raise UnsupportedConfiguration(
-                        f"the run folder {path} exists already; choose another logging.name, or {_cure_of(path)}"
+                        f"the run folder {path} exists already; choose another logging.name{_cure_of(path)}"
                     )
                 number += 1
                 path = base / f"{default_name}-{number}"
@@ -99,11 +99,14 @@ def _reserve(path: Path, reservation: ExitStack, may_exist: bool) -> bool:
 
 
 def _cure_of(path: Path) -> str:
+    if not RunDir(path).config_file.is_file():
+        return ""  # it is no run's
     try:
-        find_checkpoint(path)
+        if newer_in_memory(path) is None:
+            find_checkpoint(path)
     except CheckpointError:
-        return "remove the folder, which has no checkpoint to resume from, if no process uses it"
-    return "--resume it"
+        return ", or remove the folder, which has no checkpoint to resume from, if no process uses it"
+    return ", or --resume it"
 
 
 def _never_began(path: Path) -> bool:

@@ -17,7 +17,7 @@ from paramserver.consistency import Decision, Update
 from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import ParamserverError
 from paramserver.optim.clipping import clipping_of
-from paramserver.optim.named_optimizers import states_by_position, with_states
+from paramserver.optim.named_optimizers import joined_states, with_states
 from paramserver.optim.outer import round_weights
 from paramserver.optim.shard_updater import staleness_factor
 from paramserver.optim.updater import Updater
@@ -78,7 +78,7 @@ class _CollectedState:
         self._updater = updater
 
     def averages(self) -> dict[str, Tensor]:
-        return self._updater.averages(states_by_position(self._state["optimizer"]))
+        return self._updater.averages(joined_states(self._updater.optimizer, self._state["optimizer"]))
 
     def state_dict(self) -> dict[str, Any]:
         return self._state

@@ -35,11 +35,10 @@ def total_steps(config: Config, read: Callable[[Partition], Reading]) -> int | N
     ``read`` returns how a trainer reads its data.
     """
     training, trainers = config.training, num_trainers_of(config)
-    lockstep, taken, per_round = True, trainers, 1.0  # gradients of an update; updates while each trainer pushes once
+    lockstep, taken = True, trainers  # gradients of an update
     if mode_of(config).has_servers:
         rules = consistency_class(config.server)
         lockstep, taken = rules.lockstep, rules.gradients_per_update(config.server, trainers)
-        per_round = rules.updates_per_round(config.server, trainers)
     gradients: list[int] = []  # of each trainer, until its data ends
     samples_per_batch, is_known = training.batch_size, True
     for partition in (Partition(index, trainers) for index in range(trainers) if is_known):
@@ -50,12 +49,12 @@ def total_steps(config: Config, read: Callable[[Partition], Reading]) -> int | N
         is_known = batches is not None
         gradients.append(math.ceil((batches or 0) / training.accumulate_batches))
     # Updates until a limit; with rounds the local steps of a trainer that is as fast as the others.
-    per_update = training.local_steps / per_round if training.has_rounds else 1
+    per_update = training.local_steps * taken / trainers if training.has_rounds else 1
     samples_per_update = samples_per_batch * training.batches_per_step * taken
     ends = [] if training.max_steps is None else [training.max_steps * per_update]
     if training.max_samples is not None:
         ends.append(math.ceil(training.max_samples / samples_per_update) * per_update)
     if is_known:
         first = min(gradients) if lockstep and training.uneven_inputs == "stop" else max(gradients)
-        ends.append(first if lockstep or training.has_rounds else sum(gradients) * per_round / trainers)
+        ends.append(first if lockstep or training.has_rounds else sum(gradients) / taken)
     return math.ceil(min(ends)) if ends else None

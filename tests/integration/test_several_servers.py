@@ -34,6 +34,7 @@ from paramserver.parameters.sharding import plan_shards
 from paramserver.server import shard_server
 from paramserver.server.client import ServerClient
 from paramserver.trainers import RpcTrainer
+from paramserver.transport.messages import HeartbeatReply
 
 pytestmark = pytest.mark.processes
 
@@ -132,7 +133,10 @@ class Silent(ReferenceTask):
     def training_step(self, model, batch, batch_idx):
         if (self.trainer.trainer_index, batch_idx) == (1, 2) and not self.was_silent:
             self.was_silent = True
-            send, ServerClient._send_heartbeat = ServerClient._send_heartbeat, lambda client: completed_future(None)
+            send, ServerClient._send_heartbeat = (
+                ServerClient._send_heartbeat,
+                lambda client: completed_future(HeartbeatReply("")),
+            )
             (losses,) = self.runs.glob("*/losses.json")
             deadline = time.monotonic() + 60
             while "trainer 1" not in losses.read_text():

@@ -42,7 +42,7 @@ ASYNC, BACKUP = {"server": {"consistency": "async"}}, {"server": {"backup_traine
         (12, "rpc", {"max_epochs": 2, **JOIN}, {}),
         (23, "rpc", {"max_epochs": 2, **JOIN}, ASYNC),
         (12, "rpc", {"max_epochs": 2, **JOIN}, {"server": {"consistency": "async", "arrivals": 2}}),
-        (12, "rpc", {"max_epochs": 2, **JOIN}, BACKUP),  # one gradient of each pair is dropped
+        (23, "rpc", {"max_epochs": 2, **JOIN}, BACKUP),
         (4, "rpc", {"max_epochs": 2, "accumulate_batches": 3, **JOIN}, {}),
         (7, "rpc", {"max_epochs": 2, "max_steps": 7}, {}),
         (11, "rpc", {"max_epochs": 2, "max_steps": 70}, {}),
