@@ -4,12 +4,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
+from paramserver import Task
 from paramserver.config import CheckpointConfig, Config, TrainingConfig
-from paramserver.consistency import Update, make_consistency
-from paramserver.consistency.factory import CLASSES
+from paramserver.consistency import Consistency, Sync, Update, make_consistency
+from paramserver.consistency.factory import CLASSES, key_of_choice
 from paramserver.consistency.free_running import FreeRunning
+from paramserver.errors import UnsupportedConfiguration
 from paramserver.optim.outer import updates_per_round
+from paramserver.server.parameter_store import ParameterStore, check_optimizers
 from paramserver.tools.chaos.command import _samples_due
 from tests.simulation.simulation import World
 
@@ -92,3 +97,59 @@ def test_it_makes_one_update_while_each_trainer_pushes_once():
 def test_chaos_does_not_expect_every_sample():
     records = [{"kind": "expected", "total_samples": 48}]
     assert _samples_due(SimpleNamespace(config=config_of(uneven_inputs="join"), records=records)) is None
+
+
+class Twins(Task):
+    """A table, or two optimizers."""
+
+    def __init__(self, several):
+        self.several = several
+
+    def build_model(self):
+        return nn.ModuleDict({"a": nn.Embedding(4, 2, sparse=not self.several), "b": nn.Linear(1, 1)})
+
+    def build_optimizer(self, model):
+        if self.several:
+            return {name: torch.optim.SGD(model[name].parameters(), lr=0.1) for name in "ab"}
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("several", "message"),
+    [
+        (False, r"server.consistency \(half\) must be sync or bounded or async with embedding tables"),
+        (True, r"server.consistency \(half\) must be sync with several optimizers"),
+    ],
+)
+def test_it_is_refused_where_it_declares_nothing(several, message):
+    config = config_of()
+    with pytest.raises(UnsupportedConfiguration, match=message):
+        check_optimizers(config, ParameterStore(Twins(several), config))
+
+
+@pytest.mark.parametrize(
+    ("keys", "choice"),
+    [
+        ({"backup_trainers": 2}, ("server.backup_trainers", 2, [0])),
+        ({"consistency": "async", "arrivals": 3}, ("server.consistency", "async", ["sync"])),
+        ({"consistency": "sync"}, ("server.consistency", "sync", ["sync"])),
+    ],
+)
+def test_the_key_that_makes_a_rule_unfit_is_named(keys, choice):
+    server = replace(config_of().server, consistency="sync")
+    assert key_of_choice(replace(server, **keys), lambda rules: rules.waits_for_all) == choice
+
+
+@pytest.mark.parametrize(
+    ("base", "missing"),
+    [
+        (Consistency, {"gradients_per_update", "next_update", "pop_decisions", "push", "rejection_reason"}),
+        (FreeRunning, {"gradients_per_update", "has_partial_update", "may_start", "next_update", "push"}),
+    ],
+)
+def test_nothing_on_which_others_depend_has_a_default_that_may_be_wrong(base, missing):
+    assert base.__abstractmethods__ == missing | {"wants_buffers_from"}
+    assert not hasattr(base, "drops_pushes")
+    assert not base.waits_for_all
+    assert not base.allows_tables
+    assert Sync.drops_pushes is False
