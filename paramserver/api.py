@@ -44,7 +44,7 @@ class Result:
         >>> result
         Result('runs/digits-1', completed, accuracy 0.97)
         >>> Result(Path("runs/digits-2"), {"status": "completed", "validation": {"loss": None, "loss_text": "nan"}})
-        Result('runs/digits-2', completed, loss_text nan)
+        Result('runs/digits-2', completed, loss nan)
     """
 
     run_dir: Path
@@ -54,7 +54,10 @@ class Result:
     def __repr__(self) -> str:
         found = self.summary.get("validation") or {}
         # A number that is not finite is None, and another field has its text.
-        means = ", ".join(f"{n} {v if isinstance(v, str) else f'{v:.4g}'}" for n, v in found.items() if v is not None)
+        texts = {
+            n.removesuffix("_text"): v if isinstance(v, str) else f"{v:.4g}" for n, v in found.items() if v is not None
+        }
+        means = ", ".join(f"{name} {text}" for name, text in texts.items())
         return f"Result({str(self.run_dir)!r}, {self.summary.get('status')}{f', {means}' if means else ''})"
 
     @property
