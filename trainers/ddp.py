@@ -78,6 +78,7 @@ class DdpTrainer(ReplicaTrainer):
     _uneven_inputs: str  # as in ``module_buffer_owner``
     _may_be_idle = False  # whether a step may go without ranks that have no data
     _blocks_since: float | None = None  # where it may not, and the full buffer of this rank blocks simulations
+    _has_last_loss = False  # of the present step
     _wrapped_without_buffers = False
     _collections = 0
 
@@ -284,7 +285,7 @@ class DdpTrainer(ReplicaTrainer):
             if self._idle_ranks.intersection(decision.active):
                 self._synchronize()
             self._keep_module_buffers(decision.active)
-            self._active = decision.active
+            self._active, self._has_last_loss = decision.active, False
             self._idle_ranks |= set(range(self.process.trainers)).difference(decision.active)
             if self._is_shadowed:
                 # Within the step it would be in the first forward with gradients, which the others do not know.
@@ -368,6 +369,12 @@ class DdpTrainer(ReplicaTrainer):
         has_gradients = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
         self._went_through_wrapper |= has_gradients
         if self.current_step.in_batches and self._is_shadowed:
+            if self._has_last_loss:
+                raise TaskError(
+                    "the model was called after the last loss of a step that a trainer without data follows, and would "
+                    "wait for it; call self.trainer.unwrapped_model in on_before_backward, on_after_backward and "
+                    "on_batch_end"
+                )
             self._announce_forward(True, has_gradients)
 
     def _check_step(self) -> None:
@@ -390,6 +397,7 @@ class DdpTrainer(ReplicaTrainer):
 
     def on_last_loss(self, totals: StepTotals) -> None:
         self._check_step()
+        self._has_last_loss = True
         if self._is_shadowed:
             self._announce_forward(False)
         if self.local_steps is None:
