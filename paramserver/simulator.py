@@ -34,7 +34,7 @@ from paramserver.config import Config
 from paramserver.consistency import Announcement, Decision, PushId, Readiness, TrainerId, Verdict
 from paramserver.context import StopRequest
 from paramserver.devices import CPU
-from paramserver.distributed.membership import Member
+from paramserver.distributed.membership import HeartbeatReport, Member
 from paramserver.distributed.rpc_calls import RemoteError, is_numbered, is_repeatable
 from paramserver.errors import GenerationChanged, ParamserverError, PeerFailed, PeerLost, RunEnded
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
@@ -643,7 +643,7 @@ class Session:
         else:
             self.silent_since = None
             try:
-                self.node.server.heartbeat(self.index, self.worker_id)
+                self.node.server.heartbeat(self.index, self.worker_id, HeartbeatReport())
             except PeerLost as error:
                 self.mark_lost(error)
 

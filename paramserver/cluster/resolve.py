@@ -212,9 +212,7 @@ def find_job(environ: Environ) -> Job | None:
     Raises:
         UnsupportedConfiguration: a number of restarts is none.
     """
-    # Of two classes with the variables of one launcher, the first counts.
-    counting = {environment.variables.get("restart_count"): environment for environment in reversed(ENVIRONMENTS)}
-    restarts = sum(environment.num_restarts(environ) for environment in counting.values())
+    restarts = sum(environment.num_restarts(environ) for environment in ENVIRONMENTS)
     if named := environ.get(JOB_VARIABLE, "").strip():
         return Job(named, restarts, is_named=True)
     # A scheduler comes before what it starts.

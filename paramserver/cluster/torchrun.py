@@ -104,6 +104,10 @@ class EnvVarEnvironment(TorchrunEnvironment):
     def detect(cls, environ: Environ, flags: RankFlags) -> bool:
         return VARIABLES["global_rank"] in environ and VARIABLES["world_size"] in environ
 
+    @classmethod
+    def num_restarts(cls, environ: Environ) -> int:
+        return 0  # those of torchrun are counted by its own class
+
     @property
     def master_addr(self) -> str:
         return self.environ.get(self.variables["master_addr"]) or self.config.cluster.master_addr

@@ -19,6 +19,29 @@ import torch.distributed.rpc as rpc
 from paramserver.errors import PeerLost
 
 
+@dataclass(frozen=True)
+class HeartbeatReport:
+    """What a process says about itself in a heartbeat.
+
+    Attributes:
+        place: in the code of the user, where its main thread is, or the update of a server that does not end; "" if
+            nowhere.
+        blocks: its full buffer blocks simulations.
+        stop: why a signal to it requests the end of the run; "" if none does.
+    """
+
+    place: str = ""
+    blocks: bool = False
+    stop: str = ""
+
+
+@dataclass(frozen=True)
+class HeartbeatReply:
+    """The reply to the heartbeat of a trainer; ``stop`` is why the run is to end, "" if it is not."""
+
+    stop: str
+
+
 @dataclass
 class Member:
     """A trainer or shard server as server 0 knows it. No ``name`` or ``worker_id`` is used twice in a generation."""
@@ -34,7 +57,7 @@ class Member:
     left: bool = False
     lost: bool = False  # it died or was silent for too long
     disconnected: bool = False  # its liveness call ended, so its process is gone or about to exit
-    place: str = ""  # in the code of the user, where its main thread was at the last heartbeat; "" if nowhere
+    report: HeartbeatReport = HeartbeatReport()  # of the last heartbeat
 
     def __str__(self) -> str:
         return f"{self.kind} {self.index} ({self.host_and_pid})"
@@ -64,8 +87,8 @@ class Members:
             member.last_heartbeat = self._clock()
             self._members[member.index] = member
 
-    def record_heartbeat(self, index: int, worker_id: int, place: str = "") -> bool:
-        """Record a sign of life; return False if the process takes no part any more.
+    def record_heartbeat(self, index: int, worker_id: int, report: HeartbeatReport) -> bool:
+        """Record a sign of life and its report; return False if the process takes no part any more.
 
         One that arrives before ``join`` is ignored.
         """
@@ -74,7 +97,7 @@ class Members:
             if member is None or member.worker_id != worker_id:
                 # Worker ids come from a counter: a smaller one belongs to a process that was replaced.
                 return member is None or member.worker_id < worker_id
-            member.last_heartbeat, member.place = self._clock(), place
+            member.last_heartbeat, member.report = self._clock(), report
             return not member.lost
 
     def leave(self, index: int) -> None:

@@ -19,7 +19,7 @@ from paramserver.consistency import Announcement, Decision, PushId, TrainerId
 from paramserver.context import StopLimit
 from paramserver.distributed.abort_sockets import abort_connections
 from paramserver.distributed.local_calls import LocalConnection
-from paramserver.distributed.membership import Heartbeat, Member, watch_peer
+from paramserver.distributed.membership import Heartbeat, HeartbeatReply, HeartbeatReport, Member, watch_peer
 from paramserver.distributed.rpc_agent import distributed_backward
 from paramserver.distributed.rpc_calls import (
     NO_TIMEOUT_S,
@@ -43,7 +43,6 @@ from paramserver.server.shard_server import ShardServer
 from paramserver.transport.base import GradientBucket
 from paramserver.transport.messages import (
     DataPosition,
-    HeartbeatReply,
     JoinReply,
     ModelCall,
     ModelReply,
@@ -340,8 +339,8 @@ class ShardCoordinatorClient(ServerConnection):
         self.stuck_place: Callable[[], str] = lambda: ""  # that of its update thread, once there is one
 
     def _send_heartbeat(self) -> torch.futures.Future[None]:
-        place, timeout_s = self.stuck_place(), self.config.server.lost_after_s
-        return send(SERVER_NAME, timeout_s, ShardCoordinator.heartbeat, self.index, place)
+        report, timeout_s = HeartbeatReport(self.stuck_place()), self.config.server.lost_after_s
+        return send(SERVER_NAME, timeout_s, ShardCoordinator.heartbeat, self.index, report)
 
     def join(self, member: Member) -> ShardAssignment:
         """Join the run and return the shard that this server owns."""
@@ -394,9 +393,9 @@ class ServerClient(ServerConnection):
 
     def _send_heartbeat(self) -> torch.futures.Future[HeartbeatReply]:
         timeout_s, limit = self.config.server.lost_after_s, self._stop_limit
-        own = self.index, self._worker_id, self._blocks()
-        about = ("", "") if limit is None else (limit.place(), limit.stop.state()[1])
-        return send(SERVER_NAME, timeout_s, ParameterServer.heartbeat, *own, *about)
+        place, stop = ("", "") if limit is None else (limit.place(), limit.stop.state()[1])
+        report = HeartbeatReport(place, self._blocks(), stop)
+        return send(SERVER_NAME, timeout_s, ParameterServer.heartbeat, self.index, self._worker_id, report)
 
     def _on_heartbeat(self, reply: HeartbeatReply) -> None:
         if self._stop_limit is not None and reply.stop:

@@ -12,7 +12,7 @@ from torch import Tensor
 from paramserver.config import Config, num_servers_of
 from paramserver.consistency import Decision
 from paramserver.context import StopRequest
-from paramserver.distributed.membership import Member, Members
+from paramserver.distributed.membership import HeartbeatReport, Member, Members
 from paramserver.distributed.rpc_calls import RemoteError, repeatable
 from paramserver.errors import GenerationChanged, ParamserverError, PeerLost
 from paramserver.optim.parallel_step import is_elementwise
@@ -177,9 +177,9 @@ class ShardCoordinator:
         if self.complete:
             self.on_ready()
 
-    def heartbeat(self, server_index: int, stuck_place: str = "") -> None:
-        """Record a sign of life, and where in the code of the user an update of the server does not end."""
-        self._members.record_heartbeat(server_index, server_index, stuck_place)
+    def heartbeat(self, server_index: int, report: HeartbeatReport) -> None:
+        """Record a sign of life, and what the server says about itself."""
+        self._members.record_heartbeat(server_index, server_index, report)
 
     def request_stop(self, reason: str) -> None:
         """A server received a signal."""
@@ -203,7 +203,7 @@ class ShardCoordinator:
 
     def stuck_places(self) -> dict[int, str]:
         """Return where in the code of the user an update of another server does not end, by its index."""
-        return {member.index: member.place for member in self._members.present() if member.place}
+        return {one.index: one.report.place for one in self._members.present() if one.report.place}
 
     def check_heartbeats(self) -> None:
         """Fail the run if a server has been silent for ``server.lost_after_s``."""

@@ -17,7 +17,7 @@ from paramserver.checkpoint import stage_copy
 from paramserver.config import Config, num_servers_of
 from paramserver.consistency import Announcement, Decision, PushId, TrainerId
 from paramserver.devices import to_cpu
-from paramserver.distributed.membership import Member
+from paramserver.distributed.membership import HeartbeatReply, HeartbeatReport, Member
 from paramserver.distributed.rpc_agent import distributed_gradients
 from paramserver.distributed.rpc_calls import (
     LastReplies,
@@ -42,7 +42,6 @@ from paramserver.transport.autograd import pull
 from paramserver.transport.messages import (
     DataPosition,
     Future,
-    HeartbeatReply,
     JoinReply,
     ModelCall,
     ModelReply,
@@ -209,13 +208,8 @@ class ParameterServer(TutorialMethods, ShardHandlers):
             self.aggregator.transports[trainer_index], snapshots = made
             return snapshots
 
-    def heartbeat(
-        self, trainer_index: int, worker_id: int, blocks: bool = False, place: str = "", stop: str = ""
-    ) -> HeartbeatReply:
-        """Record a sign of life, and whether the trainer's full buffer blocks simulations.
-
-        ``place`` is where in the code of the user its main thread is (see ``place_of_user_code``); ``stop`` is why a
-        signal to it requests the end of the run.
+    def heartbeat(self, trainer_index: int, worker_id: int, report: HeartbeatReport) -> HeartbeatReply:
+        """Record a sign of life, and what the trainer says about itself.
 
         Raises:
             Evicted: the process takes no part any more.
@@ -223,15 +217,15 @@ class ParameterServer(TutorialMethods, ShardHandlers):
                 meanwhile.
         """
         self.run.check()
-        if not self.roster.members.record_heartbeat(trainer_index, worker_id, place):
+        if not self.roster.members.record_heartbeat(trainer_index, worker_id, report):
             raise Evicted(f"trainer {trainer_index} was taken for lost, and the run continues without this process")
         # Only a change takes the lock.
-        if blocks is not self.aggregator.rules.blocks(trainer_index):
+        if report.blocks is not self.aggregator.rules.blocks(trainer_index):
             with self._lock:
-                self.aggregator.set_blocks(trainer_index, blocks)
+                self.aggregator.set_blocks(trainer_index, report.blocks)
         requested = self.aggregator.stop
-        if stop and not requested.event.is_set():
-            requested.request(stop)
+        if report.stop and not requested.event.is_set():
+            requested.request(report.stop)
         return HeartbeatReply(requested.state()[1])
 
     @repeatable

@@ -385,7 +385,7 @@ class Roster:
             )
         for member in self.members.present():
             if member.index not in waiting and not self._staging.is_in_progress(member.index):
-                place = f"did not return from {member.place}" if member.place else "did not end"
+                place = f"did not return from {member.report.place}" if member.report.place else "did not end"
                 self.left_behind.append(f"rank {ranks[member.index]} (trainer {member.index}) {place} {limit}")
                 self.lose(member, f"it {place} {limit}")
         if not self.members.present() and not self._run.finished.is_set():

@@ -145,13 +145,6 @@ class StepGrant:
 
 
 @dataclass(frozen=True)
-class HeartbeatReply:
-    """The reply to the heartbeat of a trainer; ``stop`` is why the run is to end, "" if it is not."""
-
-    stop: str
-
-
-@dataclass(frozen=True)
 class VersionView:
     """A version for validation: ``slot`` where the transport of the trainer finds it, or None and ``parameters``."""
 

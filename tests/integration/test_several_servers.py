@@ -28,13 +28,13 @@ from supervised_tasks import ranks_of
 from tasks import OPTIMIZERS, ReferenceTask
 from torch import nn
 
+from paramserver.distributed.membership import HeartbeatReply
 from paramserver.distributed.rpc_calls import completed_future
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import plan_shards
 from paramserver.server import shard_server
 from paramserver.server.client import ServerClient
 from paramserver.trainers import RpcTrainer
-from paramserver.transport.messages import HeartbeatReply
 
 pytestmark = pytest.mark.processes
 

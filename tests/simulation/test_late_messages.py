@@ -8,7 +8,7 @@ import torch
 
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.consistency import Announcement, Readiness, Sync, TrainerId, Verdict
-from paramserver.distributed.membership import Member
+from paramserver.distributed.membership import HeartbeatReport, Member
 from paramserver.errors import Evicted, GenerationChanged, PeerLost, RunEnded, TrainingError
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
 from paramserver.simulator import make_gradient, push_key
@@ -184,7 +184,7 @@ def test_a_wait_for_a_version_that_is_repeated_gets_the_reply_of_the_first():
 def absent(run, seconds):
     run.world.now += seconds
     for member in run.server.roster.members.present():
-        run.server.heartbeat(member.index, member.worker_id)
+        run.server.heartbeat(member.index, member.worker_id, HeartbeatReport())
     run.server.roster.check_absences()
 
 

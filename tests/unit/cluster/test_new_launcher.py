@@ -56,6 +56,19 @@ def test_it_names_the_job_and_counts_its_restarts():
     assert find_job({}) is None
 
 
+def test_one_without_a_variable_for_restarts_counts_them_itself(monkeypatch):
+    class Flagged(Queue):
+        variables = {key: name for key, name in Queue.variables.items() if key != "restart_count"}  # noqa: RUF012
+
+        @classmethod
+        def num_restarts(cls, environ):
+            return int(environ.get("LS_AGAIN") == "Y")
+
+    monkeypatch.setattr(resolve, "ENVIRONMENTS", (*resolve.ENVIRONMENTS[:-1], Flagged))
+    assert find_job({"LS_JOB": "5", "LS_AGAIN": "Y"}) == Job("queue/5", 1)
+    assert find_job({"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "3"}).restarts == 3
+
+
 def test_its_gpus_and_tasks_are_asked_for():
     assert allocated_gpus({"LS_GPUS": "4"}) == (4, "LS_GPUS")
     assert allocated_gpus({"SLURM_JOB_ID": "1", "SLURM_GPUS_ON_NODE": "2"}) == (2, "SLURM_GPUS_ON_NODE")

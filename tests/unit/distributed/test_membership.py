@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paramserver.distributed import membership
-from paramserver.distributed.membership import Heartbeat, Member, Members
+from paramserver.distributed.membership import Heartbeat, HeartbeatReport, Member, Members
 from paramserver.errors import Evicted, PeerLost
 
 LONG_S = 60.0
@@ -84,18 +84,18 @@ def test_a_heartbeat_counts_for_the_process_that_sent_it(clock):
     members.lose(first)
     members.join(second)
     clock.now += 10.0
-    assert not members.record_heartbeat(0, 1)  # the process that was replaced: it is informed
+    assert not members.record_heartbeat(0, 1, HeartbeatReport())  # the process that was replaced: it is informed
     assert names(members.overdue(5.0)) == ["trainer0_5"]
-    assert members.record_heartbeat(0, 5)
+    assert members.record_heartbeat(0, 5, HeartbeatReport())
     assert members.overdue(5.0) == []
 
 
 def test_a_heartbeat_before_the_join_is_no_error(clock):
     members = Members(clock)
-    assert members.record_heartbeat(0, 1)
+    assert members.record_heartbeat(0, 1, HeartbeatReport())
     members.join(member())
     clock.now += 10.0
-    assert members.record_heartbeat(0, 2)  # of a replacement that has not joined yet
+    assert members.record_heartbeat(0, 2, HeartbeatReport())  # of a replacement that has not joined yet
     assert names(members.overdue(5.0)) == ["trainer0_1"]
 
 
@@ -104,7 +104,7 @@ def test_a_heartbeat_of_a_process_that_is_lost_informs_it():
     one = member()
     members.join(one)
     members.lose(one)
-    assert not members.record_heartbeat(0, 1)
+    assert not members.record_heartbeat(0, 1, HeartbeatReport())
 
 
 @pytest.mark.parametrize("how", ["lose", "leave"])

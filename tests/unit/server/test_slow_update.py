@@ -20,7 +20,7 @@ from paramserver.buffers.positions import AppliedPositions
 from paramserver.config import ClusterConfig, Config, ServerConfig, TrainingConfig
 from paramserver.consistency import Announcement, PushId, Readiness, TrainerId
 from paramserver.context import StopLimit, StopRequest
-from paramserver.distributed.membership import Member
+from paramserver.distributed.membership import HeartbeatReply, HeartbeatReport, Member
 from paramserver.distributed.rpc_calls import WORKER_THREADS, RemoteError
 from paramserver.errors import PeerFailed, TaskError
 from paramserver.metrics.records import StepReport
@@ -31,7 +31,7 @@ from paramserver.runtime.rank import _end_without
 from paramserver.server.build import build_server
 from paramserver.server.server_run import UpdateExecutor
 from paramserver.server.shard_server import ShardServer
-from paramserver.transport.messages import ApplyRequest, DataPosition, HeartbeatReply, Push, ShardAssignment
+from paramserver.transport.messages import ApplyRequest, DataPosition, Push, ShardAssignment
 
 READY = Announcement(Readiness.READY)
 TIMEOUT_S = 20.0
@@ -176,7 +176,7 @@ class Run:
         return reply
 
     def beat(self, index, blocks=False):
-        return self.server.heartbeat(index, self.members[index].worker_id, blocks)
+        return self.server.heartbeat(index, self.members[index].worker_id, HeartbeatReport(blocks=blocks))
 
     def request_stop(self):
         with self.server.run.lock:
