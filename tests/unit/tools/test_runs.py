@@ -123,7 +123,7 @@ def test_what_init_writes_trains_and_its_test_passes(tmp_path, capsys):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
