@@ -42,7 +42,8 @@ class ModelReplica:
     The parameters that are not ``trained`` are shared with ``model``.
 
     Raises:
-        UnsupportedConfiguration: the model cannot be copied, or the copy does not use the new parameters.
+        UnsupportedConfiguration: the model cannot be copied, the copy does not use the new parameters, or a parameter
+            has a hook on its gradient.
 
     Example::
 
@@ -55,6 +56,13 @@ class ModelReplica:
 
     def __init__(self, model: nn.Module, trained: Sequence[str]) -> None:
         parameters = dict(model.named_parameters())
+        for name in trained:
+            # Each call has a leaf of its own, and the gradient of a step, which a hook would see, is their sum.
+            if parameters[name]._backward_hooks or parameters[name]._post_accumulate_grad_hooks:
+                raise UnsupportedConfiguration(
+                    f"parameter {name} of the model ({type(model).__name__}) must have no hook on its gradient with "
+                    "server.compute: server, where none is called; use a hook of its module, or server.compute: trainer"
+                )
         # By ``data``: a leaf that shares the server's version counter would fail in backward after every update.
         self.leaves = {name: nn.Parameter(parameters[name].data) for name in trained}
         # deepcopy takes what the memo contains as the copy, so no memory of parameters is copied.

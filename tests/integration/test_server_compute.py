@@ -357,6 +357,16 @@ def test_recomputation_without_random_numbers_uses_the_version_of_the_call():
     assert all(torch.equal(grad, want) for grad, want in zip(grads.values(), expected, strict=True))
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_the_gradient_of_a_parameter_is_refused_as_nothing_would_call_it(register):
+    model = nn.Linear(2, 2)
+    getattr(model.bias, register)(lambda _: None)
+    transport = make_transport(model)
+    transport.pin_version()
+    with pytest.raises(UnsupportedConfiguration, match="parameter bias of the model .* must have no hook"):
+        transport.compute(a_call(torch.ones(1, 2)))
+
+
 def test_a_model_that_cannot_be_copied_is_refused_and_so_are_sparse_gradients():
     model = nn.Linear(2, 2)
     model.lock = threading.Lock()
