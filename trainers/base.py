@@ -42,7 +42,7 @@ from paramserver.metrics.records import (
     peak_rss_mb,
 )
 from paramserver.optim.updater import Updater
-from paramserver.parameters.model import autocast
+from paramserver.parameters.model import autocast, extra_state_dict
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
 from paramserver.parameters.numerics import check_loss, explain_errors, find_nonfinite, to_number
 from paramserver.rng import random_states, restore_random_states, seed_all
@@ -632,6 +632,8 @@ class Trainer(ABC):
         check_storable(own, type(self.task).__name__)
         stream = self.data.state_dict(self.control.memory)
         local = None if self.local_steps is None else stage_copy(self.local_steps.state_dict(), self.control.memory)
+        # model.pt has that of one trainer, and modules make it of what this one has seen.
+        extra = extra_state_dict(self.tree.model) if self.process.trainers > 1 else {}
         self.control.memory.trim()
         return {
             "trainer_index": self.trainer_index,
@@ -640,6 +642,7 @@ class Trainer(ABC):
             "counters": vars(self.progress) | {"seconds": self.seconds},
             "task": own,
             "local_steps": local,
+            "extra_state": stage_copy(extra, self.control.memory),
         }
 
     def seed_or_restore(self, packed: bytes | None) -> None:
@@ -668,6 +671,8 @@ class Trainer(ABC):
             seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
         if part["random"] is not None or part["task"]:
             restore_task(self.task, part["task"], self.process.kept.callbacks)
+        if part.get("extra_state"):
+            self.tree.model.load_state_dict(part["extra_state"], strict=False)
         self.restore_local_steps(part)
         self.restore_residuals(part)
 

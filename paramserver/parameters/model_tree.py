@@ -80,7 +80,7 @@ class ModelTree:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._read_modules()
@@ -95,7 +95,7 @@ class ModelTree:
     # Parameters and layers.
 
     def _read_modules(self) -> None:
-        self._modules = {f"{name}." if name else "": module for name, module in self._model.named_modules()}
+        self._modules = {f"{name}." if name else "": module for name, module in self.model.named_modules()}
         self._tree = [
             (module, dict(module._modules), (*module._parameters.keys(),), (*module._parameters.values(),))
             for module in self._modules.values()
@@ -122,8 +122,8 @@ class ModelTree:
                 break
         else:
             return
-        now = dict(self._model.named_parameters(remove_duplicate=False))
-        modules = dict(self._model.named_modules(remove_duplicate=False))
+        now = dict(self.model.named_parameters(remove_duplicate=False))
+        modules = dict(self.model.named_modules(remove_duplicate=False))
         for name in sorted(self._parameters.keys() | now.keys()):
             if name not in now or now[name] is not self._parameters.get(name):
                 self._refuse(name, modules, _change_of(name, self._parameters, now))
@@ -212,7 +212,7 @@ class ModelTree:
                 sources.append(value)
             else:
                 # Not in place: the tensor that a forward assigned may be a view of something else.
-                device = next(self._model.parameters()).device if mine is None else mine.device
+                device = next(self.model.parameters()).device if mine is None else mine.device
                 # One tensor with several names stays one.
                 place = value.untyped_storage().data_ptr(), value.storage_offset(), value.numel()
                 if place not in placed or not value.numel():
@@ -226,7 +226,7 @@ class ModelTree:
             torch._foreach_copy_(targets, sources)
 
     def _set(self, name: str, value: Tensor | None, packed: PackedBuffers) -> None:
-        set_buffer(self._model, name, value, persistent=name not in packed.transient)
+        set_buffer(self.model, name, value, persistent=name not in packed.transient)
 
 
 def set_buffer(model: nn.Module, name: str, value: Tensor | None, persistent: bool = True) -> None:

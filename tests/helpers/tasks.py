@@ -162,6 +162,32 @@ class HasExtraState(ReferenceTask):
         return nn.Sequential(super().build_model(), CountsForwards())
 
 
+class KeepsMean(nn.Module):
+    """Subtracts a running mean of what this process has seen, which is its extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = 0.0
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return x - self.mean
+
+    def get_extra_state(self):
+        return {"mean": torch.as_tensor(self.mean)}
+
+    def set_extra_state(self, state):
+        self.mean = state["mean"]
+
+
+class HasOwnExtraState(ReferenceTask):
+    """A model with a module whose extra state differs between trainers."""
+
+    def build_model(self):
+        return nn.Sequential(KeepsMean(), super().build_model())
+
+
 class UnevenLengths(ReferenceTask):
     """An iterable whose length depends on the trainer: 40 samples more for each index."""
 

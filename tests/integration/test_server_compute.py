@@ -363,7 +363,7 @@ def test_a_hook_on_the_gradient_of_a_parameter_is_refused_as_nothing_would_call_
     getattr(model.bias, register)(lambda _: None)
     transport = make_transport(model)
     transport.pin_version()
-    with pytest.raises(UnsupportedConfiguration, match="parameter bias of the model .* must have no hook"):
+    with pytest.raises(UnsupportedConfiguration, match=r"parameter bias of the model .* must have no hook"):
         transport.compute(a_call(torch.ones(1, 2)))
 
 
