@@ -171,6 +171,15 @@ def run(
             'put the call under if __name__ == "__main__":'
         )
     task_class = type(task) if isinstance(task, Task) else task
+    if task_class is not None and not isinstance(task_class, type):
+        raise UnsupportedConfiguration(
+            f"task ({task!r}) must be a class derived from paramserver.Task, or an instance of one; a name of one is "
+            'given as config={"task": ...}'
+        )
+    if isinstance(overrides, str):
+        raise UnsupportedConfiguration(
+            f"overrides ({overrides!r}) must be a list of section.key=value, or a dictionary; put it in a list"
+        )
     given, config_file = _values(config)
     given = _merge(given, {**sections, **({} if mode is None else {"mode": mode})})
     values = dict(given)

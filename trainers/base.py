@@ -42,7 +42,7 @@ from paramserver.metrics.records import (
     peak_rss_mb,
 )
 from paramserver.optim.updater import Updater
-from paramserver.parameters.model import autocast, extra_state_dict
+from paramserver.parameters.model import autocast, extra_state_dict, load_part_of_state
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
 from paramserver.parameters.numerics import check_loss, explain_errors, find_nonfinite, to_number
 from paramserver.rng import random_states, restore_random_states, seed_all
@@ -672,7 +672,7 @@ class Trainer(ABC):
         if part["random"] is not None or part["task"]:
             restore_task(self.task, part["task"], self.process.kept.callbacks)
         if part.get("extra_state"):
-            self.tree.model.load_state_dict(part["extra_state"], strict=False)
+            load_part_of_state(self.tree.model, part["extra_state"])
         self.restore_local_steps(part)
         self.restore_residuals(part)
 

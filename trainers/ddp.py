@@ -25,7 +25,7 @@ from paramserver.metrics.quantities import combine
 from paramserver.metrics.records import StepReport, StepResult, StepTotals
 from paramserver.optim.outer import round_weights
 from paramserver.parameters.flat import trainable_parameters
-from paramserver.parameters.model import build_model, extra_state_dict
+from paramserver.parameters.model import build_model, extra_state_dict, load_part_of_state
 from paramserver.parameters.model_tree import set_buffer
 from paramserver.parameters.numerics import checksums
 from paramserver.parameters.tables import find_tables
@@ -215,7 +215,7 @@ class DdpTrainer(ReplicaTrainer):
             parts = [self.checkpoints.trainer_part(i) for i in range(self.process.trainers)]
         (self.step, self.samples, self.skipped), state, extra_state = self.control.broadcast(start)
         if extra_state:
-            self.unwrapped_model.load_state_dict(extra_state, strict=False)
+            load_part_of_state(self.unwrapped_model, extra_state)
         if state is not None:
             self.updater.load_state_dict(state)
         part: list[Any] = [None]
@@ -663,9 +663,15 @@ def _broadcast_buffer(buffer: Tensor, source: int) -> None:
 
 
 def _separate_elements(model: nn.Module) -> None:
-    """Give each element of an expanded module buffer memory of its own, as a collective writes to it."""
-    for buffer in model.buffers():
-        if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+    """Give each element of an expanded module buffer memory of its own, as a collective writes to it.
+
+    And to a buffer that was made in ``torch.inference_mode()``, which nothing else may write to.
+    """
+    copies: dict[Tensor, Tensor] = {}
+    for name, buffer in [*model.named_buffers(remove_duplicate=False)]:
+        if buffer.is_inference():
+            set_buffer(model, name, copies.setdefault(buffer, buffer.clone()))
+        elif any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
             buffer.data = buffer.data.contiguous()  # by ``data``: a module may have it under two names
 
 

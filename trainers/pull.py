@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paramserver.distributed.local_calls import LocalConnection
@@ -96,6 +97,7 @@ class VersionPull:
         if not self._numbers_of:
             self._begin()
 
+    @torch.enable_grad()  # a task may have left it switched off
     def _begin(self) -> None:
         """Request the version of this step, inside its context; it is awaited when it is needed."""
         if not self.transport.zero_copy:  # otherwise it is in shared memory

@@ -151,6 +151,7 @@ class GradientPush:
         ids, rows = self._pull.model_copy.coalesce_rows()
         return replace(report, table_ids=ids, table_rows=rows) if ids else report, self.buckets.finish()
 
+    @torch.enable_grad()  # a task may have left it switched off
     def send(self, optimizer: SharedOptimizer, push: Push) -> StepGrant:
         """Step the optimizer that all trainers share with a push, and with what the buckets have not sent of it yet.
 

@@ -415,7 +415,18 @@ def _schedules_of(task: OptimizerBuilder, optimizer: torch.optim.Optimizer) -> d
         raise TaskError(
             "build_scheduler: total_steps is an attribute of the task, not of its trainer; write self.total_steps"
         ) from error
-    return {name: _schedule_of(own) for name, own in built.items() if own is not None}
+    schedules = {name: _schedule_of(own) for name, own in built.items() if own is not None}
+    by_name = optimizer.by_name if isinstance(optimizer, SeveralOptimizers) else {"": optimizer}
+    for name, schedule in schedules.items():
+        scheduled = getattr(schedule.scheduler, "optimizer", by_name[name])
+        # One that wraps another has the same groups.
+        if not {*map(id, scheduled.param_groups)} & {*map(id, by_name[name].param_groups)}:
+            raise TaskError(
+                f"build_scheduler returned a {type(schedule.scheduler).__name__} of another "
+                f"{type(scheduled).__name__} than it was given, whose learning rate would not change; make it with the "
+                "argument of build_scheduler"
+            )
+    return schedules
 
 
 def _built_schedulers(task: OptimizerBuilder, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:

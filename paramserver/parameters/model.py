@@ -19,6 +19,8 @@ from paramserver.parameters.remote_tables import tables_without_memory
 from paramserver.rng import seed_all
 from paramserver.task import Task
 
+_EXTRA_STATE = "_extra_state"  # the last part of its name in a ``state_dict()``
+
 
 def build_model(task: Task, seed: int, placement: Placement, owns_tables: bool = True) -> nn.Module:
     """Build the task's model with initial weights from ``seed``: the same in every process and mode.
@@ -119,15 +121,29 @@ def detached_state_dict(model: nn.Module) -> dict[str, Any]:
 
 def frozen_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the part of the state that no step changes: frozen parameters and extra state."""
-    changed = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    changed |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    return {name: value for name, value in detached_state_dict(model).items() if name not in changed}
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    return {**frozen, **extra_state_dict(model)}
 
 
 def extra_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the part of the state that modules define by ``get_extra_state``."""
-    # keep_vars: tables whose rows are on servers cannot be detached.
-    return {name: value for name, value in model.state_dict(keep_vars=True).items() if name.endswith("_extra_state")}
+    """Return the part of the state that modules define by ``get_extra_state``, by its names in a ``state_dict()``."""
+    return {
+        f"{name}.{_EXTRA_STATE}".lstrip("."): module.get_extra_state()
+        for name, module in model.named_modules()
+        if getattr(type(module), "get_extra_state", nn.Module.get_extra_state) is not nn.Module.get_extra_state
+    }
+
+
+@torch.no_grad()
+def load_part_of_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load some parameters and extra state of modules; a ``load_state_dict`` of the user may need a whole state."""
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
+    for name, value in state.items():
+        module, _, last = name.rpartition(".")
+        if last == _EXTRA_STATE:
+            modules[module].set_extra_state(value)
+        else:
+            parameters[name].copy_(value)
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:

@@ -22,7 +22,7 @@ from paramserver.distributed.rpc_agent import distributed_gradients
 from paramserver.errors import TaskError, UnsupportedConfiguration, kind_and_message
 from paramserver.metrics.records import StepReport
 from paramserver.parameters.flat import FlatLayout
-from paramserver.parameters.model import build_model, frozen_state_dict
+from paramserver.parameters.model import build_model, frozen_state_dict, load_part_of_state
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers, set_buffer
 from paramserver.rng import PrivateRng, random_states
 from paramserver.server.parameter_store import ParameterStore
@@ -303,7 +303,7 @@ class ModelService:
     def new_transport(self) -> ServedTransport:
         """Return the transport of a trainer that joins; it can call the model immediately."""
         if self._model is not self._store.model:  # what is not trained never changes after the start
-            self._model.load_state_dict(frozen_state_dict(self._store.model), strict=False)
+            load_part_of_state(self._model, frozen_state_dict(self._store.model))
         transport = ServedTransport(self._model, self._store.parameters.layout, self._store.snapshot, self._device)
         transport.pin_version()
         return transport

@@ -13,6 +13,7 @@ from paramserver.config.deadlines import GRACE_S
 from paramserver.consistency import TrainerId
 from paramserver.consistency.base import end
 from paramserver.context import StopRequest
+from paramserver.parameters.model import load_part_of_state
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.runs.checkpoint_manager import (
     SAVE_REASONS,
@@ -95,7 +96,7 @@ class Staging(JointCall):
         def stage(updater: UpdaterState) -> dict[int, bool]:
             if extra_state := staged_by[min(staged_by)][1]:
                 # Its own modules make no forward.
-                self._aggregator.store.model.load_state_dict(extra_state, strict=False)
+                load_part_of_state(self._aggregator.store.model, extra_state)
             self._stage(updater, min(arrival_s.values()), [sender for sender, _ in staged_by.values()])
             return dict.fromkeys(futures, True)
 

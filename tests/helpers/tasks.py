@@ -188,6 +188,54 @@ class HasOwnExtraState(ReferenceTask):
         return nn.Sequential(KeepsMean(), super().build_model())
 
 
+class LeavesGradOff(ReferenceTask):
+    """Switches gradients off at the end of each step, and on at the beginning."""
+
+    def training_step(self, model, batch, batch_idx):
+        torch.set_grad_enabled(True)
+        loss = super().training_step(model, batch, batch_idx)
+        torch.set_grad_enabled(False)
+        return loss
+
+
+class LoadsWholeStates(nn.Module):
+    """A model with a target network, and a ``load_state_dict`` that takes whole states only."""
+
+    def __init__(self, options):
+        super().__init__()
+        self.online, self.target = ReferenceModel(**options), ReferenceModel(**options).requires_grad_(False)
+
+    def load_state_dict(self, state):
+        return super().load_state_dict(state)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for target, online in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                target.lerp_(online, 0.5)
+        return self.online(x) + self.target(x)
+
+
+class WholeStates(ReferenceTask):
+    """Its frozen parameters change, and its model cannot load a part of a state."""
+
+    def build_model(self):
+        return LoadsWholeStates(self.options)
+
+
+class InferenceBuffer(ReferenceTask):
+    """A validation in inference mode assigns a module buffer, which no collective can write to."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.register_buffer("seen", torch.zeros(3))
+        return model
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        with torch.inference_mode():
+            self.trainer.unwrapped_model.seen = torch.full((3,), float(len(batch[0])))
+        return super().validation_step(model, batch, valid_batch_idx, batch_idx)
+
+
 class UnevenLengths(ReferenceTask):
     """An iterable whose length depends on the trainer: 40 samples more for each index."""
 

@@ -105,6 +105,15 @@ def test_any_number_of_trainers_are_the_same_bit_for_bit_in_shared_memory(tmp_pa
     assert differing_tensors(ddp.load("model"), gloo.load("model")) != []
 
 
+@pytest.mark.parametrize("task", ["LeavesGradOff", "WholeStates", "InferenceBuffer"])
+def test_what_a_task_does_to_gradients_states_and_buffers_trains_the_same(tmp_path, task):
+    config = {"task": f"{TASKS}:{task}", "training": {"max_steps": 6, "batch_size": 8, "validate_every": 3}}
+    ddp, rpc = (train(tmp_path / mode, mode, 2, **config) for mode in ("ddp", "rpc"))
+    sent = train(tmp_path / "sent", "rpc", 2, **config, server={"transport": "rpc"})
+    for other in (rpc, sent):
+        assert differing_tensors(ddp.load("model"), other.load("model")) == []
+
+
 def test_bfloat16_autocast_is_the_same(tmp_path):
     config = {"training": {"max_steps": 12, "batch_size": 8, "precision": "bfloat16", "validate_every": 0}}
     local, rpc = (train(tmp_path, mode, 1, **config) for mode in ("local", "rpc"))

@@ -81,6 +81,13 @@ def test_sections_override_the_config_and_overrides_override_both(tmp_path):
     assert again.summary["steps"] == 6
 
 
+def test_a_name_is_no_task_and_a_text_no_list():
+    with pytest.raises(UnsupportedConfiguration, match=r"task \('task\.py:Line'\) must be a class derived from"):
+        paramserver.run("task.py:Line")
+    with pytest.raises(UnsupportedConfiguration, match=r"overrides \('seed=1'\) must be a list"):
+        paramserver.run(Given(DATA), overrides="seed=1")
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [

@@ -125,6 +125,12 @@ def test_a_schedule_that_asks_the_trainer_for_the_steps_of_the_run_is_told_where
         made(scheduler=lambda o: o.other)
 
 
+def test_a_schedule_of_another_optimizer_is_refused():
+    other = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(TaskError, match="build_scheduler returned a StepLR of another Adam than it was given"):
+        made(scheduler=lambda _: lr_scheduler.StepLR(other, 1))
+
+
 def test_without_a_scheduler_the_rate_stays():
     updater = made()
     updater.on_epoch_end()
