@@ -34,6 +34,16 @@ _GIT_TIMEOUT_S = 5.0
 _HOLDER_WRITTEN_S = 0.5
 
 
+class _Inside:
+    """The path of a file or folder in that of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, kind: type[RunDir]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The folder of one run, the files in it, and its locks. ``chosen`` is the checkpoint to resume from."""
@@ -41,40 +51,23 @@ class RunDir:
     path: Path
     chosen: Path | None = None
 
+    config_file = _Inside("config.yaml")
+    environment_file = _Inside("environment.json")
+    summary_file = _Inside("summary.json")
+    metrics_file = _Inside("metrics.jsonl")
+    superseded_file = _Inside("metrics.superseded.jsonl")
+    csv_file = _Inside("metrics.csv")
+    losses_file = _Inside("losses.json")
+    checkpoints_dir = _Inside("checkpoints")
+    logs_dir = _Inside("logs")
+    tensorboard_dir = _Inside("tensorboard")
+
     @property
     def name(self) -> str:
         return self.path.name
 
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def environment_file(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def csv_file(self) -> Path:
-        return self.path / "metrics.csv"
-
-    @property
-    def superseded_file(self) -> Path:
-        return self.path / "metrics.superseded.jsonl"
-
     def trace_file(self, global_rank: int) -> Path:
         return self.path / "profile" / f"rank-{global_rank}.pt.trace.json"
-
-    @property
-    def tensorboard_dir(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        return self.path / "checkpoints"
 
     def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint that was written completely, on the disk or in memory."""
@@ -86,21 +79,9 @@ class RunDir:
             path.unlink()
 
     @property
-    def logs_dir(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def summary_file(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
     def resume_command(self) -> str:
         """The command that resumes the run, in the folder where it was started."""
         return f"python -m paramserver.launch --resume {shlex.quote(str(self.path))}"
-
-    @property
-    def losses_file(self) -> Path:
-        return self.path / "losses.json"
 
     def log_file(self, global_rank: int) -> Path:
         return self.logs_dir / f"rank-{global_rank}.log"
