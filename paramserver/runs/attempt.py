@@ -22,6 +22,7 @@ from paramserver.checkpoint.memory import move_to_disk, newer_in_memory, remove_
 from paramserver.config import Config
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.importing import PICKLED_TASK
+from paramserver.metrics.sinks import read_records
 from paramserver.runs.losses import LossLog
 from paramserver.runs.resume import check_writable
 from paramserver.runs.rundir import RunDir, not_writable, read_mapping, write_text
@@ -313,16 +314,5 @@ _KINDS_OF_MADE_STEPS = ("train", "validation", "checkpoint", "end")
 
 def furthest_step(metrics_file: Path) -> int:
     """Return the largest step that was made, by the records; 0 where there is none."""
-    if not metrics_file.is_file():
-        return 0
-    with metrics_file.open(encoding="utf-8", errors="replace") as lines:
-        return max((_step_in(line) for line in lines), default=0)
-
-
-def _step_in(line: str) -> int:
-    try:
-        record: Any = json.loads(line)
-    except ValueError:  # torn by a crash
-        return 0
-    step = record.get("step") if isinstance(record, dict) and record.get("kind") in _KINDS_OF_MADE_STEPS else None
-    return step if isinstance(step, int) else 0
+    made = (record for record in read_records(metrics_file) if record.get("kind") in _KINDS_OF_MADE_STEPS)
+    return max((step for record in made if isinstance(step := record.get("step"), int)), default=0)
