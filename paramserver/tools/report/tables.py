@@ -463,3 +463,23 @@ def definitions_table(cases: Sequence[ReportCase]) -> Table:
         "baseline": lambda case: case.baseline or DASH,
     }
     return _case_table(cases, columns, are_numbers=False)
+
+
+_SECTIONS: tuple[tuple[str, str, Callable[[Sequence[ReportCase]], Table]], ...] = (
+    ("Throughput", "throughput", throughput_table),
+    ("Scaling", "scaling", scaling_table),
+    ("Steps", "steps", steps_table),
+    ("Where a step goes", "phases", phases_table),
+    ("Learning", "learning", learning_table),
+    ("Rounds of local steps", "rounds", rounds_table),
+    ("Staleness", "staleness", staleness_table),
+    ("Embedding tables", "", embedding_table),
+    ("Bytes, CPU time and memory", "", resources_table),
+    ("The network model and the measurement", "", predictions_table),
+    ("Failures", "", failures_table),
+)
+
+
+def sections_of(cases: Sequence[ReportCase]) -> list[tuple[str, str, Table]]:
+    """The sections of a report: the title, the name by which the plots know it, and the table."""
+    return [(title, name, make(cases)) for title, name, make in _SECTIONS]
