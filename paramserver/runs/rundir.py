@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -101,16 +101,14 @@ class RunDir:
         known = folders if isinstance(folders, list) else []
         return [Path(folder) for folder in known if isinstance(folder, str) and "\0" not in folder]
 
-    @contextmanager
-    def lock(self, resuming: bool = False) -> Iterator[None]:
+    def lock(self, resuming: bool = False) -> AbstractContextManager[None]:
         """Lock the folder for its only writer, rank 0; ``resuming`` selects the cure in the message.
 
         Raises:
             UnsupportedConfiguration: another process holds the lock; names it and its host. Or the folder cannot be
                 written to.
         """
-        with _locked(self.path, ".lock", resuming):
-            yield
+        return _locked(self.path, ".lock", resuming)
 
     @contextmanager
     def reserve(self, resuming: bool = False) -> Iterator[None]:

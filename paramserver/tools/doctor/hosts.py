@@ -424,8 +424,8 @@ def conclude(
         found.findings[:own] = [replace(one, host=hosts[0].title) for one in found.findings[:own]]
     titles = {rank: host.title for host in hosts for rank in host.ranks}
     for one in participants[1:]:
-        host = titles[one.rank] if len(hosts) > 1 else ""
-        sent = [Finding(**{**finding, "host": host}) for finding in one.findings]
+        title = titles[one.rank] if len(hosts) > 1 else ""
+        sent = [Finding(**{**finding, "host": title}) for finding in one.findings]
         found.findings += [finding for finding in sent if finding not in found.findings]
     _compare_versions(found, participants, titles)
     section = Section("hosts")
