@@ -82,16 +82,15 @@ def _holds(mapping: Mapping[str, Any], path: KeyPath) -> bool:
     return bool(path)
 
 
-def config_from_mapping(mapping: Mapping[str, Any], origin: str | None = None) -> Config:
+def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
     """Build a checked config from nested mappings. Use it to configure a run from Python.
 
     Raises:
         UnsupportedConfiguration: an unknown key, a value that violates its rule, or values that contradict each other.
     """
-    source = origin or ""
     settings = Settings()
-    settings.assign((), mapping, constant_origin(source))
-    return _checked(settings, source)
+    settings.assign((), mapping, constant_origin(""))
+    return _checked(settings, "")
 
 
 def _checked(settings: Settings, source: str) -> Config:

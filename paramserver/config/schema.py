@@ -117,24 +117,12 @@ def positive_number() -> Rule:
     return Rule("float", above=0)
 
 
-def boolean() -> Rule:
-    return Rule("bool")
-
-
 def one_of(*choices: str, cures: Mapping[str, str] | None = None) -> Rule:
     return Rule("str", choices=choices, cures=tuple((cures or {}).items()))
 
 
 def string(pattern: str = "", form: str = "", example: str = "") -> Rule:
     return Rule("str", pattern=pattern, form=form, example=example)
-
-
-def strings(pattern: str, form: str, example: str) -> Rule:
-    return Rule("list", pattern=pattern, form=form, example=example)
-
-
-def mapping() -> Rule:
-    return Rule("mapping")
 
 
 REQUIRED: Any = dataclasses.MISSING
@@ -182,9 +170,13 @@ _WIRE_DTYPES = {_BFLOAT16: "write bfloat16", _FLOAT16: "write float16", _FLOAT32
 
 _CLASS = string(r"[^:\s][^:\n]*:[^:\s]+", "module:Class or path/to/file.py:Class", "examples/digits.py:Digits")
 _FUNCTION = string(r"[^:\s][^:\n]*:[^:\s]+", "module:function or path/to/file.py:function", "simulate.py:simulate")
-_SINKS = strings(
-    r"csv|[^:\s][^:\n]*:[^:\s]+", "a list of csv, module:Class and path/to/file.py:Class", "[csv, sinks.py:Wandb]"
+_SINKS = Rule(
+    "list",
+    pattern=r"csv|[^:\s][^:\n]*:[^:\s]+",
+    form="a list of csv, module:Class and path/to/file.py:Class",
+    example="[csv, sinks.py:Wandb]",
 )
+_BOOLEAN, _MAPPING = Rule("bool"), Rule("mapping")
 _HOST = string(r"[^\s.]{1,63}(\.[^\s.]{1,63})*\.?", "a host name or address", "127.0.0.1")
 _INTERFACE = string(r"\S+", "the name of a network interface", "eth0")
 _FOLDER = string(r"(?!\.{1,2}$)[^/\0\n]+", "the plain name of a folder, without /", "digits-1")
@@ -244,7 +236,7 @@ class ClusterConfig:
         None, integer(1), "parameter servers; null = 1, or with colocate one per trainer; rpc only"
     )
     num_trainers: int = key(2, integer(1), "trainers, where the world size is not given otherwise")
-    colocate: bool = key(False, boolean(), "rpc: a server on the host of each trainer; --rank then counts hosts")
+    colocate: bool = key(False, _BOOLEAN, "rpc: a server on the host of each trainer; --rank then counts hosts")
     master_addr: str = key("127.0.0.1", _HOST, "host of rank 0")
     master_port: int = key(0, integer(0, 65535), "port of rank 0; 0 = a free one, or 29500 with --rank")
     interface: str | None = key(
@@ -261,7 +253,7 @@ class ClusterConfig:
     )
     max_restarts: int = key(3, integer(0), "how often a rank that died starts again, if a supervisor started it")
     spares: int = key(0, integer(0), "processes that wait, torch imported, to take the role of a rank that died")
-    elastic: bool = key(False, boolean(), "rpc: trainers beyond the first world may join a running job")
+    elastic: bool = key(False, _BOOLEAN, "rpc: trainers beyond the first world may join a running job")
     token_file: str | None = key(None, string(), "file (mode 600) with the token that ranks prove to rank 0")
 
 
@@ -274,7 +266,7 @@ class DeviceConfig:
     )
     server: str = key("auto", one_of("auto", "cpu", "cuda"), "device where the parameters live")
     num_gpus: int | None = key(None, integer(0), "GPUs of one process")
-    share_gpus: bool = key(False, boolean(), "trainers of a host share its GPUs where there are not enough")
+    share_gpus: bool = key(False, _BOOLEAN, "trainers of a host share its GPUs where there are not enough")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,7 +389,7 @@ class ServerConfig:
     backup_trainers: int = key(0, integer(0), "sync: number of slowest trainers that an update does not wait for")
     arrivals: int = key(1, integer(1), "async: gradients of any trainers whose mean is an update")
     dynamic_local_steps: bool = key(
-        False, boolean(), "rounds: fewer local steps for a trainer that is slower than the others"
+        False, _BOOLEAN, "rounds: fewer local steps for a trainer that is slower than the others"
     )
     stale_scaling: str = key("none", one_of("none", "inverse"), "inverse = gradient / (1 + staleness)")
     compute: str = key("trainer", one_of("trainer", "server"), "where the forward runs")
@@ -457,7 +449,7 @@ class DdpConfig:
         "auto: trainers on the CPUs of one host reduce gradients in memory that they share; off: over gloo",
     )
     comm_hook: str = key("none", one_of("none", "fp16", "bf16", "powersgd"), "compression of the gradients")
-    extra: dict[str, Any] = key({}, mapping(), "arguments of DistributedDataParallel")
+    extra: dict[str, Any] = key({}, _MAPPING, "arguments of DistributedDataParallel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -486,10 +478,10 @@ class SimulationsConfig:
     count: int | None = key(None, integer(1), "simulations in total; null = until a client calls finish")
     at_once: int = key(1, integer(1), "simulations that run at the same time")
     steps: int | None = key(None, integer(1), "samples of each simulation; null = unknown")
-    fields: dict[str, Any] = key({}, mapping(), "fields of a sample: {name: [sizes]} or {name: {shape, dtype, finite}}")
-    parameters: dict[str, Any] = key({}, mapping(), "input parameters of a simulation: {name: [low, high]}")
+    fields: dict[str, Any] = key({}, _MAPPING, "fields of a sample: {name: [sizes]} or {name: {shape, dtype, finite}}")
+    parameters: dict[str, Any] = key({}, _MAPPING, "input parameters of a simulation: {name: [low, high]}")
     sampler: str = key("uniform", string(), "uniform, lhs, halton, importance, or module:Class of a custom sampler")
-    sampler_args: dict[str, Any] = key({}, mapping(), "keyword arguments of the sampler's class")
+    sampler_args: dict[str, Any] = key({}, _MAPPING, "keyword arguments of the sampler's class")
     group_size: int = key(1, integer(1, 65535), "processes of one simulation; each sends a part of each sample")
     deal: str = key("round_robin", one_of("round_robin", "simulation"), "how samples are assigned to trainers")
     address: str = key(
@@ -512,7 +504,7 @@ class PublishConfig:
     keys: str | None = key(None, string(), "folder made by paramserver keys; required beyond loopback")
     every: int = key(1, integer(1), "updates between two versions that are copied for subscribers, at least")
     every_s: float | None = key(None, positive_number(), "seconds between them, at least; null = no limit")
-    averages: bool = key(False, boolean(), "publish what is validated in the place of parameters")
+    averages: bool = key(False, _BOOLEAN, "publish what is validated in the place of parameters")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -530,7 +522,7 @@ class CheckpointConfig:
     every: int | None = key(None, integer(0), "global steps between two; null = validate_every; 0 = at the end only")
     keep: int = key(3, integer(1), "number of newest checkpoints that are kept")
     best: BestConfig | None = section(BestConfig, "also keep the best checkpoint", nullable=True)
-    background: bool = key(True, boolean(), "write while training continues")
+    background: bool = key(True, _BOOLEAN, "write while training continues")
     memory_every: int | None = key(
         None, integer(1), "global steps between two in memory, for restarts on this machine; null = none"
     )
@@ -544,7 +536,7 @@ class LoggingConfig:
     run_dir: str = key("runs", string(), "folder of the runs")
     name: str | None = key(None, _FOLDER, "folder of the run in run_dir; null = task, mode and time")
     log_every: int = key(10, integer(1), "global steps between two records")
-    tensorboard: bool = key(True, boolean(), "write TensorBoard events")
+    tensorboard: bool = key(True, _BOOLEAN, "write TensorBoard events")
     sinks: tuple[str, ...] = key((), _SINKS, "also write records to: csv (metrics.csv), or a class of your own")
     prometheus_port: int | None = key(
         None, integer(0, 65535), "port of rank 0 that Prometheus scrapes; 0 = a free one; null = none"
@@ -565,7 +557,7 @@ class Config:
     """The effective configuration of a run. Equal configs describe the same run."""
 
     task: str | None = key(None, _CLASS, "required: the class of the task")
-    task_args: dict[str, Any] = key({}, mapping(), "keyword arguments of the task's class")
+    task_args: dict[str, Any] = key({}, _MAPPING, "keyword arguments of the task's class")
     trainer: str | None = key(None, _CLASS, "a custom trainer; null = the trainer of the mode")
     mode: str = key("rpc", one_of(*MODES), "how the ranks share the work")
     seed: int = key(0, integer(0, 2**63 - 1), "seed of every random number")
