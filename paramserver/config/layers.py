@@ -47,21 +47,12 @@ def _entries(kind: type, prefix: str = "") -> Iterator[Key | Section]:
             yield Section(name, metadata["nullable"], metadata["help"])
             yield from _entries(metadata["section"], name)
         else:
-            yield Key(name, metadata["rule"], _default(field), _required(field), metadata["help"])
+            default, required = metadata["default"], metadata["default"] is REQUIRED
+            yield Key(name, metadata["rule"], None if required else default, required, metadata["help"])
 
 
 def _fields(kind: type) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(kind) if field.metadata]
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return None if _required(field) else field.default
-
-
-def _required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is REQUIRED and field.default_factory is REQUIRED
 
 
 _ENTRIES = tuple(_entries(Config))

@@ -135,7 +135,7 @@ def key(default: Any, rule: Rule, help: str) -> Any:
     """
     if default is None:
         rule = dataclasses.replace(rule, nullable=True)
-    metadata = {"rule": rule, "help": help}
+    metadata = {"rule": rule, "help": help, "default": default}
     if isinstance(default, dict):
         # A dict is not hashable. Equal configs still have equal hashes, because fewer fields are hashed.
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata, hash=False)

@@ -327,7 +327,7 @@ def environment_record(command: Sequence[str]) -> dict[str, Any]:
             "python": platform.python_version(),
             "paramserver": __version__,
             # From the metadata of the packages: importing torch would take seconds before the ranks are started.
-            **{package: _version(package) for package in ("torch", "numpy")},
+            **{package: package_version(package) for package in ("torch", "numpy")},
         },
         "executable": sys.executable,
         "host": socket.gethostname(),
@@ -337,7 +337,8 @@ def environment_record(command: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
