@@ -62,9 +62,8 @@ def results_at(paths: Sequence[Path]) -> Results:
 def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, list[list[Any]]]:
     """The points of each curve, [samples, seconds, value]; a value of ``validation`` is {name: value}.
 
-    A quantity has points where it was recorded.
-
-    The record of a validation holds a step, which is converted with the mean number of samples per step.
+    A quantity has points where it was recorded. The record of a validation holds a step, which is converted with the
+    mean number of samples per step.
     """
 
     def of_kind(kind: str, *numbers: str) -> list[Record]:
