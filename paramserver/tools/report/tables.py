@@ -357,38 +357,30 @@ def rounds_table(cases: Sequence[ReportCase]) -> Table:
 
 def embedding_table(cases: Sequence[ReportCase]) -> Table:
     """What a step of a trainer used of each embedding table, in the last repeat of each case."""
-    titles = (
-        "case",
-        "table",
-        "rows",
-        "ids per step",
-        "rows per step",
-        "rows per step (KiB)",
-        "all rows (KiB)",
-        "busiest 64th of the rows",
-        "its share of the use",
-        "share of each server",
-    )
-    rows = []
-    for case in by_speed(cases):
-        for name, own in case.completed[-1].tables.items() if case.completed else ():
-            busiest = own.get("busiest_rows")
-            rows.append(
-                (
-                    quoted_name(case),
-                    quoted(name),
-                    *(format_number(own.get(figure)) for figure in ("rows", "ids_per_step", "rows_per_step")),
-                    *(_kib(own.get(figure)) for figure in ("bytes_per_step", "bytes_of_all_rows")),
-                    f"{busiest[0]} to {busiest[1] - 1}" if busiest else DASH,
-                    format_number(own.get("busiest_share")),
-                    " / ".join(format_number(share) for share in own.get("server_shares") or ()) or DASH,
-                )
-            )
-    return Table(titles, rows)
 
+    def figure(name: str, scale: float = 1.0) -> Callable[[Mapping[str, Any]], str]:
+        return lambda own: format_number(None if own.get(name) is None else own[name] * scale)
 
-def _kib(size_bytes: float | None) -> str:
-    return format_number(None if size_bytes is None else size_bytes / 1024)
+    def busiest(own: Mapping[str, Any]) -> str:
+        rows = own.get("busiest_rows")
+        return f"{rows[0]} to {rows[1] - 1}" if rows else DASH
+
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "rows": figure("rows"),
+        "ids per step": figure("ids_per_step"),
+        "rows per step": figure("rows_per_step"),
+        "rows per step (KiB)": figure("bytes_per_step", 1 / 1024),
+        "all rows (KiB)": figure("bytes_of_all_rows", 1 / 1024),
+        "busiest 64th of the rows": busiest,
+        "its share of the use": figure("busiest_share"),
+        "share of each server": lambda own: " / ".join(map(format_number, own.get("server_shares") or ())) or DASH,
+    }
+    rows = [
+        (quoted_name(case), quoted(name), *(cell(own) for cell in columns.values()))
+        for case in by_speed(cases)
+        for name, own in (case.completed[-1].tables.items() if case.completed else ())
+    ]
+    return Table(("case", "table", *columns), rows)
 
 
 def resources_table(cases: Sequence[ReportCase]) -> Table:
