@@ -168,11 +168,7 @@ _OR_TRAINER = "leave it out or choose server.compute: trainer"
 _OR_NUM_GPUS = "leave it out, and give the server its GPUs by device.num_gpus"
 
 RELATIONS: tuple[Relation, ...] = (
-    Relation(
-        ("task",),
-        lambda config: not config.task,
-        "task is missing; give module:Class or path/to/file.py:Class",
-    ),
+    Relation(("task",), lambda config: not config.task, "task is missing; give module:Class or path/to/file.py:Class"),
     Relation(
         ("profile.start_step", "training.max_steps"),
         lambda config: config.profile and config.profile.start_step >= (config.training.max_steps or math.inf),

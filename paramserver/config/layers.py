@@ -133,15 +133,11 @@ def _named_elsewhere(leaf: str) -> str | None:
 
 # What an earlier version had as a key. The config that a run stores contains every key, so the default is accepted and
 # left out; for any other value: what to write instead.
+_ARGUMENTS_OF_DDP = {"find_unused_parameters": False, "static_graph": False, "gradient_as_bucket_view": True}
 _REMOVED: dict[str, tuple[Any, str]] = {
     **{
         f"ddp.{name}": (default, f"write it into ddp.extra, as in ddp.extra: {{{name}: ...}}")
-        for name, default in (
-            ("find_unused_parameters", False),
-            ("static_graph", False),
-            ("gradient_as_bucket_view", True),
-            ("bucket_cap_mb", None),
-        )
+        for name, default in {**_ARGUMENTS_OF_DDP, "bucket_cap_mb": None}.items()
     },
     "server.heartbeat_s": (1.0, "leave it out: it follows from server.lost_after_s"),
 }

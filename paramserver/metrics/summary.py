@@ -8,6 +8,8 @@ from typing import Any
 
 from paramserver.metrics.records import PHASES, TABLE_RANGES, DurationHistogram, TableUse, TrainerTotals
 
+_BUFFER = ("puts", "gets", "put_wait_s", "get_wait_s")
+
 
 def totals_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
     """Return the fields of summary.json that follow from the totals of the trainers. An unknown value is None."""
@@ -28,10 +30,7 @@ def totals_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
         "wire_bytes_per_step": sum(t.wire_bytes for t in trainers) / steps.count if steps.count else None,
         "wire_bytes_per_sample": sum(t.wire_bytes for t in trainers) / served if served else None,
         **({"tables": tables} if (tables := _tables_of(trainers, steps.count)) else {}),
-        "buffer": {
-            name: round(sum(t.buffer.get(name, 0) for t in trainers), 4)
-            for name in ("puts", "gets", "put_wait_s", "get_wait_s")
-        }
+        "buffer": {name: round(sum(t.buffer.get(name, 0) for t in trainers), 4) for name in _BUFFER}
         if trainers
         else None,
         "trainers": [_trainer(t) for t in trainers],

@@ -414,31 +414,19 @@ def _curves(method: MeasuringMethod, place: Path, summary: Mapping[str, Any]) ->
     lines = (place / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     curves = curve_fields(learning_curves([json.loads(line) for line in lines], summary))
     met = None if method.target is None else require_first_reached(curves["validation"], method.target)
-    return {
-        **curves,
-        "samples_to_target": None if met is None else met[0],
-        "time_to_target_s": None if met is None else met[1],
-    }
+    samples, seconds = met or (None, None)
+    return {**curves, "samples_to_target": samples, "time_to_target_s": seconds}
 
 
 def _predicted(case: Case, method: MeasuringMethod, stamps: StepStamps, wire_bytes: float) -> dict[str, Any] | None:
     speed = method.speeds.get(case.mode.name)
     if speed is None:
         return None
-    hook = case.config.ddp.comm_hook
+    hook, size, colocated = case.config.ddp.comm_hook, stamps.model_bytes, is_colocated(case.config)
     # With an optimizer that updates each element by itself; only the servers know which one it is.
     may_overlap = consistency_class(case.config.server).waits_for_all and not server_computes(case.config)
     # With rounds the trainers clip.
     training = case.config.training
     overlap = may_overlap and (training.has_rounds or not (training.clips or training.may_skip))
-    return predict_communication(
-        case.mode,
-        speed,
-        stamps.model_bytes,
-        wire_bytes,
-        case.trainers,
-        case.servers,
-        hook,
-        overlap,
-        is_colocated(case.config),
-    )
+    counts = case.trainers, case.servers
+    return predict_communication(case.mode, speed, size, wire_bytes, *counts, hook, overlap, colocated)

@@ -347,10 +347,7 @@ def staleness_figures(counts: Mapping[int, int]) -> tuple[str, str, str, str]:
 
 def rounds_table(cases: Sequence[ReportCase]) -> Table:
     """What is measured of rounds, and for all cases the bytes of an applied sample; empty if no case has rounds."""
-    columns = {
-        **_quantities_in("rounds"),
-        "wire per sample (bytes)": _estimate_of(WIRE_OF_SAMPLE),
-    }
+    columns = {**_quantities_in("rounds"), "wire per sample (bytes)": _estimate_of(WIRE_OF_SAMPLE)}
     have_rounds = any(LOCAL_STEPS.get(one) for one in _all(cases))
     return _case_table(by_speed(cases) if have_rounds else (), columns)
 
