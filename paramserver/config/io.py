@@ -1,4 +1,4 @@
-"""Load a checked `Config` from a file, a mapping and the command line; write it, compare two, list all keys."""
+"""Load a checked `Config` from a file, a mapping and the command line; write it, compare two."""
 
 from __future__ import annotations
 
@@ -135,12 +135,3 @@ def flatten_mapping(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tu
 
 def _format_or_absent(value: Any) -> str:
     return "(not given)" if value is _ABSENT else format_value(value)
-
-
-def describe_keys() -> list[str]:
-    """Return one line per key: name, default, accepted values, purpose."""
-    lines = []
-    for key in KEYS.values():
-        default = "(required)" if key.required else format_value(key.default)
-        lines.append(f"{key.name} = {default}  # {key.rule.describe()}: {key.help}")
-    return lines

@@ -1,8 +1,8 @@
 """The schema of the config: every key with its default, its rule and one line of help, as frozen dataclasses.
 
-`Config` and its sections are the single source of the keys: checks (`parsing`), dotted names (`layers`), the listing
-(`io.describe_keys`) and the table in docs/interface.md are derived from them. A `Config` that is constructed directly
-is not checked; `paramserver.config.load_config` and ``config_from_mapping`` check.
+`Config` and its sections are the single source of the keys: checks (`parsing`), dotted names (`layers`) and the tables
+in docs/configuration.md are derived from them. A `Config` that is constructed directly is not checked;
+`paramserver.config.load_config` and ``config_from_mapping`` check.
 """
 
 # ruff: noqa: RUF009 - key() and section() make dataclass fields
