@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from paramserver import errors
 from paramserver.config import checks
-from paramserver.config.schema import format_value
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -61,7 +60,7 @@ def sentences() -> Iterator[Sentence]:
     for file in sorted(path for folder in ("paramserver", "trainers") for path in (ROOT / folder).rglob("*.py")):
         if file.name != "__init__.py":
             tree = ast.parse(file.read_text(encoding="utf-8"))
-            found = _relations(tree) if file == Path(checks.__file__) else _raised(tree)
+            found = _relations() if file == Path(checks.__file__) else _raised(tree)
             # A text that consists of what is filled in has no words of its own.
             worded = ((line, text) for line, text in sorted(found) if len(re.findall(r"\w{3,}", text)) > 2)
             yield from (Sentence(file, line, text) for line, text in worded)
@@ -92,20 +91,11 @@ def _raised(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, text
 
 
-def _relations(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """What relations between keys return, and what calls of ``_served`` make relations return."""
-    name = checks._served.__name__
-    template = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    inside = set(ast.walk(template))
-    yield from _raised(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Return) and node.value is not None and node not in inside:
-            if text := text_of(node.value):
-                yield node.lineno, text
-        elif isinstance(node, ast.Call) and _called(node) == name:
-            key, allowed, reason, cure, *_ = (eval(ast.unparse(argument), vars(checks)) for argument in node.args)
-            rule = " or ".join(map(format_value, allowed))
-            yield node.lineno, f"{key} (…) must be {rule} with server.compute server, where {reason}; {cure}"
+def _relations() -> Iterator[tuple[int, str]]:
+    """The messages of the relations between keys, in their order."""
+    for number, relation in enumerate(checks.RELATIONS):
+        filled_in = re.sub(r"(?<!{){[^{}]+}(?!})", "…", relation.message)
+        yield number, filled_in.replace("{{", "{").replace("}}", "}")
 
 
 def subject_of(file: Path) -> str:

@@ -189,7 +189,8 @@ def run(
         recover(opened)
         if config is None:
             find_config_file(opened)  # raises if the folder has none
-        values = _merge(without_old_defaults(_stored(opened)), values)
+        stored = read_file(opened.config_file).value if opened.config_file.is_file() else {}
+        values = _merge(without_old_defaults(stored), values)
         recorded += opened.task_folders()
     names = list(overrides)
     if isinstance(overrides, Mapping):
@@ -240,15 +241,6 @@ def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) 
         return dict(config), None
     path = Path(config)
     return load_config(path).given_mapping(), path
-
-
-def _stored(run: RunDir) -> dict[str, Any]:
-    """Return the stored config of a run; nothing where it has lost it.
-
-    Raises:
-        UnsupportedConfiguration: it is damaged.
-    """
-    return dict(read_file(run.config_file).value) if run.config_file.is_file() else {}
 
 
 def _assign(values: dict[str, Any], name: str, value: Any) -> None:

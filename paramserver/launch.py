@@ -78,15 +78,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry_run", action="store_true", help="show what would be done, start nothing")
     # Set by a supervisor for its ranks.
-    for name, kind in (
-        ("supervised", int),
-        ("listener", int),
-        ("spare", int),
-        ("fork_server", int),
-        ("began", float),
-        ("run_folder", Path),
-        ("shown_command", str),
-    ):
+    for name in ("supervised", "listener", "spare", "fork_server"):
+        parser.add_argument(f"--{name}", type=int, help=argparse.SUPPRESS)
+    for name, kind in (("began", float), ("run_folder", Path), ("shown_command", str)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     parser.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
     # Set by the server of a host for the trainer that it starts there.

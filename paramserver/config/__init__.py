@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from paramserver.config.deadlines import Deadlines as Deadlines
     from paramserver.config.io import (
         config_from_mapping as config_from_mapping,
-        describe_keys as describe_keys,
         differences as differences,
         dump_yaml as dump_yaml,
         load_config as load_config,

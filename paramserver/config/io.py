@@ -1,4 +1,4 @@
-"""Load a checked `Config` from a file, a mapping and the command line; write it, compare two, list all keys."""
+"""Load a checked `Config` from a file, a mapping and the command line; write it, compare two."""
 
 from __future__ import annotations
 
@@ -82,16 +82,15 @@ def _holds(mapping: Mapping[str, Any], path: KeyPath) -> bool:
     return bool(path)
 
 
-def config_from_mapping(mapping: Mapping[str, Any], origin: str | None = None) -> Config:
+def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
     """Build a checked config from nested mappings. Use it to configure a run from Python.
 
     Raises:
         UnsupportedConfiguration: an unknown key, a value that violates its rule, or values that contradict each other.
     """
-    source = origin or ""
     settings = Settings()
-    settings.assign((), mapping, constant_origin(source))
-    return _checked(settings, source)
+    settings.assign((), mapping, constant_origin(""))
+    return _checked(settings, "")
 
 
 def _checked(settings: Settings, source: str) -> Config:
@@ -136,12 +135,3 @@ def flatten_mapping(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tu
 
 def _format_or_absent(value: Any) -> str:
     return "(not given)" if value is _ABSENT else format_value(value)
-
-
-def describe_keys() -> list[str]:
-    """Return one line per key: name, default, accepted values, purpose."""
-    lines = []
-    for key in KEYS.values():
-        default = "(required)" if key.required else format_value(key.default)
-        lines.append(f"{key.name} = {default}  # {key.rule.describe()}: {key.help}")
-    return lines

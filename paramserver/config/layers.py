@@ -47,21 +47,12 @@ def _entries(kind: type, prefix: str = "") -> Iterator[Key | Section]:
             yield Section(name, metadata["nullable"], metadata["help"])
             yield from _entries(metadata["section"], name)
         else:
-            yield Key(name, metadata["rule"], _default(field), _required(field), metadata["help"])
+            default, required = metadata["default"], metadata["default"] is REQUIRED
+            yield Key(name, metadata["rule"], None if required else default, required, metadata["help"])
 
 
 def _fields(kind: type) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(kind) if field.metadata]
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return None if _required(field) else field.default
-
-
-def _required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is REQUIRED and field.default_factory is REQUIRED
 
 
 _ENTRIES = tuple(_entries(Config))
@@ -142,15 +133,11 @@ def _named_elsewhere(leaf: str) -> str | None:
 
 # What an earlier version had as a key. The config that a run stores contains every key, so the default is accepted and
 # left out; for any other value: what to write instead.
+_ARGUMENTS_OF_DDP = {"find_unused_parameters": False, "static_graph": False, "gradient_as_bucket_view": True}
 _REMOVED: dict[str, tuple[Any, str]] = {
     **{
         f"ddp.{name}": (default, f"write it into ddp.extra, as in ddp.extra: {{{name}: ...}}")
-        for name, default in (
-            ("find_unused_parameters", False),
-            ("static_graph", False),
-            ("gradient_as_bucket_view", True),
-            ("bucket_cap_mb", None),
-        )
+        for name, default in {**_ARGUMENTS_OF_DDP, "bucket_cap_mb": None}.items()
     },
     "server.heartbeat_s": (1.0, "leave it out: it follows from server.lost_after_s"),
 }

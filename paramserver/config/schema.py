@@ -1,8 +1,8 @@
 """The schema of the config: every key with its default, its rule and one line of help, as frozen dataclasses.
 
-`Config` and its sections are the single source of the keys: checks (`parsing`), dotted names (`layers`), the listing
-(`io.describe_keys`) and the table in docs/interface.md are derived from them. A `Config` that is constructed directly
-is not checked; `paramserver.config.load_config` and ``config_from_mapping`` check.
+`Config` and its sections are the single source of the keys: checks (`parsing`), dotted names (`layers`) and the tables
+in docs/configuration.md are derived from them. A `Config` that is constructed directly is not checked;
+`paramserver.config.load_config` and ``config_from_mapping`` check.
 """
 
 # ruff: noqa: RUF009 - key() and section() make dataclass fields
@@ -109,40 +109,33 @@ def origin_prefix(origin: str) -> str:
 # Constructors of rules and fields.
 
 
-def integer(minimum: int, maximum: int | None = None, *, nullable: bool = False) -> Rule:
-    return Rule("int", nullable=nullable, minimum=minimum, maximum=maximum)
+def integer(minimum: int, maximum: int | None = None) -> Rule:
+    return Rule("int", minimum=minimum, maximum=maximum)
 
 
-def positive_number(*, nullable: bool = False) -> Rule:
-    return Rule("float", nullable=nullable, above=0)
+def positive_number() -> Rule:
+    return Rule("float", above=0)
 
 
-def boolean() -> Rule:
-    return Rule("bool")
+def one_of(*choices: str, cures: Mapping[str, str] | None = None) -> Rule:
+    return Rule("str", choices=choices, cures=tuple((cures or {}).items()))
 
 
-def one_of(*choices: str, nullable: bool = False, cures: Mapping[str, str] | None = None) -> Rule:
-    return Rule("str", nullable=nullable, choices=choices, cures=tuple((cures or {}).items()))
-
-
-def string(pattern: str = "", form: str = "", example: str = "", *, nullable: bool = False) -> Rule:
-    return Rule("str", nullable=nullable, pattern=pattern, form=form, example=example)
-
-
-def strings(pattern: str, form: str, example: str) -> Rule:
-    return Rule("list", pattern=pattern, form=form, example=example)
-
-
-def mapping() -> Rule:
-    return Rule("mapping")
+def string(pattern: str = "", form: str = "", example: str = "") -> Rule:
+    return Rule("str", pattern=pattern, form=form, example=example)
 
 
 REQUIRED: Any = dataclasses.MISSING
 
 
 def key(default: Any, rule: Rule, help: str) -> Any:
-    """Return a dataclass field for a config key; ``REQUIRED`` as ``default`` makes the key mandatory."""
-    metadata = {"rule": rule, "help": help}
+    """Return a dataclass field for a config key.
+
+    ``REQUIRED`` as ``default`` makes the key mandatory; null as ``default`` makes it accept null.
+    """
+    if default is None:
+        rule = dataclasses.replace(rule, nullable=True)
+    metadata = {"rule": rule, "help": help, "default": default}
     if isinstance(default, dict):
         # A dict is not hashable. Equal configs still have equal hashes, because fewer fields are hashed.
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata, hash=False)
@@ -175,18 +168,18 @@ _PRECISIONS = {
 }
 _WIRE_DTYPES = {_BFLOAT16: "write bfloat16", _FLOAT16: "write float16", _FLOAT32: "write float32"}
 
-_CLASS = string(
-    r"[^:\s][^:\n]*:[^:\s]+", "module:Class or path/to/file.py:Class", "examples/digits.py:Digits", nullable=True
+_CLASS = string(r"[^:\s][^:\n]*:[^:\s]+", "module:Class or path/to/file.py:Class", "examples/digits.py:Digits")
+_FUNCTION = string(r"[^:\s][^:\n]*:[^:\s]+", "module:function or path/to/file.py:function", "simulate.py:simulate")
+_SINKS = Rule(
+    "list",
+    pattern=r"csv|[^:\s][^:\n]*:[^:\s]+",
+    form="a list of csv, module:Class and path/to/file.py:Class",
+    example="[csv, sinks.py:Wandb]",
 )
-_FUNCTION = string(
-    r"[^:\s][^:\n]*:[^:\s]+", "module:function or path/to/file.py:function", "simulate.py:simulate", nullable=True
-)
-_SINKS = strings(
-    r"csv|[^:\s][^:\n]*:[^:\s]+", "a list of csv, module:Class and path/to/file.py:Class", "[csv, sinks.py:Wandb]"
-)
+_BOOLEAN, _MAPPING = Rule("bool"), Rule("mapping")
 _HOST = string(r"[^\s.]{1,63}(\.[^\s.]{1,63})*\.?", "a host name or address", "127.0.0.1")
-_INTERFACE = string(r"\S+", "the name of a network interface", "eth0", nullable=True)
-_FOLDER = string(r"(?!\.{1,2}$)[^/\0\n]+", "the plain name of a folder, without /", "digits-1", nullable=True)
+_INTERFACE = string(r"\S+", "the name of a network interface", "eth0")
+_FOLDER = string(r"(?!\.{1,2}$)[^/\0\n]+", "the plain name of a folder, without /", "digits-1")
 
 # The kinds of a family, as the config names them, which may not import their classes: those need torch or numpy. A test
 # compares each with the registry that builds the objects. With the keys of the section that not all kinds have: of a
@@ -240,10 +233,10 @@ class ClusterConfig:
     """Section ``cluster``: the processes of a run and how they find each other."""
 
     num_servers: int | None = key(
-        None, integer(1, nullable=True), "parameter servers; null = 1, or with colocate one per trainer; rpc only"
+        None, integer(1), "parameter servers; null = 1, or with colocate one per trainer; rpc only"
     )
     num_trainers: int = key(2, integer(1), "trainers, where the world size is not given otherwise")
-    colocate: bool = key(False, boolean(), "rpc: a server on the host of each trainer; --rank then counts hosts")
+    colocate: bool = key(False, _BOOLEAN, "rpc: a server on the host of each trainer; --rank then counts hosts")
     master_addr: str = key("127.0.0.1", _HOST, "host of rank 0")
     master_port: int = key(0, integer(0, 65535), "port of rank 0; 0 = a free one, or 29500 with --rank")
     interface: str | None = key(
@@ -260,10 +253,8 @@ class ClusterConfig:
     )
     max_restarts: int = key(3, integer(0), "how often a rank that died starts again, if a supervisor started it")
     spares: int = key(0, integer(0), "processes that wait, torch imported, to take the role of a rank that died")
-    elastic: bool = key(False, boolean(), "rpc: trainers beyond the first world may join a running job")
-    token_file: str | None = key(
-        None, string(nullable=True), "file (mode 600) with the token that ranks prove to rank 0"
-    )
+    elastic: bool = key(False, _BOOLEAN, "rpc: trainers beyond the first world may join a running job")
+    token_file: str | None = key(None, string(), "file (mode 600) with the token that ranks prove to rank 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,8 +265,8 @@ class DeviceConfig:
         "auto", one_of("auto", "cpu", "cuda"), "device of the trainers; auto = a GPU each where there are enough"
     )
     server: str = key("auto", one_of("auto", "cpu", "cuda"), "device where the parameters live")
-    num_gpus: int | None = key(None, integer(0, nullable=True), "GPUs of one process")
-    share_gpus: bool = key(False, boolean(), "trainers of a host share its GPUs where there are not enough")
+    num_gpus: int | None = key(None, integer(0), "GPUs of one process")
+    share_gpus: bool = key(False, _BOOLEAN, "trainers of a host share its GPUs where there are not enough")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,26 +277,20 @@ class OuterConfig:
     """
 
     optimizer: str | None = key(
-        None,
-        one_of(*OUTER_OPTIMIZERS, nullable=True),
-        "null = nesterov for local_steps of 64 and more, otherwise sgd",
+        None, one_of(*OUTER_OPTIMIZERS), "null = nesterov for local_steps of 64 and more, otherwise sgd"
     )
     lr: float | None = key(
         None,
-        positive_number(nullable=True),
+        positive_number(),
         "null = 1 for sgd, 0.7 for both nesterov, 0.01 for adam; with async and bounded divided by the trainers",
     )
     momentum: float | None = key(
-        None,
-        Rule("float", nullable=True, minimum=0, maximum=1),
-        "of adam its first beta; null = 0 for sgd, 0.9 for the others",
+        None, Rule("float", minimum=0, maximum=1), "of adam its first beta; null = 0 for sgd, 0.9 for the others"
     )
     beta2: float = key(0.99, Rule("float", minimum=0, maximum=1), "adam: decay of the mean of squares")
     eps: float = key(1e-3, positive_number(), "adam: added to the root of the mean of squares")
     delay: int | None = key(
-        None,
-        integer(1, nullable=True),
-        "delayed_nesterov: updates for each change of the momentum; null = one of each trainer",
+        None, integer(1), "delayed_nesterov: updates for each change of the momentum; null = one of each trainer"
     )
     weighting: str = key(
         "trainers", one_of("trainers", "samples"), "what the mean over the trainers of a round is weighted by"
@@ -316,19 +301,17 @@ class OuterConfig:
 class TrainingConfig:
     """Section ``training``: limits, batches and validation. The first limit that is reached ends the run."""
 
-    max_epochs: int | None = key(None, integer(1, nullable=True), "limit: passes over a map-style source")
-    max_steps: int | None = key(None, integer(1, nullable=True), "limit: global steps, exact")
-    max_samples: int | None = key(None, integer(1, nullable=True), "limit: samples applied, over all trainers")
-    max_seconds: float | None = key(None, positive_number(nullable=True), "limit: seconds of training")
-    patience: int | None = key(
-        None, integer(1, nullable=True), "limit: validations without improvement of checkpoint.best"
-    )
+    max_epochs: int | None = key(None, integer(1), "limit: passes over a map-style source")
+    max_steps: int | None = key(None, integer(1), "limit: global steps, exact")
+    max_samples: int | None = key(None, integer(1), "limit: samples applied, over all trainers")
+    max_seconds: float | None = key(None, positive_number(), "limit: seconds of training")
+    patience: int | None = key(None, integer(1), "limit: validations without improvement of checkpoint.best")
     min_delta: float = key(
         0.0, Rule("float", minimum=0), "patience: a change of the metric of at most this much is no improvement"
     )
     batch_size: int = key(32, integer(1), "samples per trainer and batch")
     validation_batch_size: int | None = key(
-        None, integer(1, nullable=True), "samples per trainer and batch of a validation; null = batch_size"
+        None, integer(1), "samples per trainer and batch of a validation; null = batch_size"
     )
     accumulate_batches: int = key(1, integer(1), "batches of each trainer per gradient")
     local_steps: int = key(
@@ -337,11 +320,9 @@ class TrainingConfig:
     outer: OuterConfig | None = section(
         OuterConfig, "rounds of local steps: the optimizer of what they change", nullable=True
     )
-    clip_grad_norm: float | None = key(
-        None, positive_number(nullable=True), "upper bound of the gradient norm of a step"
-    )
+    clip_grad_norm: float | None = key(None, positive_number(), "upper bound of the gradient norm of a step")
     clip_grad_value: float | None = key(
-        None, positive_number(nullable=True), "upper bound of the absolute value of each element of the gradient"
+        None, positive_number(), "upper bound of the absolute value of each element of the gradient"
     )
     nonfinite: str = key(
         "fail",
@@ -350,7 +331,7 @@ class TrainingConfig:
     )
     ema_decay: float | None = key(
         None,
-        Rule("float", nullable=True, minimum=0, maximum=1),
+        Rule("float", minimum=0, maximum=1),
         "validate an exponential average of the parameters; this is its decay per step",
     )
     precision: str = key(
@@ -408,14 +389,14 @@ class ServerConfig:
     backup_trainers: int = key(0, integer(0), "sync: number of slowest trainers that an update does not wait for")
     arrivals: int = key(1, integer(1), "async: gradients of any trainers whose mean is an update")
     dynamic_local_steps: bool = key(
-        False, boolean(), "rounds: fewer local steps for a trainer that is slower than the others"
+        False, _BOOLEAN, "rounds: fewer local steps for a trainer that is slower than the others"
     )
     stale_scaling: str = key("none", one_of("none", "inverse"), "inverse = gradient / (1 + staleness)")
     compute: str = key("trainer", one_of("trainer", "server"), "where the forward runs")
     transport: str = key("auto", one_of(*TRANSPORTS), "how tensors are exchanged")
     wire_dtype: str | None = key(
         None,
-        one_of("float32", "bfloat16", "float16", nullable=True, cures=_WIRE_DTYPES),
+        one_of("float32", "bfloat16", "float16", cures=_WIRE_DTYPES),
         "type that parameters and gradients are rounded to in RPC messages, if theirs is larger; null = their own",
     )
     compression: str = key(
@@ -426,7 +407,7 @@ class ServerConfig:
     compression_block: int = key(256, integer(1), "int8, int4: elements that have one scale")
     bucket_mb: float | None = key(
         None,
-        positive_number(nullable=True),
+        positive_number(),
         "over rpc, size in MB of the buckets that are sent during backward; "
         "null = chosen from the size of the model where each is updated as it arrives, 4 elsewhere",
     )
@@ -468,7 +449,7 @@ class DdpConfig:
         "auto: trainers on the CPUs of one host reduce gradients in memory that they share; off: over gloo",
     )
     comm_hook: str = key("none", one_of("none", "fp16", "bf16", "powersgd"), "compression of the gradients")
-    extra: dict[str, Any] = key({}, mapping(), "arguments of DistributedDataParallel")
+    extra: dict[str, Any] = key({}, _MAPPING, "arguments of DistributedDataParallel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,12 +460,10 @@ class BufferConfig:
     capacity: int = key(4096, integer(1), "samples per trainer")
     watermark: int = key(0, integer(0), "samples held before the first get")
     pseudo_epochs: int = key(1, integer(1), "fifo, firo: times that each sample is served")
-    max_bytes: int | None = key(None, integer(1, nullable=True), "a second capacity, in bytes")
+    max_bytes: int | None = key(None, integer(1), "a second capacity, in bytes")
     min_new_per_batch: int = key(0, integer(0), "reservoir: unseen samples per batch while data still arrives")
     max_staleness: int | None = key(
-        None,
-        integer(0, nullable=True),
-        "updates since the version of the model that a sample was made with, at most; null = no limit",
+        None, integer(0), "updates since the version of the model that a sample was made with, at most; null = no limit"
     )
 
 
@@ -493,25 +472,23 @@ class SimulationsConfig:
     """Section ``simulations``: online training. It is null where samples come from a data set or an iterable."""
 
     command: str | None = key(
-        None,
-        string(nullable=True),
-        "starts one simulation; {simulation} and parameter names are replaced by values",
+        None, string(), "starts one simulation; {simulation} and parameter names are replaced by values"
     )
     function: str | None = key(None, _FUNCTION, "instead of command: a Python function of (parameters, client)")
-    count: int | None = key(None, integer(1, nullable=True), "simulations in total; null = until a client calls finish")
+    count: int | None = key(None, integer(1), "simulations in total; null = until a client calls finish")
     at_once: int = key(1, integer(1), "simulations that run at the same time")
-    steps: int | None = key(None, integer(1, nullable=True), "samples of each simulation; null = unknown")
-    fields: dict[str, Any] = key({}, mapping(), "fields of a sample: {name: [sizes]} or {name: {shape, dtype, finite}}")
-    parameters: dict[str, Any] = key({}, mapping(), "input parameters of a simulation: {name: [low, high]}")
+    steps: int | None = key(None, integer(1), "samples of each simulation; null = unknown")
+    fields: dict[str, Any] = key({}, _MAPPING, "fields of a sample: {name: [sizes]} or {name: {shape, dtype, finite}}")
+    parameters: dict[str, Any] = key({}, _MAPPING, "input parameters of a simulation: {name: [low, high]}")
     sampler: str = key("uniform", string(), "uniform, lhs, halton, importance, or module:Class of a custom sampler")
-    sampler_args: dict[str, Any] = key({}, mapping(), "keyword arguments of the sampler's class")
+    sampler_args: dict[str, Any] = key({}, _MAPPING, "keyword arguments of the sampler's class")
     group_size: int = key(1, integer(1, 65535), "processes of one simulation; each sends a part of each sample")
     deal: str = key("round_robin", one_of("round_robin", "simulation"), "how samples are assigned to trainers")
     address: str = key(
         "127.0.0.1", _HOST, "host where clients connect to rank 0; trainers listen on the interface towards it"
     )
     port: int = key(0, integer(0, 65535), "port of rank 0 for clients; 0 = a free port")
-    keys: str | None = key(None, string(nullable=True), "folder made by paramserver keys; required beyond loopback")
+    keys: str | None = key(None, string(), "folder made by paramserver keys; required beyond loopback")
     window: int = key(64, integer(1), "unacknowledged samples from one process to one trainer")
     timeout_s: float = key(60.0, positive_number(), "seconds without a message after which a simulation is restarted")
     max_restarts: int = key(2, integer(0), "restarts of one simulation before another one replaces it")
@@ -524,10 +501,10 @@ class PublishConfig:
 
     address: str = key("127.0.0.1", _HOST, "host where subscribers connect to rank 0")
     port: int = key(0, integer(0, 65535), "port of rank 0 for subscribers; 0 = a free port")
-    keys: str | None = key(None, string(nullable=True), "folder made by paramserver keys; required beyond loopback")
+    keys: str | None = key(None, string(), "folder made by paramserver keys; required beyond loopback")
     every: int = key(1, integer(1), "updates between two versions that are copied for subscribers, at least")
-    every_s: float | None = key(None, positive_number(nullable=True), "seconds between them, at least; null = no limit")
-    averages: bool = key(False, boolean(), "publish what is validated in the place of parameters")
+    every_s: float | None = key(None, positive_number(), "seconds between them, at least; null = no limit")
+    averages: bool = key(False, _BOOLEAN, "publish what is validated in the place of parameters")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -542,16 +519,12 @@ class BestConfig:
 class CheckpointConfig:
     """Section ``checkpoint``: what is saved, and when."""
 
-    every: int | None = key(
-        None, integer(0, nullable=True), "global steps between two; null = validate_every; 0 = at the end only"
-    )
+    every: int | None = key(None, integer(0), "global steps between two; null = validate_every; 0 = at the end only")
     keep: int = key(3, integer(1), "number of newest checkpoints that are kept")
     best: BestConfig | None = section(BestConfig, "also keep the best checkpoint", nullable=True)
-    background: bool = key(True, boolean(), "write while training continues")
+    background: bool = key(True, _BOOLEAN, "write while training continues")
     memory_every: int | None = key(
-        None,
-        integer(1, nullable=True),
-        "global steps between two in memory, for restarts on this machine; null = none",
+        None, integer(1), "global steps between two in memory, for restarts on this machine; null = none"
     )
     memory_folder: str = key("/dev/shm", string(), "folder of rank 0 for those in memory; one is kept")
 
@@ -563,10 +536,10 @@ class LoggingConfig:
     run_dir: str = key("runs", string(), "folder of the runs")
     name: str | None = key(None, _FOLDER, "folder of the run in run_dir; null = task, mode and time")
     log_every: int = key(10, integer(1), "global steps between two records")
-    tensorboard: bool = key(True, boolean(), "write TensorBoard events")
+    tensorboard: bool = key(True, _BOOLEAN, "write TensorBoard events")
     sinks: tuple[str, ...] = key((), _SINKS, "also write records to: csv (metrics.csv), or a class of your own")
     prometheus_port: int | None = key(
-        None, integer(0, 65535, nullable=True), "port of rank 0 that Prometheus scrapes; 0 = a free one; null = none"
+        None, integer(0, 65535), "port of rank 0 that Prometheus scrapes; 0 = a free one; null = none"
     )
     progress: str = key("auto", one_of("auto", "on", "off"), "progress bar; auto = on a terminal")
 
@@ -584,11 +557,11 @@ class Config:
     """The effective configuration of a run. Equal configs describe the same run."""
 
     task: str | None = key(None, _CLASS, "required: the class of the task")
-    task_args: dict[str, Any] = key({}, mapping(), "keyword arguments of the task's class")
+    task_args: dict[str, Any] = key({}, _MAPPING, "keyword arguments of the task's class")
     trainer: str | None = key(None, _CLASS, "a custom trainer; null = the trainer of the mode")
     mode: str = key("rpc", one_of(*MODES), "how the ranks share the work")
     seed: int = key(0, integer(0, 2**63 - 1), "seed of every random number")
-    init_from: str | None = key(None, string(nullable=True), "weights to start from: a model.pt or a run")
+    init_from: str | None = key(None, string(), "weights to start from: a model.pt or a run")
     cluster: ClusterConfig = section(ClusterConfig, "processes and how they find each other")
     device: DeviceConfig = section(DeviceConfig, "where tensors live")
     training: TrainingConfig = section(TrainingConfig, "limits and batches; the first limit reached ends the run")

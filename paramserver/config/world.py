@@ -114,12 +114,8 @@ def roles(config: Config, world_size: int) -> list[Role]:
             f"cluster.num_servers ({servers}) must be at most the number of trainers ({world_size - servers}) with "
             "cluster.colocate, where each server is on the host of a trainer; lower it, or set it to null"
         )
-    return [
-        Role(rank, "server", server_index=rank)
-        if rank < servers
-        else Role(rank, "trainer", trainer_index=rank - servers)
-        for rank in range(world_size)
-    ]
+    trainers = [Role(servers + index, "trainer", trainer_index=index) for index in range(world_size - servers)]
+    return [*(Role(rank, "server", server_index=rank) for rank in range(servers)), *trainers]
 
 
 def _servers_in(config: Config, world_size: int) -> int:

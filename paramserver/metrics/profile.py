@@ -59,11 +59,8 @@ def spanned(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 class StepProfiler:
     """Traces the steps of the section ``profile``, in all threads of this process. A context manager.
 
-    One thread calls ``enter_step``. What this costs, also when the trace is written, is part of the steps.
-
-    Args:
-        options: the section; None if nothing is traced.
-        file: of the trace, in the format of Chrome, which Perfetto and TensorBoard's plugin read too.
+    One thread calls ``enter_step``. What this costs, also when the trace is written, is part of the steps. The trace is
+    in the format of Chrome, which Perfetto and TensorBoard's plugin read too.
     """
 
     def __init__(self, options: ProfileConfig | None = None, file: Path = Path()) -> None:

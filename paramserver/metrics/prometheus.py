@@ -24,11 +24,7 @@ class Prometheus(Sink):
     """Serves the newest value of each curve at ``/metrics``, in the text format of Prometheus.
 
     Names are TensorBoard's tags with ``paramserver_`` before them and ``_`` for what no name may have; the trainer of a
-    curve is a label, and so is the run. All are gauges.
-
-    Args:
-        listener: the socket of the port, which this object closes.
-        run: the name of the run.
+    curve is a label, and so is the name of the ``run``. All are gauges. This object closes the socket of the port.
 
     Example::
 

@@ -77,6 +77,9 @@ def _measured(title: str, tag: str, **shown: Any) -> Any:
     return field(default=0.0, metadata={"title": title, "tag": tag, **shown})
 
 
+_OF_TABLES = {"unit": "per step", "section": "tables", "over_trainers": "sum", "needs": "table_ids"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepQuantities:
     """What trainers measure of each step in addition to its loss; 0 where it is not measured.
@@ -106,22 +109,8 @@ class StepQuantities:
         "repeats.",
         needs="inner_steps",
     )
-    table_ids: float = _measured(
-        "ids of embedding tables",
-        "tables/ids",
-        unit="per step",
-        section="tables",
-        over_trainers="sum",
-        needs="table_ids",
-    )
-    table_rows: float = _measured(
-        "rows of embedding tables",
-        "tables/rows",
-        unit="per step",
-        section="tables",
-        over_trainers="sum",
-        needs="table_ids",
-    )
+    table_ids: float = _measured("ids of embedding tables", "tables/ids", **_OF_TABLES)
+    table_rows: float = _measured("rows of embedding tables", "tables/rows", **_OF_TABLES)
 
 
 LOSS = Quantity("loss", "train loss", "train/loss", better=-1, summary="train_loss", stored="losses")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from paramserver.errors import StorageError, TaskError, kind_and_message
@@ -64,9 +64,7 @@ class Sink(ABC):
     def __enter__(self) -> Sink:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
@@ -266,3 +264,29 @@ class JsonLines(Sink):
             f"metrics file {self.path} must be writable ({error}); free space there or choose another logging.run_dir, "
             f"{then_resume(self.path)}"
         )
+
+
+def read_records(metrics_file: Path) -> Iterator[dict[str, Any]]:
+    """Iterate over the records of a file of `JsonLines`, without lines that a crash tore; none without the file."""
+    if not metrics_file.is_file():
+        return
+    with metrics_file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                record = _with_numbers(json.loads(line))
+            except ValueError:  # torn by a crash
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def _with_numbers(value: Any) -> Any:
+    """Undo what ``json_text`` makes of numbers that are not finite."""
+    if not isinstance(value, dict):
+        return value
+    texts = {f"{key}_text" for key, item in value.items() if item is None} & value.keys()
+    return {
+        key: float(value[f"{key}_text"]) if f"{key}_text" in texts else _with_numbers(item)
+        for key, item in value.items()
+        if key not in texts
+    }

@@ -8,6 +8,8 @@ from typing import Any
 
 from paramserver.metrics.records import PHASES, TABLE_RANGES, DurationHistogram, TableUse, TrainerTotals
 
+_BUFFER = ("puts", "gets", "put_wait_s", "get_wait_s")
+
 
 def totals_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
     """Return the fields of summary.json that follow from the totals of the trainers. An unknown value is None."""
@@ -24,24 +26,15 @@ def totals_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
             name: round(sum(t.phases_s.get(name, 0.0) for t in trainers) / steps.count * 1e3, 4)
             for name in ((*PHASES, "hidden") if steps.count else ())
         },
-        **_rounds_of(trainers),
+        **({"inner_steps": inner_steps} if (inner_steps := sum(t.inner_steps for t in trainers)) else {}),
         "wire_bytes_per_step": sum(t.wire_bytes for t in trainers) / steps.count if steps.count else None,
         "wire_bytes_per_sample": sum(t.wire_bytes for t in trainers) / served if served else None,
         **({"tables": tables} if (tables := _tables_of(trainers, steps.count)) else {}),
-        "buffer": {
-            name: round(sum(t.buffer.get(name, 0) for t in trainers), 4)
-            for name in ("puts", "gets", "put_wait_s", "get_wait_s")
-        }
+        "buffer": {name: round(sum(t.buffer.get(name, 0) for t in trainers), 4) for name in _BUFFER}
         if trainers
         else None,
         "trainers": [_trainer(t) for t in trainers],
     }
-
-
-def _rounds_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
-    """Return the local steps of all trainers; nothing without rounds."""
-    inner_steps = sum(t.inner_steps for t in trainers)
-    return {"inner_steps": inner_steps} if inner_steps else {}
 
 
 def _tables_of(trainers: Sequence[TrainerTotals], steps: int) -> dict[str, Any]:
@@ -132,10 +125,8 @@ def _mode(summary: Summary) -> str:
     parts = [str(summary.get("mode") or "-")]
     if summary.get("consistency"):
         parts.append(str(summary["consistency"]))
-    for key, noun in (("num_servers", "server"), ("num_trainers", "trainer")):
-        count = summary.get(key)
-        if count:
-            parts.append(f"{count} {noun}" + ("s" if count != 1 else ""))
+    counts = (("num_servers", "server"), ("num_trainers", "trainer"))
+    parts += [_with_noun(count, noun) for key, noun in counts if (count := summary.get(key))]
     return ", ".join(parts)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.errors import StorageError
 from paramserver.metrics.quantities import LOSS, MEASURED
-from paramserver.metrics.sinks import Record, Sink
+from paramserver.metrics.sinks import Record, Sink, read_records
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -28,7 +27,7 @@ _STALENESS = {"mean": "server/staleness", "p95": "server/staleness_p95", "max": 
 _BUFFER = ("population", "unseen", "put_wait_s", "get_wait_s")
 _STREAM = ("received", "refused", "stale", "duplicated", "partial", "clients")
 _FIELD = ("mean", "deviation")
-_CHECKPOINT = ("seconds", "pause_ms")
+_CHECKPOINT = {key: f"checkpoint/{key}" for key in ("seconds", "pause_ms")}
 
 
 def _train(record: Record) -> Iterator[Scalar]:
@@ -59,10 +58,6 @@ def _buffer(record: Record) -> Iterator[Scalar]:
         yield from _tagged(statistics, {key: f"fields/{name}/{place}/{key}" for key in _FIELD})
 
 
-def _checkpoint(record: Record) -> Iterator[Scalar]:
-    yield from _tagged(record, {key: f"checkpoint/{key}" for key in _CHECKPOINT})
-
-
 def _logged(record: Record) -> Iterator[Scalar]:
     reduction = record.get("reduce")
     if reduction in (None, "none"):  # else a record of the kind reduced follows
@@ -87,7 +82,7 @@ _KINDS: dict[str, Callable[[Record], Iterator[Scalar]]] = {
     "validation": _validation,
     "buffer": _buffer,
     "inner": lambda record: _rates(record, f"rounds/trainer-{record['trainer']}/lr"),
-    "checkpoint": _checkpoint,
+    "checkpoint": lambda record: _tagged(record, _CHECKPOINT),
     "log": _logged,
     "reduced": lambda record: iter([(record["name"], record["value"])]),
     "staleness": _staleness,
@@ -210,7 +205,7 @@ class Csv(Sink):
             raise StorageError(f"{path} must be writable ({error}); move it away, or leave csv out") from error
         self._writer = csv.writer(self._file, lineterminator="\n")
         self._writer.writerow(_COLUMNS)
-        for record in _records_in(metrics_file):
+        for record in read_records(metrics_file):
             self._write_rows(record)
         self._file.flush()
 
@@ -225,28 +220,3 @@ class Csv(Sink):
 
     def close(self) -> None:
         self._file.close()
-
-
-def _records_in(metrics_file: Path) -> Iterator[dict[str, Any]]:
-    if not metrics_file.is_file():
-        return
-    with metrics_file.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                record = _with_numbers(json.loads(line))
-            except ValueError:  # torn by a crash
-                continue
-            if isinstance(record, dict):
-                yield record
-
-
-def _with_numbers(value: Any) -> Any:
-    """Undo what ``json_text`` makes of numbers that are not finite."""
-    if not isinstance(value, dict):
-        return value
-    texts = {f"{key}_text" for key, item in value.items() if item is None} & value.keys()
-    return {
-        key: float(value[f"{key}_text"]) if f"{key}_text" in texts else _with_numbers(item)
-        for key, item in value.items()
-        if key not in texts
-    }

@@ -22,6 +22,7 @@ from paramserver.checkpoint.memory import move_to_disk, newer_in_memory, remove_
 from paramserver.config import Config
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.importing import PICKLED_TASK
+from paramserver.metrics.sinks import read_records
 from paramserver.runs.losses import LossLog
 from paramserver.runs.resume import check_writable
 from paramserver.runs.rundir import RunDir, not_writable, read_mapping, write_text
@@ -216,18 +217,10 @@ class ResumeJournal:
         self._run = run
         self._folder = run.path / ".attempt"
         latest, best = run.checkpoints_dir / LATEST, run.checkpoints_dir / BEST
-        records = (run.metrics_file, run.superseded_file)
-        files = (
-            run.config_file,
-            run.environment_file,
-            run.summary_file,
-            latest,
-            *records,
-            best,
-            run.losses_file,
-            run.csv_file,
-        )
-        self._files = {f"{number}-{path.name}": path for number, path in enumerate(files)}
+        # Their order is part of the names of the copies.
+        files = [run.config_file, run.environment_file, run.summary_file, latest]
+        files += [run.metrics_file, run.superseded_file, best, run.losses_file, run.csv_file]
+        self._copies = {path: self._folder / f"{number}-{path.name}" for number, path in enumerate(files)}
 
     @property
     def exists(self) -> bool:
@@ -240,9 +233,9 @@ class ResumeJournal:
         fresh = self._folder.with_name(".attempt.new")
         remove(fresh)
         fresh.mkdir()
-        for name, path in self._files.items():
+        for path, copy in self._copies.items():
             if path.is_file():
-                shutil.copy2(path, fresh / name)
+                shutil.copy2(path, fresh / copy.name)
         known = {"first_step": first_step, "checkpoints": self._checkpoints(), "events": self._events()}
         (fresh / _NOTE).write_text(json.dumps(known), encoding="utf-8")
         self.discard()
@@ -257,7 +250,7 @@ class ResumeJournal:
 
         It would replace the figures of a completed run by those of no step.
         """
-        before = self._folder / next(name for name, path in self._files.items() if path == self._run.summary_file)
+        before = self._copies[self._run.summary_file]
         summary, own = (read_mapping(file, json.loads) for file in (before, self._run.summary_file))
         if summary.get("status") == "completed" and summary.get("validation") == own.get("validation"):
             self.roll_back()
@@ -277,14 +270,12 @@ class ResumeJournal:
         """Whether checkpoints or records show a step. A file of records that did not change shows none."""
         if self._checkpoints() != known["checkpoints"]:
             return True
-        name = next(name for name, path in self._files.items() if path == self._run.metrics_file)
-        if _content(self._folder / name) == _content(self._run.metrics_file):
+        if _content(self._copies[self._run.metrics_file]) == _content(self._run.metrics_file):
             return False
         return furthest_step(self._run.metrics_file) > int(known["first_step"])
 
     def _restore(self, known: dict[str, Any]) -> None:
-        for name, path in self._files.items():
-            before = self._folder / name
+        for path, before in self._copies.items():
             if not before.is_file():
                 path.unlink(missing_ok=True)
             elif _content(before) != _content(path):
@@ -313,16 +304,5 @@ _KINDS_OF_MADE_STEPS = ("train", "validation", "checkpoint", "end")
 
 def furthest_step(metrics_file: Path) -> int:
     """Return the largest step that was made, by the records; 0 where there is none."""
-    if not metrics_file.is_file():
-        return 0
-    with metrics_file.open(encoding="utf-8", errors="replace") as lines:
-        return max((_step_in(line) for line in lines), default=0)
-
-
-def _step_in(line: str) -> int:
-    try:
-        record: Any = json.loads(line)
-    except ValueError:  # torn by a crash
-        return 0
-    step = record.get("step") if isinstance(record, dict) and record.get("kind") in _KINDS_OF_MADE_STEPS else None
-    return step if isinstance(step, int) else 0
+    made = (record for record in read_records(metrics_file) if record.get("kind") in _KINDS_OF_MADE_STEPS)
+    return max((step for record in made if isinstance(step := record.get("step"), int)), default=0)

@@ -206,11 +206,8 @@ class RunMonitor:
             if is_scheduled:
                 self._due_validated_step = step
             self.improved_step = step if improved else self.improved_step
-            self.record(
-                make_record(
-                    "validation", step, values=values, samples=sums.samples, seconds=self.seconds, best=improved
-                )
-            )
+            fields = {"values": values, "samples": sums.samples, "seconds": self.seconds, "best": improved}
+            self.record(make_record("validation", step, **fields))
             return improved
 
     def _improves(self, best: BestMetric, values: Mapping[str, float], step: int, is_scheduled: bool) -> bool:
@@ -342,11 +339,7 @@ class RunMonitor:
         """Return the figures of the summary that this monitor has counted, and those of trainers."""
         seconds, first_samples, recovery_s = self._time_of_start(totals)
         has_servers, losses = mode_of(self.config).has_servers, self.losses
-        staleness = {
-            **self.staleness.summary(),
-            "dropped": self.dropped_pushes,
-            "trainers": self.staleness.by_trainer(),
-        }
+        staleness = self.staleness.summary() | {"dropped": self.dropped_pushes, "trainers": self.staleness.by_trainer()}
         return {
             "mode": self.config.mode,
             "consistency": self.config.server.consistency if has_servers else None,

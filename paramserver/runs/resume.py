@@ -35,7 +35,7 @@ def open_run(path: Path) -> RunDir:
     path, chosen = Path(path), None
     if path.parent.name == "checkpoints" and step_of(path.name) is not None:
         path, chosen = path.parents[1], path
-    if not _is_folder(path):
+    if not os.path.isdir(path):  # noqa: PTH112 - False also where the name is too long for a folder
         rule = "be a folder" if os.path.lexists(path) else "exist"
         raise CheckpointError(f"run folder {path} must {rule}; give the folder of a run, such as runs/<name>")
     run = RunDir(path, chosen)
@@ -89,13 +89,6 @@ def _existing(*paths: Path) -> list[Path]:
 def _may(path: Path, mode: int) -> bool:
     # With the effective user: that is the one that later opens the files.
     return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # such as a name that is too long for one
-        return False
 
 
 def find_config_file(run: RunDir, given: Path | None = None) -> Path:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -34,6 +34,16 @@ _GIT_TIMEOUT_S = 5.0
 _HOLDER_WRITTEN_S = 0.5
 
 
+class _Inside:
+    """The path of a file or folder in that of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, kind: type[RunDir]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The folder of one run, the files in it, and its locks. ``chosen`` is the checkpoint to resume from."""
@@ -41,40 +51,23 @@ class RunDir:
     path: Path
     chosen: Path | None = None
 
+    config_file = _Inside("config.yaml")
+    environment_file = _Inside("environment.json")
+    summary_file = _Inside("summary.json")
+    metrics_file = _Inside("metrics.jsonl")
+    superseded_file = _Inside("metrics.superseded.jsonl")
+    csv_file = _Inside("metrics.csv")
+    losses_file = _Inside("losses.json")
+    checkpoints_dir = _Inside("checkpoints")
+    logs_dir = _Inside("logs")
+    tensorboard_dir = _Inside("tensorboard")
+
     @property
     def name(self) -> str:
         return self.path.name
 
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def environment_file(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def csv_file(self) -> Path:
-        return self.path / "metrics.csv"
-
-    @property
-    def superseded_file(self) -> Path:
-        return self.path / "metrics.superseded.jsonl"
-
     def trace_file(self, global_rank: int) -> Path:
         return self.path / "profile" / f"rank-{global_rank}.pt.trace.json"
-
-    @property
-    def tensorboard_dir(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        return self.path / "checkpoints"
 
     def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint that was written completely, on the disk or in memory."""
@@ -86,21 +79,9 @@ class RunDir:
             path.unlink()
 
     @property
-    def logs_dir(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def summary_file(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
     def resume_command(self) -> str:
         """The command that resumes the run, in the folder where it was started."""
         return f"python -m paramserver.launch --resume {shlex.quote(str(self.path))}"
-
-    @property
-    def losses_file(self) -> Path:
-        return self.path / "losses.json"
 
     def log_file(self, global_rank: int) -> Path:
         return self.logs_dir / f"rank-{global_rank}.log"
@@ -120,16 +101,14 @@ class RunDir:
         known = folders if isinstance(folders, list) else []
         return [Path(folder) for folder in known if isinstance(folder, str) and "\0" not in folder]
 
-    @contextmanager
-    def lock(self, resuming: bool = False) -> Iterator[None]:
+    def lock(self, resuming: bool = False) -> AbstractContextManager[None]:
         """Lock the folder for its only writer, rank 0; ``resuming`` selects the cure in the message.
 
         Raises:
             UnsupportedConfiguration: another process holds the lock; names it and its host. Or the folder cannot be
                 written to.
         """
-        with _locked(self.path, ".lock", resuming):
-            yield
+        return _locked(self.path, ".lock", resuming)
 
     @contextmanager
     def reserve(self, resuming: bool = False) -> Iterator[None]:
@@ -348,7 +327,7 @@ def environment_record(command: Sequence[str]) -> dict[str, Any]:
             "python": platform.python_version(),
             "paramserver": __version__,
             # From the metadata of the packages: importing torch would take seconds before the ranks are started.
-            **{package: _version(package) for package in ("torch", "numpy")},
+            **{package: package_version(package) for package in ("torch", "numpy")},
         },
         "executable": sys.executable,
         "host": socket.gethostname(),
@@ -358,7 +337,8 @@ def environment_record(command: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

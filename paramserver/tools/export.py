@@ -101,23 +101,15 @@ def export_model(
     what ``forward`` does with the first input that it gets. The first dimension of each tensor in it may have another
     size than there, unless it is 1 or the computation depends on it.
 
-    Args:
-        run_dir, which, overrides: as for ``evaluate_run``.
-        format: one of ``FORMATS``.
-        out: the file.
-        source: reference of a function that returns samples, as for ``predict_run``, for which ``predict_step`` calls
-            the model; None for ``validation_step`` and the first batch of the validation.
+    ``source`` is the reference of a function that returns samples, as for ``predict_run``, for which ``predict_step``
+    calls the model; None for ``validation_step`` and the first batch of the validation. The rest is as for
+    ``evaluate_run``.
 
     Raises:
         CheckpointError: as ``evaluate_run``.
         TaskError: there is no input, or the model cannot be traced.
         UnsupportedConfiguration: a package is missing, or the format cannot hold the model, or the file has another
             ending, or its folder does not exist.
-
-    Example::
-
-        >>> export_model(Path("runs/digits"), "onnx", Path("digits.onnx"), "best")  # doctest: +SKIP
-        'digits.onnx: onnx, 25450 parameters, by step-00001200'
     """
     kind = FORMATS[format]
     check_out(out, kind.ending)
@@ -242,20 +234,9 @@ def export_rows(run_dir: Path, since: int, out: Path, which: str = "latest") -> 
     values as ``users.weight.rows`` and ``users.weight.values``; and all other weights and module buffers by their name.
     Load it with ``numpy.load`` or ``torch.load``.
 
-    Args:
-        run_dir: the folder of the run, or of one of its checkpoints.
-        since: rows that an update after this step has changed.
-        out: the file.
-        which: ``latest``, ``best``, or the number of a step.
-
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged, or no versions of rows are in it.
         UnsupportedConfiguration: ``since`` is not between 0 and the step of the checkpoint, or the file is not usable.
-
-    Example::
-
-        >>> export_rows(Path("runs/ratings"), 1000, Path("new.npz"))  # doctest: +SKIP
-        'new.npz: step 1200; users.weight 5120 of 1000000 rows, items.weight 880 of 50000 rows'
     """
     check_out(out)
     run = open_run(run_dir)

@@ -23,7 +23,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from paramserver._commands import COMMANDS
-from paramserver.config import KEYS, SECTIONS, config_from_mapping, describe_keys, load_config
+from paramserver.config import KEYS, SECTIONS, config_from_mapping, load_config
+from paramserver.config.schema import format_value
 from paramserver.launch import CommandParser
 from paramserver.online.spec import IngestSpec
 from paramserver.tools.bench import command as benchmark, prediction
@@ -344,12 +345,10 @@ def key_tables():
     tables |= {name: [f"{section.help[:1].upper()}{section.help[1:]}.\n"] for name, section in SECTIONS.items()}
     for lines in tables.values():
         lines += ["| key and default | what it is for | accepts |", "| --- | --- | --- |"]
-    for line in describe_keys():
-        name, _, rest = line.partition(" = ")
-        default, _, rest = rest.partition("  # ")
-        accepts, _, purpose = rest.partition(": ")
-        section = name.rpartition(".")[0] or "top level"
-        tables[section].append(f"| `{name}`<br>`{default}` | {purpose} | {accepts} |")
+    for key in KEYS.values():
+        default = "(required)" if key.required else format_value(key.default)
+        section = key.name.rpartition(".")[0] or "top level"
+        tables[section].append(f"| `{key.name}`<br>`{default}` | {key.help} | {key.rule.describe()} |")
     return "\n".join("\n".join([f"## {name}\n", *lines, ""]) for name, lines in tables.items())
 
 

@@ -24,8 +24,6 @@ ILLUSTRATIONS = {
     "paramserver.client.ping",
     "paramserver.evaluate.evaluate_run",
     "paramserver.predict.predict_run",
-    "paramserver.tools.export.export_model",
-    "paramserver.tools.export.export_rows",
 }
 
 

@@ -177,8 +177,9 @@ def communication_s(
 ) -> float:
     """Seconds of communication in a step of all trainers.
 
-    A step is bound by the bytes that pass the network interface of a host. With n trainers and k servers, each on its
-    own host, M bytes of parameters, and B bytes per second in each direction at the same time:
+    A step is bound by the bytes that pass the network interface of a host. With n ``trainers`` and k ``servers``, each
+    on its own host, M bytes of parameters (``size_bytes``), and B bytes per second in each direction at the same time
+    (``bandwidth``):
 
     - a ring all-reduce sends 2(n-1)/n of M from each trainer, a reduce-scatter and an all-gather (Patarasuk and Yuan,
       "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): 2(n-1)M / (nB);
@@ -193,15 +194,8 @@ def communication_s(
     Each message that depends on another adds ``latency`` seconds: 2(n-1) around the ring; one to a server and one back
     where both directions overlap, twice that where they do not.
 
-    The formulas assume several hosts. On one host, whose processes share the loopback, they are only a scale.
-
-    Args:
-        size_bytes: of all parameters, M.
-        trainers: n.
-        servers: k; ignored in modes without servers.
-        bandwidth: B, bytes per second.
-        overlap: servers send parameters while they receive gradients.
-        colocated: each server is on the host of a trainer.
+    The formulas assume several hosts. On one host, whose processes share the loopback, they are only a scale. Modes
+    without servers ignore their number; with ``overlap`` they send parameters while they receive gradients.
     """
     if mode.has_servers:
         one_share = size_bytes / (servers * bandwidth)

@@ -15,13 +15,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paramserver.config import (
     Config,
-    config_from_mapping,
     dump_yaml,
     is_colocated,
     num_commands_of,
@@ -273,9 +272,9 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
     There is no periodic validation, unless the benchmark has a target. The limits of the user's run are removed: the
     run ends with the time or the data.
     """
-    config = case.config.given_mapping()
-    assert case.config.task is not None
-    reference, (place, _, name) = case.config.task, case.config.task.rpartition(":")
+    config, training = case.config, case.config.training
+    assert config.task is not None
+    reference, (place, _, name) = config.task, config.task.rpartition(":")
     if place.endswith(".py"):  # with the absolute path, as the ranks do not know the folders
         reference = f"{find_file(place, 'task', method.folders)}:{name}"
     observer: dict[str, Any] = {
@@ -287,39 +286,23 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
         "of": case.runs,
     }
     max_seconds = method.warm_s + method.seconds
-    if case.config.training.has_rounds:  # a round may take long, and several are measured
+    if training.has_rounds:  # a round may take long, and several are measured
         observer["stop_after_s"], max_seconds = max_seconds, _TIMES_AS_LONG * max_seconds
-    task = {"task": reference, "task_args": config["task_args"]}
-    limits = dict.fromkeys(("max_epochs", "max_steps", "max_samples", "patience"))
+    limits: dict[str, Any] = dict.fromkeys(("max_epochs", "max_steps", "max_samples", "patience"))
     # In local steps and not in rounds: curves of all cases have points at similar numbers of samples.
     validate_every, log_every = (
-        -(-every // case.config.training.local_steps)
-        for every in (case.config.training.validate_every, case.config.logging.log_every)
+        -(-every // training.local_steps) for every in (training.validate_every, config.logging.log_every)
     )
-    return config_from_mapping(
-        {
-            **config,
-            "task": "paramserver.tools.bench.instrumentation:InstrumentedTask",
-            "task_args": {**task, "observer": observer},
-            "training": {
-                **config["training"],
-                **limits,
-                "min_delta": 0.0,
-                "max_seconds": max_seconds,
-                "validate_every": 0 if method.target is None else validate_every,
-            },
-            # Writing checkpoints takes CPU time and disk bandwidth from the steps that are measured.
-            "checkpoint": {**config["checkpoint"], "every": 0, "best": None},
-            "logging": {
-                **config["logging"],
-                "log_every": log_every,
-                "run_dir": str(folder),
-                "name": "run",
-                "tensorboard": False,
-                "sinks": [],
-                "progress": "off",
-            },
-        }
+    limits |= {"max_seconds": max_seconds, "validate_every": 0 if method.target is None else validate_every}
+    own: dict[str, Any] = {"run_dir": str(folder), "name": "run", "log_every": log_every, "tensorboard": False}
+    return replace(
+        config,
+        task="paramserver.tools.bench.instrumentation:InstrumentedTask",
+        task_args={"task": reference, "task_args": config.task_args, "observer": observer},
+        training=replace(training, **limits, min_delta=0.0),
+        # Writing checkpoints takes CPU time and disk bandwidth from the steps that are measured.
+        checkpoint=replace(config.checkpoint, every=0, best=None),
+        logging=replace(config.logging, **own, sinks=(), progress="off"),
     )
 
 
@@ -431,31 +414,19 @@ def _curves(method: MeasuringMethod, place: Path, summary: Mapping[str, Any]) ->
     lines = (place / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     curves = curve_fields(learning_curves([json.loads(line) for line in lines], summary))
     met = None if method.target is None else require_first_reached(curves["validation"], method.target)
-    return {
-        **curves,
-        "samples_to_target": None if met is None else met[0],
-        "time_to_target_s": None if met is None else met[1],
-    }
+    samples, seconds = met or (None, None)
+    return {**curves, "samples_to_target": samples, "time_to_target_s": seconds}
 
 
 def _predicted(case: Case, method: MeasuringMethod, stamps: StepStamps, wire_bytes: float) -> dict[str, Any] | None:
     speed = method.speeds.get(case.mode.name)
     if speed is None:
         return None
-    hook = case.config.ddp.comm_hook
+    hook, size, colocated = case.config.ddp.comm_hook, stamps.model_bytes, is_colocated(case.config)
     # With an optimizer that updates each element by itself; only the servers know which one it is.
     may_overlap = consistency_class(case.config.server).waits_for_all and not server_computes(case.config)
     # With rounds the trainers clip.
     training = case.config.training
     overlap = may_overlap and (training.has_rounds or not (training.clips or training.may_skip))
-    return predict_communication(
-        case.mode,
-        speed,
-        stamps.model_bytes,
-        wire_bytes,
-        case.trainers,
-        case.servers,
-        hook,
-        overlap,
-        is_colocated(case.config),
-    )
+    counts = case.trainers, case.servers
+    return predict_communication(case.mode, speed, size, wire_bytes, *counts, hook, overlap, colocated)

@@ -42,6 +42,9 @@ JITTER = 0.05
 TRANSFER_JITTER = 0.3
 """By what transfers vary: TCP does not give each the same rate. Chosen with measurements (docs/scale.md)."""
 
+MeasuredRun = tuple[Deployment, float]
+"""A run of the benchmark, for the simulator, and its samples per second."""
+
 _COMPUTES = ("data", "forward")
 # How often a parameter is tried at this multiple of its value, and at its reciprocal.
 _FACTORS = (3.0, 1.4, 1.1)
@@ -103,7 +106,7 @@ def error_of(deployment: Deployment, samples_per_second: float, steps: int = _ST
     return simulate(deployment, steps, warm).samples_per_second / samples_per_second - 1
 
 
-def fit(measured: Sequence[tuple[Deployment, float]]) -> Costs:
+def fit(measured: Sequence[MeasuredRun]) -> Costs:
     """Return the costs with which the simulator explains measured runs best, starting from those of the first.
 
     The sum of the squared errors is minimized parameter by parameter, from several starts; a parameter on which no run
@@ -190,7 +193,8 @@ def predict(words: Sequence[str]) -> int:
     # All that can be wrong comes before the fit, which takes seconds.
     slow = None if arguments.slow is None else parse_slowdown(arguments.slow)
     failures, jitter = _failures(arguments.failures), _number("--jitter", arguments.jitter, 0.0, 1.0)
-    link, cores = used[0].deployment.link, used[0].deployment.cores
+    first, measured_rate = used[0]
+    link, cores = first.link, first.cores
     if arguments.bandwidth is not None:
         link = replace(link, bandwidth=parse_bandwidth(arguments.bandwidth))
     if arguments.latency_us is not None:
@@ -200,7 +204,7 @@ def predict(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         # As a file, so that the flags are those of the benchmark, with the same rules and messages.
         file = Path(folder) / "config.yaml"
-        file.write_text(dump_yaml(used[0].deployment.config), encoding="utf-8")
+        file.write_text(dump_yaml(first.config), encoding="utf-8")
         requested = RequestedCases(
             file, arguments.modes, arguments.trainers, arguments.overrides, arguments.sweep, slow
         )
@@ -217,21 +221,13 @@ def predict(words: Sequence[str]) -> int:
     predictions = [_predicted(case, target, failures) for case in cases]
     lines = [*notes, f"{SIMULATED}: each host with {cores} cores and {link.bandwidth / 1e6:.0f} MB/s, "]
     lines[-1] += f"{link.latency * 1e6:.0f} us a message"
-    lines += ["", table(_table(predictions, used[0].samples_per_second)), ""]
+    lines += ["", table(_table(predictions, measured_rate)), ""]
     if arguments.break_even:
         lines += list(_break_even(cases, target))
     if arguments.out is not None:
         lines += _written(predictions, arguments.out, notes)
     print_output("\n".join(lines))
     return 0
-
-
-@dataclass(frozen=True)
-class MeasuredRun:
-    """A run of the benchmark, for the simulator, and its throughput."""
-
-    deployment: Deployment
-    samples_per_second: float
 
 
 def usable(results: Results) -> list[MeasuredRun]:
@@ -246,16 +242,16 @@ def usable(results: Results) -> list[MeasuredRun]:
         raise UnsupportedConfiguration(
             f"{results.source} must hold a completed case of mode rpc, and holds none; benchmark again with --modes rpc"
         )
-    return [MeasuredRun(_deployed(one), one.samples_per_second or 0.0) for one in used]
+    return [(_deployed(one), one.samples_per_second or 0.0) for one in used]
 
 
 def calibrated(measured: Sequence[MeasuredRun], source: str) -> tuple[Deployment, tuple[str, ...]]:
     """Return what was measured, with the mean compute of all runs and fitted costs, and sentences about the fit."""
-    costs = fit([(one.deployment, one.samples_per_second) for one in measured])
-    errors = [abs(error_of(replace(one.deployment, costs=costs), one.samples_per_second)) for one in measured]
-    names = ("forward_s", "backward_s")
-    compute = {name: statistics.mean(getattr(one.deployment, name) for one in measured) for name in names}
-    base = replace(measured[0].deployment, costs=costs, slow=None, seed=0, **compute)
+    costs = fit(measured)
+    errors = [abs(error_of(replace(deployment, costs=costs), rate)) for deployment, rate in measured]
+    deployments, names = [deployment for deployment, _ in measured], ("forward_s", "backward_s")
+    compute = {name: statistics.mean(getattr(one, name) for one in deployments) for name in names}
+    base = replace(deployments[0], costs=costs, slow=None, seed=0, **compute)
     costs_text = ", ".join(f"{name} {value:.2g}" for name, value in asdict(costs).items())
     return base, (
         f"fitted on {len(measured)} runs of {source}: {costs_text}",

@@ -433,16 +433,11 @@ class ModelledRun(World):
         costs = self.deployment.costs
         size += _SMALL_BYTES
         sent = sender.compute(self.now, costs.message_s, size * costs.byte_s)
+        handle = partial(self._handle, receiver, size, then)
         if sender.host is receiver.host:
-            self.at(sent, self._handle, receiver, size, then)
-            return
-        self.at(
-            sent,
-            self._offer,
-            (sender, receiver, size > _SMALL_BYTES),
-            size,
-            partial(self._handle, receiver, size, then),
-        )
+            self.at(sent, handle)
+        else:
+            self.at(sent, self._offer, (sender, receiver, size > _SMALL_BYTES), size, handle)
 
     def _offer(self, connection: Connection, size: float, received: Callable[[], None]) -> None:
         """Offer a message to the interface that it leaves, in chunks; the messages of a connection keep their order."""

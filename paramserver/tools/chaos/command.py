@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,11 @@ def _chaos(arguments: argparse.Namespace) -> bool:
         undisturbed = replace(config.logging, name=None if name is None else f"{name}-undisturbed")
         reference = launch_local(replace(config, logging=undisturbed), None, folders)[0].path
     outcome = run_with_faults(config, [*faults, *drawn], folders)
-    report = [*(line for shot in outcome.shots for line in outcome.lines(shot))]
     checks = check_run(outcome, optional=set(map(id, drawn)), reference=reference)
     width = max(len(check.name) for check in checks)
+    report = ["faults:", *(outcome.line(shot) for shot in outcome.shots), "checks:"]
     report += [f"{'pass' if check.ok else 'FAIL'}  {check.name:<{width}}  {check.detail}" for check in checks]
-    print_output("\n".join(["faults:", *report[: -len(checks)], "checks:", *report[-len(checks) :]]))
+    print_output("\n".join(report))
     return all(check.ok for check in checks)
 
 
@@ -112,12 +112,12 @@ class ChaosRun:
                 newest = record["step"]
         return redone
 
-    def lines(self, shot: Shot) -> list[str]:
+    def line(self, shot: Shot) -> str:
         if shot.fired_at is None:
-            return [f"  {shot.fault}: did not fire, the run ended before"]
+            return f"  {shot.fault}: did not fire, the run ended before"
         figures = self.figures(shot)
         reached = [f"{what} after {seconds:.2f} s" for what, seconds in figures.items() if seconds is not None]
-        return [f"  {shot.fault}: fired after step {shot.step}" + (f"; {', '.join(reached)}" if reached else "")]
+        return f"  {shot.fault}: fired after step {shot.step}" + (f"; {', '.join(reached)}" if reached else "")
 
     def figures(self, shot: Shot) -> dict[str, float | None]:
         """Return the seconds from a fault until it was noticed, until the next update, and until its rank trains."""
@@ -205,7 +205,7 @@ class Check:
 
     name: str
     ok: bool
-    detail: str = field(default="")
+    detail: str = ""
 
 
 def check_run(outcome: ChaosRun, optional: set[int], reference: Path | None) -> list[Check]:

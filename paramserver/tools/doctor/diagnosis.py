@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from paramserver.errors import UnsupportedConfiguration
@@ -107,16 +107,6 @@ class Diagnosis:
         for section in self.sections:
             lines += ["", section.title, *(line for fact in section.facts for line in _fact_lines(fact))]
         return "\n".join(lines)
-
-
-def findings_from(mappings: Sequence[dict[str, Any]], host: str) -> list[Finding]:
-    """Return the findings that another host sent as mappings."""
-    return [Finding(**{**one, "host": host}) for one in mappings]
-
-
-def mappings_of(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Return findings as mappings, to be sent to another host."""
-    return [asdict(one) for one in findings]
 
 
 def _plain(fact: Fact) -> Any:

@@ -51,7 +51,7 @@ from paramserver.distributed.rendezvous import (
 from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import DeadlineExceeded, UnsupportedConfiguration
 from paramserver.platform import num_usable_cores
-from paramserver.tools.doctor.diagnosis import Diagnosis, Section, findings_from, mappings_of
+from paramserver.tools.doctor.diagnosis import Diagnosis, Finding, Section
 from paramserver.version import __version__
 
 T = TypeVar("T")
@@ -284,7 +284,7 @@ def check_hosts(found: Diagnosis, config: Config, identity: ProcessIdentity) -> 
         store.set(f"links/{own.rank}", json.dumps([asdict(link) for link in links]))
         limit_s = timeout_s + 2 * DIRECTION_S * len(schedule)
         if identity.global_rank:
-            found.findings += findings_from(json.loads(meeting.get("result", limit_s)), "")
+            found.findings += [Finding(**one) for one in json.loads(meeting.get("result", limit_s))]
             store.set(f"read/{own.rank}", "")
             return False
         for host in hosts:
@@ -294,7 +294,7 @@ def check_hosts(found: Diagnosis, config: Config, identity: ProcessIdentity) -> 
             except DeadlineExceeded as late:
                 found.problem(f"{host.title}: {late}", "look for the error of the process that was started there")
         conclude(found, config, hosts, participants, links)
-        store.set("result", json.dumps(mappings_of(found.findings)))
+        store.set("result", json.dumps([asdict(one) for one in found.findings]))
         for one in participants[1:]:
             meeting.has(f"read/{one.rank}", _READ_S)
         return True
@@ -367,7 +367,7 @@ def _introduce(
         cores=num_usable_cores(),
         gpus=num_gpus(),
         versions={"torch": str(torch.__version__), "paramserver": __version__, "Python": platform.python_version()},
-        findings=mappings_of(found.findings),
+        findings=[asdict(one) for one in found.findings],
     )
 
 
@@ -420,15 +420,13 @@ def conclude(
 ) -> None:
     """Add what the hosts and links show: sections, and problems with their cures."""
     if len(hosts) > 1:
-        own = findings_from(mappings_of(found.findings[: len(participants[0].findings)]), hosts[0].title)
-        found.findings[: len(own)] = own
+        own = len(participants[0].findings)
+        found.findings[:own] = [replace(one, host=hosts[0].title) for one in found.findings[:own]]
     titles = {rank: host.title for host in hosts for rank in host.ranks}
     for one in participants[1:]:
-        found.findings += [
-            finding
-            for finding in findings_from(one.findings, titles[one.rank] if len(hosts) > 1 else "")
-            if finding not in found.findings
-        ]
+        title = titles[one.rank] if len(hosts) > 1 else ""
+        sent = [Finding(**{**finding, "host": title}) for finding in one.findings]
+        found.findings += [finding for finding in sent if finding not in found.findings]
     _compare_versions(found, participants, titles)
     section = Section("hosts")
     found.sections.insert(0, section)

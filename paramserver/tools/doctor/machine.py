@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -52,7 +51,7 @@ from paramserver.errors import DeadlineExceeded, UnsupportedConfiguration
 from paramserver.fileio import atomic_write_text
 from paramserver.importing import check_torch_version
 from paramserver.platform import available_bytes, cpu_limit, num_usable_cores, read_text
-from paramserver.runs.rundir import RunDir
+from paramserver.runs.rundir import RunDir, package_version
 from paramserver.runtime.dry_run import loss_lines
 from paramserver.runtime.rank import place_rank
 from paramserver.tools.doctor.diagnosis import Diagnosis, Section
@@ -110,14 +109,9 @@ def _versions(found: Diagnosis, section: Section) -> None:
         check_torch_version()
     except UnsupportedConfiguration as error:
         found.refusal(error)
-    versions: dict[str, str | None] = {}
-    for package, extra in _OPTIONAL.items():
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-            if not extra:
-                found.problem(f"{package} is not installed", f"python -m pip install {package}")
+    versions = {package: package_version(package) for package in _OPTIONAL}
+    for package in (package for package, extra in _OPTIONAL.items() if not extra and versions[package] is None):
+        found.problem(f"{package} is not installed", f"python -m pip install {package}")
     texts = [
         f"{name} {version}" if version else f"no {name} (extra {_OPTIONAL[name]})" for name, version in versions.items()
     ]

@@ -62,15 +62,18 @@ def results_at(paths: Sequence[Path]) -> Results:
 def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, list[list[Any]]]:
     """The points of each curve, [samples, seconds, value]; a value of ``validation`` is {name: value}.
 
-    A quantity has points where it was recorded.
-
-    The record of a validation holds a step, which is converted with the mean number of samples per step.
+    A quantity has points where it was recorded. The record of a validation holds a step, which is converted with the
+    mean number of samples per step.
     """
 
     def of_kind(kind: str, *numbers: str) -> list[Record]:
         return [one for one in records if one.get("kind") == kind and _has_numbers(one, *numbers)]
 
     train = of_kind("train", "step", "samples", "seconds")
+
+    def known(values: Record) -> dict[str, Any]:  # without the text next to a number that is not finite
+        return {name: value for name, value in values.items() if value is None or isinstance(value, int | float)}
+
     last = {"step": summary.get("steps"), "samples": summary.get("samples")}
     if not _has_numbers(last, "step", "samples"):
         last = {**train[-1]} if train else {"step": 0, "samples": 0}
@@ -82,7 +85,7 @@ def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, lis
             for name in CURVES
         },
         "validation": [
-            [one["step"] * per_step, one["seconds"], _known_values(one.get("values") or {})]
+            [one["step"] * per_step, one["seconds"], known(one.get("values") or {})]
             for one in of_kind("validation", "step", "seconds")
         ],
     }
@@ -90,11 +93,6 @@ def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, lis
 
 def _has_numbers(record: Record, *names: str) -> bool:
     return all(isinstance(record.get(name), int | float) for name in names)
-
-
-def _known_values(values: Record) -> dict[str, Any]:
-    """Without the text that is recorded next to a number that is not finite."""
-    return {name: value for name, value in values.items() if value is None or isinstance(value, int | float)}
 
 
 @dataclass(frozen=True)

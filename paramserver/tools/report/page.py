@@ -24,18 +24,8 @@ from paramserver.tools.report.tables import (
     condition_rows,
     conditions_text,
     definitions_table,
-    embedding_table,
-    failures_table,
-    learning_table,
     method_text,
-    phases_table,
-    predictions_table,
-    resources_table,
-    rounds_table,
-    scaling_table,
-    staleness_table,
-    steps_table,
-    throughput_table,
+    sections_of,
 )
 
 NO_PLOTS = "The plots are left out, because matplotlib is not installed: python -m pip install 'paramserver[report]'."
@@ -78,22 +68,10 @@ def _blocks(results: Results, cases: Sequence[ReportCase], pictures: Mapping[str
     notes = [*results.notes, *comparability_warnings(cases), *([] if has_matplotlib() else [NO_PLOTS])]
     if notes:
         yield bullets(notes)
-    sections = [
-        ("Throughput", throughput_table(cases), "throughput"),
-        ("Scaling", scaling_table(cases), "scaling"),
-        ("Steps", steps_table(cases), "steps"),
-        ("Where a step goes", phases_table(cases), "phases"),
-        ("Learning", learning_table(cases), "learning"),
-        ("Rounds of local steps", rounds_table(cases), "rounds"),
-        ("Staleness", staleness_table(cases), "staleness"),
-        ("Embedding tables", embedding_table(cases), ""),
-        ("Bytes, CPU time and memory", resources_table(cases), ""),
-        ("The network model and the measurement", predictions_table(cases), ""),
-        ("Failures", failures_table(cases), ""),
-    ]
+    sections = sections_of(cases)
     if is_search:
         sections.sort(key=lambda section: section[0] != "Learning")
-    for title, rows, section in sections:
+    for title, section, rows in sections:
         drawn = pictures.get(section, ())
         if rows.rows or drawn:
             yield f"## {title}"

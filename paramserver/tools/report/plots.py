@@ -9,7 +9,6 @@ import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -59,15 +58,6 @@ def has_matplotlib() -> bool:
     except ImportError:
         return False
     return True
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """A context for all drawing that replaces the user's own settings of matplotlib."""
-    import matplotlib
-
-    with matplotlib.rc_context(_STYLE):
-        yield
 
 
 def new_figure(height: float, rows: int = 1, **options: Any) -> tuple[Figure, list[Axes]]:
@@ -213,9 +203,11 @@ def draw(cases: Sequence[ReportCase]) -> dict[str, list[Picture]]:
     Raises:
         ImportError: matplotlib is not installed.
     """
+    import matplotlib
+
     timed = sorted((case for case in cases if case.speed is not None), key=lambda case: -_value(case))
     found: dict[str, list[Picture]] = {}
-    with style():
+    with matplotlib.rc_context(_STYLE):  # in place of the user's own settings
         for section, drawn in (
             ("throughput", _throughput(timed)),
             ("scaling", _scaling(timed)),

@@ -385,10 +385,7 @@ def best_validation(
 ) -> dict[str, Any] | None:
     """Return the best of the points of a run, for ``CaseResult.best``; None where none has the metric.
 
-    Args:
-        validation: points (samples, seconds, {name: value}).
-        metric: its name; None = ``loss``.
-        mode: ``min`` or ``max``; None = judged by the name.
+    Without a metric it is ``loss``; without a mode (``min`` or ``max``) the name decides.
     """
     name = "loss" if metric is None else metric
     less = mode == "min" if mode is not None else _less_is_better(name)

@@ -6,7 +6,7 @@ import bisect
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -52,6 +52,11 @@ class Estimate:
         if self.low is None or self.high is None:
             return False
         return number < self.low or number > self.high
+
+    def mapped(self, change: Callable[[float], float]) -> Estimate:
+        """The estimate of what ``change``, which keeps the order of numbers, makes of the figure."""
+        low, high = (None if bound is None else change(bound) for bound in (self.low, self.high))
+        return Estimate(change(self.value), low, high, self.repeats, change(self.median))
 
 
 @lru_cache(maxsize=1024)
@@ -138,8 +143,7 @@ def _of_logarithms(logs: Estimate, unit: float = 1.0) -> Estimate:
     def value_of(log: float) -> float:
         return unit * math.exp(log) if log < _LARGEST_LOG else math.exp(_LARGEST_LOG)
 
-    low, high = (None if bound is None else value_of(bound) for bound in (logs.low, logs.high))
-    return Estimate(value_of(logs.value), low, high, logs.repeats, value_of(logs.median))
+    return logs.mapped(value_of)
 
 
 def _logarithms(values: Mapping[int, float | None]) -> dict[int, float]:
@@ -163,9 +167,7 @@ def _welch(a: Sequence[float], b: Sequence[float]) -> Estimate:
 
 def efficiency(times_as_fast: Estimate, trainers: int, trainers_before: int) -> Estimate:
     """The ratio of two speeds over the ratio of their numbers of trainers: 1 is linear scaling."""
-    share = trainers_before / trainers
-    low, high = (None if bound is None else bound * share for bound in (times_as_fast.low, times_as_fast.high))
-    return Estimate(times_as_fast.value * share, low, high, times_as_fast.repeats, times_as_fast.median * share)
+    return times_as_fast.mapped(lambda ratio: ratio * (trainers_before / trainers))
 
 
 def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:

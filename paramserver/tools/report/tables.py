@@ -347,48 +347,37 @@ def staleness_figures(counts: Mapping[int, int]) -> tuple[str, str, str, str]:
 
 def rounds_table(cases: Sequence[ReportCase]) -> Table:
     """What is measured of rounds, and for all cases the bytes of an applied sample; empty if no case has rounds."""
-    columns = {
-        **_quantities_in("rounds"),
-        "wire per sample (bytes)": _estimate_of(WIRE_OF_SAMPLE),
-    }
+    columns = {**_quantities_in("rounds"), "wire per sample (bytes)": _estimate_of(WIRE_OF_SAMPLE)}
     have_rounds = any(LOCAL_STEPS.get(one) for one in _all(cases))
     return _case_table(by_speed(cases) if have_rounds else (), columns)
 
 
 def embedding_table(cases: Sequence[ReportCase]) -> Table:
     """What a step of a trainer used of each embedding table, in the last repeat of each case."""
-    titles = (
-        "case",
-        "table",
-        "rows",
-        "ids per step",
-        "rows per step",
-        "rows per step (KiB)",
-        "all rows (KiB)",
-        "busiest 64th of the rows",
-        "its share of the use",
-        "share of each server",
-    )
-    rows = []
-    for case in by_speed(cases):
-        for name, own in case.completed[-1].tables.items() if case.completed else ():
-            busiest = own.get("busiest_rows")
-            rows.append(
-                (
-                    quoted_name(case),
-                    quoted(name),
-                    *(format_number(own.get(figure)) for figure in ("rows", "ids_per_step", "rows_per_step")),
-                    *(_kib(own.get(figure)) for figure in ("bytes_per_step", "bytes_of_all_rows")),
-                    f"{busiest[0]} to {busiest[1] - 1}" if busiest else DASH,
-                    format_number(own.get("busiest_share")),
-                    " / ".join(format_number(share) for share in own.get("server_shares") or ()) or DASH,
-                )
-            )
-    return Table(titles, rows)
 
+    def figure(name: str, scale: float = 1.0) -> Callable[[Mapping[str, Any]], str]:
+        return lambda own: format_number(None if own.get(name) is None else own[name] * scale)
 
-def _kib(size_bytes: float | None) -> str:
-    return format_number(None if size_bytes is None else size_bytes / 1024)
+    def busiest(own: Mapping[str, Any]) -> str:
+        rows = own.get("busiest_rows")
+        return f"{rows[0]} to {rows[1] - 1}" if rows else DASH
+
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "rows": figure("rows"),
+        "ids per step": figure("ids_per_step"),
+        "rows per step": figure("rows_per_step"),
+        "rows per step (KiB)": figure("bytes_per_step", 1 / 1024),
+        "all rows (KiB)": figure("bytes_of_all_rows", 1 / 1024),
+        "busiest 64th of the rows": busiest,
+        "its share of the use": figure("busiest_share"),
+        "share of each server": lambda own: " / ".join(map(format_number, own.get("server_shares") or ())) or DASH,
+    }
+    rows = [
+        (quoted_name(case), quoted(name), *(cell(own) for cell in columns.values()))
+        for case in by_speed(cases)
+        for name, own in (case.completed[-1].tables.items() if case.completed else ())
+    ]
+    return Table(("case", "table", *columns), rows)
 
 
 def resources_table(cases: Sequence[ReportCase]) -> Table:
@@ -463,3 +452,23 @@ def definitions_table(cases: Sequence[ReportCase]) -> Table:
         "baseline": lambda case: case.baseline or DASH,
     }
     return _case_table(cases, columns, are_numbers=False)
+
+
+_SECTIONS: tuple[tuple[str, str, Callable[[Sequence[ReportCase]], Table]], ...] = (
+    ("Throughput", "throughput", throughput_table),
+    ("Scaling", "scaling", scaling_table),
+    ("Steps", "steps", steps_table),
+    ("Where a step goes", "phases", phases_table),
+    ("Learning", "learning", learning_table),
+    ("Rounds of local steps", "rounds", rounds_table),
+    ("Staleness", "staleness", staleness_table),
+    ("Embedding tables", "", embedding_table),
+    ("Bytes, CPU time and memory", "", resources_table),
+    ("The network model and the measurement", "", predictions_table),
+    ("Failures", "", failures_table),
+)
+
+
+def sections_of(cases: Sequence[ReportCase]) -> list[tuple[str, str, Table]]:
+    """The sections of a report: the title, the name by which the plots know it, and the table."""
+    return [(title, name, make(cases)) for title, name, make in _SECTIONS]

@@ -31,10 +31,10 @@ def nested(name: str, value) -> dict:
     return value
 
 
-def refused(mapping: dict, origin: str | None = None, **arguments) -> str:
+def refused(mapping: dict, **arguments) -> str:
     mapping = {"task": "a:B", **mapping}
     with pytest.raises(UnsupportedConfiguration) as caught:
-        load_config(None, base=mapping, **arguments) if arguments else config_from_mapping(mapping, origin)
+        load_config(None, base=mapping, **arguments) if arguments else config_from_mapping(mapping)
     return str(caught.value)
 
 
@@ -181,10 +181,9 @@ def test_a_stored_config_is_not_changed_by_an_override():
     assert stored["task_args"] == {"model": {"width": 1}}
 
 
-def test_from_python_the_origin_is_optional():
+def test_from_python_a_message_has_no_origin():
     message = "seed (-1) must be at least 0; give a whole number from 0 to 9223372036854775807"
     assert refused({"seed": -1}) == message
-    assert refused({"seed": -1}, "notebook") == f"notebook: {message}"
 
 
 def test_a_value_out_of_range_is_refused():

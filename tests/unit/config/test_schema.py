@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from paramserver.config import KEYS, SECTIONS, Config, Key, config_from_mapping, describe_keys, load_config
+from paramserver.config import KEYS, SECTIONS, Config, Key, config_from_mapping, load_config
 from paramserver.config.layers import _NAMED_ELSEWHERE, unknown_key_message
 from paramserver.config.parsing import check_value
 from paramserver.config.schema import BUFFERS, CONSISTENCIES, OUTER_OPTIMIZERS, Rule, format_value
@@ -184,12 +184,12 @@ def test_an_int_key_takes_integral_exponents(keys):
             assert converted == 1000
 
 
-def test_the_listing_has_a_line_per_key_with_default_rule_and_help():
-    lines = describe_keys()
-    assert [line.split(" = ")[0] for line in lines] == list(KEYS)
-    assert "training.batch_size = 32  # a positive whole number: samples per trainer and batch" in lines
-    assert "device.server = auto  # one of auto, cpu, cuda: device where the parameters live" in "\n".join(lines)
-    assert "checkpoint.best.metric = (required)  # text: the name of a value that validation_step returns" in lines
+def test_a_key_describes_its_default_rule_and_purpose():
+    batch_size, server, metric = (KEYS[n] for n in ("training.batch_size", "device.server", "checkpoint.best.metric"))
+    assert (batch_size.default, batch_size.rule.describe()) == (32, "a positive whole number")
+    assert (server.default, server.rule.describe()) == ("auto", "one of auto, cpu, cuda")
+    assert (metric.required, metric.rule.describe()) == (True, "text")
+    assert metric.help == "the name of a value that validation_step returns"
 
 
 def test_on_and_off_are_strings_where_yaml_reads_booleans():

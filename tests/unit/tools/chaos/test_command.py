@@ -83,10 +83,10 @@ def test_a_run_that_recovered_passes_with_its_figures(tmp_path):
     assert outcome.figures(outcome.shots[0]) == pytest.approx(
         {"noticed": 0.1, "next update": 0.3, "the rank trains again": 4.0}
     )
-    assert outcome.lines(outcome.shots[0]) == [
+    assert outcome.line(outcome.shots[0]) == (
         "  kill trainer:1 @step 2: fired after step 2; noticed after 0.10 s, next update after 0.30 s, the rank trains "
         "again after 4.00 s"
-    ]
+    )
 
 
 def test_pushes_of_trainers_that_no_longer_exist_count(tmp_path):
@@ -127,7 +127,7 @@ def test_each_violation_in_the_outcome_fails_its_check(tmp_path, changes, check)
 def test_a_random_fault_need_not_fire(tmp_path):
     outcome = make_outcome(make_run(tmp_path / "run"), shots=[Shot(KILL)])
     assert failed(outcome, optional=[id(KILL)]) == []
-    assert outcome.lines(outcome.shots[0]) == ["  kill trainer:1 @step 2: did not fire, the run ended before"]
+    assert outcome.line(outcome.shots[0]) == "  kill trainer:1 @step 2: did not fire, the run ended before"
 
 
 def test_parameters_that_differ_in_one_bit_fail(tmp_path):

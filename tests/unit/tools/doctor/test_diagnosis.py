@@ -1,7 +1,7 @@
 """The result as text and as JSON."""
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.tools.doctor.diagnosis import Diagnosis, Finding, Section, findings_from, mappings_of
+from paramserver.tools.doctor.diagnosis import Diagnosis, Section
 
 
 def a_diagnosis():
@@ -48,8 +48,3 @@ def test_a_note_alone_is_no_problem():
     assert found.to_text() == "paramserver doctor: no problems"
     found.note("the clock is slow", "buy another one")
     assert found.exit_code == 0
-
-
-def test_findings_come_back_from_another_host():
-    sent = mappings_of([Finding("the disk is full", "remove runs")])
-    assert findings_from(sent, "node2") == [Finding("the disk is full", "remove runs", host="node2")]

@@ -1,9 +1,9 @@
 """What follows from the hosts and links of a check, without processes."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from paramserver.config import ClusterConfig, Config, ServerConfig
-from paramserver.tools.doctor.diagnosis import Diagnosis, mappings_of
+from paramserver.tools.doctor.diagnosis import Diagnosis
 from paramserver.tools.doctor.hosts import Link, Participant, conclude, exchanges, group_hosts, ranks_of_command
 
 VERSIONS = {"torch": "2.13.0", "paramserver": "0.1.0", "Python": "3.11.7"}
@@ -92,7 +92,7 @@ def test_the_transport_of_each_host_is_the_one_of_the_run():
 def test_the_findings_of_a_host_have_its_name_and_come_once():
     own = Diagnosis()
     own.problem("the disk is full", "remove runs")
-    sent = mappings_of(own.findings)
+    sent = [asdict(one) for one in own.findings]
     hosts = [participant(0, "node1"), participant(1, "node2", findings=sent), participant(2, "node2", findings=sent)]
     assert [(one.host, one.text) for one in concluded(hosts).findings] == [("node2", "the disk is full")]
     alone = [participant(0, "node1", findings=sent), participant(1, "node1", findings=sent)]
