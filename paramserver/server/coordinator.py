@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -90,6 +91,7 @@ class RemoteShard:
             _log.debug("%s has no snapshot any more: %s", self._name(), unreachable)
 
 
+@dataclass(eq=False)
 class ShardCoordinator:
     """The other servers as server 0 knows them; with one server there are none.
 
@@ -101,34 +103,24 @@ class ShardCoordinator:
         segments: returns the address of server 0's shared memory and its key; None if nothing is shared.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        run: ServerRun,
-        network: Network,
-        stop: StopRequest,
-        store: ParameterStore,
-        shards: Sequence[Shard],
-        states: Sequence[Callable[[], States]],
-        buckets: Sequence[Shard],
-        step: int,
-        segments: Callable[[], tuple[str | None, str]],
-    ) -> None:
-        self.config = config
-        self.num_servers = num_servers_of(config)
+    config: Config
+    _run: ServerRun
+    _network: Network
+    _stop: StopRequest
+    _store: ParameterStore
+    _shards: Sequence[Shard]
+    states: InitVar[Sequence[Callable[[], States]]]
+    _buckets: Sequence[Shard]
+    _step: int
+    _segments: Callable[[], tuple[str | None, str]]
+
+    def __post_init__(self, states: Sequence[Callable[[], States]]) -> None:
+        self.num_servers = num_servers_of(self.config)
         self.shares_memory = True  # the parameters of all servers that are ready are in the memory of server 0
         # Called with a shard server that is lost, and the reason.
         self.on_lost: Callable[[Member, str], None] = lambda member, reason: None
         self.on_ready: Callable[[], None] = lambda: None  # called when the last server is ready
-        self._run = run
-        self._network = network
-        self._stop = stop
-        self._store = store
-        self._shards = shards
         self._states = dict(enumerate(states, 1))  # of the servers that have not joined
-        self._buckets = buckets
-        self._step = step
-        self._segments = segments
         self._members = Members()
         self._ready: set[int] = set()
 
