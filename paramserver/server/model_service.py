@@ -43,14 +43,6 @@ class ModelReplica:
 
     Raises:
         UnsupportedConfiguration: the model cannot be copied, or the copy does not use the new parameters.
-
-    Example::
-
-        >>> model = nn.Linear(2, 1, bias=False)
-        >>> replica = ModelReplica(model, ["weight"])
-        >>> replica.bind({"weight": torch.ones(1, 2)})
-        >>> replica.module(torch.tensor([[2.0, 3.0]])).item()
-        5.0
     """
 
     def __init__(self, model: nn.Module, trained: Sequence[str]) -> None:
