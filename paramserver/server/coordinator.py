@@ -52,39 +52,33 @@ def split_over_servers(
     return shards, updater, parts[1:]
 
 
+@dataclass(frozen=True)
 class RemoteShard:
-    """The shard of another server: each method calls that of its ``ShardServer``.
+    """The shard of another server: each method calls that of its ``ShardServer``; see ``ParameterShard``.
 
-    ``timeout_s`` is that of calls that are answered at once.
+    ``_timeout_s`` is that of calls that are answered at once.
     """
 
-    def __init__(self, network: Network, name: Callable[[], str], timeout_s: float) -> None:
-        self._network = network
-        self._name = name
-        self._timeout_s = timeout_s
+    _network: Network
+    _name: Callable[[], str]
+    _timeout_s: float
 
     def apply(self, request: ApplyRequest) -> Future:
-        """Make the next version; see ``ParameterShard.apply``."""
         return self._network.send_deferred(self._name(), ShardServer.apply, request)
 
     def apply_clipped(self, norm: Tensor) -> Future:
-        """Make the version whose norm was the reply of ``apply``."""
         return self._network.send_deferred(self._name(), ShardServer.apply_clipped, norm)
 
     def begin_update(self, version: int, trainers: Sequence[int], groups: list[dict[str, Any]]) -> Future:
-        """Update buckets of the next version as their gradients arrive."""
         return self._network.send_deferred(self._name(), ShardServer.begin_update, version, trainers, groups)
 
     def collect_state(self, weights: bool, snapshot: int | None = None, states: bool = True) -> Future:
-        """Return what a checkpoint stores of the shard."""
         return self._network.send(self._name(), self._timeout_s, ShardServer.collect_state, weights, snapshot, states)
 
     def read_rows(self, snapshot: int, rows: SnapshotTensor, first: int, end: int) -> Future:
-        """Return rows of a snapshot that ``collect_state`` has made."""
         return self._network.send(self._name(), self._timeout_s, ShardServer.read_rows, snapshot, rows, first, end)
 
     def delete_snapshot(self, snapshot: int) -> None:
-        """Let the shard delete a snapshot."""
         try:
             self._network.send(self._name(), self._timeout_s, ShardServer.delete_snapshot, snapshot)
         except RuntimeError as unreachable:  # it ended before

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,26 +38,13 @@ from paramserver.transport.messages import (
     push_id,
 )
 
+if TYPE_CHECKING:
+    from paramserver.server.coordinator import RemoteShard
+
 log = logging.getLogger("paramserver")
 
 # No update has this version.
 _NOTHING_BEGUN: tuple[int, list[dict[str, Any]], list[Future]] = (-1, [], [])
-
-
-class OtherShard(Protocol):
-    """The shard of another server: each method is that of its ``ParameterShard``, and its reply a future."""
-
-    def apply(self, request: ApplyRequest) -> Future: ...
-
-    def apply_clipped(self, norm: Tensor) -> Future: ...
-
-    def begin_update(self, version: int, trainers: Sequence[int], groups: list[dict[str, Any]]) -> Future: ...
-
-    def collect_state(self, weights: bool, snapshot: int | None = None, states: bool = True) -> Future: ...
-
-    def read_rows(self, snapshot: int, rows: SnapshotTensor, first: int, end: int) -> Future: ...
-
-    def delete_snapshot(self, snapshot: int) -> None: ...
 
 
 @dataclass(eq=False)
@@ -93,7 +80,7 @@ class Updates:
     _store: ParameterStore
     _shard: ParameterShard
     _shards: Sequence[Shard]
-    _others: Sequence[OtherShard]
+    _others: Sequence[RemoteShard]
     _run: ServerRun
     _shares_memory: Callable[[], bool]
     _on_unreachable: Callable[[int, RuntimeError], ParamserverError]
