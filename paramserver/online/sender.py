@@ -1,8 +1,7 @@
 """The client's side of the network: connections to the coordinator and to the trainers, and flow control over them.
 
-``SampleSender`` owns all sockets of one client: a ``CoordinatorConnection``, and a ``TrainerConnection`` for each
-trainer that it sends to. It starts no thread: everything happens inside the calls of the simulation's own thread, and
-ZeroMQ's I/O thread moves the bytes.
+No thread is started: everything happens inside the calls of the simulation's own thread, and ZeroMQ's I/O thread moves
+the bytes.
 """
 
 from __future__ import annotations
