@@ -46,6 +46,7 @@ from paramserver.server.parameter_server import ParameterServer
 from paramserver.server.server_run import Network, ServerRun
 from paramserver.server.shard import ParameterShard
 from paramserver.server.updates import Updates
+from paramserver.transport.compression import CastCodec
 from paramserver.transport.messages import DataPosition, JoinReply, PendingPush, Push, StepGrant
 from paramserver.transport.rpc import RpcServerTransport
 from paramserver.transport.shared_memory import ServerSharedMemory
@@ -53,7 +54,6 @@ from paramserver.transport.shared_memory import ServerSharedMemory
 if TYPE_CHECKING:
     from paramserver.optim.shard_updater import ShardUpdater
     from paramserver.server.parameter_store import ParameterStore
-    from paramserver.transport.compression import WireCodec
 
 _REJOIN_S = 0.2
 
@@ -124,16 +124,6 @@ class ShardContent:
 
     def clone(self) -> list[Tensor]:
         return [torch.full_like(flat, self.node.shard.version) for flat in self.ranges]
-
-
-class PlainCodec:
-    """In the place of ``WireCodec``: tensors are sent as they are."""
-
-    def encode(self, layout: FlatLayout, flats: list[Tensor]) -> list[Tensor]:
-        return flats
-
-    def decode(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        return gradient
 
 
 class RecordedUpdates(Updates):
@@ -219,7 +209,7 @@ class Node:
         run = ServerRun(partial(world.submit, self))
         self.shard = ParameterShard(
             cast("ShardUpdater", self.content_type(self)),
-            cast("WireCodec", PlainCodec()),
+            CastCodec(None),
             run.lock,
             checkpoints.first_step,
             submit=run.submit,
