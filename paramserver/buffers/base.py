@@ -1,8 +1,7 @@
 """The base class of all buffers: blocking put and get under a single lock, limits, and checkpoints.
 
 ``Buffer`` owns the lock, the waits and the counters; its ``SampleStore`` holds the samples. A subclass decides in which
-order samples are served. ``CountedBuffer`` is the common part of FIFO and FIRO, which serve each sample a fixed number
-of times.
+order samples are served.
 """
 
 from __future__ import annotations

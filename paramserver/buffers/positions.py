@@ -105,13 +105,6 @@ class KeySet:
 
     The steps of a simulation are in fixed blocks of 64, so that the set stays small also when they arrive with gaps, as
     they do when several trainers share them.
-
-    Example::
-
-        >>> keys = KeySet()
-        >>> keys.update([(3, 0), (3, 70)])
-        >>> (3, 70) in keys, (3, 1) in keys, list(keys)
-        (True, False, [(3, 0), (3, 70)])
     """
 
     def __init__(self, state: Iterable[Sequence[int]] = ()) -> None:

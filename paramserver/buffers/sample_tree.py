@@ -144,17 +144,7 @@ INT64 = range(-(2**63), 2**63)
 
 
 class SampleSpec(ABC):
-    """The layout that all samples of a column storage share: a leaf, or a container of layouts. Compared by value.
-
-    Example::
-
-        >>> spec = sample_spec_of((torch.zeros(2), 7))
-        >>> columns = []
-        >>> spec.flatten([(torch.ones(2), 8), (torch.zeros(2), 9)], columns), columns
-        (True, [[tensor([1., 1.]), tensor([0., 0.])], [8, 9]])
-        >>> spec.flatten([(torch.ones(3), 8)], [])
-        False
-    """
+    """The layout that all samples of a column storage share: a leaf, or a container of layouts. Compared by value."""
 
     @abstractmethod
     def flatten(self, samples: Sequence[Any], columns: list[list[Any]]) -> bool:

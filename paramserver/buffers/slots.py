@@ -50,17 +50,7 @@ class SlotIndex(ABC):
 
 
 class SlotQueue(SlotIndex):
-    """Slots in the order in which they were added: a ring buffer.
-
-    Example::
-
-        >>> queue = SlotQueue(4, np.arange(3), 3)
-        >>> queue.pop(2)
-        array([0, 1])
-        >>> queue.append(3)
-        >>> queue.slots()
-        array([2, 3])
-    """
+    """Slots in the order in which they were added: a ring buffer."""
 
     _head = 0
 

@@ -193,7 +193,7 @@ def _resolve(host: str, port: int) -> list[tuple[Any, ...]]:
     return [(one[0], one[4]) for one in sorted(found, key=lambda one: one[0] != socket.AF_INET)]
 
 
-class Interface(NamedTuple):
+class NetworkInterface(NamedTuple):
     """A network interface of this machine."""
 
     name: str
@@ -205,7 +205,7 @@ class Interface(NamedTuple):
 _IFF_UP = 1
 
 
-def list_interfaces() -> list[Interface]:
+def list_interfaces() -> list[NetworkInterface]:
     """Return the network interfaces of this machine, each with its addresses, those of a link only left out."""
     addresses = _interface_addresses()
     found = []
@@ -213,7 +213,7 @@ def list_interfaces() -> list[Interface]:
         folder = Path("/sys/class/net") / name
         flags, mtu = (int(read_text(folder / file).strip() or "0", 0) for file in ("flags", "mtu"))
         own = tuple(address for interface, address in addresses if interface == name)
-        found.append(Interface(name, own, mtu, bool(flags & _IFF_UP)))
+        found.append(NetworkInterface(name, own, mtu, bool(flags & _IFF_UP)))
     return found
 
 

@@ -17,15 +17,6 @@ class DynamicSteps:
     updates"). With v for the local steps per second of a trainer in its last rounds, and v_ref for the 90th percentile
     of these over the trainers, it takes ``min(most, max(1, floor(v / v_ref * most)))``, and ``most`` until each trainer
     has been timed in two rounds.
-
-    Example::
-
-        >>> steps = DynamicSteps(most=8)
-        >>> for _ in range(2):
-        ...     steps.add(0, 8, seconds=1.0)
-        ...     steps.add(1, 8, seconds=4.0)
-        >>> steps.next_steps(0, {0, 1}), steps.next_steps(1, {0, 1})
-        (8, 2)
     """
 
     def __init__(self, most: int) -> None:

@@ -257,21 +257,17 @@ def join_rendezvous(
     base = base or open_store(identity, timeout_s, deadline, interrupted, listener, sockets, resources)
     with detect_lost_store():
         while True:
-            attempt = enter_attempt(base, identity)
+            attempt = _Attempt(base, enter_attempt(base, identity), config, interrupted)
             try:
                 if identity.global_rank == 0:
-                    generation, ranks = _begin_generation(
-                        base, generation, config, attempt, interrupted, trainer_ranks, newcomers
-                    )
+                    generation, ranks = attempt.begin(generation, trainer_ranks, newcomers)
                 else:
-                    generation, ranks = _join_generation(
-                        base, generation, config, attempt, interrupted, replaces, joins
-                    )
+                    generation, ranks = attempt.join(generation, replaces, joins)
                 break
             except _LaterAttempt:
                 log.info("other ranks have started again; this rank waits for them anew")
-    prefixed = _in_generation(base, attempt, generation)
-    return Rendezvous(prefixed, attempt, timeout_s, host_identity(), generation, base, ranks, sockets)
+    prefixed = _in_generation(base, attempt.identity, generation)
+    return Rendezvous(prefixed, attempt.identity, timeout_s, host_identity(), generation, base, ranks, sockets)
 
 
 def enter_attempt(base: Store, identity: ProcessIdentity) -> ProcessIdentity:
@@ -298,12 +294,6 @@ def _attempt_key(identity: ProcessIdentity) -> str:
     return f"paramserver/{identity.launch}/attempt"
 
 
-def _check_attempt(base: Store, identity: ProcessIdentity) -> None:
-    """Raise ``_LaterAttempt`` if the attempt of ``identity`` is no longer the latest."""
-    if identity.launch and identity.job.rpartition("-")[2] != base.get(_attempt_key(identity)).decode():
-        raise _LaterAttempt
-
-
 def job_store(base: Store, identity: ProcessIdentity) -> Store:
     """Return the store of the job, which keeps its keys from one generation to the next."""
     return PrefixStore(f"paramserver/{identity.job}", base)
@@ -314,112 +304,168 @@ def _in_generation(base: Store, identity: ProcessIdentity, generation: int) -> S
     return PrefixStore(f"paramserver/{identity.job}/{generation}", base)
 
 
-def _begin_generation(
-    base: Store,
-    generation: int,
-    config: Config,
-    identity: ProcessIdentity,
-    interrupted: threading.Event,
-    trainer_ranks: Sequence[int] | None,
-    newcomers: Collection[int],
-) -> tuple[int, tuple[int, ...]]:
-    """On rank 0: begin a generation, and wait for all ranks; return it, and the trainers that take part in it."""
-    servers, timeout_s = num_servers_of(config), config.cluster.timeout_s
-    ranks = tuple(range(servers, identity.world_size) if trainer_ranks is None else trainer_ranks)
-    continues = trainer_ranks is not None and config.server.on_loss != "fail" and config.simulations is None
-    while True:
-        store = _in_generation(base, identity, generation)
-        store.set("trainers", json.dumps(ranks))
-        store.set("config", dump_yaml(config))
-        claim_rank(store, identity, replaces=False)
-        job_store(base, identity).set("view", str(generation))
-        late = _wait_for_ranks(store, base, config, identity, interrupted, [*range(1, servers), *ranks], newcomers)
-        if not late:
-            _check_attempt(base, identity)
-            store.set(_FULL, "")
-            return generation, ranks
-        # Trainers that are late are left out, in another generation: those that have joined this one wait for all of
-        # it. A server cannot be left out, and of the first trainers none where the run does not continue without one.
-        remaining = tuple(r for r in ranks if r not in late)
-        if not remaining or not (continues or set(late) <= set(newcomers)) or min(late) < servers:
-            raise _missing_ranks(identity, timeout_s, late)
-        log.warning("the run continues without %s, which did not join in time", identity.name(*late))
-        generation, ranks = generation + 1, remaining
+@dataclass
+class _Attempt:
+    """One attempt of the rank ``identity`` to take part: rank 0 begins a generation, the others join it."""
 
+    base: Store
+    identity: ProcessIdentity
+    config: Config
+    interrupted: threading.Event
 
-def _wait_for_ranks(
-    store: Store,
-    base: Store,
-    config: Config,
-    identity: ProcessIdentity,
-    interrupted: threading.Event,
-    missing: list[int],
-    newcomers: Collection[int],
-) -> list[int]:
-    """Wait until the ``missing`` ranks have joined the generation of ``store``; return those that are late.
+    def __post_init__(self) -> None:
+        self.root = job_store(self.base, self.identity)
+        self.timeout_s = self.config.cluster.timeout_s
+        self.servers = num_servers_of(self.config)
 
-    Newcomers are late after ``server.lost_after_s``, as the others wait for them; all ranks after
-    ``cluster.timeout_s``.
+    def _check_latest(self) -> None:
+        """Raise ``_LaterAttempt`` if this attempt is no longer the latest."""
+        identity = self.identity
+        if identity.launch and identity.job.rpartition("-")[2] != self.base.get(_attempt_key(identity)).decode():
+            raise _LaterAttempt
 
-    Raises:
-        Interrupted: while ranks are missing.
-    """
-    timeout_s, began = config.cluster.timeout_s, time.monotonic()
-    noted_at = began + _QUIET_S
-    while missing:
-        _check_attempt(base, identity)
-        missing = [r for r in missing if not store.check([f"rank/{r}"])]
-        # All that are missing, or the newcomers among them, which have the shorter limit.
-        waited_s = time.monotonic() - began
-        late = missing if waited_s >= timeout_s else []
-        if waited_s >= config.server.lost_after_s:
-            late = late or [r for r in missing if r in newcomers]
-        is_interrupted = interrupted.wait(_POLL_S if missing and not late else 0.0)
-        if missing and is_interrupted:
-            raise Interrupted("interrupted while waiting for the other ranks")
-        if late:
-            return late
-        if missing and time.monotonic() >= noted_at:
-            log.info("waiting up to cluster.timeout_s (%g s) for %s", timeout_s, identity.name(*missing))
-            noted_at = math.inf
-    return []
-
-
-def _join_generation(
-    base: Store,
-    generation: int,
-    config: Config,
-    identity: ProcessIdentity,
-    interrupted: threading.Event,
-    replaces: bool,
-    joins: bool,
-) -> tuple[int, tuple[int, ...]]:
-    """Join the first generation from ``generation`` on, or ask to join a later one; return it, and its trainers."""
-    rank, servers, timeout_s = identity.global_rank, num_servers_of(config), config.cluster.timeout_s
-    root, request = job_store(base, identity), None
-    while True:
-        try:
-            generation = _wait_for_generation(base, generation, request, identity, timeout_s, interrupted)
-        except Interrupted:
-            if request is not None:
-                root.delete_key(request)
-            raise
-        store = _in_generation(base, identity, generation)
-        # Compare before claiming: a rank that is refused can be started again with the right configuration.
-        compare_config(store, config, identity, timeout_s, same_world=generation == 1 and not joins)
-        ranks = tuple(json.loads(_get(store, "trainers", timeout_s, "the list of trainers")))
-        if rank < servers or rank in ranks:
-            claim_rank(store, identity, replaces)
-            everyone = [*range(servers), *ranks]
-            if _wait_for_world(store, base, generation, everyone, identity, timeout_s, interrupted):
+    def begin(
+        self, generation: int, trainer_ranks: Sequence[int] | None, newcomers: Collection[int]
+    ) -> tuple[int, tuple[int, ...]]:
+        """On rank 0: begin a generation, and wait for all ranks; return it, and the trainers that take part in it."""
+        config, identity, servers = self.config, self.identity, self.servers
+        ranks = tuple(range(servers, identity.world_size) if trainer_ranks is None else trainer_ranks)
+        continues = trainer_ranks is not None and config.server.on_loss != "fail" and config.simulations is None
+        while True:
+            store = _in_generation(self.base, identity, generation)
+            store.set("trainers", json.dumps(ranks))
+            store.set("config", dump_yaml(config))
+            claim_rank(store, identity, replaces=False)
+            self.root.set("view", str(generation))
+            late = self._wait_for_ranks(store, [*range(1, servers), *ranks], newcomers)
+            if not late:
+                self._check_latest()
+                store.set(_FULL, "")
                 return generation, ranks
-        elif has_left(root, rank):
-            raise LeftRun
-        elif not joins:
-            raise Evicted(f"{identity.name()} takes no part in the run any more, which continues without it")
-        else:
-            request = send_request(root, ResizeRequest("join", rank))
-        generation += 1
+            # Trainers that are late are left out, in another generation: those that have joined this one wait for all
+            # of it. A server cannot be left out, and of the first trainers none where the run does not continue without
+            # one.
+            remaining = tuple(r for r in ranks if r not in late)
+            if not remaining or not (continues or set(late) <= set(newcomers)) or min(late) < servers:
+                raise self._missing_ranks(late)
+            log.warning("the run continues without %s, which did not join in time", identity.name(*late))
+            generation, ranks = generation + 1, remaining
+
+    def _wait_for_ranks(self, store: Store, missing: list[int], newcomers: Collection[int]) -> list[int]:
+        """Wait until the ``missing`` ranks have joined the generation of ``store``; return those that are late.
+
+        Newcomers are late after ``server.lost_after_s``, as the others wait for them; all ranks after
+        ``cluster.timeout_s``.
+
+        Raises:
+            Interrupted: while ranks are missing.
+        """
+        timeout_s, began = self.timeout_s, time.monotonic()
+        noted_at = began + _QUIET_S
+        while missing:
+            self._check_latest()
+            missing = [r for r in missing if not store.check([f"rank/{r}"])]
+            # All that are missing, or the newcomers among them, which have the shorter limit.
+            waited_s = time.monotonic() - began
+            late = missing if waited_s >= timeout_s else []
+            if waited_s >= self.config.server.lost_after_s:
+                late = late or [r for r in missing if r in newcomers]
+            is_interrupted = self.interrupted.wait(_POLL_S if missing and not late else 0.0)
+            if missing and is_interrupted:
+                raise Interrupted("interrupted while waiting for the other ranks")
+            if late:
+                return late
+            if missing and time.monotonic() >= noted_at:
+                log.info("waiting up to cluster.timeout_s (%g s) for %s", timeout_s, self.identity.name(*missing))
+                noted_at = math.inf
+        return []
+
+    def join(self, generation: int, replaces: bool, joins: bool) -> tuple[int, tuple[int, ...]]:
+        """Join the first generation from ``generation`` on, or ask to join a later one; return it, and its trainers."""
+        identity, servers, timeout_s = self.identity, self.servers, self.timeout_s
+        rank, request = identity.global_rank, None
+        while True:
+            try:
+                generation = self._wait_for_generation(generation, request)
+            except Interrupted:
+                if request is not None:
+                    self.root.delete_key(request)
+                raise
+            store = _in_generation(self.base, identity, generation)
+            # Compare before claiming: a rank that is refused can be started again with the right configuration.
+            compare_config(store, self.config, identity, timeout_s, same_world=generation == 1 and not joins)
+            ranks = tuple(json.loads(_get(store, "trainers", timeout_s, "the list of trainers")))
+            if rank < servers or rank in ranks:
+                claim_rank(store, identity, replaces)
+                everyone = [*range(servers), *ranks]
+                if self._wait_for_world(store, generation, everyone):
+                    return generation, ranks
+            elif has_left(self.root, rank):
+                raise LeftRun
+            elif not joins:
+                raise Evicted(f"{identity.name()} takes no part in the run any more, which continues without it")
+            else:
+                request = send_request(self.root, ResizeRequest("join", rank))
+            generation += 1
+
+    def _wait_for_generation(self, first: int, request: str | None) -> int:
+        """Return the servers' generation once it is at least ``first``, unless they refuse ``request``, a key."""
+        store, identity, timeout_s = self.root, self.identity, self.timeout_s
+
+        def current() -> int | None:
+            self._check_latest()
+            if identity.launch and not store.check(["view"]):
+                return None  # rank 0 may begin it in a later attempt
+            if request is not None and (reason := refusal(store, request)):
+                raise UnsupportedConfiguration(reason)
+            try:
+                generation = int(_get(store, "view", timeout_s, "the start of rank 0"))
+            except DeadlineExceeded as error:
+                where = host_and_port(identity.master_addr, identity.master_port)
+                raise MissingRanks(
+                    f"{error}; the store at {where} answers, and may be that of another run: start {identity.name(0)}, "
+                    "or correct --master_addr and --master_port"
+                ) from error
+            return generation if generation >= first else None
+
+        generation = poll_until(time.monotonic() + timeout_s, current, self.interrupted)
+        if generation is not None:
+            return generation
+        if self.interrupted.is_set():
+            raise Interrupted("interrupted while waiting for rank 0")
+        again = " again" if first > 1 else ""
+        raise MissingRanks(
+            f"{identity.name(0)} did not start{again} within cluster.timeout_s ({timeout_s:g} s); look for its own "
+            "error in its log, logs/rank-0.log of the run, and raise cluster.timeout_s if it was still starting"
+        )
+
+    def _wait_for_world(self, store: Store, generation: int, ranks: Sequence[int]) -> bool:
+        """Wait until all ``ranks`` have joined once; return False if a later generation begins meanwhile."""
+
+        def joined() -> bool | None:
+            self._check_latest()
+            if int(self.root.get("view")) > generation:
+                return False
+            return True if store.check([_FULL]) else None
+
+        # Rank 0, which may continue without some, waits for ``timeout_s``.
+        all_joined = poll_until(time.monotonic() + self.timeout_s + FROZEN_S, joined, self.interrupted)
+        if all_joined is not None:
+            return all_joined
+        if self.interrupted.is_set():
+            raise Interrupted("interrupted while waiting for the other ranks")
+        missing = [r for r in ranks if not store.check([f"rank/{r}"])]
+        raise self._missing_ranks(missing or [0])
+
+    def _missing_ranks(self, missing: Sequence[int]) -> MissingRanks:
+        identity, fewer = self.identity, "lower --world_size"
+        if identity.servers is not None:
+            kinds = {"server" if rank < identity.servers else "trainer" for rank in missing}
+            fewer = f"correct {' and '.join(f'--num_{kind}s' for kind in sorted(kinds))}"
+        return MissingRanks(
+            f"{identity.name()} waited cluster.timeout_s ({self.timeout_s:g} s) for a world of {identity.world_size}; "
+            f"missing: {identity.name(*missing)}. Start them, or {fewer}"
+        )
 
 
 @contextmanager
@@ -457,45 +503,6 @@ def _connect_to_generation(identity: ProcessIdentity, limit_s: float) -> Iterato
         attempt = enter_attempt(base, identity)
         generation = int(_get(job_store(base, attempt), "view", limit_s, "the start of rank 0"))
         yield base, _in_generation(base, attempt, generation)
-
-
-def _wait_for_generation(
-    base: Store,
-    first: int,
-    request: str | None,
-    identity: ProcessIdentity,
-    timeout_s: float,
-    interrupted: threading.Event,
-) -> int:
-    """Return the servers' generation once it is at least ``first``, unless they refuse the ``request`` of that key."""
-    store = job_store(base, identity)
-
-    def current() -> int | None:
-        _check_attempt(base, identity)
-        if identity.launch and not store.check(["view"]):
-            return None  # rank 0 may begin it in a later attempt
-        if request is not None and (reason := refusal(store, request)):
-            raise UnsupportedConfiguration(reason)
-        try:
-            generation = int(_get(store, "view", timeout_s, "the start of rank 0"))
-        except DeadlineExceeded as error:
-            where = host_and_port(identity.master_addr, identity.master_port)
-            raise MissingRanks(
-                f"{error}; the store at {where} answers, and may be that of another run: start {identity.name(0)}, or "
-                "correct --master_addr and --master_port"
-            ) from error
-        return generation if generation >= first else None
-
-    generation = poll_until(time.monotonic() + timeout_s, current, interrupted)
-    if generation is not None:
-        return generation
-    if interrupted.is_set():
-        raise Interrupted("interrupted while waiting for rank 0")
-    again = " again" if first > 1 else ""
-    raise MissingRanks(
-        f"{identity.name(0)} did not start{again} within cluster.timeout_s ({timeout_s:g} s); look for its own error "
-        "in its log, logs/rank-0.log of the run, and raise cluster.timeout_s if it was still starting"
-    )
 
 
 def open_store(
@@ -673,42 +680,3 @@ def claim_rank(store: Store, identity: ProcessIdentity, replaces: bool) -> None:
 
 def _host_and_pid() -> str:
     return f"{socket.gethostname()}, process {os.getpid()}"
-
-
-def _wait_for_world(
-    store: Store,
-    base: Store,
-    generation: int,
-    ranks: Sequence[int],
-    identity: ProcessIdentity,
-    timeout_s: float,
-    interrupted: threading.Event,
-) -> bool:
-    """Wait until all ``ranks`` have joined once; return False if a later generation begins meanwhile."""
-    root = job_store(base, identity)
-
-    def joined() -> bool | None:
-        _check_attempt(base, identity)
-        if int(root.get("view")) > generation:
-            return False
-        return True if store.check([_FULL]) else None
-
-    # Rank 0, which may continue without some, waits for ``timeout_s``.
-    all_joined = poll_until(time.monotonic() + timeout_s + FROZEN_S, joined, interrupted)
-    if all_joined is not None:
-        return all_joined
-    if interrupted.is_set():
-        raise Interrupted("interrupted while waiting for the other ranks")
-    missing = [r for r in ranks if not store.check([f"rank/{r}"])]
-    raise _missing_ranks(identity, timeout_s, missing or [0])
-
-
-def _missing_ranks(identity: ProcessIdentity, timeout_s: float, missing: Sequence[int]) -> MissingRanks:
-    fewer = "lower --world_size"
-    if identity.servers is not None:
-        kinds = {"server" if rank < identity.servers else "trainer" for rank in missing}
-        fewer = f"correct {' and '.join(f'--num_{kind}s' for kind in sorted(kinds))}"
-    return MissingRanks(
-        f"{identity.name()} waited cluster.timeout_s ({timeout_s:g} s) for a world of {identity.world_size}; "
-        f"missing: {identity.name(*missing)}. Start them, or {fewer}"
-    )

@@ -106,49 +106,23 @@ def _find(owner: str) -> Any:
         return _handlers[owner]
 
 
-def returns_errors(handler: Callable[P, T]) -> Callable[P, T | RemoteError]:
-    """Decorate a handler to return what it raises."""
-
-    @functools.wraps(handler)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T | RemoteError:
-        try:
-            return handler(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - returned to the caller, which raises it
-            return RemoteError.of(error)
-
-    return wrapped
-
-
-def returns_errors_async(
-    handler: Callable[P, torch.futures.Future[Any]],
-) -> Callable[P, torch.futures.Future[Any]]:
-    """Decorate a handler that returns a future to return what it raises; goes below ``async_execution``.
-
-    An exception set on such a future would be *returned* by the caller's ``rpc_sync``, so errors are values here too.
-    """
-
-    @functools.wraps(handler)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> torch.futures.Future[Any]:
-        try:
-            return handler(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - returned to the caller, which raises it
-            return completed_future(RemoteError.of(error))
-
-    return wrapped
-
-
-@returns_errors
 def _handle(owner: str, method: str, *args: Any, **kwargs: Any) -> Any:
-    keep_thread_state()
-    return getattr(_find(owner), method)(*args, **kwargs)
+    """Run a handler, and return what it returns or raises."""
+    try:
+        keep_thread_state()
+        return getattr(_find(owner), method)(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - returned to the caller, which raises it
+        return RemoteError.of(error)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-@returns_errors_async
 def _handle_deferred(owner: str, method: str, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
-    keep_thread_state()
-    future: torch.futures.Future[Any] = getattr(_find(owner), method)(*args, **kwargs)
-    return future
+    """Run a handler that returns a future; what it raises is the value of one.
+
+    An exception set on the future would be *returned* by the caller's ``rpc_sync``, so errors are values here too.
+    """
+    reply = _handle(owner, method, *args, **kwargs)
+    return completed_future(reply) if isinstance(reply, RemoteError) else reply
 
 
 def serve_local_calls(timeout_s: float) -> LocalCallServer:

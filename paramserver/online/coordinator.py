@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from paramserver.online.connections import peer_host
 from paramserver.online.coordinator_protocol import RequestHandler
 from paramserver.online.process_runner import ProcessRunner
 from paramserver.online.protocol import Header, MessageKind, start_secret
-from paramserver.online.router import RouterSocket, end_thread
+from paramserver.online.router import RouterSocket, RouterThread
 from paramserver.online.sampler import sampler_of_run
 from paramserver.online.spec import IngestSpec
 from paramserver.online.tracker import (
@@ -35,7 +36,6 @@ from paramserver.online.tracker import (
     TrackerEvent,
 )
 from paramserver.online.tracker_managed import ManagedSimulations
-from paramserver.platform import WakeupFd
 
 _MAX_MESSAGES_AT_ONCE = 256
 _POLL_INTERVAL_S = 0.5
@@ -122,8 +122,8 @@ class SamplerRecord:
             _log.warning("%s cannot be written (%s); the run continues without it", self._file, error)
 
 
-class SimulationCoordinator:
-    """Owns the thread ``coordinator``, its socket and the processes of the simulations. Use it as a context manager.
+class SimulationCoordinator(RouterThread):
+    """Owns the thread ``coordinator``, its socket and the processes of the simulations, which its close ends.
 
     Threads: only the coordinator thread touches the socket and the processes. Handler and tracker are guarded by one
     lock, because ``state_dict`` and ``summary`` are called by other threads. The lock is not held while the thread
@@ -168,7 +168,6 @@ class SimulationCoordinator:
         record: Path | None = None,
     ) -> None:
         self.spec = spec
-        self._journal = journal
         self.token = secrets.token_hex(16).encode()
         self._runner: ProcessRunner | None = None
         self._tracker: SimulationTracker
@@ -192,26 +191,16 @@ class SimulationCoordinator:
         self._on_event = on_event
         # Reentrant: PING calls a user's status function under the lock, which may call summary().
         self._lock = threading.RLock()
-        self._closing = threading.Event()
-        self._suspended = False
         # All simulations are complete and the trainers were sent DRAIN.
         self.finished = False
         # What ended the thread: the run cannot continue.
         self.failure: BaseException | None = None
-        self._router: RouterSocket | None = None
-        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
-
-    def __enter__(self) -> SimulationCoordinator:
-        # Bound here and not in the thread: an address that cannot be bound must be raised to the caller. The thread
-        # start is the memory barrier that ZeroMQ asks for when a socket changes its thread.
-        self._router = open_router(self.spec.config, None if self._journal is None else self._journal.port)
-        # Where clients and trainers connect: ``tcp://host:port``.
-        self.address = self._router.address
-        if self._journal is not None:
-            self._journal.record_port(int(self.address.rpartition(":")[2]))
-        self._wakeup = WakeupFd()
-        self._thread.start()
-        return self
+        super().__init__(
+            threading.Thread(target=self._run, name="coordinator", daemon=True),
+            2 * _KILL_TIMEOUT_S,
+            partial(open_router, spec.config, None if journal is None else journal.port),
+            (lambda port: None) if journal is None else journal.record_port,
+        )
 
     def trainer_lost(self, trainer_index: int) -> None:
         """Report that a trainer has died, before its replacement is started. Safe to call from any thread.
@@ -242,24 +231,6 @@ class SimulationCoordinator:
                     "refused": dict(self._handler.refused),
                 }
             }
-
-    def suspend(self) -> None:
-        """The run continues with another coordinator: at its close this one sends no OVER to clients from outside."""
-        self._suspended = True
-
-    def close(self) -> None:
-        """Send OVER to all clients and end all simulations, within seconds. Calling it again has no effect.
-
-        Raises:
-            TrainingError: the thread has not ended in time.
-        """
-        if self._router is None:
-            return
-        self._closing.set()
-        end_thread(self._thread, self._wakeup, 2 * _KILL_TIMEOUT_S)
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     # The thread.
 

@@ -6,6 +6,7 @@ import hmac
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class ConnectedTrainer:
         self.counters: Mapping[str, Any] = {}
 
 
+@dataclass(eq=False)
 class RequestHandler:
     """Handles the messages of clients and trainers: updates the tracker and returns the replies.
 
@@ -62,22 +64,17 @@ class RequestHandler:
         record: called with each HELLO, BYE and FINISH of a client from outside, before it is answered.
     """
 
-    def __init__(
-        self,
-        spec: IngestSpec,
-        tracker: SimulationTracker,
-        num_trainers: int,
-        token: bytes,
-        status: Callable[[], Mapping[str, Any]],
-    ) -> None:
-        self.spec = spec
-        self.tracker = tracker
+    spec: IngestSpec
+    tracker: SimulationTracker
+    num_trainers: InitVar[int]
+    _token: bytes
+    _status: Callable[[], Mapping[str, Any]]
+
+    def __post_init__(self, num_trainers: int) -> None:
         self.refused: Counter[str] = Counter()
         self.first_refusals: dict[str, str] = {}
         self.over = False
         self.record: Callable[[Header], None] = lambda header: None
-        self._token = token
-        self._status = status
         # Everything below is guarded by the coordinator's lock. One entry for each trainer: one that joins again
         # replaces its own.
         self._trainers: list[ConnectedTrainer | None] = [None] * num_trainers

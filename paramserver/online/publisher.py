@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from paramserver.config import PublishConfig
 from paramserver.errors import StorageError, TaskError, TrainingError
 from paramserver.fileio import atomic_write_text
 from paramserver.online.protocol import Header, MalformedMessage, Message, MessageKind, first_frame
-from paramserver.online.router import RouterSocket, end_thread
+from paramserver.online.router import RouterSocket, RouterThread
 from paramserver.online.spec import check_keys
 from paramserver.online.weights import (
     BFLOAT16,
@@ -46,7 +46,7 @@ from paramserver.online.weights import (
     offsets,
     rounded_layouts,
 )
-from paramserver.platform import SHARES_MEMORY, WakeupFd, host_number, memory_file, seal
+from paramserver.platform import SHARES_MEMORY, host_number, memory_file, seal
 
 OVER_TEXT = "the run has ended, and publishes no more versions"
 LONGEST_WAIT_S = 600.0
@@ -321,7 +321,7 @@ class PublisherFile:
             raise StorageError(f"{self._file} cannot be written ({error}); free the disk, or correct it") from error
 
 
-class ModelPublisher:
+class ModelPublisher(RouterThread):
     """Owns the thread ``publisher`` and its socket. Use it as a context manager.
 
     The owner of the model calls ``is_wanted`` when there is a new version, and often while it waits for data; then
@@ -350,32 +350,20 @@ class ModelPublisher:
         self._memory: VersionMemory | None = None  # for the next copy
         self._replies: list[Message] = []
         self._lock = threading.Lock()
-        self._closing, self._suspended = threading.Event(), False
         self._file = PublisherFile(file)
         self._file.begin(Version(generation, step))
         self._requests = SubscriberRequests(f"{run}{RUN_ID}{self._file.id}", self._file.starts, self._may_copy)
-        self._router: RouterSocket | None = None
-        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        super().__init__(
+            threading.Thread(target=self._run, name="publisher", daemon=True),
+            _CLOSE_S,
+            partial(RouterSocket.of_section, "publish", config, _MAX_PARTS, _MAX_BYTES, self._file.port),
+            self._file.write,
+        )
 
     @property
     def starts(self) -> tuple[Version, ...]:
         """The first version of each generation so far."""
         return self._file.starts
-
-    def __enter__(self) -> ModelPublisher:
-        self._router = RouterSocket.of_section("publish", self._config, _MAX_PARTS, _MAX_BYTES, self._file.port)
-        self.address = self._router.address
-        try:
-            self._file.write(int(self.address.rpartition(":")[2]))
-        except BaseException:
-            self._router.close()
-            raise
-        self._wakeup = WakeupFd()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def is_wanted(self, step: int) -> bool:
         """Return whether to call ``publish`` for the version of ``step``, which is current."""
@@ -405,21 +393,6 @@ class ModelPublisher:
             self._copied = copy.version
             self._replies += self._requests.publish(copy)
         self._wakeup.set()
-
-    def suspend(self) -> None:
-        """The run continues with another publisher: at its close this one sends no OVER."""
-        self._suspended = True
-
-    def close(self) -> None:
-        """Send OVER to all subscribers, and end the thread. Calling it again has no effect.
-
-        Raises:
-            TrainingError: the thread has not ended in time.
-        """
-        if self._router is None:
-            return
-        self._closing.set()
-        end_thread(self._thread, self._wakeup, _CLOSE_S)
 
     # The thread.
 

@@ -1,8 +1,7 @@
 """The receiver of a trainer: the thread that receives samples from clients, and the feeder's interface to it.
 
-``SampleReceiver`` owns the thread. ``_ReceiverLoop`` is what runs in it: it receives messages, validates them, puts
-accepted samples into the ``HandoffQueue``, acknowledges what the buffer has stored, and reports to the coordinator.
-``ReceiveStats`` and ``FieldStatistics`` are the numbers that it records.
+The thread receives messages, validates them, puts accepted samples into the ``HandoffQueue``, acknowledges what the
+buffer has stored, and reports to the coordinator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The socket of a thread that serves many peers over the network: limits, keys, and the address of an earlier one."""
+"""A thread that serves many peers over the network, and its socket: limits, keys, the address of an earlier one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 from paramserver.config import PublishConfig, SimulationsConfig
 from paramserver.errors import TrainingError, UnsupportedConfiguration
@@ -21,20 +21,6 @@ LINGER_MS = 1000
 """For how long messages may leave after a socket is closed."""
 
 _log = logging.getLogger("paramserver.coordinator")
-
-
-def end_thread(thread: threading.Thread, wakeup: WakeupFd, timeout_s: float) -> None:
-    """Wait for the end of a thread that serves a socket, and is to end; close what wakes it.
-
-    Raises:
-        TrainingError: it has not ended in time.
-    """
-    if thread.is_alive():
-        wakeup.set()
-        thread.join(timeout_s)
-        if thread.is_alive():
-            raise TrainingError(f"the {thread.name} must end within {timeout_s:g} s of its close, and has not")
-    wakeup.close()
 
 
 class RouterSocket:
@@ -150,3 +136,65 @@ class RouterSocket:
     def close(self) -> None:
         """Close the socket; messages have a second to leave."""
         self._opened.close()
+
+
+_Self = TypeVar("_Self", bound="RouterThread")
+
+
+class RouterThread:
+    """Owns a ``RouterSocket`` and the ``thread`` that serves it, which ends within ``timeout_s`` of its close.
+
+    A context manager: on entry it opens the socket, whose ``address`` peers connect to, records its port, and starts
+    the thread.
+    """
+
+    def __init__(
+        self,
+        thread: threading.Thread,
+        timeout_s: float,
+        open_socket: Callable[[], RouterSocket],
+        record_port: Callable[[int], None],
+    ) -> None:
+        self._thread, self._timeout_s = thread, timeout_s
+        self._open_socket, self._record_port = open_socket, record_port
+        self._closing, self._suspended = threading.Event(), False
+        self._router: RouterSocket | None = None
+
+    def __enter__(self: _Self) -> _Self:
+        # Bound here and not in the thread: an address that cannot be bound must be raised to the caller. The thread
+        # start is the memory barrier that ZeroMQ asks for when a socket changes its thread.
+        self._router = self._open_socket()
+        self.address = self._router.address
+        try:
+            self._record_port(int(self.address.rpartition(":")[2]))
+        except BaseException:
+            self._router.close()
+            raise
+        self._wakeup = WakeupFd()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def suspend(self) -> None:
+        """The run continues with another one in this one's place: at its close it sends no OVER."""
+        self._suspended = True
+
+    def close(self) -> None:
+        """Send OVER to all peers, and end the thread. Calling it again has no effect.
+
+        Raises:
+            TrainingError: the thread has not ended in time.
+        """
+        if self._router is None:
+            return
+        self._closing.set()
+        if self._thread.is_alive():
+            self._wakeup.set()
+            self._thread.join(self._timeout_s)
+            if self._thread.is_alive():
+                raise TrainingError(
+                    f"the {self._thread.name} must end within {self._timeout_s:g} s of its close, and has not"
+                )
+        self._wakeup.close()

@@ -1,8 +1,7 @@
 """The client's side of the network: connections to the coordinator and to the trainers, and flow control over them.
 
-``SampleSender`` owns all sockets of one client: a ``CoordinatorConnection``, and a ``TrainerConnection`` for each
-trainer that it sends to. It starts no thread: everything happens inside the calls of the simulation's own thread, and
-ZeroMQ's I/O thread moves the bytes.
+No thread is started: everything happens inside the calls of the simulation's own thread, and ZeroMQ's I/O thread moves
+the bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from paramserver.online.protocol import (
 )
 from paramserver.online.security import secure_client_socket
 
-Message = tuple[Header, list[bytes]]
+ReceivedMessage = tuple[Header, list[bytes]]
 
 COORDINATOR_NAME = "the run"
 _HELLO_TIMEOUT_S = 60.0
@@ -264,7 +263,7 @@ class SampleSender:
             self._process(trainer, trainer.receive_acks())
         self._process(self._coordinator, self._coordinator.receive())
 
-    def _process(self, connection: ClientConnection, messages: Iterable[Message]) -> None:
+    def _process(self, connection: ClientConnection, messages: Iterable[ReceivedMessage]) -> None:
         """Refusals are counted, and each text is logged once. WELCOME has the address of a trainer's replacement."""
         for header, body in messages:
             if header.kind is MessageKind.WELCOME and connection is self._coordinator:
@@ -358,7 +357,7 @@ class ClientConnection:
                 "key; correct the address, or the keys on both sides"
             ) from error
 
-    def receive(self) -> Iterator[Message]:
+    def receive(self) -> Iterator[ReceivedMessage]:
         """Every message that has arrived; does not block.
 
         Raises:
@@ -473,7 +472,7 @@ class TrainerConnection(ClientConnection):
         self._kept.append((step, frames))
         self._sent += 1
 
-    def receive_acks(self) -> list[Message]:
+    def receive_acks(self) -> list[ReceivedMessage]:
         """Receive all messages, process each ACK, and return the messages that are no ACK.
 
         Raises:

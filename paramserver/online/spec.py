@@ -1,8 +1,4 @@
-"""Specifications of an online run: what the config section ``simulations`` asks for, checked before anything starts.
-
-``FieldSpec`` describes one array of a sample, ``IngestSpec`` the whole section, and ``ReceiverSpec`` adds what one
-trainer needs to receive samples.
-"""
+"""Specifications of an online run: what the config section ``simulations`` asks for, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -146,12 +142,6 @@ class IngestSpec:
     @property
     def is_managed(self) -> bool:
         return self.config.command is not None or self.config.function is not None
-
-    @property
-    def expected_samples(self) -> int | None:
-        """Samples of the run, over all trainers; None = not known before the end."""
-        count, steps = self.config.count, self.config.steps
-        return None if count is None or steps is None else count * steps
 
     def expected_for(self, trainer_index: int, num_trainers: int) -> int | None:
         """Samples that one trainer receives in the run; None = not known before the end."""

@@ -12,7 +12,7 @@ outer optimizer is Nesterov's: Douillard et al., arXiv:2311.08105.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from paramserver.config import Config, OuterConfig, TrainingConfig, mode_of, num_trainers_of
 from paramserver.consistency.factory import consistency_class
+from paramserver.optim.row_wise_adagrad import PerParameterOptimizer
 from paramserver.parameters.flat import trainable_parameters
 
 MANY_LOCAL_STEPS = 64
@@ -106,7 +107,7 @@ def round_weights(training: TrainingConfig, samples: Sequence[int]) -> list[floa
     return [own * len(samples) / total for own in samples]
 
 
-class DelayedNesterov(torch.optim.Optimizer):
+class DelayedNesterov(PerParameterOptimizer):
     """Nesterov's momentum for gradients that arrive one by one: the momentum changes with every ``delay``-th only.
 
     Liu et al., "Asynchronous local-SGD training for language modeling", arXiv:2401.09135, algorithm 3 with ``c = 0``.
@@ -127,19 +128,6 @@ class DelayedNesterov(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], lr: float, momentum: float, delay: int) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "delay": delay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient; ``closure`` computes the loss again, which is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, lr, delay = self.state[parameter], group["lr"], group["delay"]

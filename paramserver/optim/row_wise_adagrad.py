@@ -1,7 +1,8 @@
-"""Adagrad with one accumulator for each row, for embedding tables."""
+"""Adagrad with one accumulator for each row, for embedding tables; the base of optimizers of single parameters."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -11,7 +12,27 @@ from torch import Tensor
 from paramserver.errors import TaskError
 
 
-class RowWiseAdagrad(torch.optim.Optimizer):
+class PerParameterOptimizer(torch.optim.Optimizer):
+    """An optimizer that ``_update``s each parameter by itself, from its gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient; ``closure`` computes the loss again, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    @abstractmethod
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None: ...
+
+
+class RowWiseAdagrad(PerParameterOptimizer):
     """Adagrad whose state is one number for each row of a parameter: a table of D columns needs 1/D of the memory.
 
     Use it for the tables of ``nn.Embedding`` and ``nn.EmbeddingBag``, with another optimizer for the other parameters
@@ -85,23 +106,6 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(parameter.shape)} and {parameter.dtype} must have two dimensions and "
                     "be of floating point for RowWiseAdagrad; give it to another optimizer"
                 )
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient.
-
-        Args:
-            closure: computes the loss again, which is returned.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

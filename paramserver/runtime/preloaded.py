@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -288,25 +288,23 @@ class _Spare:
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
+@dataclass(eq=False)
 class Spares:
     """The spare processes of a supervisor. Its thread calls every method.
 
     ``max_restarts`` that die while they wait are replaced. The log receives their output until they have a role.
     """
 
-    def __init__(
-        self,
-        count: int,
-        max_restarts: int,
-        mode: Mode,
-        environ: Mapping[str, str],
-        log_file: Path,
-        guard: RankGuard,
-        note: Callable[[str], None],
-    ) -> None:
-        self._count = count
+    _count: int
+    max_restarts: InitVar[int]
+    _mode: Mode
+    _environ: Mapping[str, str]
+    _log_file: Path
+    _guard: RankGuard
+    _note: Callable[[str], None]
+
+    def __post_init__(self, max_restarts: int) -> None:
         self._policy = RestartPolicy(max_restarts)
-        self._mode, self._environ, self._log_file, self._guard, self._note = mode, environ, log_file, guard, note
         self._waiting: list[_Spare] = []
         self._start_at = 0.0
 

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,7 @@ from paramserver.transport.rpc import without_values
 ReleaseFn = Callable[[], None]
 
 
+@dataclass(eq=False)
 class Aggregator:
     """Carries out what the consistency model decides. Every call holds the lock of the ``ParameterServer``.
 
@@ -62,36 +63,25 @@ class Aggregator:
     calls it afterwards. A trainer that joins takes part from its first announcement on.
     """
 
-    def __init__(
-        self,
-        rules: Consistency,
-        ledger: Ledger,
-        store: ParameterStore,
-        shard: ParameterShard,
-        updates: Updates,
-        monitor: RunMonitor,
-        stop: StopRequest,
-        fail: Callable[[Exception], Any],
-        dynamic_steps: DynamicSteps | None = None,
-        batches_per_local_step: int = 1,
-    ) -> None:
-        self.rules = rules
-        self.ledger = ledger
-        self.store = store
-        self.monitor = monitor
-        self.stop = stop
+    rules: Consistency
+    ledger: Ledger
+    store: ParameterStore
+    _shard: ParameterShard
+    _updates: Updates
+    monitor: RunMonitor
+    stop: StopRequest
+    _fail: Callable[[Exception], Any]
+    _dynamic_steps: DynamicSteps | None = None
+    _batches_per_local_step: int = 1
+
+    def __post_init__(self) -> None:
         self.transports: dict[int, ServerTransport] = {}
         self.epoch_samples: int | None = None
         self._publishes: CheckpointManager | None = None
         self.batch_began: int | None = None  # the version that the last batch began with, if it may make several
-        self._shard = shard
-        shard.on_push = self.gradients_arrived
-        self._updates = updates
-        self._fail = fail
-        self._dynamic_steps = dynamic_steps
-        self._batches_per_local_step = batches_per_local_step
-        self._epoch = monitor.epoch
-        self._seconds = monitor.seconds
+        self._shard.on_push = self.gradients_arrived
+        self._epoch = self.monitor.epoch
+        self._seconds = self.monitor.seconds
         self._announcements = PendingReplies()
         self._version_waits = PendingReplies()
         self._results: dict[int, StepResult] = {}  # of pushes whose reply waits for the next grant

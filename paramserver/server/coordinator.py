@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -51,45 +52,40 @@ def split_over_servers(
     return shards, updater, parts[1:]
 
 
+@dataclass(frozen=True)
 class RemoteShard:
-    """The shard of another server: each method calls that of its ``ShardServer``.
+    """The shard of another server: each method calls that of its ``ShardServer``; see ``ParameterShard``.
 
-    ``timeout_s`` is that of calls that are answered at once.
+    ``_timeout_s`` is that of calls that are answered at once.
     """
 
-    def __init__(self, network: Network, name: Callable[[], str], timeout_s: float) -> None:
-        self._network = network
-        self._name = name
-        self._timeout_s = timeout_s
+    _network: Network
+    _name: Callable[[], str]
+    _timeout_s: float
 
     def apply(self, request: ApplyRequest) -> Future:
-        """Make the next version; see ``ParameterShard.apply``."""
         return self._network.send_deferred(self._name(), ShardServer.apply, request)
 
     def apply_clipped(self, norm: Tensor) -> Future:
-        """Make the version whose norm was the reply of ``apply``."""
         return self._network.send_deferred(self._name(), ShardServer.apply_clipped, norm)
 
     def begin_update(self, version: int, trainers: Sequence[int], groups: list[dict[str, Any]]) -> Future:
-        """Update buckets of the next version as their gradients arrive."""
         return self._network.send_deferred(self._name(), ShardServer.begin_update, version, trainers, groups)
 
     def collect_state(self, weights: bool, snapshot: int | None = None, states: bool = True) -> Future:
-        """Return what a checkpoint stores of the shard."""
         return self._network.send(self._name(), self._timeout_s, ShardServer.collect_state, weights, snapshot, states)
 
     def read_rows(self, snapshot: int, rows: SnapshotTensor, first: int, end: int) -> Future:
-        """Return rows of a snapshot that ``collect_state`` has made."""
         return self._network.send(self._name(), self._timeout_s, ShardServer.read_rows, snapshot, rows, first, end)
 
     def delete_snapshot(self, snapshot: int) -> None:
-        """Let the shard delete a snapshot."""
         try:
             self._network.send(self._name(), self._timeout_s, ShardServer.delete_snapshot, snapshot)
         except RuntimeError as unreachable:  # it ended before
             _log.debug("%s has no snapshot any more: %s", self._name(), unreachable)
 
 
+@dataclass(eq=False)
 class ShardCoordinator:
     """The other servers as server 0 knows them; with one server there are none.
 
@@ -101,34 +97,24 @@ class ShardCoordinator:
         segments: returns the address of server 0's shared memory and its key; None if nothing is shared.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        run: ServerRun,
-        network: Network,
-        stop: StopRequest,
-        store: ParameterStore,
-        shards: Sequence[Shard],
-        states: Sequence[Callable[[], States]],
-        buckets: Sequence[Shard],
-        step: int,
-        segments: Callable[[], tuple[str | None, str]],
-    ) -> None:
-        self.config = config
-        self.num_servers = num_servers_of(config)
+    config: Config
+    _run: ServerRun
+    _network: Network
+    _stop: StopRequest
+    _store: ParameterStore
+    _shards: Sequence[Shard]
+    states: InitVar[Sequence[Callable[[], States]]]
+    _buckets: Sequence[Shard]
+    _step: int
+    _segments: Callable[[], tuple[str | None, str]]
+
+    def __post_init__(self, states: Sequence[Callable[[], States]]) -> None:
+        self.num_servers = num_servers_of(self.config)
         self.shares_memory = True  # the parameters of all servers that are ready are in the memory of server 0
         # Called with a shard server that is lost, and the reason.
         self.on_lost: Callable[[Member, str], None] = lambda member, reason: None
         self.on_ready: Callable[[], None] = lambda: None  # called when the last server is ready
-        self._run = run
-        self._network = network
-        self._stop = stop
-        self._store = store
-        self._shards = shards
         self._states = dict(enumerate(states, 1))  # of the servers that have not joined
-        self._buckets = buckets
-        self._step = step
-        self._segments = segments
         self._members = Members()
         self._ready: set[int] = set()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -44,14 +44,6 @@ class ModelReplica:
     Raises:
         UnsupportedConfiguration: the model cannot be copied, the copy does not use the new parameters, or a parameter
             has a hook on its gradient.
-
-    Example::
-
-        >>> model = nn.Linear(2, 1, bias=False)
-        >>> replica = ModelReplica(model, ["weight"])
-        >>> replica.bind({"weight": torch.ones(1, 2)})
-        >>> replica.module(torch.tensor([[2.0, 3.0]])).item()
-        5.0
     """
 
     def __init__(self, model: nn.Module, trained: Sequence[str]) -> None:
@@ -107,6 +99,7 @@ class ModelReplica:
             module.training = as_built if training is None else training
 
 
+@dataclass(eq=False)
 class ServedTransport(ServerTransport):
     """The forwards of one trainer: it binds versions to replicas and finds gradients at the leaves of these.
 
@@ -115,28 +108,23 @@ class ServedTransport(ServerTransport):
     """
 
     sends_buffers = False
-    context_id: int | None = None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: FlatLayout,
-        snapshot: Callable[[], tuple[Flats, PackedBuffers]],
-        device: torch.device,
-    ) -> None:
-        self._model = model
-        self._parameter_layout = parameters
-        self._snapshot = snapshot
-        self._device = device
-        self._devices = {name: parameter.device for name, parameter in model.named_parameters()}
-        self._trained = [slot.name for slot in parameters.slots]
+    _model: nn.Module
+    _parameter_layout: FlatLayout
+    _snapshot: Callable[[], tuple[Flats, PackedBuffers]]
+    _device: torch.device
+
+    def __post_init__(self) -> None:
+        self.context_id: int | None = None
+        self._devices = {name: parameter.device for name, parameter in self._model.named_parameters()}
+        self._trained = [slot.name for slot in self._parameter_layout.slots]
         self._replicas: list[ModelReplica] = []
         # Computed last. Its module buffers are this trainer's: they change from call to call, and a push stores them.
         self._last: ModelReplica | None = None
         self._known_buffers: PackedBuffers | None = None  # that the server has, as far as this trainer changed none
         self._batches: list[int] = []  # of each call of the step that records gradients
         self._tensors: dict[str, Tensor] = {}
-        self._gradients = parameters.allocate()
+        self._gradients = self._parameter_layout.allocate()
         self._used: list[bool] = []
         self._pinned: tuple[Flats, PackedBuffers] | None = None  # not bound yet
 

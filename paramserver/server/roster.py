@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from paramserver.config import Config
 from paramserver.consistency import Decision, TrainerId
@@ -24,6 +24,7 @@ from paramserver.transport.base import ServerTransport
 from paramserver.transport.messages import Future, JoinReply, PendingReplies
 
 
+@dataclass(eq=False)
 class Roster:
     """The trainers of a generation.
 
@@ -31,43 +32,29 @@ class Roster:
     the run has to end or to return to its last checkpoint. Methods take the lock themselves, except where noted.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        trainers: int,
-        run: ServerRun,
-        aggregator: Aggregator,
-        sources: TrainerSources,
-        quorum: Quorum,
-        staging: Staging,
-        coordinator: ShardCoordinator,
-        checkpoints: CheckpointManager,
-        welcome: Callable[[], JoinReply],
-        new_transport: Callable[[], ServerTransport],
-        network: Network,
-        on_trainer_lost: Callable[[Member], None] = lambda member: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.generation = checkpoints.generation
-        self.members = Members(clock)
+    _config: Config
+    _trainers: int
+    _run: ServerRun
+    _aggregator: Aggregator
+    sources: TrainerSources
+    _quorum: Quorum
+    _staging: Staging
+    coordinator: ShardCoordinator
+    _checkpoints: CheckpointManager
+    _welcome: Callable[[], JoinReply]  # returns the reply to a trainer that joins, without what concerns this trainer
+    _new_transport: Callable[[], ServerTransport]  # returns the transport of a trainer that joins
+    _network: Network
+    # Called with a trainer whose place another process may take.
+    _on_trainer_lost: Callable[[Member], None] = lambda member: None
+    _clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.generation = self._checkpoints.generation
+        self.members = Members(self._clock)
         self.started = False  # all trainers and servers have joined
         self.totals: dict[int, TrainerTotals] = {}  # of the trainers that have left
         self.left_behind: list[str] = []  # the trainers that did not end in time after a request to stop
-        self.sources = sources
-        self._config = config
-        self._trainers = trainers
-        self._run = run
-        self._aggregator = aggregator
-        self._quorum = quorum
-        self._staging = staging
-        self.coordinator = coordinator
-        self._checkpoints = checkpoints
-        self._monitor = checkpoints.monitor
-        self._welcome = welcome  # returns the reply to a trainer that joins, without what concerns this trainer
-        self._new_transport = new_transport  # returns the transport of a trainer that joins
-        self._network = network
-        self._on_trainer_lost = on_trainer_lost  # called with a trainer whose place another process may take
-        self._clock = clock
+        self._monitor = self._checkpoints.monitor
         # Held while the loss of a trainer is handled and reported, so that another process takes its place after that.
         # Taken before the lock of the server.
         self._loss_lock = threading.Lock()
@@ -77,9 +64,9 @@ class Roster:
         # Contexts of distributed autograd that a process would leave behind if it died (docs/torch-notes.md).
         self._contexts: dict[TrainerId, int] = {}
         self._ends_without = False  # a stop is overdue: whatever ``server.on_loss`` is, the others end without the lost
-        run.on_failure(lambda: list(self._joins.pop_all()[1].values()))
-        coordinator.on_ready = self._start_if_complete
-        coordinator.on_lost = lambda member, reason: self._change_generation(f"{member} is lost: {reason}")
+        self._run.on_failure(lambda: list(self._joins.pop_all()[1].values()))
+        self.coordinator.on_ready = self._start_if_complete
+        self.coordinator.on_lost = lambda member, reason: self._change_generation(f"{member} is lost: {reason}")
 
     # Who calls. With the lock.
 

@@ -42,14 +42,6 @@ class UpdateExecutor:
     It alone writes the parameters and the optimizer's state of a server that runs. A job takes the lock of the server
     only for what follows from its result, never while it computes, so handlers, and with them liveness, do not depend
     on how long an update takes. ``close`` waits ``timeout_s`` for the job that runs.
-
-    Example::
-
-        >>> updates, done = UpdateExecutor(timeout_s=5.0), threading.Event()
-        >>> updates.submit(done.set)
-        >>> done.wait(5.0)
-        True
-        >>> updates.close()
     """
 
     def __init__(self, timeout_s: float) -> None:

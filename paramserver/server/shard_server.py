@@ -161,31 +161,25 @@ class ShardServer(ShardHandlers):
     # Handlers that server 0 calls: see ``ParameterShard``.
 
     def begin_update(self, version: int, trainers: Sequence[int], groups: list[dict[str, Any]]) -> Future:
-        """Update the buckets of ``version`` from now on as soon as the gradients of these trainers are here."""
         with self._lock:
             return self.shard.begin_update(version, trainers, groups)
 
     def apply(self, request: ApplyRequest) -> Future:
-        """Reply with None once the version is made; with clipping, with the norm of the gradients before that."""
         with self._lock:
             return self.shard.apply(request)
 
     def apply_clipped(self, norm: Tensor) -> Future:
-        """Make the version whose norm was the reply of ``apply``; ``norm`` is that of the gradients on all servers."""
         with self._lock:
             return self.shard.apply_clipped(norm)
 
     def collect_state(self, weights: bool, snapshot: int | None, states: bool) -> ShardState:
-        """Return what a checkpoint stores of this shard, or no ``states``. Server 0 requests no update meanwhile."""
         with self._lock:
             return self.shard.collect_state(weights, snapshot, states)
 
     def read_rows(self, snapshot: int, rows: SnapshotTensor, first: int, end: int) -> Tensor:
-        """Return rows of a snapshot that ``collect_state`` has made."""
         return self.shard.read_rows(snapshot, rows, first, end)
 
     def delete_snapshot(self, snapshot: int) -> None:
-        """Delete a snapshot of tables."""
         self.shard.delete_snapshot(snapshot)
 
     def release_context(self, context_id: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +30,7 @@ from paramserver.server.trainer_sources import TrainerSources
 from paramserver.transport.messages import Future, PendingReplies
 
 
+@dataclass(eq=False)
 class Staging(JointCall):
     """Stages a checkpoint when all trainers have called for it, and collects their parts.
 
@@ -38,25 +40,20 @@ class Staging(JointCall):
     is left, and what is applied is being saved.
     """
 
-    def __init__(
-        self,
-        checkpoints: CheckpointManager,
-        aggregator: Aggregator,
-        sources: TrainerSources,
-        run: ServerRun,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    _checkpoints: CheckpointManager
+    _aggregator: Aggregator
+    _sources: TrainerSources
+    _run: ServerRun
+    _clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self.saves_alone = False
-        self._checkpoints = checkpoints
-        self._aggregator = aggregator
-        self._sources = sources
-        self._run = run
-        self._clock = clock
         self._calls = PendingReplies()
         self._reason = ""
         # What was saved last, to the disk and in memory. A trainer that joined afterwards does not do it again.
-        self._staged = self._in_memory = (checkpoints.monitor.step if checkpoints.resumes else -1, False)
-        self._parts = PartCollector(checkpoints)
+        step = self._checkpoints.monitor.step if self._checkpoints.resumes else -1
+        self._staged = self._in_memory = step, False
+        self._parts = PartCollector(self._checkpoints)
         # Of each trainer: when the last chunk of its part arrived, or could first be sent; infinite while it waits for
         # the copy of model and optimizer.
         self._chunk_at: dict[int, float] = {}

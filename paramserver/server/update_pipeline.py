@@ -56,13 +56,7 @@ def plan_buckets(
 
 
 def pipelined_bucket_bytes(config: Config, shard_bytes: float) -> float:
-    """Return the size of the buckets of a shard, all but the first of which have ``FIRST_BUCKET_BYTES`` at most.
-
-    Example::
-
-        >>> [pipelined_bucket_bytes(Config(), megabytes * 1e6) for megabytes in (1, 10)]
-        [131072, 1000000.0]
-    """
+    """Return the size of the buckets of a shard, all but the first of which have ``FIRST_BUCKET_BYTES`` at most."""
     if config.server.bucket_mb is not None:
         return config.server.bucket_mb * 2**20
     most = shard_bytes / (_COLOCATED_BUCKETS if is_colocated(config) else _BUCKETS)

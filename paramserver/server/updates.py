@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,44 +38,27 @@ from paramserver.transport.messages import (
     push_id,
 )
 
+if TYPE_CHECKING:
+    from paramserver.server.coordinator import RemoteShard
+
 log = logging.getLogger("paramserver")
 
 # No update has this version.
 _NOTHING_BEGUN: tuple[int, list[dict[str, Any]], list[Future]] = (-1, [], [])
 
 
-class OtherShard(Protocol):
-    """The shard of another server: each method is that of its ``ParameterShard``, and its reply a future."""
-
-    def apply(self, request: ApplyRequest) -> Future: ...
-
-    def apply_clipped(self, norm: Tensor) -> Future: ...
-
-    def begin_update(self, version: int, trainers: Sequence[int], groups: list[dict[str, Any]]) -> Future: ...
-
-    def collect_state(self, weights: bool, snapshot: int | None = None, states: bool = True) -> Future: ...
-
-    def read_rows(self, snapshot: int, rows: SnapshotTensor, first: int, end: int) -> Future: ...
-
-    def delete_snapshot(self, snapshot: int) -> None: ...
-
-
+@dataclass(eq=False)
 class _CollectedState:
     """The state of optimizer and schedule, of all servers; see ``UpdaterState``."""
 
-    def __init__(
-        self,
-        state: dict[str, Any],
-        updater: Updater,
-        tables: Mapping[int, tuple[str, RowStream]],
-        release: Callable[[], None],
-    ) -> None:
-        self.tables = tables
-        self.release = release
-        self.parameter_names = updater.parameter_names
-        self.validates_averages = updater.validates_averages
-        self._state = state
-        self._updater = updater
+    _state: dict[str, Any]
+    _updater: Updater
+    tables: Mapping[int, tuple[str, RowStream]]
+    release: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self.parameter_names = self._updater.parameter_names
+        self.validates_averages = self._updater.validates_averages
 
     def averages(self) -> dict[str, Tensor]:
         return self._updater.averages(joined_states(self._updater.optimizer, self._state["optimizer"]))
@@ -84,6 +67,7 @@ class _CollectedState:
         return self._state
 
 
+@dataclass(eq=False)
 class Updates:
     """Keeps the shards of all servers at one version. With one server all replies are there once its own is.
 
@@ -92,26 +76,17 @@ class Updates:
     of server 0.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        store: ParameterStore,
-        shard: ParameterShard,
-        shards: Sequence[Shard],
-        others: Sequence[OtherShard],
-        run: ServerRun,
-        shares_memory: Callable[[], bool],
-        on_unreachable: Callable[[int, RuntimeError], ParamserverError],
-    ) -> None:
-        self._config = config
-        self._clipping = clipping_of(config.training)
-        self._store = store
-        self._shard = shard
-        self._shards = shards
-        self._others = others
-        self._run = run
-        self._shares_memory = shares_memory
-        self._on_unreachable = on_unreachable
+    _config: Config
+    _store: ParameterStore
+    _shard: ParameterShard
+    _shards: Sequence[Shard]
+    _others: Sequence[RemoteShard]
+    _run: ServerRun
+    _shares_memory: Callable[[], bool]
+    _on_unreachable: Callable[[int, RuntimeError], ParamserverError]
+
+    def __post_init__(self) -> None:
+        self._clipping = clipping_of(self._config.training)
         self._num_snapshots = 0
         self._begun = _NOTHING_BEGUN
         self._unconfirmed: list[Future] = []  # of the last update, if the other servers had prepared it

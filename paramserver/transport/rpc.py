@@ -8,6 +8,7 @@ through distributed autograd. The gradients of the others are sent as buckets wh
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -49,6 +50,7 @@ class WireVersion:
         return self.codec.encode(self._layout, flats)
 
 
+@dataclass(eq=False)
 class PushAssembly:
     """Collects the gradients of one push: the first from distributed autograd, the others from buckets.
 
@@ -56,15 +58,11 @@ class PushAssembly:
     returns those of a range from what was sent.
     """
 
-    def __init__(
-        self,
-        leaves: Sequence[Tensor],
-        codec: WireCodec,
-        decompress: Callable[[int, Tensor, torch.dtype], Tensor] | None = None,
-    ) -> None:
-        self._leaves = leaves
-        self._codec = codec
-        self._decompress = decompress
+    _leaves: Sequence[Tensor]
+    _codec: WireCodec
+    _decompress: Callable[[int, Tensor, torch.dtype], Tensor] | None = None
+
+    def __post_init__(self) -> None:
         self._first: Tensor | None = None
         self._buckets: dict[int, tuple[int, Tensor]] = {}
 

@@ -96,7 +96,7 @@ def test_the_config_describes_what_the_simulations_are(heat):
     assert {(low, high) for _, low, high in plan.parameters} == {(heat.task.LOW, heat.task.HIGH)}
     assert plan.fields[0].shape == (heat.simulate.N, heat.simulate.N)
     assert plan.config.steps == heat.simulate.STEPS
-    assert plan.expected_samples == 10000
+    assert plan.expected_for(0, 1) == 10000
 
 
 # Stored simulations.
@@ -382,7 +382,7 @@ def test_every_case_makes_as_many_batches_as_fifo_can(heat, tmp_path, monkeypatc
     assert {case: config.buffer.kind for case, config in asked.items() if case in served} == {
         case: case.partition(",")[0] for case in served
     }
-    assert IngestSpec.from_config(asked["fifo"].simulations).expected_samples == 1500
+    assert IngestSpec.from_config(asked["fifo"].simulations).expected_for(0, 1) == 1500
     assert {case: (asked[case].task_args["n"], *told[case]) for case in asked if case not in served} == {
         "offline": (16, 30, 1500),
         "offline, half": (16, 15, 750),

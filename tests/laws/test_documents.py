@@ -382,7 +382,7 @@ def test_keys_that_are_named_exist():
 def test_yaml_in_the_contract_is_a_config():
     whole, online = map(yaml.safe_load, blocks(INTERFACE.read_text(), "yaml"))
     assert config_from_mapping(whole).training.max_epochs == 20
-    assert IngestSpec.from_config(config_from_mapping({**whole, **online}).simulations).expected_samples == 10_000
+    assert IngestSpec.from_config(config_from_mapping({**whole, **online}).simulations).expected_for(0, 1) == 10_000
 
 
 # Examples.

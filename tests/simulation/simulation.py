@@ -30,19 +30,14 @@ from paramserver.config import (
 )
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict
 from paramserver.consistency.factory import consistency_class
+from paramserver.distributed.rpc_calls import RemoteError
+from paramserver.errors import ParamserverError, PeerLost, RunEnded
 from paramserver.metrics.records import StepReport
-from paramserver.simulator import (
-    BACKWARD,
-    Call,
-    Node,
-    Process,
-    PushKey,
-    Session,
-    Task,
-    Violation,
-    push_key,
-)
+from paramserver.server.parameter_server import ParameterServer
+from paramserver.simulator import Call, Process, SimulatedTask, Violation
 from paramserver.transport.messages import JoinReply, PendingPush
+from tests.simulation.node import FaultyNode, PushKey, push_key
+from tests.simulation.session import Backward, FaultyProcess, FaultySession, may_repeat
 
 LOST_AFTER_S, TIMEOUT_S = 1.6, 20.0
 # Faults happen in the first events and seconds of a run; after the last one it has so long to end.
@@ -216,21 +211,20 @@ class Data:
         return Announcement(Readiness.READY, min(self.accumulate, -(-left // self.batch)))
 
 
-class FaultyProcess(Process):
-    """A process that computes as fast as the seed decides."""
-
-    def __init__(self, world: World, index: int) -> None:
-        super().__init__(world, index)
-        self.compute_s = world.rng.choice((0.05, 0.1, 0.1, 0.4))
-
-
 class World(simulator.World):
-    """Network, disk, faults and invariants of one run."""
+    """Network, disk, faults and invariants of one run. With ``tracing`` the events are kept as text in ``trace``."""
 
-    sends_gradients = True
+    node_type = FaultyNode
+    session_type = FaultySession
+    node: FaultyNode | None
 
     def __init__(self, seed: int, tracing: bool = False, nonfinite: int = 0) -> None:
-        super().__init__(random.Random(seed), tracing)
+        super().__init__(random.Random(seed))
+        self.tracing = tracing
+        self.trace: list[str] = []
+        self.manifest: bytes | None = None
+        self.given_up: int | None = None  # the trainer that is not started again
+        self.generations_seen: Counter[int] = Counter()
         self.nonfinite = nonfinite  # per cent of the pushes, which are skipped
         self.seed = seed
         self.scenario = Scenario.draw(self.rng)
@@ -240,7 +234,7 @@ class World(simulator.World):
         self.incarnations = 0
         self.validations: set[int] = set()  # versions, of all generations
         self.last_validation: dict[int, int] = {}  # in each generation
-        self.updating_until: dict[Node, float] = {}
+        self.updating_until: dict[FaultyNode, float] = {}
         self.late: set[int] = set()  # requests that were held back in the network
         # Of the server that lives.
         self.keys: set[PushKey] = set()
@@ -250,6 +244,11 @@ class World(simulator.World):
     @property
     def config(self) -> Config:
         return self.scenario.config
+
+    @property
+    def server(self) -> ParameterServer:
+        assert self.node is not None
+        return self.node.server
 
     @property
     def drops_pushes(self) -> bool:
@@ -277,25 +276,25 @@ class World(simulator.World):
     def make_data(self, trainer_index: int) -> Data:
         return Data(self, trainer_index)
 
-    def compute_s(self, session: Session) -> float:
-        assert isinstance(session.process, FaultyProcess)
+    def compute_s(self, session: FaultySession) -> float:
         return float(session.process.compute_s * self.rng.uniform(0.5, 1.5))
 
     def nonfinite_of(self, report: StepReport) -> str:
         # Without a random number, so that the faults of a seed stay.
         return "loss" if zlib.crc32(repr(push_key(report)).encode()) % 100 < self.nonfinite else ""
 
-    def in_any_order(self, calls: list[Call]) -> list[Call]:
-        return self.rng.sample(calls, len(calls))
+    def note(self, *words: Any) -> None:
+        if self.tracing:
+            self.trace.append(f"{self.now:8.3f} {' '.join(str(word) for word in words)}")
 
-    def submit(self, node: Node, job: Callable[[], None]) -> None:
+    def submit(self, node: FaultyNode, job: Callable[[], None]) -> None:
         """Run a job after those before it. Messages, losses and joins happen meanwhile."""
         began = max(self.now, self.updating_until.get(node, 0.0))
         most_s = self.scenario.update_s * (1.0 if self.chance(0.2) else 0.05)
         self.updating_until[node] = began + self.rng.uniform(0.0, most_s)
         self.at(self.updating_until[node], self._run_job, node, job)
 
-    def _run_job(self, node: Node, job: Callable[[], None]) -> None:
+    def _run_job(self, node: FaultyNode, job: Callable[[], None]) -> None:
         if not node.alive:
             return
         if node.paused_until > self.now:
@@ -333,16 +332,84 @@ class World(simulator.World):
         if self.events in self.scenario.faults:
             self.inject(self.scenario.faults[self.events])
 
-    def node_starts(self, node: Node) -> None:
+    def start_server(self) -> None:
+        self.check(self.node is None or not self.node.alive, "two servers live at once")
+        super().start_server()
+        node = self.node
+        assert node is not None
+        self.generations_seen[node.generation] += 1
+        self.check(self.generations_seen[node.generation] == 1, f"two servers have had generation {node.generation}")
+        self.note("server starts, generation", self.generation, "step", node.checkpoints.first_step)
         kept = {key for key, _ in node.history}
         self.redone |= self.keys - kept
         self.keys, self.last_sequence, self.times = kept, {}, Counter()
         for (_, trainer, _, _), positions in node.history:
             self.times.update((trainer, position) for position in positions)
+        for process in self.processes:  # those that had left are needed again
+            if process.left:
+                self._start_again(process)
+
+    def tick(self, node: FaultyNode) -> None:
+        if node.alive and node.paused_until > self.now:
+            self.at(node.paused_until, self.tick, node)
+            return
+        super().tick(node)
+        roster = node.server.roster
+        if node.alive and not roster.started and self.now >= node.started + self.config.cluster.timeout_s:
+            missing = roster.missing()
+            if missing:
+                self.check(f"trainer {self.given_up}" in missing, f"{missing} did not join in time")
+                self.complete = True  # the run fails, and names the trainer
+
+    # Processes that are frozen, cut off, or have left.
+
+    def join(self, process: FaultyProcess) -> None:
+        joins = process.alive and not self.complete and self.processes[process.index] is process
+        if joins and process.frozen_until > self.now:
+            self.at(process.frozen_until, self.join, process)
+        elif joins and process.cut_until > self.now:
+            self.after(0.25, self.join, process)
+        else:
+            super().join(process)
+
+    def session_ended(self, session: FaultySession, error: ParamserverError | None) -> None:
+        self.note("session of trainer", session.index, "ends:", repr(error))
+        super().session_ended(session, error)
+        if error is None or isinstance(error, RunEnded):
+            session.process.left = True
+            if self.generation > session.node.generation:
+                self._start_again(session.process)
+
+    def _start_again(self, process: FaultyProcess) -> None:
+        """A trainer that left in good order is needed again: the servers returned to a checkpoint."""
+        process.left = False
+        self.after(self.rng.uniform(0.1, 1.0), self.join, process)
+
+    def _replace(self, process: Process) -> None:
+        if self.given_up != process.index:
+            super()._replace(process)
+
+    def _closed(self, session: FaultySession) -> None:
+        session.mark_lost(PeerLost("the server is lost: its connection was closed"))
+
+    def resume(self, task: SimulatedTask, value: Any = None, error: ParamserverError | None = None) -> None:
+        session = task.session
+        process = session.process
+        if not session.ended and process.alive and process.frozen_until > self.now:
+            self.at(process.frozen_until, self.resume, task, value, error)
+        else:
+            super().resume(task, value, error)
+
+    def receive(self, node: FaultyNode, task: SimulatedTask, request: int, value: Any) -> None:
+        session = task.session
+        if task.request == request:
+            error = value if isinstance(value, RemoteError) else ""
+            self.note(session.index, f"pid {session.process.pid}", "gets", error)
+        super().receive(node, task, request, value)
 
     # Processes that end, and faults.
 
-    def disconnect(self, session: Session, reason: str | None) -> None:
+    def disconnect(self, session: FaultySession, reason: str | None) -> None:
         """Let the server know that the connection of a session was closed."""
         delay = self.rng.uniform(0.01, 0.3)
         self.at(max(self.now, session.process.cut_until) + delay, self._gone, session.node, session.member.name, reason)
@@ -400,7 +467,7 @@ class World(simulator.World):
 
     # The network.
 
-    def send(self, task: Task, call: Call, request: int, again: bool = False) -> None:
+    def send(self, task: SimulatedTask, call: Call, request: int, again: bool = False) -> None:
         """Send a request to whatever server there is when it arrives.
 
         In order, but for one that is sent again, and for gradients.
@@ -410,7 +477,7 @@ class World(simulator.World):
         reply_is_lost = False
         if self.is_faulty:
             loses = self.chance(self.scenario.loss)
-            if loses and call.is_repeatable:
+            if loses and may_repeat(call):
                 self.after(rng.uniform(0.2, 0.8), self.send_again, task, call, request)
             elif loses:  # the connection breaks, and both ends notice
                 self.after(rng.uniform(0.05, 0.5), self._closed, session)
@@ -419,19 +486,19 @@ class World(simulator.World):
                 self.note("loses", session.index, call.method)
                 return
             reply_is_lost = loses
-            if call.is_repeatable and not again and self.chance(self.scenario.duplicates):
+            if may_repeat(call) and not again and self.chance(self.scenario.duplicates):
                 self.at(arrival + rng.uniform(0.0, 0.6), self.deliver, task, call, request, False)
             if self.chance(0.05):
                 arrival += rng.uniform(0.0, 1.0)
-        if not again and call.method not in ("receive_bucket", BACKWARD):
+        if not again and call.method != "receive_bucket" and not isinstance(call, Backward):
             arrival = session.last_delivery = max(session.last_delivery, arrival)
         self.at(arrival, self.deliver, task, call, request, reply_is_lost)
 
-    def send_again(self, task: Task, call: Call, request: int) -> None:
+    def send_again(self, task: SimulatedTask, call: Call, request: int) -> None:
         if task.request == request and not task.session.ended and task.session.process.alive:
             self.send(task, call, request, again=True)
 
-    def deliver(self, task: Task, call: Call, request: int, reply_is_lost: bool) -> None:
+    def deliver(self, task: SimulatedTask, call: Call, request: int, reply_is_lost: bool) -> None:
         node, session = self.node, task.session
         if node is None or not node.alive or session.ended or node is not session.node:
             # What is sent to a server that is gone, or by a process that is, may arrive much later, or never.
@@ -455,21 +522,22 @@ class World(simulator.World):
         else:
             self.reply(node, task, request, result, reply_is_lost)
 
-    def reply(self, node: Node, task: Task, request: int, value: Any, is_lost: bool) -> None:
+    def reply(self, node: FaultyNode, task: SimulatedTask, request: int, value: Any, is_lost: bool) -> None:
         if not is_lost:
             latency = self.rng.uniform(0.005, 0.05) + (self.rng.random() < 0.03) * self.rng.uniform(0.0, 0.5)
             self.at(max(self.now, task.session.process.cut_until) + latency, self.receive, node, task, request, value)
 
     # Invariants.
 
-    def joined(self, session: Session, reply: JoinReply) -> None:
+    def joined(self, session: FaultySession, reply: JoinReply) -> None:
         self.incarnations = max(self.incarnations, reply.incarnation)
         self.check(
             reply.generation >= session.process.min_generation,
             f"trainer {session.index} joins the earlier {reply.generation}",
         )
+        session.restore(reply)
 
-    def decided(self, session: Session, decision: Decision) -> None:
+    def decided(self, session: FaultySession, decision: Decision) -> None:
         if decision.verdict is Verdict.VALIDATE:
             return
         before = self.versions.get((session.generation, session.process.pid), 0)
@@ -478,7 +546,7 @@ class World(simulator.World):
         )
         self.versions[session.generation, session.process.pid] = decision.step
 
-    def acknowledged(self, session: Session, key: PushKey, result: Any) -> None:
+    def acknowledged(self, key: PushKey, result: Any) -> None:
         if not result.dropped:
             self.acks.add(key)
 
@@ -492,16 +560,14 @@ class World(simulator.World):
         self.last_validation[self.node.generation] = step
         self.validations.add(step)
 
-    def applied(
-        self, node: Node, version: int, counted: int, pushes: Sequence[PendingPush], gradients: Sequence[PushKey]
-    ) -> None:
+    def applied(self, node: FaultyNode, version: int, pushes: Sequence[PendingPush]) -> None:
         """Check an update before it is part of the history."""
-        config = self.scenario.config
+        config, (counted, _) = self.scenario.config, node.store.update
         self.check(version == counted, f"update {counted} makes version {version}")
         self.check(node is self.node and node.alive, "a server that is dead applies an update")
         limit = config.training.max_steps
         self.check(limit is None or version <= limit, f"version {version} exceeds max_steps ({limit})")
-        for push, gradient in zip(pushes, gradients, strict=True):
+        for push, gradient in zip(pushes, node.store.gradients, strict=True):
             key = push_key(push.report)
             self.check(not push.report.nonfinite, f"push {key} is not finite, and is applied")
             generation, trainer, _, sequence = key

@@ -11,10 +11,10 @@ from paramserver.consistency import Announcement, Readiness, Sync, TrainerId, Ve
 from paramserver.distributed.membership import HeartbeatReport, Member
 from paramserver.errors import Evicted, GenerationChanged, PeerLost, RunEnded, TrainingError
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
-from paramserver.simulator import make_gradient, push_key
 from paramserver.transport.autograd import push_root
 from paramserver.transport.messages import DataPosition, Push, ValidationReply, push_id
 from tests.simulation import simulation
+from tests.simulation.node import make_gradient, push_key
 from tests.simulation.simulation import Scenario, World
 
 READY = Announcement(Readiness.READY)

@@ -45,7 +45,7 @@ from paramserver.consistency import Announcement, Decision, Readiness
 from paramserver.consistency.factory import consistency_class
 from paramserver.errors import PeerLost
 from paramserver.server.update_pipeline import FIRST_BUCKET_BYTES, pipelined_bucket_bytes
-from paramserver.simulator import Call, Node, Process, PushKey, Session, Task, World
+from paramserver.simulator import Call, Node, Process, Session, SimulatedTask, World
 from paramserver.tools.bench.link_probe import LinkSpeed
 from paramserver.tools.bench.slowdown import SlowdownSpec
 from paramserver.transport.messages import PendingPush
@@ -230,14 +230,8 @@ Connection = tuple[Endpoint, Endpoint, bool]
 class EndlessData:
     """Samples that do not end."""
 
-    def load(self, part: Mapping[str, Any]) -> None:
-        pass
-
     def load_after_loss(self, applied: Mapping[str, Any]) -> None:
         pass
-
-    def part(self) -> dict[str, Any]:
-        return {}
 
     def applied(self) -> dict[str, Any]:
         return AppliedPositions().state_dict()
@@ -355,9 +349,7 @@ class ModelledRun(World):
                 if updates == len(self.updates):  # after this decision was made
                     self.buckets.leave(index)
 
-    def applied(
-        self, node: Node, version: int, counted: int, pushes: Sequence[PendingPush], gradients: Sequence[PushKey]
-    ) -> None:
+    def applied(self, node: Node, version: int, pushes: Sequence[PendingPush]) -> None:
         self._updated = len(pushes)
         # A run starts once all trainers are there at once, which may never be where many of them fail often.
         for process in () if self.updates else self.processes:
@@ -392,7 +384,7 @@ class ModelledRun(World):
         """Return a draw with the mean 1."""
         return self.rng.lognormvariate(-(sigma**2) / 2, sigma) if sigma else 1.0
 
-    def send(self, task: Task, call: Call, request: int) -> None:
+    def send(self, task: SimulatedTask, call: Call, request: int) -> None:
         if call.method == "pull":
             self._pull(task, call, request)
         elif call.method == "push":
@@ -401,7 +393,7 @@ class ModelledRun(World):
             trainer = self.trainers[task.session.index]
             self.transfer(trainer, self.servers[0], 0, partial(self.deliver, task, call, request))
 
-    def _pull(self, task: Task, call: Call, request: int) -> None:
+    def _pull(self, task: SimulatedTask, call: Call, request: int) -> None:
         node, index = task.session.node, task.session.index
         has_early = index in self.early
         self.early.discard(index)
@@ -464,7 +456,7 @@ class ModelledRun(World):
 
     # Server 0.
 
-    def deliver(self, task: Task, call: Call, request: int) -> None:
+    def deliver(self, task: SimulatedTask, call: Call, request: int) -> None:
         """Run the handler of a call, once no update is being applied by several servers."""
         node, session = self.node, task.session
         if session.ended:
@@ -506,7 +498,7 @@ class ModelledRun(World):
             self._busy = True
             self._apply(updated, replies)
 
-    def _reply(self, node: Node, task: Task, request: int, value: Any) -> None:
+    def _reply(self, node: Node, task: SimulatedTask, request: int, value: Any) -> None:
         def send() -> None:
             trainer = self.trainers[task.session.index]
             self.transfer(self.servers[0], trainer, 0, lambda: self.receive(node, task, request, value))
@@ -555,7 +547,7 @@ class _Gradients:
         self._sent = 0  # rounds, from 1 on
         self._unacknowledged = sum(len(pieces) for pieces in world.pieces)
         self._missing_at_0 = len(world.pieces[0]) + 1  # pieces, and the report
-        self._push: tuple[Task, Call, int] | None = None
+        self._push: tuple[SimulatedTask, Call, int] | None = None
 
     def send_until(self, number: int) -> None:
         """Send buckets to every server, all up to this number but the first, which is sent with the report."""

@@ -13,7 +13,7 @@ from paramserver.config import config_from_mapping
 from paramserver.distributed import rpc_calls
 from paramserver.distributed.remote_error import RemoteError
 from paramserver.distributed.rendezvous import host_identity
-from paramserver.distributed.rpc_calls import completed_future, returns_errors, returns_errors_async
+from paramserver.distributed.rpc_calls import completed_future
 from paramserver.server import client
 from paramserver.server.coordinator import ShardCoordinator
 from paramserver.server.parameter_server import ParameterServer
@@ -58,45 +58,6 @@ def test_a_class_that_the_other_end_lacks_becomes_a_training_error(kind):
     assert str(there_and_back(OwnError("mine"))) == "mine"
 
 
-def test_a_handler_returns_what_it_raises():
-    @returns_errors
-    def divide(a: int, b: int = 1) -> float:
-        """Divides."""
-        if b < 0:
-            raise errors.PeerLost("gone")
-        return a / b
-
-    assert divide(6, b=3) == 2
-    assert divide(1, -1) == RemoteError("PeerLost", "gone")
-    assert "ZeroDivisionError" in divide(1, 0).message
-    assert (divide.__name__, divide.__doc__) == ("divide", "Divides.")
-
-
-def test_a_handler_never_hides_that_the_process_is_to_end():
-    @returns_errors
-    def leave() -> None:
-        raise SystemExit(1)
-
-    with pytest.raises(SystemExit):
-        leave()
-
-
-def test_a_handler_that_answers_later_gives_its_error_as_a_future():
-    @returns_errors_async
-    def later(fails: bool) -> torch.futures.Future:
-        if fails:
-            raise errors.TrainingError("refused")
-        return pending
-
-    pending = torch.futures.Future()
-    assert later(False) is pending
-    assert not pending.done()
-    refused = later(True)
-    assert refused.done()
-    assert refused.value() == RemoteError("TrainingError", "refused")
-    assert completed_future(7).value() == 7
-
-
 def test_a_host_is_named_the_same_twice_and_by_its_network():
     assert host_identity() == host_identity()
     assert "net:[" in host_identity()
@@ -111,6 +72,17 @@ class Server:
 
     def later(self):
         return completed_future("late")
+
+    def divide(self, a, b=1):
+        if b < 0:
+            raise errors.PeerLost("gone")
+        return a / b
+
+    def leave(self):
+        raise SystemExit(1)
+
+    def refuse_later(self):
+        raise errors.TrainingError("refused")
 
 
 class Derived(Server):
@@ -138,6 +110,29 @@ def test_a_call_reaches_the_method_of_the_object_that_is_registered(local_calls)
     assert rpc_calls.send_deferred("server0", Server.later).value() == "late"
     rpc_calls.register_server(Derived())
     assert rpc_calls.send("server0", 1.0, Server.add, 2).value() == -3
+
+
+def test_a_handler_returns_what_it_raises(local_calls):
+    rpc_calls.register_server(Server())
+    assert rpc_calls.send("server0", 1.0, Server.divide, 6, b=3).value() == 2
+    assert rpc_calls.send("server0", 1.0, Server.divide, 1, -1).value() == RemoteError("PeerLost", "gone")
+    assert "ZeroDivisionError" in rpc_calls.send("server0", 1.0, Server.divide, 1, 0).value().message
+
+
+def test_a_handler_never_hides_that_the_process_is_to_end(local_calls):
+    rpc_calls.register_server(Server())
+    with pytest.raises(SystemExit):
+        rpc_calls.send("server0", 1.0, Server.leave)
+
+
+def test_a_handler_that_answers_later_gives_its_error_as_a_future(local_calls):
+    server, pending = Server(), torch.futures.Future()
+    server.later = lambda: pending
+    rpc_calls.register_server(server)
+    assert rpc_calls.send_deferred("server0", Server.later) is pending
+    assert not pending.done()
+    refused = rpc_calls.send_deferred("server0", Server.refuse_later)
+    assert refused.value() == RemoteError("TrainingError", "refused")
 
 
 def test_a_call_without_a_registered_object_is_an_error(local_calls):

@@ -14,7 +14,7 @@ from paramserver.config import ClusterConfig, Config, ServerConfig, TrainingConf
 from paramserver.consistency import Announcement, Decision, Readiness, TrainerId, Verdict
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member
-from paramserver.distributed.rpc_calls import RemoteError, returns_errors_async
+from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import Evicted, GenerationChanged, RunEnded
 from paramserver.metrics.records import StepReport, TrainerTotals
 from paramserver.runs.monitor import RunMonitor
@@ -26,6 +26,14 @@ from paramserver.transport.shared_memory import gradients_key, parameters_key
 
 READY = Announcement(Readiness.READY)
 TIMEOUT_S = 20.0
+
+
+def reply_of(handler, *arguments):
+    """Call a handler as RPC does: what it raises is the value of the future."""
+    try:
+        return handler(*arguments)
+    except Exception as error:  # noqa: BLE001 - as there
+        return completed_future(RemoteError.of(error))
 
 
 class ToShard(NoNetwork):
@@ -78,7 +86,7 @@ class TwoServers:
         """Make the calls of server 0 to server 1."""
         calls, self.network.calls = self.network.calls, []
         for future, handler, arguments in calls:
-            future.set_result(returns_errors_async(handler)(self.shard, *arguments).value())
+            future.set_result(reply_of(handler, self.shard, *arguments).value())
 
     def join(self, index):
         self.workers += 1
@@ -272,9 +280,8 @@ def test_of_two_processes_that_join_as_one_trainer_at_once_the_newer_one_trains(
     server, replies = run.server, {}
     members = {name: Member(0, f"trainer0_{n}", n, f"here, {n}") for n, name in enumerate(("older", "newer"), 10)}
     lock, server.roster._loss_lock = server.roster._loss_lock, MeetingLock(server.roster._loss_lock, first)
-    join = returns_errors_async(server.join)
     threads = [
-        threading.Thread(target=lambda own=own: replies.update({own: join(members[own], 8)}), name=own)
+        threading.Thread(target=lambda own=own: replies.update({own: reply_of(server.join, members[own], 8)}), name=own)
         for own in members
     ]
     for thread in threads:
