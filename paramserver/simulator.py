@@ -96,7 +96,7 @@ class Store:
             on_epoch_end=lambda: None,
             on_validation_end=lambda version, means, since: None,
             state_dict=dict,
-            lr=(0.1,),
+            applied_lr=(0.1,),
             skipping=Skipping(node.world.config.training),
         )
         self.held: set[int] = set()

@@ -1041,7 +1041,7 @@ class TrainingLoop:
         if self._is_record_due():
             trainer.record("buffer", **trainer.data.record())
             if trainer.local_steps is not None:
-                trainer.record("inner", inner_step=trainer.inner_step, lr=list(trainer.local_steps.updater.lr))
+                trainer.record("inner", inner_step=trainer.inner_step, lr=list(trainer.local_steps.updater.applied_lr))
         if trainer.lockstep and trainer.is_due(trainer.step):
             self._validate_and_save()
 

@@ -576,6 +576,7 @@ class DdpTrainer(ReplicaTrainer):
         if self._skipped() is not None:
             return decision.step
         self._missed_updates = True
+        self.updater.on_missed_update()
         return super().idle(decision)
 
     def _shadow_wrapper(self) -> None:
