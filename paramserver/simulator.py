@@ -78,7 +78,7 @@ class Store:
         self.node = node
         self.version = node.checkpoints.first_step
         self.updater = SimpleNamespace(
-            on_epoch_end=lambda: None, lr=(0.1,), skipping=Skipping(node.world.config.training)
+            on_epoch_end=lambda: None, applied_lr=(0.1,), skipping=Skipping(node.world.config.training)
         )
         self.update: tuple[int, Sequence[PendingPush]] = 0, ()  # that is in progress
 

@@ -315,6 +315,10 @@ class Trainer(ABC):
         """
         return self.step + (not self.optimizer_calls.nonfinite)
 
+    def idle_scope(self) -> AbstractContextManager[Any]:
+        """Return a context for a step in which this trainer has no data: it waits as long as the others compute."""
+        return nullcontext()
+
     def idle(self, decision: Decision) -> int:
         """Wait for a step in which this trainer has no data; return the version after it.
 
@@ -860,7 +864,8 @@ class TrainingLoop:
         if has_data:
             trainer.step = self._train_by_calls() if by_calls else self._train(decision)
         else:
-            trainer.step = self._follow_calls() if by_calls else trainer.idle(decision)
+            with trainer.idle_scope():
+                trainer.step = self._follow_calls() if by_calls else trainer.idle(decision)
         trainer.current_step.in_batches = trainer.current_step.is_open = False
         timer = trainer.process.startup_timer
         if has_data and "first step" not in timer.phases:
@@ -1046,7 +1051,7 @@ class TrainingLoop:
         if self._is_record_due():
             trainer.record("buffer", **trainer.data.record())
             if trainer.local_steps is not None:
-                trainer.record("inner", inner_step=trainer.inner_step, lr=list(trainer.local_steps.updater.lr))
+                trainer.record("inner", inner_step=trainer.inner_step, lr=list(trainer.local_steps.updater.applied_lr))
         if trainer.lockstep and trainer.is_due(trainer.step):
             self._validate_and_save()
 

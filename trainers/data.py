@@ -263,6 +263,12 @@ class DataStream:
             pass
 
     @property
+    def received(self) -> int:
+        """Samples that have come from simulations, also those that had come before."""
+        figures = self.source.figures() if isinstance(self.source, Stream) else {}
+        return sum(figures.get(name, 0) for name in ("received", "duplicated"))
+
+    @property
     def blocks(self) -> bool:
         """Whether simulations wait for room in the buffer."""
         return isinstance(self.source, Stream) and self.buffer.put_waits

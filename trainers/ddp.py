@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -26,7 +27,7 @@ from paramserver.metrics.records import StepReport, StepResult, StepTotals
 from paramserver.optim.outer import round_weights
 from paramserver.parameters.flat import trainable_parameters
 from paramserver.parameters.model import build_model, extra_state_dict, load_part_of_state
-from paramserver.parameters.model_tree import set_buffer
+from paramserver.parameters.model_tree import mean_buffers, set_buffer
 from paramserver.parameters.numerics import checksums
 from paramserver.parameters.tables import find_tables
 from paramserver.platform import SHARES_MEMORY
@@ -77,8 +78,11 @@ class DdpTrainer(ReplicaTrainer):
     _idle_ranks: frozenset[int] = frozenset()
     _uneven_inputs: str  # as in ``module_buffer_owner``
     _may_be_idle = False  # whether a step may go without ranks that have no data
-    _blocks_since: float | None = None  # where it may not, and the full buffer of this rank blocks simulations
-    _has_last_loss = False  # of the present step
+    # Where it may not, and the full buffer of this rank blocks simulations: what all have received, and since when.
+    _stalled: tuple[int, float] | None = None
+    _received = 0
+    _broadcasts_buffers = False  # in place of DistributedDataParallel, whose forwards ranks without data do not know
+    _has_common_step = False  # a step that all ranks had data for
     _wrapped_without_buffers = False
     _collections = 0
 
@@ -128,6 +132,8 @@ class DdpTrainer(ReplicaTrainer):
         self.make_optimizer(model)
         self._share_all_reduce(model)
         self._uneven_inputs = self.config.training.uneven_inputs
+        # A rank that waits for samples of simulations is idle while another one's full buffer blocks these.
+        is_fed = self.process.receiver_spec is not None
         if self.updater.parameters_of or self.local_steps is not None:
             self._check_not_wrapped()
             # Not wrapped: a loss has gradients for a part of the model, or for a local step of this rank alone. What
@@ -136,32 +142,39 @@ class DdpTrainer(ReplicaTrainer):
                 dist.broadcast(parameter.data, src=0)
             for buffer in model.buffers():
                 _broadcast_buffer(buffer, 0)
-            self._may_be_idle = True
+            self._may_be_idle = self._broadcasts_buffers = is_fed or self._uneven_inputs == "join"
             return
-        self.model = self.configure_ddp(model, device_ids)
-        if isinstance(self.model, DistributedDataParallel):
-            self.model.register_forward_pre_hook(self._on_wrapper_forward)
-            if self.all_reduce is not None:
-                # DDP refuses annotations that are strings; a lambda has none.
-                self.model.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
-        # A rank that waits for samples of simulations is idle while another one's full buffer blocks these.
-        if self.process.receiver_spec is not None and isinstance(self.model, DistributedDataParallel):
+        self.model = wrapped = self.configure_ddp(model, device_ids)
+        if not isinstance(wrapped, DistributedDataParallel):
+            if self._uneven_inputs == "join":
+                raise UnsupportedConfiguration(
+                    "training.uneven_inputs (join) must be stop where configure_ddp returns no "
+                    "DistributedDataParallel, as a trainer without data takes part in its collectives; return one, or "
+                    "set stop"
+                )
+            return
+        if is_fed:
             self._uneven_inputs = "join"
-        if self._uneven_inputs == "join":
-            self._may_be_idle = True
-            # Creating the context switches the collectives of joining on. It is never entered: this loop decides.
-            self._join = self._ddp().join(divide_by_initial_world_size=False)
+        self._may_be_idle = self._uneven_inputs == "join"
+        wrapped.register_forward_pre_hook(self._on_wrapper_forward)
+        # DDP refuses annotations that are strings; a lambda has none.
+        if self.all_reduce is not None:
+            wrapped.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
+        elif self._may_be_idle and self.process.trainers > 1 and not wrapped._comm_hooks:
+            wrapped.register_comm_hook(None, lambda _, bucket: self._reduce_over_group(bucket))
+        if self._may_be_idle:
+            self._broadcasts_buffers, wrapped.forward_sync_buffers = wrapped.forward_sync_buffers, False
 
     def _share_all_reduce(self, model: nn.Module) -> None:
         """Reduce gradients in shared memory, if neither the user, a device nor a sparse gradient needs another way."""
         options, placement = self.config.ddp, self.process.placement
-        uses_hook = options.comm_hook != "none" or "mixed_precision" in options.extra
+        self._uses_hook = options.comm_hook != "none" or "mixed_precision" in options.extra
         if (
             self.process.trainers > 1
             and SHARES_MEMORY
             and options.shared_memory == "auto"
             and placement.device.type == "cpu"
-            and not (uses_hook or overrides(self, DdpTrainer.configure_ddp) or find_tables(model))
+            and not (self._uses_hook or overrides(self, DdpTrainer.configure_ddp) or self._tables)
         ):
             parameters = list(trainable_parameters(model).values())
             self.all_reduce = self.resources.enter_context(self.control.shared_all_reduce(parameters))
@@ -182,6 +195,18 @@ class DdpTrainer(ReplicaTrainer):
             for reduced, buffer in self._buckets:
                 reduced.set_result(buffer)
         return future
+
+    def _reduce_over_group(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Reduce a bucket of gradients to the mean over the ranks that have data."""
+        buffer = bucket.buffer()
+        buffer /= len(self._active)
+        reduced: torch.futures.Future[Any] = dist.all_reduce(buffer, async_op=True).get_future()
+
+        def finish(done: torch.futures.Future[Any]) -> Tensor:
+            done.value()  # raises the error of the collective
+            return buffer  # type: ignore[no-any-return]
+
+        return reduced.then(finish)
 
     def _broadcast_late_buffers(self, model: nn.Module) -> None:
         """Give all ranks the stored module buffers that have another shape than as built, as DDP refuses them."""
@@ -272,7 +297,9 @@ class DdpTrainer(ReplicaTrainer):
         decision = self._decide() if self._has_announced else None
         if decision is None or decision.verdict is Verdict.WAIT:
             # Not within a step: there a rank does not wait for its data, so another one must not continue without it.
-            self.control.announce(self.announcement(), blocks=self._may_be_idle and self.data.blocks)
+            announcement, may_be_idle = self.announcement(), self._may_be_idle
+            received = 0 if may_be_idle else self.data.received
+            self.control.announce(announcement, blocks=may_be_idle and self.data.blocks, received=received)
             decision = self._decide()
         self._check_progress(decision)
         if decision.verdict is Verdict.WAIT and self._idle_ranks:
@@ -285,47 +312,70 @@ class DdpTrainer(ReplicaTrainer):
             if self._idle_ranks.intersection(decision.active):
                 self._synchronize()
             self._keep_module_buffers(decision.active)
-            self._active, self._has_last_loss = decision.active, False
+            self._active = decision.active
             self._idle_ranks |= set(range(self.process.trainers)).difference(decision.active)
-            if self._is_shadowed:
-                # Within the step it would be in the first forward with gradients, which the others do not know.
-                self._ddp().reducer._rebuild_buckets()
+            if len(self._active) == self.process.trainers:
+                self._has_common_step = True
+            elif isinstance(self.model, DistributedDataParallel):
+                self._prepare_shadowed(self.model)
         self.clock.lap("wait")
         return decision
 
     def _check_progress(self, decision: Decision) -> None:
-        """End a run that may not continue without a rank whose samples are behind the full buffer of this one."""
+        """End a run that may not continue without a rank whose samples are behind the full buffer of this one.
+
+        They are not where samples still come: simulations that live send some in this time, unless they are blocked.
+        """
         if decision.verdict is not Verdict.WAIT or self._may_be_idle or not self.data.blocks:
-            self._blocks_since = None
+            self._stalled = None
             return
-        now, limit_s = time.monotonic(), self.config.cluster.timeout_s
-        self._blocks_since = self._blocks_since or now
-        if now - self._blocks_since > limit_s:
+        simulations = self.config.simulations
+        assert simulations is not None
+        now, limit_s = time.monotonic(), max(self.config.cluster.timeout_s, simulations.timeout_s)
+        if self._stalled is None or self._stalled[0] != self._received:
+            self._stalled = self._received, now
+        elif now - self._stalled[1] > limit_s:
             raise TrainingError(
-                f"the buffer of trainer {self.trainer_index} has been full for {limit_s:g} s (cluster.timeout_s) while "
-                "another one waits for samples of the simulations that it blocks, and no update can be made without a "
-                "trainer as configure_ddp returns no DistributedDataParallel; return one, or raise buffer.capacity"
+                f"the buffer of trainer {self.trainer_index} is full, no trainer has received a sample for {limit_s:g} "
+                "s (cluster.timeout_s, simulations.timeout_s), as another one waits for those of the simulations that "
+                "it blocks, and no update can be made without a trainer as configure_ddp returns no "
+                "DistributedDataParallel; return one, or raise buffer.capacity"
             )
 
-    @property
-    def _is_shadowed(self) -> bool:
-        """Whether a rank without data follows the collectives of a wrapper in this step."""
-        return len(self._active) < self.process.trainers and isinstance(self.model, DistributedDataParallel)
+    @cached_property
+    def _tables(self) -> list[str]:
+        return find_tables(self.unwrapped_model)
 
-    def _announce_forward(self, comes: bool, has_gradients: bool = False) -> tuple[bool, bool]:
-        """Agree whether a rank with data calls the wrapper once more in this step, and whether with gradients."""
-        flags = torch.tensor([float(comes), float(has_gradients)], device=self._ddp().join_device)
-        dist.all_reduce(flags)
-        comes, has_gradients = flags.bool().tolist()
-        return comes, has_gradients
+    def _prepare_shadowed(self, wrapper: DistributedDataParallel) -> None:
+        """Prepare a step in which ranks without data know of the last backward of the others, and of no forward."""
+        without = next(index for index in range(self.process.trainers) if index not in self._active)
+        if wrapper.static_graph and not self._has_common_step:
+            raise TaskError(
+                "ddp.extra: {static_graph: true} must have a first step that all trainers have data for, and trainer "
+                f"{without} has none; remove it"
+            )
+        if self._tables:
+            raise TaskError(
+                f"sparse gradients ({', '.join(self._tables)}) must have a step that all trainers have data for, and "
+                f"trainer {without} has none for step {self.step + 1}; leave out sparse=True, or set "
+                "training.uneven_inputs: stop, or mode: rpc"
+            )
+        with _named_causes():
+            # Otherwise a collective of the first forward with gradients.
+            wrapper._has_rebuilt_buckets |= wrapper.reducer._rebuild_buckets()
 
     def _decide(self) -> Decision:
         agreed = self._agreed()
+        self._received = agreed.received
         return self.decide(agreed.announcements, agreed.blocking)
 
     def _keep_module_buffers(self, active: tuple[int, ...]) -> None:
         """Continue with the module buffers that the last step kept, also where another rank's are kept from now on."""
         source = module_buffer_owner(self._active, self._uneven_inputs)
+        if self._may_be_idle:
+            if self._broadcasts_buffers or source != module_buffer_owner(active, self._uneven_inputs):
+                self._send_buffers(source)
+            return
         # DDP does it before a forward, but not with several optimizers, where the model is not wrapped, nor if it found
         # no buffers at first.
         own_broadcast = not isinstance(self.model, DistributedDataParallel) or self._wrapped_without_buffers
@@ -337,17 +387,23 @@ class DdpTrainer(ReplicaTrainer):
                     if everything or buffer.dtype not in _COLLECTIVE_DTYPES:
                         _broadcast_buffer(buffer, source)
 
+    def _send_buffers(self, source: int) -> None:
+        """Give all ranks the module buffers of one, which forwards may have reshaped or registered since."""
+        if self.process.trainers == 1:
+            return
+        packed = self.tree.pack_buffers() if self.trainer_index == source else None
+        with translate_peer_loss():
+            packed = self.control.broadcast(packed, source)
+        if self.trainer_index != source:
+            self.tree.load_buffers(packed)
+
     def forward_batch(self, batch: Any) -> tuple[float, Tensor]:
         try:
-            return super().forward_batch(batch)
-        except RuntimeError as error:
+            with _named_causes():
+                return super().forward_batch(batch)
+        except RuntimeError:
             self._check_buffer_types()
-            if "find_unused_parameters" not in message_of(error):
-                raise
-            raise TaskError(
-                "some parameters had no part in the loss of an earlier step; set ddp.extra: "
-                "{find_unused_parameters: true}, or use all parameters in each step"
-            ) from error
+            raise
         except (AttributeError, TypeError) as error:
             if "'DistributedDataParallel' object" not in message_of(error):
                 raise
@@ -366,16 +422,7 @@ class DdpTrainer(ReplicaTrainer):
                 )
 
     def _on_wrapper_forward(self, wrapper: DistributedDataParallel, inputs: Any) -> None:
-        has_gradients = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
-        self._went_through_wrapper |= has_gradients
-        if self.current_step.in_batches and self._is_shadowed:
-            if self._has_last_loss:
-                raise TaskError(
-                    "the model was called after the last loss of a step that a trainer without data follows, and would "
-                    "wait for it; call self.trainer.unwrapped_model in on_before_backward, on_after_backward and "
-                    "on_batch_end"
-                )
-            self._announce_forward(True, has_gradients)
+        self._went_through_wrapper |= torch.is_grad_enabled() and wrapper.require_backward_grad_sync
 
     def _check_step(self) -> None:
         """Refuse what would let the parameters of the ranks diverge."""
@@ -397,9 +444,6 @@ class DdpTrainer(ReplicaTrainer):
 
     def on_last_loss(self, totals: StepTotals) -> None:
         self._check_step()
-        self._has_last_loss = True
-        if self._is_shadowed:
-            self._announce_forward(False)
         if self.local_steps is None:
             self._announce_in_step(totals)
 
@@ -457,7 +501,7 @@ class DdpTrainer(ReplicaTrainer):
             self._reduce_round(self.local_steps, report.samples)
         elif (skipped := self._skipped()) is not None:
             return skipped
-        elif self.config.ddp.comm_hook != "none" and len(self._active) < self.process.trainers:
+        elif self._uses_hook and len(self._active) < self.process.trainers:
             # A hook that compresses has divided by the number of all ranks.
             for gradient in (one.grad for one in self.updater.parameters if one.grad is not None):
                 gradient.mul_(self.process.trainers / len(self._active))
@@ -498,7 +542,7 @@ class DdpTrainer(ReplicaTrainer):
         """Take the means, over the ranks that have data, of what their rounds changed, and of their module buffers."""
         if self.process.trainers == 1:
             return
-        count, has_data = len(self._active), self.trainer_index in self._active
+        has_data = self.trainer_index in self._active
         if self.config.training.weights_samples:
             of_ranks = self.control.exchange(samples)
             own = round_weights(self.config.training, [of_ranks[index] for index in self._active])
@@ -506,15 +550,10 @@ class DdpTrainer(ReplicaTrainer):
                 assert parameter.grad is not None
                 parameter.grad *= own[self._active.index(self.trainer_index)]
         self._reduce_dense(local_steps.parameters, self._active)
-        _separate_elements(self.unwrapped_model)
-        with translate_peer_loss():
-            for buffer in self.unwrapped_model.buffers():
-                if not (buffer.is_floating_point() or buffer.is_complex()) or buffer.dtype not in _COLLECTIVE_DTYPES:
-                    _broadcast_buffer(buffer, self._active[0])
-                    continue
-                total = buffer if has_data else torch.zeros_like(buffer)
-                dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
-                buffer.copy_(total / count if count > 1 else total)
+        # As a server does it; they are few, and forwards may have reshaped or registered them.
+        mean = mean_buffers(self.control.exchange(self.tree.pack_buffers() if has_data else None))
+        assert mean is not None
+        self.tree.load_buffers(mean)
         self.clock.lap("push")
 
     @torch.no_grad()
@@ -563,6 +602,9 @@ class DdpTrainer(ReplicaTrainer):
             dist.all_reduce(gradient)
         parameter.grad = gradient / count
 
+    def idle_scope(self) -> AbstractContextManager[Any]:
+        return self.control.waits_for_steps()
+
     def idle(self, decision: Decision) -> int:
         """Take part in the collectives of ranks that still have data, as ``DistributedDataParallel.join`` does."""
         self._announce_in_step(None)
@@ -572,28 +614,20 @@ class DdpTrainer(ReplicaTrainer):
             self.updater.clear_gradients()
             return super().idle(decision)
         with translate_peer_loss():
-            self._shadow_wrapper()
+            self._shadow_backward()
         if self._skipped() is not None:
             return decision.step
         self._missed_updates = True
+        self.updater.on_missed_update()
         return super().idle(decision)
 
-    def _shadow_wrapper(self) -> None:
-        """Take part in the collectives of the forwards of the others, however many, and of their last backward.
-
-        As the ``main_hook`` of ``join_hook``, which knows of one forward for each backward only.
-        """
+    def _shadow_backward(self) -> None:
+        """Take part in the collectives of the last backward of the others, as the ``main_hook`` of ``join_hook``."""
         ddp: Any = self._ddp()
-        while True:
-            comes, has_gradients = self._announce_forward(False)
-            if not comes:
-                break
-            dist.all_reduce(torch.zeros(1, device=ddp.join_device))  # DDP counts the ranks that have data
-            ddp._check_and_sync_module_buffers()
-            ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
-            ddp.require_forward_param_sync = has_gradients
         ddp._match_all_reduce_for_bwd_pass()
-        if ddp.find_unused_parameters:
+        if ddp.find_unused_parameters and not ddp.static_graph:
+            # It has the parameters that all ranks have used in another step.
+            ddp.reducer._get_local_used_map().zero_()
             ddp._match_unused_params_allreduce()
         ddp.reducer._push_all_rebuilt_params()
 
@@ -611,9 +645,11 @@ class DdpTrainer(ReplicaTrainer):
 
     def _synchronize(self) -> None:
         source = module_buffer_owner(self._active, self._uneven_inputs)
+        if self._may_be_idle:
+            self._send_buffers(source)
         _separate_elements(self.unwrapped_model)
         with translate_peer_loss():
-            for buffer in self.unwrapped_model.buffers():
+            for buffer in () if self._may_be_idle else self.unwrapped_model.buffers():
                 _broadcast_buffer(buffer, source)
             if not self._idle_ranks:
                 self._compare_parameters()
@@ -642,6 +678,20 @@ class DdpTrainer(ReplicaTrainer):
                         f"parameter {name} of rank {rank} differs from that of rank 0 after step {self.step}; change "
                         "parameters through gradients only, or in the same way on every rank"
                     )
+
+
+@contextmanager
+def _named_causes() -> Iterator[None]:
+    """Name the cause and the cure where DistributedDataParallel finds that its last reduction is not complete."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "find_unused_parameters" not in message_of(error):
+            raise
+        raise TaskError(
+            "some parameters had no part in the loss of an earlier step; set ddp.extra: {find_unused_parameters: "
+            "true}, or use all parameters in each step"
+        ) from error
 
 
 # What gloo and NCCL both send; any other type is sent as bytes.

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from paramserver.checkpoint import write_chunks
 from paramserver.checkpoint.writer import BackgroundSender
@@ -51,20 +52,21 @@ class AgreedStep:
     """What every rank knows after an exchange.
 
     ``totals`` are of the step during which the exchange ran, over the ranks that took part in it; None if there was
-    none. ``blocking`` are the ranks whose full buffers block simulations.
+    none. ``blocking`` are the ranks whose full buffers block simulations, ``received`` counts what all have received.
     """
 
     announcements: dict[int, Announcement]
     totals: StepTotals | None
     collect_records: bool
     blocking: frozenset[int] = frozenset()
+    received: int = 0
 
 
 # A rank's row: readiness, batches and stop of its announcement; whether rank 0 collects records; whether its full
-# buffer blocks simulations; 1 if the rank takes part in the current step, its samples, those that it skipped, and its
-# quantities.
+# buffer blocks simulations, and how many samples it has received; 1 if the rank takes part in the current step, its
+# samples, those that it skipped, and its quantities.
 _QUANTITIES = tuple(one.name for one in QUANTITIES)
-_ROW = 8 + len(_QUANTITIES)
+_ROW = 9 + len(_QUANTITIES)
 
 
 class SharedRows:
@@ -199,15 +201,17 @@ class StepAgreement:
         collect_records: bool = False,
         before_collective: bool = False,
         blocks: bool = False,
+        received: int = 0,
     ) -> None:
         """Start an exchange and return.
 
         ``totals`` are of the current step; None if this rank does not take part. With ``collect_records`` rank 0
         collects records; with ``before_collective`` all ranks take part in another collective between this and
-        ``wait``. ``blocks`` is whether the full buffer of this rank blocks simulations.
+        ``wait``. ``blocks`` is whether the full buffer of this rank blocks simulations, ``received`` the number of
+        samples that it has received from them.
         """
         assert self._own is None
-        row = [float(own.readiness), float(own.batches), float(own.stop), float(collect_records), float(blocks)]
+        row = [*map(float, (own.readiness, own.batches, own.stop, collect_records, blocks, received))]
         if totals is not None:
             row += [1.0, totals.samples, totals.skipped, *(getattr(totals, name) for name in _QUANTITIES)]
         row += [0.0] * (_ROW - len(row))
@@ -231,8 +235,10 @@ class StepAgreement:
             with translate_peer_loss():
                 self._work.wait()
             rows, self._matrix = self._matrix.tolist(), None
-        announcements, parts, collect_records, blocking = {}, list[StepTotals](), False, set[int]()
-        for i, (readiness, batches, stop, collects, blocks, takes_part, samples, skipped, *values) in enumerate(rows):
+        announcements, parts, collect_records, blocking, received = {}, list[StepTotals](), False, set[int](), 0.0
+        for i, row in enumerate(rows):
+            readiness, batches, stop, collects, blocks, came, takes_part, samples, skipped, *values = row
+            received += came
             reason = own.reason if i == self.trainer_index else f"a signal to trainer {i}"
             announcements[i] = Announcement(Readiness(int(readiness)), int(batches), Stop(int(stop)), reason)
             collect_records |= bool(collects)
@@ -248,7 +254,7 @@ class StepAgreement:
                 skipped=sum(part.skipped for part in parts),
                 **combine(parts),
             )
-        return AgreedStep(announcements, totals, collect_records, frozenset(blocking))
+        return AgreedStep(announcements, totals, collect_records, frozenset(blocking), int(received))
 
 
 @contextmanager
@@ -359,6 +365,8 @@ class PartGather:
             raise failures[0]
 
 
+# Torch takes no timeout for none.
+_NO_LIMIT = timedelta(days=365)
 # Rank 0 collects the records of the others this often; it costs one gather.
 _COLLECT_EVERY_S = 1.0
 # A collective may fail before the control channel names the lost rank: by server.lost_after_s, and by this.
@@ -382,6 +390,7 @@ class DdpControl(ReplicaControl):
 
     _channel: ControlChannel | None = None
     _timeout_s: float  # of a wait for another rank
+    _barrier: Barrier | None = None
     _last_collected = 0.0
     _lost_at: float | None = None
 
@@ -436,11 +445,32 @@ class DdpControl(ReplicaControl):
                         self.monitor.note(f"ddp.shared_memory (auto): gradients are reduced over gloo, as {why}")
                 else:
                     stack.callback(barrier.close)
+                    self._barrier = barrier
                     areas = list(layout.views(flats).values())
                     all_reduce = SharedAllReduce(areas, self.trainer_index, barrier)
             on_exit = stack.pop_all()
         with on_exit:
             yield all_reduce
+
+    @contextmanager
+    def waits_for_steps(self) -> Iterator[None]:
+        """Inside ``with``, this rank waits for ranks that compute as long as they do; a loss ends the wait.
+
+        It enters the collectives of a step at the begin of that, and the others after their forward. The control
+        channel finds a rank that is lost. One that waits in a collective has the limit itself.
+        """
+        try:
+            self._limit_waits(None)
+            yield
+        finally:
+            self._limit_waits(self._timeout_s)
+
+    def _limit_waits(self, timeout_s: float | None) -> None:
+        limit = _NO_LIMIT if timeout_s is None else timedelta(seconds=timeout_s)
+        for group in {dist.group.WORLD, self.group}:
+            _set_pg_timeout(limit, group)
+        if self._barrier is not None:
+            self._barrier.set_timeout(timeout_s)
 
     def exchange(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.process.trainers
@@ -455,11 +485,16 @@ class DdpControl(ReplicaControl):
         return values[0]
 
     def announce(
-        self, announcement: Announcement, totals: StepTotals | None = None, in_step: bool = False, blocks: bool = False
+        self,
+        announcement: Announcement,
+        totals: StepTotals | None = None,
+        in_step: bool = False,
+        blocks: bool = False,
+        received: int = 0,
     ) -> None:
         """Start to agree on the next step; see ``StepAgreement.start``."""
         collects = self.monitor is not None and time.monotonic() - self._last_collected > _COLLECT_EVERY_S
-        self.agreement.start(announcement, totals, collects, before_collective=in_step, blocks=blocks)
+        self.agreement.start(announcement, totals, collects, in_step, blocks, received)
 
     def collect_records(self) -> None:
         super().collect_records()

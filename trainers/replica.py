@@ -61,7 +61,7 @@ class ReplicaTrainer(Trainer):
     ) -> StepResult:
         """Return the result of the update that made the version ``step``, from what its trainers measured."""
         return StepResult(
-            step, self.samples, lr=self.updater.lr, seconds=seconds, optimizer=optimizer, **combine(measured)
+            step, self.samples, lr=self.updater.applied_lr, seconds=seconds, optimizer=optimizer, **combine(measured)
         )
 
     def skip_step(self, trainers: Sequence[int], samples: int, cause: str) -> StepResult:
@@ -75,7 +75,7 @@ class ReplicaTrainer(Trainer):
         if self.control.monitor is not None:
             self.control.monitor.step_skipped(trainers, samples, cause, self.loss_scale)
         self.updater.skipping.step_skipped(trainers, cause, self.loss_scale)
-        return StepResult(self.step, self.samples, 0.0, self.updater.lr, self.seconds, dropped=True)
+        return StepResult(self.step, self.samples, 0.0, self.updater.applied_lr, self.seconds, dropped=True)
 
     def publish_version(self) -> None:
         checkpoints = self.control.checkpoints

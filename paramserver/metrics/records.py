@@ -89,7 +89,7 @@ class StepResult(StepQuantities):
     Attributes:
         step: the version that the update made.
         samples: samples applied up to and including this update.
-        lr: learning rate of each parameter group.
+        lr: learning rate of each parameter group with which the update was made.
         seconds: training time so far.
         apply_s: duration of the optimizer step.
         held_s: time that the push waited on the server.

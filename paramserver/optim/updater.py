@@ -86,6 +86,8 @@ class Updater:
         self.skipping = Skipping(training)
         self.validate_every = training.validate_every
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        # Of the last update: a schedule that was stepped after it has changed those of the next one.
+        self.applied_lr = self.lr
 
     @spanned("apply")
     def apply(self, step: int, optimizer: str = "") -> None:
@@ -136,9 +138,16 @@ class Updater:
 
     def on_update(self, optimizer: str = "") -> None:
         """Step the schedule of an optimizer that has been stepped; of all of them if the name is empty."""
+        self.applied_lr = self.lr
         for name, schedule in self._schedules.items():
             if optimizer in ("", name) and schedule.every == "step":
                 schedule.scheduler.step()
+
+    def on_missed_update(self) -> None:
+        """Step the schedules where another process has made an update, so that records have its learning rates."""
+        for optimizer in optimizers_of(self.optimizer):
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # as in ``load_state_dict``
+        self.on_update()
 
     def on_epoch_end(self) -> None:
         for schedule in self._schedules.values():
@@ -168,7 +177,7 @@ class Updater:
 
     @property
     def lr(self) -> tuple[float, ...]:
-        """The learning rate of each parameter group that has one: an optimizer may compute it in each step."""
+        """The learning rate of each parameter group that has one, now: an optimizer may compute it in each step."""
         return tuple(float(g["lr"]) for g in self.optimizer.param_groups if g.get("lr") is not None)
 
     def averages(self, states: Mapping[int, Mapping[str, Any]] | None = None) -> dict[str, Tensor]:

@@ -583,7 +583,7 @@ class Aggregator:
         return StepResult(
             self.rules.step,
             self.rules.samples,
-            lr=self.store.updater.lr,
+            lr=self.store.updater.applied_lr,
             seconds=self._seconds,
             apply_s=apply_s,
             dropped=dropped,

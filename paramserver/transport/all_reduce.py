@@ -36,8 +36,12 @@ class Barrier:
     def __init__(self, to: Sequence[socket.socket], of: Sequence[socket.socket], timeout_s: float) -> None:
         self._to = to
         self._of = of
+        self.set_timeout(timeout_s)
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """Limit each wait from now on; None: a wait ends with the connections only."""
         self._timeout_s = timeout_s
-        for connection in (*to, *of):
+        for connection in (*self._to, *self._of):
             connection.settimeout(timeout_s)
 
     @staticmethod

@@ -105,8 +105,11 @@ class FedWithDigests(Fed):
         return super().training_step(model, batch, batch_idx)
 
 
-class FedWithTwoCalls(FedWithDigests):
-    """Calls its model twice for each batch, in every second step first without gradients; it has module buffers."""
+class FedWithCalls(FedWithDigests):
+    """Calls its model up to three times for each batch, as often as the trainer and step want; it has module buffers.
+
+    In every second step all calls but the last are without gradients.
+    """
 
     def build_model(self):
         size = SHAPE[0] * SHAPE[1]
@@ -114,8 +117,10 @@ class FedWithTwoCalls(FedWithDigests):
         return nn.Sequential(nn.Linear(size, size), nn.BatchNorm1d(size), nn.Linear(size, 1))
 
     def training_step(self, model, batch, batch_idx):
-        with torch.set_grad_enabled(self.trainer.current_step.decision.step % 2 == 0):
-            model(batch["u"].flatten(1))
+        step = self.trainer.current_step.decision.step
+        with torch.set_grad_enabled(step % 2 == 0):
+            for _ in range((step + self.trainer.trainer_index) % 3):
+                model(batch["u"].flatten(1))
         return super().training_step(model, batch, batch_idx)
 
 

@@ -254,18 +254,6 @@ class UnevenCalls(UnevenLengths):
         return super().training_step(model, batch, batch_idx)
 
 
-class CallsAtBatchEnd(UnevenLengths):
-    """Calls its model once more when the gradients of a batch are known."""
-
-    def training_step(self, model, batch, batch_idx):
-        self.inputs = batch[0]
-        return super().training_step(model, batch, batch_idx)
-
-    def on_batch_end(self, batch_idx):
-        with torch.no_grad():
-            self.trainer.model(self.inputs)
-
-
 class ShortestLast(ReferenceTask):
     """An iterable of 80 samples, 40 fewer for each index, so that the last trainer has no more data first."""
 

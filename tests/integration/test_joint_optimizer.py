@@ -67,8 +67,8 @@ def test_the_updates_are_those_of_a_loop_in_plain_pytorch(tmp_path):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        by_step.step()
         rates.append([group["lr"] for optimizer in optimizers for group in optimizer.param_groups])
+        by_step.step()
     assert differing_tensors(run.load("model"), model.state_dict()) == []
     plain = {"optimizers": [optimizer.state_dict() for optimizer in optimizers]}
     assert differing_tensors(run.load("optimizer"), plain) == []

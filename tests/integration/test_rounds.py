@@ -162,7 +162,9 @@ def test_the_server_is_the_twin_of_all_reduce(tmp_path, variant):
     assert 0 < rpc.of_kind("train")[-1]["drift"] < 1
     assert rpc.summary["inner_steps"] == 2 * 6 * 3
     inner = [(r["step"], r["trainer"], r["inner_step"], r["lr"]) for r in rpc.of_kind("inner")]
-    expected = [(round_, i, 3 * round_, [pytest.approx(1e-3 * 0.7**round_)]) for round_ in range(1, 7) for i in (0, 1)]
+    expected = [
+        (round_, i, 3 * round_, [pytest.approx(1e-3 * 0.7 ** (round_ - 1))]) for round_ in range(1, 7) for i in (0, 1)
+    ]
     assert sorted(inner, key=lambda row: row[:2]) == expected
 
 

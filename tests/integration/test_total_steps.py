@@ -32,5 +32,5 @@ def test_a_resumed_run_has_the_number_of_its_new_limit(tmp_path, mode):
     resumed = resume(train(tmp_path, mode, 2, training=training, **config), "--set", "training.max_steps=12")
     assert resumed.code == 0, resumed.output
     rates = [record["lr"][0] / 0.05 for record in resumed.of_kind("train")]
-    # Of six steps the last rate is 0; of twelve the one of the seventh step, which the checkpoint has, is that too.
-    assert rates == pytest.approx([1 - step / 6 for step in range(1, 7)] + [1 - step / 12 for step in range(7, 13)])
+    # The rate of the seventh step is that of the checkpoint: after six steps of six it is 0.
+    assert rates == pytest.approx([1 - step / 6 for step in range(7)] + [1 - step / 12 for step in range(7, 12)])

@@ -118,14 +118,6 @@ def test_stop_ends_all_trainers_with_the_first_and_one_may_hold_all_validation_d
     assert [(r["step"], r["samples"]) for r in finished.of_kind("validation")] == [(2, 20), (4, 20), (5, 20)]
 
 
-def test_a_call_of_the_model_that_a_rank_without_data_cannot_follow_is_refused(tmp_path):
-    training = {"max_steps": None, "batch_size": 8, "uneven_inputs": "join"}
-    cluster = {"num_trainers": 3, "timeout_s": 30}
-    run = launch(tmp_path, mode="ddp", task="CallsAtBatchEnd", training=training, cluster=cluster)
-    assert run.code == 2, run.output
-    assert "call self.trainer.unwrapped_model in on_before_backward, on_after_backward and on_batch_end" in run.output
-
-
 @pytest.mark.parametrize("task", ["UnevenLengths", "UnevenCalls"])
 def test_join_drains_every_trainer_the_same_in_both_modes(tmp_path, task):
     """40, 80 and 120 samples: five steps of three trainers, five of two, five of one."""

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch._C._distributed_rpc import TensorPipeAgent
 from torch._C._profiler import _ExperimentalConfig
 from torch.distributed.algorithms.join import Join
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rpc._utils import _update_group_membership
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPJoinHook
@@ -79,7 +80,10 @@ USED = {
     },
     "paramserver.transport.compression": {"torch._foreach_copy_"},
     "paramserver.trainers.push": {"torch._foreach_copy_"},
-    "paramserver.trainers.ddp_control": {"torch._C._distributed_c10d.PrefixStore"},
+    "paramserver.trainers.ddp_control": {
+        "torch._C._distributed_c10d.PrefixStore",
+        "torch.distributed.distributed_c10d._set_pg_timeout",
+    },
 }
 
 
@@ -261,14 +265,10 @@ def test_compare_set_takes_what_nobody_has():
     assert store.compare_set("rank/0", "", "second") == b"first"
 
 
-def test_join_is_shadowed_as_before():
-    assert names(DistributedDataParallel.join)[1:3] == ["divide_by_initial_world_size", "enable"]
-    assert isinstance(DistributedDataParallel.join_device, property)
+def test_a_rank_without_data_takes_part_in_a_backward_as_before():
+    """trainers/ddp.py makes these calls of ``join_hook``, and switches off every collective of a forward."""
     calls = [
         "ddp.reducer._rebuild_buckets()",
-        "ddp._check_and_sync_module_buffers()",
-        "ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)",
-        "ddp.require_forward_param_sync = should_sync_backwards",
         "ddp._match_all_reduce_for_bwd_pass()",
         "if ddp.find_unused_parameters:ddp._match_unused_params_allreduce()",
         "ddp.reducer._push_all_rebuilt_params()",
@@ -276,17 +276,19 @@ def test_join_is_shadowed_as_before():
     shadow = "".join(inspect.getsource(_DDPJoinHook.main_hook).split())
     places = [shadow.index("".join(call.split())) for call in calls]
     assert places == sorted(places)
+    assert "self.reducer._get_local_used_map()" in inspect.getsource(
+        DistributedDataParallel._match_unused_params_allreduce
+    )
+    assert "and self.forward_sync_buffers" in inspect.getsource(DistributedDataParallel.will_sync_module_buffers)
+    assert "_comm_hooks.append(" in inspect.getsource(DistributedDataParallel.register_comm_hook)
+    assert "self._has_rebuilt_buckets = True" in inspect.getsource(DistributedDataParallel._pre_forward)
+    assert "if not join_config.is_first_joinable or not join_config.enable:" in inspect.getsource(
+        Join.notify_join_context
+    )
 
 
-def test_a_rank_with_data_asks_once_per_forward_who_has_none():
-    """trainers/ddp.py answers this one collective before it shadows the forward and backward of the others."""
-    asking = inspect.getsource(Join.notify_join_context)
-    assert "torch.ones(1, device=device)" in asking
-    assert "dist.all_reduce(ones, group=process_group, async_op=True)" in asking
-    counting = inspect.getsource(Join.__exit__)
-    assert "_get_num_nonjoined_procs" in counting
-    assert "torch.zeros(1, device=self._device)" in inspect.getsource(Join._get_num_nonjoined_procs)
-    assert "Join.notify_join_context(self)" in inspect.getsource(DistributedDataParallel._pre_forward)
+def test_the_timeout_of_a_process_group_can_be_changed():
+    assert names(_set_pg_timeout) == ["timeout", "group"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

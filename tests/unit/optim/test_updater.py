@@ -57,6 +57,18 @@ def values(updater: Updater) -> list[list[float]]:
     return [p.detach().tolist() for p in updater.parameters]
 
 
+def test_the_rates_of_an_update_are_those_before_its_schedule_is_stepped():
+    """Also where another process has made it, with a schedule that warns unless an optimizer was stepped first."""
+    made_here, followed = (made(scheduler=lambda o: lr_scheduler.StepLR(o, 1, 0.5)) for _ in range(2))
+    rates = []
+    for _ in range(3):
+        with_gradients(made_here, [0.0, 0.0], [0.0]).apply(1)
+        followed.on_missed_update()
+        rates.append((made_here.applied_lr, followed.applied_lr))
+    assert rates == [((rate,), (rate,)) for rate in (1.0, 0.5, 0.25)]
+    assert made_here.lr == followed.lr == (0.125,)
+
+
 def test_an_update_is_a_step_of_the_optimizer():
     updater = with_gradients(made(), [0.5, 0.5], [1.0])
     updater.apply(1)

@@ -161,7 +161,7 @@ class Store:
     retained_versions = frozenset()
 
     class updater:  # noqa: N801
-        lr = (0.1,)
+        applied_lr = (0.1,)
         skipping = Skipping(TrainingConfig(nonfinite="skip"))
 
     def __init__(self):

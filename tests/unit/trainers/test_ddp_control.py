@@ -97,6 +97,13 @@ def test_all_ranks_learn_whose_full_buffers_block_simulations():
     assert [agreement.wait().blocking for agreement in agreements] == [{1}, {1}]
 
 
+def test_all_ranks_learn_how_many_samples_all_of_them_have_received():
+    agreements = [StepAgreement(None, 2, rank, rows) for rank, rows in enumerate(pair())]
+    for agreement, received in zip(agreements, (3, 40), strict=True):
+        agreement.start(READY, before_collective=True, received=received)
+    assert [agreement.wait().received for agreement in agreements] == [43, 43]
+
+
 def test_a_rank_without_data_has_no_share_in_the_totals():
     agreements = [StepAgreement(None, 2, rank, rows) for rank, rows in enumerate(pair())]
     agreements[0].start(READY, StepTotals(1.5, 32), before_collective=True)
