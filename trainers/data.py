@@ -473,7 +473,8 @@ class DataStream:
             stored = state["buffer"]
             held = {key for key, times in zip(stored["keys"], stored["served"].tolist(), strict=True) if not times}
             self._applied = AppliedPositions(count=self._applied.count, stale=self.buffer.stale)
-            self._applied.keys.update(self.source.keys_without(held, stored["counters"]["puts"]))
+            self.source.received_log.truncate(stored["counters"]["puts"])  # what follows was in no buffer
+            self._applied.keys.update(self.source.keys_without(held))
         elif not self.source.repeatable:
             self._applied = AppliedPositions(self.buffer.info().puts)
 

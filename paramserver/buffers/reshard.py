@@ -35,11 +35,10 @@ def reshard_parts(
     # A trainer that was lost when the checkpoint was made has no buffer, but the ledger's account of its samples.
     present = [part["buffer"] for part in parts if part["buffer"] is not None]
     buffers: list[dict[str, Any] | None] = [None] * trainers
-    unserved: list[list[Any]] = []
-    partly: list[list[tuple[Any, int]]] = []
+    divided: list[dict[str, Any]] = []
     if present:
-        buffers, unserved, partly = reshard_buffers(present, trainers, capacity=capacity, entropy=entropy)
-    held = zip(unserved, partly, strict=True)
+        buffers, divided = reshard_buffers(present, trainers, capacity=capacity, entropy=entropy)
+    held = iter(divided)
     leftovers = [
         {"state": part["source"], "position": 0, "applied": part["applied"]}
         if part["buffer"] is None
@@ -47,7 +46,7 @@ def reshard_parts(
             "state": part["source"],
             "position": part["buffer"]["counters"]["puts"],
             "mark": part["buffer"]["mark"],
-            **dict(zip(("unserved", "partly"), next(held), strict=True)),
+            **next(held),
         }
         for part in parts
     ]
@@ -101,7 +100,7 @@ _Place: TypeAlias = tuple[int, int]
 
 def reshard_buffers(
     states: Sequence[State], count: int, *, capacity: int, entropy: Sequence[int]
-) -> tuple[list[dict[str, Any] | None], list[list[Any]], list[list[tuple[Any, int]]]]:
+) -> tuple[list[dict[str, Any] | None], list[dict[str, Any]]]:
     """Distribute the samples that buffers held to ``count`` new buffers, in turn.
 
     Samples that can be fetched again (a state without their values) and were never served are left out: their keys are
@@ -111,8 +110,9 @@ def reshard_buffers(
     here and the draws of buffers beyond the old ones.
 
     Returns:
-        The new states, and for each old one what is not distributed: the keys of its samples that were never served,
-        and (key, times served) of others.
+        The new states, and for each old one what became of its samples, see ``ResumePosition``: under ``kept`` the keys
+        of those in new buffers, and of those that are not, under ``unserved`` the keys of those that were never served,
+        under ``partly`` (key, times served) of others.
 
     Raises:
         CheckpointError: more samples must be kept than fit, and they cannot be fetched again.
@@ -136,7 +136,12 @@ def reshard_buffers(
         for which, i in kept[room:]:
             partly[which].append((states[which]["keys"][i], int(states[which]["served"][i])))
         kept = kept[:room]
-    return [_new_state(states, kept[i::count], i, count, entropy) for i in range(count)], unserved, partly
+    divided: list[dict[str, Any]] = [
+        {"unserved": unserved[which], "partly": partly[which], "kept": []} for which in range(len(states))
+    ]
+    for which, i in kept:
+        divided[which]["kept"].append(states[which]["keys"][i])
+    return [_new_state(states, kept[i::count], i, count, entropy) for i in range(count)], divided
 
 
 def _evict_excess(states: Sequence[State], kept: list[_Place], room: int, entropy: Sequence[int]) -> list[_Place]:

@@ -338,23 +338,26 @@ class TrainerJoined:
     Attributes:
         address: where this trainer receives samples: ``tcp://host:port``.
         received: simulation -> samples in this trainer's buffer so far, including those before a resume.
-        inherited: simulation -> samples received by the trainers of an earlier run with another number of trainers;
-            the same on all trainers.
+        inherited: simulation -> samples received by the trainers of an earlier run with another number of trainers,
+            and in no buffer; the same on all trainers.
+        lost: simulation -> samples that died with a trainer which this one replaces, as far as it knows.
     """
 
     address: str
     received: Mapping[int, int]
     inherited: Mapping[int, int]
+    lost: Mapping[int, int] = field(default_factory=dict)
 
     def pack(self) -> bytes:
-        return pack_json(asdict(self))
+        return pack_json({key: value for key, value in asdict(self).items() if key != "lost" or value})
 
     @classmethod
     def unpack(cls, frame: bytes) -> TrainerJoined:
         """Decode it. Raises ``MalformedMessage`` if the frame holds anything else."""
         body = unpack_json(frame)
         with decoding("this is no announcement of a trainer"):
-            return cls(str(body["address"]), _counts(body["received"]), _counts(body["inherited"]))
+            counts = map(_counts, (body["received"], body["inherited"], body.get("lost", {})))
+            return cls(str(body["address"]), *counts)
 
 
 @dataclass(frozen=True)

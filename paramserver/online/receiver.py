@@ -264,7 +264,8 @@ class _ReceiverLoop:
     # The coordinator.
 
     def _join(self) -> None:
-        joined = TrainerJoined(self._clients.address, dict(self.stats.stored), self.received_log.inherited_counts())
+        inherited, self.stats.lost = self.received_log.inherited_counts(), self.received_log.lost_counts()
+        joined = TrainerJoined(self._clients.address, dict(self.stats.stored), inherited, self.stats.lost)
         self._send_to_coordinator(MessageKind.JOIN, self.spec.token, joined.pack())
         self._report_at = time.monotonic() + self.report_interval_s
 

@@ -212,23 +212,27 @@ class SimulationTracker(ABC):
         """All trainers have joined. What they received before determines which simulations are complete."""
         self._received = [{**one.received, **reported} for one, reported in zip(joined, self._received, strict=True)]
         self._inherited = dict(joined[0].inherited)
+        self._lost = [one.lost for one in joined]
         self._trainers_joined = True
         for simulation in self.simulations.values():
+            # Of a checkpoint, in which it is the number of all: without those that the trainers know.
+            simulation.lost = max(simulation.lost - sum(one.get(simulation.id, 0) for one in self._lost), 0)
             if self._is_complete(simulation):
                 simulation.state = SimulationState.COMPLETE
                 self.num_complete += 1
             simulation.since_s = now
 
     def on_trainer_replaced(self, index: int, joined: TrainerJoined) -> None:
-        """Another process has taken the place of a trainer, with what that had received at its last checkpoint."""
+        """Another process has taken the place of a trainer, with what was applied of it."""
         self._some_lost = True
         before, self._received[index] = self._received[index], dict(joined.received)
-        lost, self._lost[index] = self._lost[index], {}
+        lost, self._lost[index] = self._lost[index], joined.lost
         for simulation in self.simulations.values():
             # The clients of the others report to the replacement what the trainer had of them.
             if simulation.ended:
                 missing = before.get(simulation.id, 0) - joined.received.get(simulation.id, 0)
-                simulation.lost += max(missing, 0) + lost.get(simulation.id, 0)
+                found = joined.lost.get(simulation.id, 0)
+                simulation.lost += max(max(missing, 0) + lost.get(simulation.id, 0) - found, 0)
 
     def check_hello(self, header: Header) -> str | None:
         """Why the HELLO of this simulation must be refused; None = it must not."""

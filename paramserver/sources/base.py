@@ -41,6 +41,7 @@ class ResumePosition:
             and ``unserved`` follow from it; only if the source is ``refetchable``.
         partly: (key, times served) of samples that its buffer had served fewer times than due, and that no buffer of
             the new trainers has room for; only if the source is ``refetchable``.
+        kept: keys of the samples of its buffer that the buffers of the new trainers start with.
         times_due: how often each sample is served.
 
     Example::
@@ -55,6 +56,7 @@ class ResumePosition:
     mark: Any = None
     applied: Mapping[str, Any] | None = None
     partly: Sequence[tuple[Any, int]] = ()
+    kept: Sequence[Any] = ()
     times_due: int = 1
 
 

@@ -137,13 +137,13 @@ class Stream(Source):
         planned = self._spec.ingest.expected_for(index, trainers)
         if planned is None:
             return None
-        return planned - self.received_log.num_inherited_for(index, trainers) + self.received_log.num_held
+        return planned + self.received_log.num_unplanned(index, trainers)
 
     def figures(self) -> dict[str, Any]:
         """Return the counters of ``SampleReceiver``, plus this trainer's share of ``inherited`` samples.
 
-        Inherited samples were received by the trainers of an earlier run, of another number. With them the figures of
-        all trainers add up to those of the whole run.
+        Inherited samples were received by the trainers of an earlier run, of another number: those that its buffer was
+        given, and a share of those that are in no buffer. So the figures of all trainers add up to those of the run.
         """
         if self._receiver is None or self._spec is None:
             return {}
@@ -152,7 +152,7 @@ class Stream(Source):
             **counters,
             "received": counters["received"] + self._inherited,
             "bytes": counters["bytes"] + self._inherited * ingest.sample_bytes,
-            "inherited": self._inherited,
+            "inherited": self._inherited + self.received_log.num_held,
             "expected": ingest.expected_for(self._spec.trainer_index, self._spec.num_trainers),
         }
 
@@ -197,22 +197,22 @@ class Stream(Source):
     def load_state_dict(self, state: Mapping[str, Any], mark: Any = None) -> None:
         self.received_log.load_state_dict(state)
 
-    def keys_without(self, held: Set[Key], position: int) -> Iterator[Key]:
-        """The keys of the first ``position`` samples that were put into the buffer, without those in ``held``."""
-        keys = ((simulation, step) for simulation, step in self.received_log.keys(position).tolist())
+    def keys_without(self, held: Set[Key]) -> Iterator[Key]:
+        """The keys of the samples that were put into the buffer, without those in ``held``."""
+        keys = ((simulation, step) for simulation, step in self.received_log.keys().tolist())
         return (key for key in keys if key not in held)
 
     def continue_after(self, applied: Iterable[Key]) -> int:
         """Continue in place of a trainer that was lost, of whose samples these were applied.
 
-        They count as received. What else it had received is received again from clients that still have it.
+        They count as received. What else its buffer had is lost, until a client that still has it sends it again.
         """
         self.received_log.restart(applied)
         return len(self.received_log)
 
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
         states, positions = [one.state for one in leftovers], [one.position for one in leftovers]
-        self.received_log.reshard(states, positions, held)
+        self.received_log.reshard(states, positions, held, [key for one in leftovers for key in one.kept])
 
 
 class Simulations(Stream):

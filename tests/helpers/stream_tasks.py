@@ -26,7 +26,7 @@ class Fed(Task):
         pace_s: what a batch takes longer, by trainer.
         held: validations wait in this folder, where they leave ``validating``, until ``go`` is there.
         stop: trainer 0 sends its process SIGTERM at this batch.
-        kill: (trainer, batch): that trainer kills its process before the push of this batch, once.
+        kill: (trainer, batch): that trainer kills its process before the push of this batch, or of a later one, once.
     """
 
     def __init__(self, ledger, outside=False, pace_s=(0.0,), held=None, stop=None, kill=None):
@@ -74,7 +74,10 @@ class Fed(Task):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_batch_end(self, batch_idx):
-        if self.kill == [self.trainer.trainer_index, batch_idx] and len(starts(self.ledger, self.kill[0])) == 1:
+        if self.kill is None:
+            return
+        index, batch = self.kill
+        if index == self.trainer.trainer_index and batch_idx >= batch and len(starts(self.ledger, index)) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

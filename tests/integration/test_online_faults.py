@@ -95,10 +95,10 @@ class OnlineRun:
     def kill(self, pid):
         os.kill(pid, signal.SIGKILL)
 
-    def trained_before_a_death(self):
+    def trained_before_a_death(self, trainers=2):
         """The samples of batches that may have been served without being applied: the last ones before each start."""
         found = []
-        for index in range(2):
+        for index in range(trainers):
             lines = (self.ledger / f"trainer-{index}").read_text().splitlines()
             for before, _ in starts(self.ledger, index)[1:]:
                 found += [tuple(json.loads(line)) for line in lines[:before][-2 * BATCH :]]
@@ -141,6 +141,33 @@ def test_a_trainer_of_a_run_with_simulations_is_killed(tmp_path, fork_server, ki
     assert 0 < finished.summary["simulations"]["lost"] <= 8 + 2 * BATCH, "at most the content of a buffer"
     assert f"{finished.summary['simulations']['lost']} lost" in finished.output
     assert finished.summary["simulations"]["restarted"] == 0, "the fault of a trainer is none of theirs"
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_a_trainer_dies_after_a_resume_with_another_number_of_trainers(tmp_path, fork_server, before, after):
+    """What its buffer was given of others counts as lost, and nothing counts twice."""
+    sections = {"cluster": {"num_trainers": before}, "task_args": {"stop": 4}, "buffer": {"capacity": 8}}
+    with OnlineRun(fork_server, tmp_path, **sections) as run:
+        assert run.process.wait(90) == 3, run.process.output.read_text()
+    first = Counter(served(run.ledger))
+    run.ledger = tmp_path / "second" / "ledger"
+    run.ledger.mkdir(parents=True)
+    settings = {"task_args.stop": "null", "task_args.ledger": run.ledger, "task_args.kill": f"[{after - 1}, 0]"}
+    settings |= {"cluster.num_trainers": after, "buffer.capacity": 16}
+    flags = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    code, output = fork_server.run(["--resume", run.run_dir, *flags], tmp_path, timeout_s=90)
+    assert code == 0, output
+    finished = FinishedRun(code, output, run.run_dir)
+    assert len(starts(run.ledger, after - 1)) == 2, "it was not killed"
+    assert len(json.loads((run.run_dir / "losses.json").read_text())["faults"]) == 1
+    received, lost = streams(finished, "received"), finished.summary["simulations"]["lost"]
+    assert received + lost == len(ALL)
+    assert finished.summary["samples"] == received, "each is applied once"
+    assert finished.summary["simulations"]["complete"] == COUNT
+    assert 0 < lost <= 16 + 2 * BATCH, "at most the content of a buffer"
+    keys = first + Counter(served(run.ledger))
+    assert {key for key, times in keys.items() if times > 1} <= run.trained_before_a_death(after)
+    assert len(ALL - keys.keys()) <= lost
 
 
 @pytest.mark.parametrize(

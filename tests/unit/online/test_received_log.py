@@ -104,28 +104,52 @@ def test_all_trainers_inherit_what_any_trainer_had_put():
     old = [logged([(0, 0), (1, 1), (0, 2)]), logged([(0, 1), (1, 0), (5, 5)])]
     states, held = [one.state_dict() for one in old], [(1, 1), (0, 1)]
     made = ReceivedLog()
-    made.reshard(states, [3, 2], held)
-    assert made.inherited_counts() == {0: 3, 1: 2}
+    made.reshard(states, [3, 2], held, [*held, (1, 0)])
+    assert made.inherited_counts() == {0: 2}
     assert not made.contains(5, 5)  # handed over, and not put
     assert all(made.contains(*key) for key in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)])
-    # What is held counts as the first positions, and not twice.
-    assert (len(made), made.num_held, made.counts()) == (2, 2, {})
+    # What is held counts as the first positions, and what another buffer holds there.
+    assert (len(made), made.num_held, made.counts()) == (2, 2, {1: 1, 0: 1})
     made.truncate(2)
     made.extend([(1, 2)])
-    assert made.counts() == {1: 1}
-    assert made.num_inherited_for(0, 2) + made.num_inherited_for(1, 2) == 5
-    assert made.num_inherited_for(0, 2) == 3
+    assert made.counts() == {1: 2, 0: 1}
+    assert (made.num_inherited_for(0, 2), made.num_inherited_for(1, 2)) == (2, 0)
+    # Of the five that trainer i of two would receive, it has two, and receives no other again.
+    assert (made.num_unplanned(0, 2), made.num_unplanned(1, 2)) == (2 - 3, 2 - 2)
+    # Its trainer dies after (1, 1) and (1, 2) were applied: the other one that it was given is lost.
+    after = ReceivedLog()
+    after.load_state_dict(made.state_dict(2))
+    after.restart([(1, 2), (1, 1)])
+    assert (after.keys().tolist(), after.num_held, after.lost_counts()) == ([[1, 1], [1, 2]], 1, {0: 1})
+    assert [after.contains(*key) for key in [(0, 1), (1, 0)]] == [False, True]
+    assert (after.num_unplanned(0, 2), after.num_unplanned(1, 2)) == (1 - 3, 1 - 1)
+    again = ReceivedLog()
+    again.load_state_dict(after.state_dict())
+    assert again.lost_counts() == {0: 1}
+    again.mark_received(0, 1)
+    assert again.lost_counts() == {0: 0}
+
+
+def test_a_state_that_counts_what_buffers_hold_as_inherited_is_refused():
+    state = {"inherited": [[0, 0], [0, 1]], "log": [[0, 1]], "held": 1}
+    with pytest.raises(CheckpointError, match=r"the 2 samples .* resume it with another number of trainers"):
+        ReceivedLog().load_state_dict(state)
+    made = ReceivedLog()
+    made.reshard([state], [1], [], [])
+    assert made.inherited_counts() == {0: 2}
+    made.load_state_dict({"inherited": [], "log": [[0, 1]], "held": 0})
+    assert made.counts() == {0: 1}
 
 
 def test_inherited_samples_are_inherited_again():
     first, second = ReceivedLog(), ReceivedLog()
-    first.reshard([logged([(0, 0), (0, 1)]).state_dict()], [2], [(0, 1)])
+    first.reshard([logged([(0, 0), (0, 1)]).state_dict()], [2], [(0, 1)], [(0, 1)])
     first.extend([(0, 2)])
     restored = ReceivedLog()
     restored.load_state_dict(first.state_dict())
     restored.truncate(2)
-    assert (restored.counts(), restored.inherited_counts(), restored.num_held) == ({0: 1}, {0: 2}, 1)
-    second.reshard([restored.state_dict(), ReceivedLog().state_dict()], [2, 0], [])
+    assert (restored.counts(), restored.inherited_counts(), restored.num_held) == ({0: 2}, {0: 1}, 1)
+    second.reshard([restored.state_dict(), ReceivedLog().state_dict()], [2, 0], [], [])
     assert second.inherited_counts() == {0: 3}
     assert second.counts() == {}
 

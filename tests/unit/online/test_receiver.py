@@ -96,20 +96,20 @@ def test_samples_arrive_and_are_acknowledged_when_they_are_stored(clients):
 
 def test_reports_hold_what_has_changed(clients):
     before = ReceivedLog()
-    before.reshard([{"inherited": [], "log": [[7, 0], [7, 1]]}], [2], [(7, 1)])
+    before.reshard([{"inherited": [], "log": [[7, 0], [7, 1]]}], [2], [(7, 1)], [(7, 1)])
     before.extend([(8, 0)])
     with RunningReceiver(received_log=before, index=1, trainers=3, timeout_s=0.4) as running:
         coordinator = running.coordinator
         sender = clients(coordinator.trainer(1)).open(2).sample(2, 0).sample(2, 1)
         assert coordinator.tokens == [TOKEN]
-        assert (coordinator.joined[1].received, coordinator.joined[1].inherited) == ({8: 1}, {7: 2})
+        assert (coordinator.joined[1].received, coordinator.joined[1].inherited) == ({7: 1, 8: 1}, {7: 1})
         sender.sample(7, 0)
         coordinator.wait(
             lambda: coordinator.reports and coordinator.reports[-1].pending == (2,)
         )  # for room; of 7 nothing is new
         running.put(2)
         coordinator.wait(lambda: coordinator.counts.get((1, 2)) == 2 and (2, 0) in coordinator.active)
-        assert coordinator.reports[-1].counters["received"] == 3
+        assert coordinator.reports[-1].counters["received"] == 4
         many = len(coordinator.reports)
         coordinator.wait(lambda: len(coordinator.reports) > many + 3)  # without being asked
         assert (coordinator.reports[-1].received, coordinator.reports[-1].pending) == (

@@ -750,6 +750,38 @@ def test_whatever_happens_to_processes_all_that_was_wanted_is_complete_in_the_en
     assert restarts > 0 or seed % 3 == 0
 
 
+def test_what_a_trainer_knows_as_lost_counts_once_after_a_resume():
+    before = outside(count=1, steps=10)
+    hello(before, 0)
+    report(before, {0: 4}, 0.0)
+    before.on_report(0, SimulationReport({}, lost={0: 3}), 0.0)
+    state = before.state_dict()
+    # Without a trainer that knows them, as with another number of trainers, the checkpoint has their number.
+    assert outside(count=1, steps=10, state=state, joined=[TrainerJoined("a", {0: 4}, {})]).num_lost(0) == 3
+    after = outside(count=1, steps=10, state=state, joined=[TrainerJoined("a", {0: 4}, {}, {0: 3})])
+    assert (after.num_lost(0), after.num_complete) == (3, 0)
+    hello(after, 0)
+    assert after.num_lost(0) == 3
+    report(after, {0: 5}, 0.0)
+    assert after.num_lost(0) == 0
+
+
+def test_of_a_simulation_that_was_given_up_what_died_with_a_trainer_counts_once():
+    tracker = started(count=1, at_once=1, steps=10, max_restarts=0)
+    starts(tracker)
+    hello(tracker, 0)
+    report(tracker, {0: 6}, 0.0)
+    tracker.on_exit(0, 0, 1, 0.0)
+    for now in range(1, 4):
+        report(tracker, {}, now)
+        tracker.poll(now)
+    assert tracker.counts()["given_up"] == 1
+    tracker.on_trainer_replaced(0, TrainerJoined("b", {0: 1}, {}, {0: 2}))
+    assert tracker.num_lost(0) == 5
+    tracker.on_trainer_replaced(0, TrainerJoined("c", {0: 1}, {}, {0: 2}))
+    assert tracker.num_lost(0) == 5
+
+
 class ModelTrainer:
     """What a trainer has of each simulation, and what it reports."""
 

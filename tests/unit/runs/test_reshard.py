@@ -172,8 +172,8 @@ def restored(states, kind="fifo", capacity=16, **options):
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_held_samples_are_dealt_in_turn_in_columns_and_as_objects(sample, count):
     states = [state_of("fifo", [sample(n) for n in range(3)]), state_of("fifo", [sample(n) for n in range(10, 15)])]
-    new, unserved, _ = reshard_buffers(states, count, capacity=16, entropy=(0, 1))
-    assert unserved == [[], []]
+    new, divided = reshard_buffers(states, count, capacity=16, entropy=(0, 1))
+    assert [(one["unserved"], one["kept"]) for one in divided] == [([], [0, 1, 2]), ([], [0, 1, 2, 3, 4])]
     buffers = restored(new)
     values = [[float(x[0]) for x in b.get_batch(len(b), 1.0).samples] if len(b) else [] for b in buffers]
     in_turn = [0, 10, 1, 11, 2, 12, 13, 14]

@@ -281,8 +281,9 @@ def test_resume_with_another_number_of_trainers(before, after, kind):
         addresses = [coordinator.trainer(i) for i in range(after)]
         inherited = [coordinator.joined[i].inherited for i in range(after)]
         assert all(one == inherited[0] for one in inherited)
-        assert sum(inherited[0].values()) == len(keys) // 2
-        assert all(not coordinator.joined[i].received for i in range(after))
+        held = sum(sum(coordinator.joined[i].received.values()) for i in range(after))
+        assert held == sum(len(part["buffer"]["keys"]) for part in parts) > 0
+        assert sum(inherited[0].values()) + held == len(keys) // 2
         with Producer(addresses, keys, attempt=1) as producer:
             producer.join()
             coordinator.finish()
@@ -299,8 +300,8 @@ def test_resume_with_another_number_of_trainers(before, after, kind):
     assert kind == "reservoir" or len(served) == len(ALL)
     # Resharded again, to one trainer: it knows all samples.
     again = Stream()
-    again.reshard([ResumePosition(state["source"], state["buffer"]["counters"]["puts"])], state["buffer"]["keys"])
-    assert sum(again.received_log.inherited_counts().values()) >= len(keys) // 2
+    again.reshard([ResumePosition(state["source"], state["buffer"]["counters"]["puts"])], [])
+    assert sum(again.received_log.inherited_counts().values()) >= len(keys) // 2 - held
 
 
 def test_a_position_that_was_never_reached_is_refused():
