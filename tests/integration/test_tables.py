@@ -162,9 +162,10 @@ def differing_twins(run):
 @pytest.mark.parametrize("background", [True, False])
 def test_a_table_that_changes_while_it_is_written_is_of_one_version(tmp_path, transport, servers, background):
     """Adagrad makes the weight of a row from the number of its gradients, which its state has."""
-    training = {"max_steps": 400, "clip_grad_norm": None, "validate_every": 0}
-    checkpoint = {"every": 25, "keep": 20, "background": background}
-    config = {**tables("Repeated", training=training), "checkpoint": checkpoint}
+    training = {"max_steps": 160, "clip_grad_norm": None, "validate_every": 0}
+    checkpoint = {"every": 10, "keep": 20, "background": background}
+    shapes = ((560_000 * servers, 4),)  # more than 16 MiB on each server
+    config = {**tables("Repeated", shapes=shapes, training=training), "checkpoint": checkpoint}
     server = {"consistency": "async", "transport": transport}
     run = train(tmp_path, "rpc", 2, **config, server=server, cluster={"num_servers": servers})
     # With a learning rate of 0.1, after k gradients of 1.
