@@ -20,8 +20,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from paramserver.cluster import (
     RANK_PLUGIN,
     RankFlags,
@@ -42,6 +40,7 @@ from paramserver.config import (
     mode_of,
     num_ranks_started,
     num_servers_of,
+    read_dumped,
     with_world_size,
     world_size_of,
 )
@@ -291,6 +290,9 @@ def resolve_run(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, l
         if arguments.config is None:
             raise UnsupportedConfiguration("--config FILE is missing; see --help, or examples/digits/config.yaml")
         run = None if arguments.run_folder is None else RunDir(arguments.run_folder)
+        if arguments.supervised is not None:  # the supervisor has written it
+            stored = read_dumped(arguments.config.read_text(encoding="utf-8"))
+            return load_config(None, base=stored, overrides=arguments.overrides, flags=flags), run, folders
         return load_config(arguments.config, overrides=arguments.overrides, flags=flags), run, folders
     opened = _open_run(arguments)
     if isinstance(opened, CheckpointError):
@@ -341,7 +343,7 @@ def _config_of_rank_zero(arguments: argparse.Namespace, flags: Mapping[str, Any]
     with torch_import_without_gc():
         from paramserver.distributed.rendezvous import fetch_config
 
-    stored = yaml.safe_load(fetch_config(identity, own.cluster.timeout_s))
+    stored = read_dumped(fetch_config(identity, own.cluster.timeout_s))
     return load_config(None, base=stored, overrides=arguments.overrides, flags=flags)
 
 

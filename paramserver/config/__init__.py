@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     )
     from paramserver.config.layers import KEYS as KEYS, SECTIONS as SECTIONS, Key as Key
     from paramserver.config.modes import MODES as MODES, Mode as Mode
-    from paramserver.config.parsing import is_plain as is_plain
+    from paramserver.config.parsing import is_plain as is_plain, read_dumped as read_dumped
     from paramserver.config.schema import (
         BestConfig as BestConfig,
         BufferConfig as BufferConfig,

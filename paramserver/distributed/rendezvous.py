@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
-import yaml
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
@@ -27,7 +26,7 @@ from paramserver.cluster import (
     is_loopback,
     process_environ,
 )
-from paramserver.config import Config, config_from_mapping, differences, dump_yaml, num_servers_of
+from paramserver.config import Config, config_from_mapping, differences, dump_yaml, num_servers_of, read_dumped
 from paramserver.config.deadlines import FROZEN_S
 from paramserver.distributed.abort_sockets import OpenedSockets
 from paramserver.distributed.remote_error import RemoteError
@@ -649,7 +648,7 @@ def compare_config(store: Store, config: Config, identity: ProcessIdentity, time
     Raises:
         UnsupportedConfiguration: keys differ that may not differ between hosts.
     """
-    config_of_zero = config_from_mapping(yaml.safe_load(_get(store, "config", timeout_s, "rank 0's configuration")))
+    config_of_zero = config_from_mapping(read_dumped(_get(store, "config", timeout_s, "rank 0's configuration")))
     # The trainers of a later generation are those that rank 0 names.
     own_keys = _OWN_KEYS if same_world else (*_OWN_KEYS, "cluster.num_trainers")
     lines = [line for line in differences(config_of_zero, config) if not line.startswith(own_keys)]

@@ -18,7 +18,7 @@ import torch
 from example_modules import load_example
 from filelock import FileLock
 from http_mirror import HttpMirror, closed_address
-from launching import FinishedRun, command, environment
+from launching import FinishedRun, command, environment, fork_server
 from torch.nn import functional as F
 
 import paramserver
@@ -324,7 +324,7 @@ def settings(folder, **values):
 
 
 def launch(folder, *flags, **values):
-    """The example's command, with keys set, from a folder."""
+    """The example's command, with keys set, from a folder, in new interpreters."""
     flags += tuple(word for setting in settings(folder, **values) for word in ("--set", setting))
     done = subprocess.run(
         command("--config", EXAMPLE / "config.yaml", *flags),
@@ -363,8 +363,11 @@ def test_the_example_learns_in_local(example, tmp_path):
 @pytest.mark.processes
 def test_a_run_without_files_ends_with_one_sentence(tmp_path):
     address, kept = closed_address()
+    flags = [word for setting in settings(tmp_path, **{"task_args.mirrors": [address]}) for word in ("--set", setting)]
     with kept:
-        finished = launch(tmp_path, "--mode", "ddp", **{"task_args.mirrors": [address]})
+        arguments = ["--config", EXAMPLE / "config.yaml", "--mode", "ddp", *flags]
+        code, output = fork_server().run(arguments, tmp_path, environ=environment())
+    finished = FinishedRun(code, output, tmp_path / "runs" / "run")
     assert finished.code == 2, finished.output
     last = finished.output.splitlines()[-1]
     assert re.match(r"error: rank [01] \(trainer [01]\): task_args\.folder \(data/mnist\) must hold .* refused", last)

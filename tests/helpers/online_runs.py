@@ -12,7 +12,7 @@ from paramserver.distributed.timeouts import poll_until
 
 STREAMS = TASKS.with_name("stream_tasks.py")
 SIMULATIONS = TASKS.with_name("simulations.py")
-COUNT, STEPS = 8, 10
+COUNT, STEPS = 4, 20
 ALL = sorted(product(range(COUNT), range(STEPS)))
 """Simulation and step of all samples."""
 

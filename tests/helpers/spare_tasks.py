@@ -1,14 +1,17 @@
 """A task that kills ranks once a spare process waits, and records who imported this module."""
 
 import os
-import select
 import signal
+import time
 from pathlib import Path
+from threading import Event
 
 from supervised_tasks import ranks_of
 from tasks import ReferenceTask
 
-PAUSE_S = 0.2
+from paramserver.distributed.timeouts import poll_until
+
+PAUSE_S = 4.0
 
 if "SPARE_IMPORTS" in os.environ:
     with Path(os.environ["SPARE_IMPORTS"]).open("a") as file:
@@ -40,10 +43,13 @@ class KillsRanks(ReferenceTask):
 
     def on_batch_start(self, batch_idx):
         left = self._left()
-        if self.trainer.trainer_index == 0 and left:
-            select.select([], [], [], PAUSE_S)  # it must not train to the end meanwhile
-        elif left and len(waiting(self.logs)) > left[0]:
+        if self.trainer.trainer_index == 0 and left:  # it must not train to the end meanwhile
+            poll_until(time.monotonic() + PAUSE_S, lambda: self._is_due(left[0]) or None, Event())
+        elif left and self._is_due(left[0]):
             self._kill(left[0])
+
+    def _is_due(self, number):
+        return len(waiting(self.logs)) > number
 
     def _kill(self, number):
         spare, process = waiting(self.logs)[number], ranks_of(os.getppid())[self.ranks[number]]

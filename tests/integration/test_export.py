@@ -37,6 +37,8 @@ def apply(weights, new):
     return weights | {name: value for name, value in new.items() if name in weights and name not in tables}
 
 
+@pytest.mark.processes
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mode", "trainers", "kind", "config"),
     [

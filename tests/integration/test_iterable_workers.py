@@ -68,7 +68,7 @@ def test_other_trainers_and_workers_serve_the_rest_once(tmp_path, world_size, wo
 
 
 def test_another_number_of_workers_is_refused_in_one_sentence(tmp_path):
-    begun = trained(tmp_path, "rpc", 2, "placed", in_loader=False, max_steps=2)
+    begun = trained(tmp_path, "local", 1, "placed", in_loader=False, max_steps=2)
     ended = resume(begun, "--set", "training.max_steps=null", "--set", "training.loader_workers=1")
     assert ended.code == 2
     assert "training.loader_workers (1) must be 2 as before, because each worker reads its own part of" in ended.output

@@ -58,8 +58,8 @@ def test_an_error_of_the_data_names_the_call_and_the_sample(start, what):
     "what",
     ["build_model", "train_source", "item", "collate", "training_step", "validation_step", "on_checkpoint"],
 )
-def test_an_error_whose_message_cannot_be_read_is_named_by_its_class(start, mode, what):
-    finished = start(**SHORT | {"mode": mode}, **task("RaisesUnreadable", what=what))
+def test_an_error_whose_message_cannot_be_read_is_named_by_its_class(tmp_path, mode, what):
+    finished = launch(tmp_path, **SHORT | {"mode": mode}, **task("RaisesUnreadable", what=what))
     assert finished.code == 1, finished.output
     assert "UnreadableError: (its message cannot be read: __str__ raises AttributeError)" in first_line(finished)
 

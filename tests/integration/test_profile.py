@@ -5,6 +5,8 @@ import json
 import pytest
 from launching import differing_tensors, resume, train
 
+pytestmark = pytest.mark.processes
+
 COMPUTE = {"data", "forward", "backward"}
 TRAINER = COMPUTE | {"pull", "push", "wait"}
 SERVER = {"pull", "push", "wait", "apply"}
@@ -29,7 +31,8 @@ def assert_spans(run, rank, names):
     return events
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("servers", [2, 1])
 @pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
 def test_servers_and_trainers_have_the_spans_of_a_step(tmp_path, transport, servers):
     config = {"server": {"transport": transport}, "cluster": {"num_servers": servers}}
@@ -50,6 +53,7 @@ def test_servers_and_trainers_have_the_spans_of_a_step(tmp_path, transport, serv
         assert len(events["forward"]) == len(events["pull"]) == OPTIONS["steps"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mode", "trainers", "config", "names"),
     [

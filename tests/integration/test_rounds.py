@@ -11,6 +11,8 @@ from cli_errors import error_message
 from launching import differing_tensors, launch, relative_difference, resume, run_in_process, train
 from round_tasks import FEATURES, Rows
 
+pytestmark = pytest.mark.processes
+
 HELPERS = Path(__file__).parents[1] / "helpers"
 TASKS = HELPERS / "round_tasks.py"
 NESTEROV = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
@@ -46,7 +48,8 @@ def assert_same(one, other, names=("model", "optimizer"), limit=0.0):
 
 
 @pytest.mark.claim("rounds")
-@pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("rpc", 1), ("rpc", 2), ("ddp", 2)])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("rpc", 2), ("ddp", 2)])
 def test_rounds_of_one_step_are_steps(tmp_path, mode, trainers):
     """With an outer SGD of 1, the mean of what the inner SGD did is the step with the mean of the gradients."""
     config = {
@@ -112,6 +115,7 @@ OUTER = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "options"), OUTER, ids=[kind for kind, _ in OUTER])
 @pytest.mark.parametrize(
     ("mode", "trainers", "consistency"), [("ddp", 2, "sync"), ("rpc", 2, "sync"), ("rpc", 1, "async")]
@@ -153,6 +157,7 @@ VARIANTS = {
 
 
 @pytest.mark.claim("rounds")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_server_is_the_twin_of_all_reduce(tmp_path, variant):
     config = rounds({"clip_grad_norm": 0.5, "accumulate_batches": 2, "ema_decay": 0.5})
@@ -168,6 +173,7 @@ def test_the_server_is_the_twin_of_all_reduce(tmp_path, variant):
     assert sorted(inner, key=lambda row: row[:2]) == expected
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weighting", ["trainers", "samples"])
 @pytest.mark.parametrize("uneven_inputs", ["stop", "join"])
 def test_data_that_ends_within_a_round(tmp_path, uneven_inputs, weighting):
@@ -192,6 +198,7 @@ def test_a_round_may_have_more_samples_than_the_buffer_holds(tmp_path):
     assert_same(train(tmp_path, "rpc", 2, **config), train(tmp_path, "ddp", 2, **config))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["ddp", "rpc"])
 def test_others_wait_for_a_slow_round_as_long_as_for_its_steps(tmp_path, mode):
     training = {"max_steps": 2, "batch_size": 1, "local_steps": 10, "validate_every": 0}
@@ -204,6 +211,7 @@ def test_others_wait_for_a_slow_round_as_long_as_for_its_steps(tmp_path, mode):
 
 
 @pytest.mark.claim("rounds")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("ddp", 2), ("rpc", 2)])
 @pytest.mark.parametrize("schedule", ["step", "validation"])
 def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path, mode, trainers, schedule):
@@ -218,6 +226,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path, mode, trainers,
         assert one["counters"]["inner_steps"] == other["counters"]["inner_steps"] == 18
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [1, -1], ids=["trainer", "rank 0"])
 def test_a_loss_in_mid_round_changes_no_bit_with_rollback(tmp_path, victim):
     server = {"on_loss": "rollback", "lost_after_s": 3.0}
@@ -240,6 +249,7 @@ def test_a_trainer_that_is_lost_in_mid_round_loses_that_round_only(tmp_path):
     assert [record["restored"] for record in run.of_kind("local_steps") if record["trainer"] == 1] == [True]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("ddp", 3), ("rpc", 1), ("rpc", 3)])
 def test_a_run_of_rounds_resumes_with_other_trainers_and_in_another_mode(tmp_path, mode, trainers):
     begun = train(tmp_path, "rpc", 2, **rounds({"max_steps": 2}))
@@ -252,6 +262,7 @@ def test_a_run_of_rounds_resumes_with_other_trainers_and_in_another_mode(tmp_pat
     assert sorted(restored) == [False] * max(trainers - 2, 0) + [True] * min(trainers, 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("begins", [True, False])
 def test_a_resume_with_rounds_of_a_run_without_is_refused(tmp_path, begins):
     training = {"local_steps": 1, "outer": None} if begins else {}
@@ -313,6 +324,7 @@ BAD = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("change", "sentence"), BAD, ids=[sentence for _, sentence in BAD])
 def test_what_does_not_go_with_rounds_is_refused_in_one_sentence(tmp_path, change, sentence):
     config = rounds()
@@ -331,6 +343,7 @@ COMPRESSED = {"transport": "rpc", "compression": "int8", "compression_block": 6}
 
 
 @pytest.mark.claim("compression")
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("compression", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("local_steps", [1, 3])
 def test_compressed_pushes_do_not_depend_on_servers_and_buckets(tmp_path, compression, local_steps):
@@ -346,6 +359,7 @@ def test_compressed_pushes_do_not_depend_on_servers_and_buckets(tmp_path, compre
 
 
 @pytest.mark.claim("compression")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("on_loss", [None, "rollback"])
 def test_residuals_are_part_of_what_a_trainer_stores(tmp_path, on_loss):
     """A run that is stopped and resumed, or whose trainer is lost in mid-round, is the one that is not, bit for bit."""
@@ -366,6 +380,7 @@ def test_residuals_are_part_of_what_a_trainer_stores(tmp_path, on_loss):
         assert differing_tensors(ours, theirs) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mode", "trainers"), [("rpc", 1), ("rpc", 3), ("ddp", 2)])
 def test_residuals_move_to_other_trainers_or_are_dropped_with_a_note(tmp_path, mode, trainers):
     begun = train(tmp_path, "rpc", 2, **rounds({"max_steps": 2}, server=COMPRESSED))
@@ -385,8 +400,9 @@ def test_compression_of_what_is_in_shared_memory_is_named(tmp_path):
 # Trainers that do not wait for each other.
 
 
-@pytest.mark.parametrize("transport", ["auto", "rpc"])
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("server", [{"arrivals": 3}, {}, {"consistency": "bounded"}, {"dynamic_local_steps": True}])
+@pytest.mark.parametrize("transport", ["auto", "rpc"])
 def test_rounds_without_lockstep_apply_each_sample_once(tmp_path, server, transport):
     config = rounds(
         {"max_steps": None, "max_epochs": 2, "uneven_inputs": "join", "outer": None},
@@ -406,6 +422,7 @@ def test_a_version_of_several_arrivals_has_the_module_buffers_of_the_last(tmp_pa
     assert run.load("model")["bn.num_batches_tracked"].item() == 6 * 2 * 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("compression", ["none", "int8"])
 def test_what_compression_loses_of_a_parameter_that_is_not_always_used_comes_later(tmp_path, compression):
     """Its sum over all steps is applied but for the residual."""

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 from launching import FinishedRun, differing_tensors, launch, resume, run_concurrently, run_in_process
-from online_runs import ALL, SIMULATIONS, STREAMS, ages, online_config, streams
+from online_runs import ALL, SIMULATIONS, STEPS, STREAMS, ages, online_config, streams
 from simulations import MAX_STALENESS
 from stream_tasks import served
 
@@ -124,7 +124,7 @@ def test_a_version_of_the_future_is_refused_at_once_where_no_other_trainer_makes
     finished = run_in_process(tmp_path, **settings(tmp_path, function="act_of_the_future", **options))
     assert finished.code == 0, finished.output
     assert (streams(finished, "refused"), finished.summary["simulations"]["restarted"]) == (3, 3)
-    assert (streams(finished), streams(finished, "stale"), finished.summary["samples"]) == (30, 0, 30)
+    assert (streams(finished), streams(finished, "stale"), finished.summary["samples"]) == (3 * STEPS, 0, 3 * STEPS)
     assert "must not be newer than the model (1, " in finished.output
 
 

@@ -22,14 +22,14 @@ def run_with_kills(folder, ranks, **config):
         folder,
         task=f"{TASKS}:KillsRanks",
         task_args={"folder": str(folder), "logs": str(folder / "runs" / "run" / "logs"), "ranks": ranks},
-        training={"max_steps": 400},
+        training={"max_steps": 100},
         checkpoint={"every": 5},  # a record of before the second loss is kept if a checkpoint lies between
         env={"SPARE_IMPORTS": str(imports)},
         timeout_s=240,
         **config,
     )
     assert finished.code == 0, finished.output
-    assert finished.summary["steps"] == 400
+    assert finished.summary["steps"] == 100
     spares = waiting(finished.run_dir / "logs")
     imported = imports.read_text().split()
     for rank in ranks:

@@ -19,6 +19,8 @@ from launching import (
     write_config,
 )
 
+pytestmark = pytest.mark.processes
+
 TASKS = Path(__file__).parents[1] / "helpers" / "table_tasks.py"
 TRAINING = {"max_steps": 20, "batch_size": 6, "validate_every": 7, "clip_grad_norm": 0.5}
 CHECKPOINT = {"every": 5, "keep": 9, "background": False}
@@ -46,6 +48,7 @@ def assert_same(one, other, limit=0.0, names=("model", "optimizer")):
 
 
 @pytest.mark.claim("tables")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["Adagrad", "SGD", "SparseAdam", "RowWiseAdagrad"])
 def test_one_trainer_is_a_local_run_and_two_are_ddp(tmp_path, kind):
     config = tables(kind=kind)
@@ -68,9 +71,10 @@ def test_rows_are_those_of_dense_gradients(tmp_path):
 
 
 @pytest.mark.claim("tables")
-@pytest.mark.parametrize("servers", [1, 2, 3])
-@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "accumulate_batches"), [("Adagrad", 3), ("SparseAdam", 1), ("RowWiseAdagrad", 1)])
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.parametrize("servers", [1, 2, 3])
 def test_rows_are_divided_over_servers_and_sent(tmp_path, kind, accumulate_batches, transport, servers):
     config = tables(kind=kind, training={"accumulate_batches": accumulate_batches})
     one = train(tmp_path / "one", "rpc", 2, **config)
@@ -102,6 +106,7 @@ def test_rows_are_divided_over_servers_and_sent(tmp_path, kind, accumulate_batch
 
 
 @pytest.mark.claim("tables")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("placement", "servers"), [([0, 0, 1], 1), ([0, 1, 0, 1], 2)])
 def test_tables_are_divided_over_hosts(tmp_path, placement, servers):
     whole = train(tmp_path, "rpc", 2, **tables(), cluster={"num_servers": servers})
@@ -111,6 +116,7 @@ def test_tables_are_divided_over_hosts(tmp_path, placement, servers):
 
 
 @pytest.mark.claim("tables")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("transport", ["auto", "rpc"])
 @pytest.mark.parametrize("consistency", ["bounded", "async"])
 def test_one_trainer_that_runs_freely_is_a_local_run(tmp_path, consistency, transport):
@@ -120,6 +126,7 @@ def test_one_trainer_that_runs_freely_is_a_local_run(tmp_path, consistency, tran
 
 
 @pytest.mark.claim("tables")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("transport", "servers"), [("shared_memory", 1), ("rpc", 1), ("rpc", 2)])
 def test_optimizers_that_are_stepped_in_turns_update_their_tables(tmp_path, transport, servers):
     config = tables("Turns", training={"clip_grad_norm": None})
@@ -128,6 +135,7 @@ def test_optimizers_that_are_stepped_in_turns_update_their_tables(tmp_path, tran
     assert_same(train(tmp_path, "local", 1, **config), one, limit=0.0 if servers == 1 else 1e-12)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("transport", ["auto", "rpc"])
 @pytest.mark.parametrize("consistency", ["bounded", "async"])
@@ -149,13 +157,15 @@ def differing_twins(run):
 
 
 @pytest.mark.claim("tables")
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("transport", "servers"), [("auto", 1), ("auto", 2), ("rpc", 3)])
+@pytest.mark.parametrize("background", [True, False])
 def test_a_table_that_changes_while_it_is_written_is_of_one_version(tmp_path, transport, servers, background):
     """Adagrad makes the weight of a row from the number of its gradients, which its state has."""
-    training = {"max_steps": 400, "clip_grad_norm": None, "validate_every": 0}
-    checkpoint = {"every": 25, "keep": 20, "background": background}
-    config = {**tables("Repeated", training=training), "checkpoint": checkpoint}
+    training = {"max_steps": 160, "clip_grad_norm": None, "validate_every": 0}
+    checkpoint = {"every": 10, "keep": 20, "background": background}
+    shapes = ((560_000 * servers, 4),)  # more than 16 MiB on each server
+    config = {**tables("Repeated", shapes=shapes, training=training), "checkpoint": checkpoint}
     server = {"consistency": "async", "transport": transport}
     run = train(tmp_path, "rpc", 2, **config, server=server, cluster={"num_servers": servers})
     # With a learning rate of 0.1, after k gradients of 1.
@@ -178,15 +188,21 @@ UNEVEN = ((2_097_151, 1), (2_200_000, 2), (900_000, 1))  # 16 MiB less 8 bytes, 
 
 
 @pytest.mark.claim("tables")
-@pytest.mark.parametrize(
-    ("kind", "transport", "servers"),
-    [
-        *((kind, *place) for kind in ("Adagrad", "SGD", "RowWiseAdagrad") for place in PLACES),
-        # With several servers they are refused by name, as they do not say what they update by itself.
-        *((kind, "auto", 1) for kind in ("OwnRows", "WithModes")),
-    ],
-)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", ["Adagrad", "SGD", "RowWiseAdagrad"])
+@pytest.mark.parametrize(("transport", "servers"), PLACES)
 def test_large_tables_are_stored_as_in_a_local_run_and_continue(tmp_path, kind, transport, servers):
+    assert_stored_as_in_a_local_run(tmp_path, kind, transport, servers)
+
+
+@pytest.mark.claim("tables")
+@pytest.mark.parametrize("kind", ["OwnRows", "WithModes"])
+def test_large_tables_of_other_optimizers_are_stored_as_in_a_local_run(tmp_path, kind):
+    """With several servers they are refused by name, as they do not say what they update by itself."""
+    assert_stored_as_in_a_local_run(tmp_path, kind, "auto", 1)
+
+
+def assert_stored_as_in_a_local_run(tmp_path, kind, transport, servers):
     """With the version that changed each row last."""
     shapes = UNEVEN if kind == "Adagrad" else ((2_200_000, 1),)
     training = {"max_steps": 7, "clip_grad_norm": None, "validate_every": 0}
@@ -212,7 +228,6 @@ def test_a_table_that_is_not_finite_is_named(tmp_path):
     assert run.checkpoints == []
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("lost", ["server:1", "server:0"])
 def test_a_server_that_is_lost_while_its_rows_are_written_costs_that_checkpoint_only(tmp_path, lost):
     config = write_config(
@@ -234,6 +249,7 @@ def test_a_server_that_is_lost_while_its_rows_are_written_costs_that_checkpoint_
     assert run.load("optimizer")["state"][0]["sum"].sum() == 12 * 1000 * 4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["only", "column", "small", "hooks"])
 @pytest.mark.parametrize(("transport", "servers"), [("auto", 1), ("rpc", 1), ("rpc", 2)])
 def test_other_models_are_those_of_a_local_run(tmp_path, kind, transport, servers):
@@ -271,7 +287,6 @@ FAULTS = [
 
 
 @pytest.mark.claim("tables")
-@pytest.mark.processes
 @pytest.mark.parametrize(("consistency", "transport", "servers", "faults"), FAULTS)
 def test_each_row_of_a_push_is_applied_once_under_faults(tmp_path, consistency, transport, servers, faults):
     """As often as to dense parameters, to which each push is applied once (test_chaos.py)."""
@@ -291,6 +306,7 @@ def test_each_row_of_a_push_is_applied_once_under_faults(tmp_path, consistency, 
     assert differing_twins(FinishedRun(code, output, tmp_path / "runs" / "run")) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mode", "servers"), [("rpc", 1), ("rpc", 2), ("local", 1)])
 def test_a_run_continues_in_another_mode_and_with_more_servers(tmp_path, mode, servers):
     whole = train(tmp_path / "whole", "rpc", 1, **tables())
@@ -301,6 +317,7 @@ def test_a_run_continues_in_another_mode_and_with_more_servers(tmp_path, mode, s
     assert_same(whole, more, limit=0.0 if servers == 1 else 1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("servers", [1, 2])
 def test_rows_of_a_trainer_that_dies_are_applied_as_dense_gradients_are(tmp_path, servers):
     """These are applied once or not at all (test_losses.py)."""
@@ -328,16 +345,21 @@ REFUSED = [
     ("Adam", {}, r"optimizer \(Adam\) must step the rows of a sparse gradient only.*use SGD, Adagrad, SparseAdam or"),
     ("SparseAdam", {}, r"SparseAdam must step tables only"),
     ("nothing", {"server": {"compute": "server"}}, r"server.compute \(server\) must be trainer with embedding tables"),
-    ("nothing", {"server": {"backup_trainers": 1}}, r"server.backup_trainers \(1\) must be 0 with embedding tables"),
+    (
+        "nothing",
+        {"server": {"backup_trainers": 1}, "cluster": {"num_trainers": 2}},
+        r"server.backup_trainers \(1\) must be 0 with embedding tables",
+    ),
     ("nothing", {"training": {"ema_decay": 0.9}}, r"training.ema_decay \(0.9\) must be null with embedding tables"),
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("change", "config", "message"), REFUSED)
 def test_what_cannot_work_with_tables_is_refused_by_name(tmp_path, change, config, message):
     kind = change if change.endswith("Adam") else "Adagrad"
-    settings = {**tables("OneTable", change=change, kind=kind), "mode": "rpc", "cluster": {"num_trainers": 2}}
+    settings = {**tables("OneTable", change=change, kind=kind), "mode": "rpc"}
     settings["training"] = {**TRAINING, "validate_every": 0, **config.get("training", {})}
-    finished = launch(tmp_path, **{**config, **settings})
+    finished = launch(tmp_path, **{"cluster": {"num_trainers": 1}, **config, **settings})
     assert finished.code == 2, finished.output
     assert re.search(message, error_message(finished)), finished.output

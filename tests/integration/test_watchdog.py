@@ -8,6 +8,8 @@ from launching import launch
 TASK = Path(__file__).parents[1] / "helpers" / "lock_tasks.py"
 
 
+@pytest.mark.processes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["rpc", "ddp"])
 def test_a_rank_that_holds_the_lock_is_replaced_and_its_stacks_are_in_its_log(tmp_path: Path, mode: str) -> None:
     fired = tmp_path / "fired"

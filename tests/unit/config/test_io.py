@@ -18,6 +18,7 @@ from paramserver.config import (
     differences,
     dump_yaml,
     load_config,
+    read_dumped,
     value_of,
 )
 from paramserver.errors import UnsupportedConfiguration
@@ -363,6 +364,7 @@ def test_a_dumped_config_is_read_back_equal(tmp_path_factory, values, best):
     file = tmp_path_factory.getbasetemp() / "round-trip.yaml"
     file.write_text(dump_yaml(config), encoding="utf-8")
     assert load_config(file) == config
+    assert config_from_mapping(read_dumped(dump_yaml(config))) == config
     assert config_from_mapping(config.to_mapping()) == config
     assert differences(load_config(file), config) == []
 

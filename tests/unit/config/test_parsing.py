@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given, seed, settings, strategies as st
 
 from paramserver.config import config_from_mapping, load_config
-from paramserver.config.parsing import dump, read_text
+from paramserver.config.parsing import dump, read_dumped, read_text
 from paramserver.errors import UnsupportedConfiguration
 
 
@@ -291,13 +291,14 @@ def test_dumped_values_are_read_back_by_every_yaml_reader(value):
     text = dump(value)
     assert read_text(text, "x").value == value
     assert yaml.safe_load(text) == value
+    assert read_dumped(text) == value
 
 
 @pytest.mark.parametrize(
     "text", ["1e-3", "on", "2024-01-01", "a\x85b", "\u2028", "=", "<<", "null", "1:30", " a ", "~", "!x"]
 )
 def test_text_that_looks_like_something_else_stays_text(text):
-    assert read_text(dump({"x": text}), "x").value == {"x": text}
+    assert read_text(dump({"x": text}), "x").value == read_dumped(dump({"x": text})) == {"x": text}
 
 
 @seed(6)
