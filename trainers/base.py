@@ -637,7 +637,7 @@ class Trainer(ABC):
         stream = self.data.state_dict(self.control.memory)
         local = None if self.local_steps is None else stage_copy(self.local_steps.state_dict(), self.control.memory)
         # model.pt has that of one trainer, and modules make it of what this one has seen.
-        extra = extra_state_dict(self.tree.model) if self.process.trainers > 1 else {}
+        extra = stage_copy(extra_state_dict(self.tree.model) if self.process.trainers > 1 else {}, self.control.memory)
         self.control.memory.trim()
         return {
             "trainer_index": self.trainer_index,
@@ -646,7 +646,7 @@ class Trainer(ABC):
             "counters": vars(self.progress) | {"seconds": self.seconds},
             "task": own,
             "local_steps": local,
-            "extra_state": stage_copy(extra, self.control.memory),
+            "extra_state": extra,
         }
 
     def seed_or_restore(self, packed: bytes | None) -> None:

@@ -76,6 +76,7 @@ class DdpTrainer(ReplicaTrainer):
     _went_through_wrapper = False
     # Ranks that had no data in a step since all of them were brought to the same model.
     _idle_ranks: frozenset[int] = frozenset()
+    _uses_hook: bool  # one that compresses, or one of the user, which divides by the number of all ranks
     _uneven_inputs: str  # as in ``module_buffer_owner``
     _may_be_idle = False  # whether a step may go without ranks that have no data
     # Where it may not, and the full buffer of this rank blocks simulations: what all have received, and since when.
@@ -156,12 +157,18 @@ class DdpTrainer(ReplicaTrainer):
         if is_fed:
             self._uneven_inputs = "join"
         self._may_be_idle = self._uneven_inputs == "join"
+        self._uses_hook |= bool(wrapped._comm_hooks)
         wrapped.register_forward_pre_hook(self._on_wrapper_forward)
         # DDP refuses annotations that are strings; a lambda has none.
         if self.all_reduce is not None:
             wrapped.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
         elif self._may_be_idle and self.process.trainers > 1 and not wrapped._comm_hooks:
-            wrapped.register_comm_hook(None, lambda _, bucket: self._reduce_over_group(bucket))
+            try:
+                wrapped.register_comm_hook(None, lambda _, bucket: self._reduce_over_group(bucket))
+            except RuntimeError:
+                if not overrides(self, DdpTrainer.configure_ddp):
+                    raise
+                self._uses_hook = True  # a built-in one, which only the reducer knows
         if self._may_be_idle:
             self._broadcasts_buffers, wrapped.forward_sync_buffers = wrapped.forward_sync_buffers, False
 
@@ -402,7 +409,8 @@ class DdpTrainer(ReplicaTrainer):
             with _named_causes():
                 return super().forward_batch(batch)
         except RuntimeError:
-            self._check_buffer_types()
+            if not self._may_be_idle:  # otherwise buffers of any type are sent
+                self._check_buffer_types()
             raise
         except (AttributeError, TypeError) as error:
             if "'DistributedDataParallel' object" not in message_of(error):

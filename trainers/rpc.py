@@ -18,7 +18,7 @@ from paramserver.consistency import Decision, Verdict, module_buffer_owner
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.metrics.profile import span
 from paramserver.metrics.records import StepReport, StepResult, StepTotals, TableUse
-from paramserver.parameters.model import build_model, detached_state_dict, load_weights
+from paramserver.parameters.model import build_model, detached_state_dict, load_part_of_state, load_weights
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.remote_tables import exclude_from_compile
 from paramserver.parameters.sharding import full_shard
@@ -123,6 +123,8 @@ class RpcTrainer(Trainer):
         stored = None if part is None else unpack(part)
         if stored is not None and stored["task"]:
             restore_task(self.task, stored["task"], self.process.kept.callbacks)
+        if stored is not None:
+            load_part_of_state(self.tree.model, stored.get("extra_state") or {})
         self.restore_local_steps(stored)
         self.restore_residuals(stored)
 

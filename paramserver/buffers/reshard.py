@@ -76,6 +76,7 @@ def _trainer_part(
         "random": parts[index]["random"] if known else None,
         "task": parts[index]["task"] if known else {},
         "local_steps": parts[index].get("local_steps") if known else None,
+        "extra_state": parts[index].get("extra_state", {}) if known else {},
         "residuals": _sum_residuals(parts[index::trainers], trainers / len(parts)),
         "resumes": entropy[1],
     }

@@ -21,7 +21,7 @@ from paramserver.errors import PeerLost
 
 @dataclass(frozen=True)
 class HeartbeatReport:
-    """What a process says about itself in a heartbeat.
+    """What a process reports about itself in a heartbeat.
 
     Attributes:
         place: in the code of the user, where its main thread is, or the update of a server that does not end; "" if

@@ -266,6 +266,7 @@ class Updater:
         self._write(parameters.get("train", {}))
         if (skipping := state.get("skipping")) is not None:
             self.skipping.load_state_dict(skipping)
+        self.applied_lr = self.lr
 
 
 def _load(owner: Any, state: dict[str, Any]) -> None:
@@ -428,6 +429,8 @@ def _schedules_of(task: OptimizerBuilder, optimizer: torch.optim.Optimizer) -> d
     by_name = optimizer.by_name if isinstance(optimizer, SeveralOptimizers) else {"": optimizer}
     for name, schedule in schedules.items():
         scheduled = getattr(schedule.scheduler, "optimizer", by_name[name])
+        if not isinstance(scheduled, torch.optim.Optimizer):
+            continue
         # One that wraps another has the same groups.
         if not {*map(id, scheduled.param_groups)} & {*map(id, by_name[name].param_groups)}:
             raise TaskError(

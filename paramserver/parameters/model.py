@@ -129,19 +129,24 @@ def extra_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the part of the state that modules define by ``get_extra_state``, by its names in a ``state_dict()``."""
     return {
         f"{name}.{_EXTRA_STATE}".lstrip("."): module.get_extra_state()
-        for name, module in model.named_modules()
+        for name, module in model.named_modules(remove_duplicate=False)
         if getattr(type(module), "get_extra_state", nn.Module.get_extra_state) is not nn.Module.get_extra_state
     }
 
 
 @torch.no_grad()
 def load_part_of_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load some parameters and extra state of modules; a ``load_state_dict`` of the user may need a whole state."""
-    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
+    """Load some parameters and extra state of modules; a ``load_state_dict`` of the user may need a whole state.
+
+    Extra state of modules that the model lacks is left out: a trainer without a model has none.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name, value in state.items():
         module, _, last = name.rpartition(".")
         if last == _EXTRA_STATE:
-            modules[module].set_extra_state(value)
+            if module in modules:
+                modules[module].set_extra_state(value)
         else:
             parameters[name].copy_(value)
 

@@ -66,7 +66,8 @@ def mean_buffers(several: Sequence[PackedBuffers | None]) -> PackedBuffers | Non
         return given[0] if given else None
     flats = [flat.clone() for flat in given[0].flats]
     for number, flat in enumerate(flats):
-        if len(given) > 1 and (flat.is_floating_point() or flat.is_complex()):
+        # Those of 8 bits cannot be added.
+        if len(given) > 1 and flat.dtype.itemsize > 1 and (flat.is_floating_point() or flat.is_complex()):
             for other in given[1:]:
                 flat += other.flats[number]
             flat /= len(given)
@@ -236,12 +237,13 @@ def set_buffer(model: nn.Module, name: str, value: Tensor | None, persistent: bo
         TaskError: there is no such module, or it has something else of that name.
     """
     prefix, _, last = name.rpartition(".")
-    if value is not None:
-        value = value.to(next(model.parameters()).device)
     try:
         module = model
         for part in prefix.split(".") if prefix else ():  # a model of TorchScript has no get_submodule
             module = module._modules[part]  # type: ignore[assignment]
+        if value is not None:
+            old = module._buffers.get(last)
+            value = value.to(next(model.parameters()).device if old is None else old.device)
         if last in module._buffers:
             module._buffers[last] = value
         else:

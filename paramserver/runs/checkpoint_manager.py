@@ -509,7 +509,10 @@ class CheckpointManager:
         """
         packed = self.trainer_part(trainer_index, newest=True)
         part = {} if packed is None else unpack(packed)
-        return {"task": part.get("task", {}), **{name: part.get(name) for name in ("local_steps", "residuals")}}
+        return {
+            "task": part.get("task", {}),
+            **{name: part.get(name) for name in ("local_steps", "residuals", "extra_state")},
+        }
 
     def _record_written(self, done: Future[WrittenCheckpoint], pause_s: float, reason: str) -> None:
         if done.cancelled():

@@ -164,7 +164,7 @@ class ShardCoordinator:
             self.on_ready()
 
     def heartbeat(self, server_index: int, report: HeartbeatReport) -> None:
-        """Record a sign of life, and what the server says about itself."""
+        """Record a sign of life, and what the server reports about itself."""
         self._members.record_heartbeat(server_index, server_index, report)
 
     def request_stop(self, reason: str) -> None:

@@ -209,7 +209,7 @@ class ParameterServer(TutorialMethods, ShardHandlers):
             return snapshots
 
     def heartbeat(self, trainer_index: int, worker_id: int, report: HeartbeatReport) -> HeartbeatReply:
-        """Record a sign of life, and what the trainer says about itself.
+        """Record a sign of life, and what the trainer reports about itself.
 
         Raises:
             Evicted: the process takes no part any more.

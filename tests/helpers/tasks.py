@@ -185,7 +185,8 @@ class HasOwnExtraState(ReferenceTask):
     """A model with a module whose extra state differs between trainers."""
 
     def build_model(self):
-        return nn.Sequential(KeepsMean(), super().build_model())
+        keeps = KeepsMean()
+        return nn.Sequential(keeps, super().build_model(), keeps)
 
 
 class LeavesGradOff(ReferenceTask):
