@@ -242,7 +242,8 @@ def set_buffer(model: nn.Module, name: str, value: Tensor | None, persistent: bo
         for part in prefix.split(".") if prefix else ():  # a model of TorchScript has no get_submodule
             module = module._modules[part]  # type: ignore[assignment]
         if value is not None:
-            old = module._buffers.get(last)
+            # That of TorchScript has no ``get``.
+            old = module._buffers[last] if last in module._buffers else None  # noqa: SIM401
             value = value.to(next(model.parameters()).device if old is None else old.device)
         if last in module._buffers:
             module._buffers[last] = value
