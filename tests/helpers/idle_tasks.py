@@ -9,6 +9,8 @@ from typing import ClassVar
 import torch
 from tasks import ReferenceModel, ReferenceTask
 from torch import nn
+from torch.distributed import BuiltinCommHookType
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 
 from paramserver.consistency import Announcement, Readiness, Verdict
@@ -45,6 +47,24 @@ class PausesSecondStep(PausingDdp):
     """Only rank 0, and only then."""
 
     pauses: ClassVar = {0: {1}}
+
+
+class PausingWithHook(PausingDdp):
+    """Registers a hook of torch, which divides by the number of all ranks."""
+
+    def configure_ddp(self, model, device_ids):
+        wrapped = super().configure_ddp(model, device_ids)
+        wrapped.register_comm_hook(None, allreduce_hook)
+        return wrapped
+
+
+class PausingWithBuiltinHook(PausingDdp):
+    """Registers a hook that only the reducer knows, and which divides by the number of all ranks."""
+
+    def configure_ddp(self, model, device_ids):
+        wrapped = super().configure_ddp(model, device_ids)
+        wrapped._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE)
+        return wrapped
 
 
 class PausingRpc(Pauses, RpcTrainer):

@@ -81,6 +81,15 @@ def test_compressed_gradients_are_the_mean_of_the_ranks_with_data(tmp_path, hook
     assert 0 < relative_difference(plain.load("model"), compressed.load("model")) < most
 
 
+@pytest.mark.parametrize("trainer", ["PausingWithHook", "PausingWithBuiltinHook"])
+def test_with_a_hook_of_the_user_gradients_are_the_mean_of_the_ranks_with_data(tmp_path, trainer):
+    config = {"task": "idle_tasks:Calls", "task_args": {"how": "in_a_loop"}, "training": TRAINING}
+    ddp = train(tmp_path, "ddp", 3, trainer=f"idle_tasks:{trainer}", **config)
+    rpc = run(tmp_path, "rpc", "in_a_loop")
+    assert ddp.summary["steps"] == rpc.summary["steps"]
+    assert relative_difference(ddp.load("model"), rpc.load("model")) < 1e-6
+
+
 @pytest.mark.parametrize("how", ["without_gradients", "in_a_loop"])
 def test_a_resumed_run_is_the_same_as_a_straight_one(tmp_path, how):
     """It stops before a step that only one rank has data for, and after one that only two have."""
