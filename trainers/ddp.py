@@ -157,8 +157,14 @@ class DdpTrainer(ReplicaTrainer):
         if is_fed:
             self._uneven_inputs = "join"
         self._may_be_idle = self._uneven_inputs == "join"
-        self._uses_hook |= bool(wrapped._comm_hooks)
         wrapped.register_forward_pre_hook(self._on_wrapper_forward)
+        self._register_comm_hook(wrapped)
+        if self._may_be_idle:
+            self._broadcasts_buffers, wrapped.forward_sync_buffers = wrapped.forward_sync_buffers, False
+
+    def _register_comm_hook(self, wrapped: DistributedDataParallel) -> None:
+        """Reduce gradients in shared memory, or over the ranks that have data, unless the wrapper has a hook."""
+        self._uses_hook |= bool(wrapped._comm_hooks)
         # DDP refuses annotations that are strings; a lambda has none.
         if self.all_reduce is not None:
             wrapped.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
@@ -169,8 +175,6 @@ class DdpTrainer(ReplicaTrainer):
                 if not overrides(self, DdpTrainer.configure_ddp):
                     raise
                 self._uses_hook = True  # a built-in one, which only the reducer knows
-        if self._may_be_idle:
-            self._broadcasts_buffers, wrapped.forward_sync_buffers = wrapped.forward_sync_buffers, False
 
     def _share_all_reduce(self, model: nn.Module) -> None:
         """Reduce gradients in shared memory, if neither the user, a device nor a sparse gradient needs another way."""
