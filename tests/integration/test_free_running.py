@@ -411,6 +411,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(fork_server, folder):
     """All of its processes at once, with kill -9, while they share memory."""
     fifo = folder / "killed.fifo"
     os.mkfifo(fifo)
+    os.mkfifo(fifo.with_suffix(".applied"))  # trainer 0 waits there, and the run goes on until it is killed
     file = write_config(
         folder / "killed",
         task=f"{REPLAY}:PacedTask",
