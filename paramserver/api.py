@@ -221,6 +221,12 @@ def run(
                 "run in mode local"
             )
         plain = {name: value for name, value in arguments.items() if name not in objects}
+        for name, value in (given.get("task_args") or {}).items():
+            if name in arguments and (name in objects or value != plain[name]):
+                raise UnsupportedConfiguration(
+                    f"task_args.{name} ({value!r}) must be what the instance of {type(task).__name__} was created with "
+                    f"({arguments[name]!r}); give the class in place of an instance, or create it with that value"
+                )
         values["task_args"] = {**values.get("task_args", {}), **plain}
         create_task = partial(type(task), **objects)
     effective = load_config(None, base=values, overrides=overrides, given=given_now)

@@ -200,6 +200,8 @@ class RpcTrainer(Trainer):
             self.model_copy.keeps_buffers = grant.wants_buffers and self.trainer_index == owner
         if self.trainer_index in grant.decision.active:
             self.begin_step(grant)
+        else:
+            self.model_copy.load_buffers(grant.buffers)
         return grant.decision
 
     def begin_step(self, grant: StepGrant) -> None:
@@ -295,9 +297,10 @@ class RpcTrainer(Trainer):
 
     def sync_model(self) -> None:
         view = self.pull.load_step(self.step)
-        # Those of the owner are the version's, unless that has a mean, and hooks may have changed them since its last
-        # push.
-        if not (self.lockstep and self.model_copy.keeps_buffers) or self.local_steps is not None:
+        # Those of the owner are the version's, and hooks may have changed them since its last push. After a round they
+        # are not, as the version has a mean; at the end that came with the decision.
+        has_mean = self.local_steps is not None and self.current_step.decision.verdict is not Verdict.END
+        if not (self.lockstep and self.model_copy.keeps_buffers) or has_mean:
             self.model_copy.load_buffers(view.buffers)
 
     def save_part(self, reason: str, since: float) -> None:

@@ -95,6 +95,11 @@ def _batches_of(data: Any, task: Task, partition: Partition, config: Config) -> 
     if is_map_style(reading.data):
         sampler: SamplerOrder | None = reading.options.get("sampler")
         length = len(reading.data)
+        if not length:
+            raise TaskError(
+                f"validation_source returned {type(data).__name__} without a sample; return None if there is no "
+                "validation"
+            )
         text = f"a data set of {length} samples"
         order: Sequence[Any] = range(length)
         if sampler is not None:

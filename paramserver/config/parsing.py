@@ -25,6 +25,7 @@ EXPONENT_NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+"
 
 # Limits of a value, far above those of any config in use: messages, YAML and messages between ranks can hold it.
 MAX_DEPTH = 50
+_MAX_INT = 2**63 - 1
 _MAX_INT_BITS = 2048
 # How many values and characters aliases (*name) may add to a document: nine lines of them can stand for gigabytes.
 _MAX_REPEATED = 100_000
@@ -69,11 +70,12 @@ def _check_bounds(value: Any, rule: Rule) -> None:
 def _to_int(value: Any, rule: Rule) -> int:
     value = _parse_exponent(value)
     # The abstract type also accepts numpy scalars. bool is a subclass of it and is excluded.
-    if not isinstance(value, bool) and isinstance(value, numbers.Integral):
-        return _check_digits(int(value))
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    raise _BrokenRuleError("be a whole number")
+    whole = isinstance(value, numbers.Integral) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole:
+        raise _BrokenRuleError("be a whole number")
+    if rule.maximum is None and value > _MAX_INT:
+        raise _BrokenRuleError(f"be at most {_MAX_INT}")
+    return int(value)
 
 
 def _check_digits(value: int) -> int:

@@ -82,6 +82,11 @@ def resolve_reading(
 
 
 def _refuse_unsupported(data: Any, hook: str) -> None:
+    if isinstance(data, dict):
+        raise TaskError(
+            f"{hook} returned {type(data).__name__}, whose samples would be its keys; return a list of its values, or "
+            "a data set"
+        )
     if isinstance(data, Sampler):
         raise TaskError(
             f"{hook} returned {type(data).__name__}, a sampler; return the data set that it draws from, and it from "

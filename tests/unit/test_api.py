@@ -61,6 +61,12 @@ def test_other_modes_refuse_what_other_processes_cannot_create(tmp_path, mode):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_argument_of_an_instance_cannot_be_given_another_value(tmp_path):
+    with pytest.raises(UnsupportedConfiguration, match=r"task_args.lr \(0.3\) must be what the instance of Given was cr"):
+        paramserver.run(Given(DATA, lr=0.2), config(tmp_path, "run"), task_args={"lr": 0.3})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_sections_override_the_config_and_overrides_override_both(tmp_path):
     given = config(tmp_path, "run", mode="rpc", steps=9)
     result = paramserver.run(

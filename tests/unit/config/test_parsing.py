@@ -240,6 +240,12 @@ def test_values_from_python_that_no_file_could_hold():
     assert read_text(dump(accepted.to_mapping()), "dump").value["task_args"]["x"] == 10**600
 
 
+def test_a_whole_number_has_at_most_64_bits():
+    assert config_from_mapping({"task": "a:B", "training": {"max_steps": 2**63 - 1}}).training.max_steps == 2**63 - 1
+    with pytest.raises(UnsupportedConfiguration, match=r"training.max_steps \(9.*808\) must be at most 9.*807; give"):
+        config_from_mapping({"task": "a:B", "training": {"max_steps": 2**63}})
+
+
 def test_a_byte_order_mark_and_empty_sections_are_harmless(tmp_path):
     file = tmp_path / "digits.yaml"
     file.write_bytes(b"\xef\xbb\xbftask: a:B\ntraining:\ntask_args:\n")

@@ -139,6 +139,13 @@ def test_an_object_that_is_no_data_is_refused(data, kind):
         batches_of(Mean(data))
 
 
+def test_a_data_set_without_a_sample_is_refused_and_a_share_without_one_is_not():
+    for data in ([], torch.utils.data.TensorDataset(torch.empty(0, 1))):
+        with pytest.raises(TaskError, match=f"validation_source returned {type(data).__name__} without a sample; ret"):
+            batches_of(Mean(data))
+    assert list(batches_of(Mean([1.0]), 1, 2)) == []
+
+
 def test_a_source_without_a_step_is_refused_before_the_run():
     class Half(Task):
         def validation_source(self, partition):
