@@ -46,7 +46,7 @@ from paramserver.online.weights import (
     offsets,
     rounded_layouts,
 )
-from paramserver.platform import SHARES_MEMORY, host_number, memory_file, seal
+from paramserver.platform import SHARES_MEMORY, host_number, memory_file, num_usable_cores, seal
 
 OVER_TEXT = "the run has ended, and publishes no more versions"
 LONGEST_WAIT_S = 600.0
@@ -71,6 +71,10 @@ _MOST_PEERS = 10_000
 _NUM_KEPT = 8
 # For how long a version stays where a subscriber can map it, which may look for its reply only after some work.
 _MAPPED_S = 10.0
+# Subscribers of this host read a version on the cores that train: a few at once, each for so long until the next one's
+# turn, if it does not ask again before.
+NUM_READERS = max(1, num_usable_cores() // 2)
+TURN_S = 0.003
 _MAX_PARTS, _MAX_BYTES = 3, 2**16
 _MAX_MESSAGES_AT_ONCE = 256
 _POLL_S = 0.5
@@ -174,7 +178,8 @@ class SubscriberRequests:
     """Decides which version each subscriber is sent. Every use holds the lock of the publisher.
 
     ``may_copy`` returns whether the current version may be copied, and is newer than the ``newest`` copy. A request
-    then waits for that, and ``is_asked``. A subscriber has one request at a time: another one replaces it.
+    then waits for that, and ``is_asked``. A subscriber has one request at a time: another one replaces it. Of the
+    subscribers on this host few are sent a version at once.
     """
 
     def __init__(self, run: str, starts: tuple[Version, ...], may_copy: Callable[[], bool]) -> None:
@@ -192,6 +197,8 @@ class SubscriberRequests:
         self._descriptions: dict[str, bytes] = {}  # of ``newest``, by encoding
         # What subscribers were sent to map, until they ask again, and when that ends in any case.
         self._mapped: dict[bytes, tuple[VersionMemory, float | None]] = {}
+        self._due: dict[bytes, None] = {}  # subscribers of this host, in turn: there is a version for them
+        self._readers: dict[bytes, float] = {}  # those that were sent one, and when the next one's turn is
 
     def handle(self, peer: bytes, frames: list[Any], now: float) -> list[Message]:
         """Return the replies to a message."""
@@ -202,7 +209,8 @@ class SubscriberRequests:
             request = WeightsRequest.unpack(frames[1])
         except MalformedMessage as error:
             return [(peer, [Header(MessageKind.REFUSED).pack(), str(error).encode()])]
-        self._mapped.pop(peer, None)
+        for held in (self._mapped, self._due, self._readers):
+            held.pop(peer, None)
         self._peers[peer] = None
         if len(self._peers) > _MOST_PEERS:  # the first one has long left, or asks again
             del self._peers[next(iter(self._peers))]
@@ -212,28 +220,48 @@ class SubscriberRequests:
         is_newer = self.newest is not None and self.newest.version > have
         if self._may_copy():
             self.is_asked = True
-        elif is_newer or not request.waits:
+        elif is_newer:
+            self._due[peer] = None
+        elif not request.waits:
             return [self._reply(peer, waiting)]
         return self.expire(now)
 
-    def publish(self, version: ModelVersion) -> list[Message]:
-        """Return the replies to all that wait for a version."""
+    def publish(self, version: ModelVersion, now: float) -> list[Message]:
+        """Return the replies to those that wait for a version, and whose turn it is."""
         self.newest, self.is_asked = version, False
         self._differences.clear()
         self._descriptions.clear()
-        return [
-            self._reply(peer, waiting) for peer, waiting in list(self.waiting.items()) if waiting.have < version.version
-        ]
+        self._due.update({peer: None for peer, one in self.waiting.items() if one.have < version.version})
+        return self.expire(now)
+
+    @property
+    def waits_for_newer(self) -> bool:
+        """Whether a request waits for a version that there is no copy of yet."""
+        return len(self.waiting) > len(self._due)
+
+    def next_at(self) -> float:
+        """Return when to call ``expire`` at the latest."""
+        turns = self._readers.values() if self._due else ()
+        return min((*turns, *(one.deadline for one in self.waiting.values())), default=float("inf"))
 
     def expire(self, now: float) -> list[Message]:
-        """Return the replies to requests whose time is over. Call it often."""
+        """Return the replies to requests whose time is over, or whose turn it is. Call it often."""
         for peer, (memory, end) in list(self._mapped.items()):
             if end is not None and end <= now:
                 del self._mapped[peer]
             elif end is None:
                 self._mapped[peer] = memory, now + _MAPPED_S
-        over = [(peer, waiting) for peer, waiting in self.waiting.items() if waiting.deadline <= now]
-        return [self._reply(peer, waiting) for peer, waiting in over]
+        self._readers = {peer: end for peer, end in self._readers.items() if end > now}
+        replies = []
+        for peer, waiting in list(self.waiting.items()):
+            is_due = peer in self._due
+            if is_due and waiting.request.host == self._host:
+                is_due = len(self._readers) < NUM_READERS
+                if is_due:
+                    self._readers[peer] = now + TURN_S
+            if is_due or waiting.deadline <= now:
+                replies.append(self._reply(peer, waiting))
+        return replies
 
     def end(self) -> list[Message]:
         """Return what all subscribers are sent at the end of the run."""
@@ -241,6 +269,7 @@ class SubscriberRequests:
 
     def _reply(self, peer: bytes, waiting: _Waiting) -> Message:
         del self.waiting[peer]
+        self._due.pop(peer, None)
         newest = self.newest
         if newest is None or newest.version <= waiting.have:
             return peer, [Header(MessageKind.UNCHANGED, attempt=waiting.number).pack()]
@@ -370,7 +399,7 @@ class ModelPublisher(RouterThread):
         with self._lock:
             self._step = step
             is_first = self._copied is None
-            if not self._may_copy() or not (is_first or self._requests.is_asked or self._requests.waiting):
+            if not self._may_copy() or not (is_first or self._requests.is_asked or self._requests.waits_for_newer):
                 return False
             self._copied, self._copied_at = Version(self._generation, step), time.monotonic()
             return True
@@ -391,7 +420,7 @@ class ModelPublisher(RouterThread):
             copy = ModelVersion(Version(self._generation, step), tensors, memory)
         with self._lock:
             self._copied = copy.version
-            self._replies += self._requests.publish(copy)
+            self._replies += self._requests.publish(copy, time.monotonic())
         self._wakeup.set()
 
     # The thread.
@@ -414,7 +443,7 @@ class ModelPublisher(RouterThread):
 
     def _serve(self, router: RouterSocket) -> None:
         with self._lock:
-            deadline = min((one.deadline for one in self._requests.waiting.values()), default=float("inf"))
+            deadline = self._requests.next_at()
         router.poll([self._wakeup.fileno()], min(_POLL_S, max(0.0, deadline - time.monotonic())))
         replies: list[Message] = []
         for received in router.receive(_MAX_MESSAGES_AT_ONCE):
@@ -426,7 +455,7 @@ class ModelPublisher(RouterThread):
             replies += self._requests.expire(time.monotonic())
             published, self._replies = self._replies, []
             # Those that wait for a later version ask once there is one.
-            self._requests.is_asked |= bool(self._requests.waiting) and self._may_copy()
+            self._requests.is_asked |= self._requests.waits_for_newer and self._may_copy()
             asks = self._requests.is_asked
         router.send([*published, *replies], copies=False)
         if published:

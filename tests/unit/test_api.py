@@ -62,7 +62,7 @@ def test_other_modes_refuse_what_other_processes_cannot_create(tmp_path, mode):
 
 
 def test_an_argument_of_an_instance_cannot_be_given_another_value(tmp_path):
-    with pytest.raises(UnsupportedConfiguration, match=r"task_args.lr \(0.3\) must be what the instance of Given was cr"):
+    with pytest.raises(UnsupportedConfiguration, match=r"task_args.lr \(0.3\) must be what the instance of Given was"):
         paramserver.run(Given(DATA, lr=0.2), config(tmp_path, "run"), task_args={"lr": 0.3})
     assert list(tmp_path.iterdir()) == []
 

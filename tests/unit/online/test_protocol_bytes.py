@@ -156,7 +156,7 @@ def replies(*steps, request):
     """What a publisher with these versions, each of which it has sent to another peer rounded, replies to a message."""
     requests = SubscriberRequests("run", STARTS, lambda: False)
     for step in steps:
-        requests.publish(version(step))
+        requests.publish(version(step), 0.0)
         rounded = WeightsRequest("run", "bfloat16").pack()
         assert requests.handle(b"other", [Header(MessageKind.GET).pack(), rounded], 0.0)
     return [[bytes(frame) for frame in frames] for _, frames in requests.handle(b"peer", request, 0.0)]

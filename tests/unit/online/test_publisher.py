@@ -22,7 +22,7 @@ from torch import nn
 from paramserver.config import PublishConfig
 from paramserver.errors import ClientError, RunOver, TaskError, TrainingError, UnsupportedConfiguration
 from paramserver.online.protocol import Header, MessageKind
-from paramserver.online.publisher import ModelPublisher, ModelVersion, SubscriberRequests
+from paramserver.online.publisher import NUM_READERS, TURN_S, ModelPublisher, ModelVersion, SubscriberRequests
 from paramserver.online.weights import BFLOAT16, DIFFERENCE, Description, Version, WeightsRequest
 from paramserver.platform import SHARES_MEMORY, host_number, open_memory_file
 from paramserver.subscriber import Subscriber
@@ -172,14 +172,34 @@ def test_a_subscriber_that_looks_later_maps_the_version_that_was_for_it(tmp_path
         assert isinstance(weights.data.obj, mmap.mmap)
 
 
+def test_subscribers_of_this_host_read_in_turns():
+    requests, limit = SubscriberRequests("run", (Version(1, 0),), lambda: True), NUM_READERS
+    peers = [bytes([number]) for number in range(2 * limit + 2)]
+    here, away = (WeightsRequest(timeout_s=9.0, waits=True, host=host).pack() for host in (host_number(), ""))
+    header = Header(MessageKind.GET).pack()
+    for peer in peers:
+        assert not requests.handle(peer, [header, here], 0.0)
+    assert not requests.handle(b"away", [header, away], 0.0)
+    sent = [peer for peer, _ in requests.publish(ModelVersion(Version(1, 1), Model().state_dict()), 1.0)]
+    assert sent == [*peers[:limit], b"away"]
+    assert not requests.waits_for_newer
+    # One of them asks again: the next one's turn. The others take longer than a turn.
+    assert [peer for peer, _ in requests.handle(peers[0], [header, here], 1.0)] == [peers[limit]]
+    assert requests.waits_for_newer
+    assert requests.next_at() == pytest.approx(1.0 + TURN_S)
+    assert [peer for peer, _ in requests.expire(requests.next_at())] == peers[limit + 1 : 2 * limit + 1]
+    # At the end of its time a request has its reply.
+    assert {peer for peer, _ in requests.expire(11.0)} == {peers[0], peers[-1]}
+
+
 @needs_shared_memory
 def test_memory_of_a_version_is_freed_when_its_subscriber_has_left():
     requests = SubscriberRequests("run", (Version(1, 0),), lambda: False)
     asks = [Header(MessageKind.GET).pack(), WeightsRequest(host=host_number()).pack()]
-    requests.publish(ModelVersion(Version(1, 1), Model().state_dict()))
+    requests.publish(ModelVersion(Version(1, 1), Model().state_dict()), 0.0)
     assert requests.handle(b"a", asks, 0.0)
     memory = weakref.ref(requests.newest.memory)
-    requests.publish(ModelVersion(Version(1, 2), Model().state_dict()))
+    requests.publish(ModelVersion(Version(1, 2), Model().state_dict()), 0.0)
     requests.expire(0.0)
     requests.expire(9.0)
     assert memory() is not None
@@ -187,7 +207,7 @@ def test_memory_of_a_version_is_freed_when_its_subscriber_has_left():
     assert memory() is None
     assert requests.handle(b"a", asks, 12.0)
     memory = weakref.ref(requests.newest.memory)
-    requests.publish(ModelVersion(Version(1, 3), Model().state_dict()))
+    requests.publish(ModelVersion(Version(1, 3), Model().state_dict()), 0.0)
     assert requests.handle(b"a", asks, 13.0)  # it has what it asked for before
     assert memory() is None
 
@@ -335,7 +355,10 @@ def encodings(requests, version, tensors, have):
     """The encoding in which a subscriber that has ``have`` is sent a version."""
     header = Header(MessageKind.GET, *have, attempt=1).pack()
     request = WeightsRequest("run", "bfloat16", 10.0, waits=True, holds=True).pack()
-    ((_, frames),) = [*requests.handle(b"a", [header, request], 0.0), *requests.publish(ModelVersion(version, tensors))]
+    ((_, frames),) = [
+        *requests.handle(b"a", [header, request], 0.0),
+        *requests.publish(ModelVersion(version, tensors), 0.0),
+    ]
     return Description.unpack(frames[1]).encoding
 
 
@@ -348,7 +371,7 @@ def test_a_difference_is_sent_where_it_pays_and_its_version_is_kept():
     assert encodings(requests, Version(1, 1), few, Version(1, 0)) == DIFFERENCE
     assert encodings(requests, Version(1, 2), {"w": torch.randn(10_000)}, Version(1, 1)) == BFLOAT16
     assert encodings(requests, Version(1, 3), {"w": torch.randn(10_001)}, Version(1, 2)) == BFLOAT16
-    requests.publish(ModelVersion(Version(1, 4), few))
+    requests.publish(ModelVersion(Version(1, 4), few), 0.0)
     assert encodings(requests, Version(1, 5), few, Version(1, 4)) == BFLOAT16  # which nobody was sent rounded
     for step in range(6, 14):
         assert encodings(requests, Version(1, step), few, Version(1, step - 1)) == DIFFERENCE
