@@ -7,8 +7,8 @@ Two trainers with one thread each on this machine, and with `rpc` a server; the 
 is Adagrad. Each trainer looks up so many random ids in a step. `dense` is `ddp` with `sparse=False`. The runs are fresh
 processes in turns. A step lasts from one `on_batch_start` to the next; the first `--warm` are left out; of two trainers
 the slower counts. Speeds are ratios of the mean steps of one repeat. The memory is the greatest sum of the proportional
-set sizes of all ranks that was read during the run, in multiples of the table with its state; that of a run with 1,000
-rows is subtracted.
+set sizes of all ranks that was read during a run of its own, which reading slows down, in multiples of the table with
+its state; that of a run with 1,000 rows is subtracted.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Lookup(Task):
         write_stamps(Path(self.folder), self.trainer.trainer_index, self.stamps)
 
 
-def measure(case: str, rows: int, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Return milliseconds of a step, and the bytes of all ranks."""
+def measure(case: str, rows: int, arguments: argparse.Namespace, every_s: float = 0.1) -> tuple[float, int]:
+    """Return milliseconds of a step, and the bytes of all ranks, which are read every ``every_s``."""
     mode, sparse = CASES[case]
     with tempfile.TemporaryDirectory() as folder:
         task_args = {"rows": rows, "width": arguments.width, "ids": arguments.ids, "sparse": sparse, "folder": folder}
@@ -76,11 +76,11 @@ def measure(case: str, rows: int, arguments: argparse.Namespace) -> tuple[float,
             "checkpoint": {"every": arguments.checkpoint_every, "keep": 1},
             "logging": {"run_dir": folder, "name": "run", "tensorboard": False},
         }
-        with Sampler(memory_of=proportional_bytes, every_s=0.1) as sampler, redirect_stdout(sys.stderr):
+        with Sampler(memory_of=proportional_bytes, every_s=every_s) as sampler, redirect_stdout(sys.stderr):
             paramserver.run(Lookup, config)
         stamps = read_stamps(Path(folder))
     step_ms = max(timing_of(one, arguments.warm).mean_ms for one in stamps)
-    return step_ms, float(peak_bytes(sampler))
+    return step_ms, peak_bytes(sampler)
 
 
 def peak_bytes(sampler: Sampler) -> int:
@@ -101,18 +101,19 @@ def main() -> None:
     parser.set_defaults(child=None)
     arguments = parsed(parser)
     print(origin())
-    found = measured_in_turn(arguments.cases, arguments.repeats, lambda case: measure(case, arguments.rows, arguments))
+    never_s = 3600.0  # the kernel walks the page tables of a process, which takes a tenth of a core with a large table
+    found = measured_in_turn(
+        arguments.cases, arguments.repeats, lambda case: measure(case, arguments.rows, arguments, never_s)[0]
+    )
+    memory = {case: measure(case, arguments.rows, arguments)[1] for case in arguments.cases}
     small = {case: measure(case, SMALL_ROWS, arguments)[1] for case in arguments.cases}
     table_bytes = 2 * 4 * arguments.width * arguments.rows
     print(f"{arguments.rows:,} rows of {arguments.width}, {arguments.ids} ids for each trainer and step")
-    for case, figures in found.items():
-        steps = [step_ms for step_ms, _ in figures]
-        memory = [(total - small[case]) / table_bytes for _, total in figures]
-        row = f"  {case:6s} step {spread(steps)} ms, memory {spread(memory)} times the table"
+    for case, steps in found.items():
+        times = (memory[case] - small[case]) / table_bytes
+        row = f"  {case:6s} step {spread(steps)} ms, memory {times:.2f} times the table"
         if case != "rpc" and "rpc" in found:
-            row += (
-                f"; rpc is {spread([s / own for s, (own, _) in zip(steps, found['rpc'], strict=True)])} times as fast"
-            )
+            row += f"; rpc is {spread([s / own for s, own in zip(steps, found['rpc'], strict=True)])} times as fast"
         print(row)
 
 
