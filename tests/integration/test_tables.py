@@ -363,3 +363,9 @@ def test_what_cannot_work_with_tables_is_refused_by_name(tmp_path, change, confi
     finished = launch(tmp_path, **{"cluster": {"num_trainers": 1}, **config, **settings})
     assert finished.code == 2, finished.output
     assert re.search(message, error_message(finished)), finished.output
+
+
+def test_a_sparse_gradient_of_no_module_is_refused_in_ddp_too(tmp_path):
+    finished = launch(tmp_path, mode="ddp", cluster={"num_trainers": 2}, **tables("OneTable", change="functional"))
+    assert finished.code == 2, finished.output
+    assert "a gradient is sparse, and that of no nn.Embedding or nn.EmbeddingBag" in error_message(finished)
