@@ -353,3 +353,21 @@ class OneTable(Tables):
 
     def validation_source(self, partition):
         return None
+
+
+class BareParameter(nn.Linear):
+    """Looks up rows of a parameter, with a sparse gradient, that are then the input of a layer."""
+
+    def __init__(self):
+        super().__init__(4, 1, dtype=torch.float64)
+        self.rows = nn.Parameter(torch.randn(ROWS, 4, dtype=torch.float64))
+
+    def forward(self, ids, weights):
+        return super().forward(F.embedding(ids[:, 0], self.rows, sparse=True))[:, 0]
+
+
+class WithoutModule(Tables):
+    """Has a sparse gradient that is of no module with ``sparse=True``."""
+
+    def build_model(self):
+        return BareParameter()

@@ -366,6 +366,6 @@ def test_what_cannot_work_with_tables_is_refused_by_name(tmp_path, change, confi
 
 
 def test_a_sparse_gradient_of_no_module_is_refused_in_ddp_too(tmp_path):
-    finished = launch(tmp_path, mode="ddp", cluster={"num_trainers": 2}, **tables("OneTable", change="functional"))
+    finished = launch(tmp_path, mode="ddp", cluster={"num_trainers": 2}, **tables("WithoutModule"))
     assert finished.code == 2, finished.output
     assert "a gradient is sparse, and that of no nn.Embedding or nn.EmbeddingBag" in error_message(finished)
