@@ -41,7 +41,7 @@ from paramserver.server.shard import ParameterShard
 from paramserver.server.updates import Updates
 from paramserver.transport.base import ServerTransport
 from paramserver.transport.messages import Future, PendingPush, PendingReplies, Push, StepGrant, VersionView, push_id
-from paramserver.transport.rpc import without_values
+from paramserver.transport.rpc import leave_out
 
 ReleaseFn = Callable[[], None]
 
@@ -617,7 +617,7 @@ class Aggregator:
             return transport.view_retained(*self.store.retained(version))
         slot, flats = transport.view_version()
         buffers = self.store.buffers if transport.sends_buffers else None
-        return VersionView(slot, tuple(without_values(flats, without)), buffers)
+        return VersionView(slot, tuple(leave_out(flats, without)), buffers)
 
     def pop_waiters(self) -> list[Future]:
         """Remove and return the futures of all calls that wait; the caller replies to them."""

@@ -29,7 +29,7 @@ from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.transport.autograd import pull
 from paramserver.transport.compression import Compressor, WireCodec
 from paramserver.transport.messages import ApplyRequest, Future, ShardState, SnapshotTensor
-from paramserver.transport.rpc import PushAssembly, WireVersion, without_values
+from paramserver.transport.rpc import PushAssembly, WireVersion, leave_out
 
 log = logging.getLogger("paramserver")
 
@@ -185,7 +185,7 @@ class ParameterShard:
         self._reach(version)
         flats = self.sent_version() if version == self.version else self._wire.encode(self._find(version))
         if self.pipeline is None:
-            flats = without_values(flats, received)
+            flats = leave_out(flats, received)
         # The gradient of the first tensor is complete last. The others are sent in messages, during the backward.
         first = pull(self.leaves[:1], flats[:1], partial(self._first_arrived, sender, version))
         if self.pipeline is None or version != self.version:
@@ -197,7 +197,7 @@ class ParameterShard:
         if version is not None:
             self._reach(version)
         if version is None or version == self.version:
-            return tuple(without_values(self.sent_version(), without))
+            return tuple(leave_out(self.sent_version(), without))
         return tuple(self._find(version))
 
     def look_up(self, sender: TrainerId, version: int | None, rows: Mapping[int, Tensor]) -> Future:

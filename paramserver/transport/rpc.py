@@ -255,7 +255,7 @@ class RpcTrainerTransport(TrainerTransport):
     def backward_root(self, pulled: Sequence[Tensor]) -> Tensor:
         if self.feedback is not None:
             first = [pulled[index] for index in self._first]
-            return push_root(without_values(first, range(len(first))), first)
+            return push_root(leave_out(first, range(len(first))), first)
         return push_root([self._gather(index) for index in self._first], [pulled[index] for index in self._first])
 
     def _gather(self, index: int) -> Tensor:
@@ -268,7 +268,7 @@ class RpcTrainerTransport(TrainerTransport):
             empty = empty_gradient(slot.shape, self._layout.dtypes[slot.group])
             return slice_gradient(empty if gradient is None else gradient, own.rows)
         if self._is_left_out(index):
-            return without_values([flat], [0])[0]
+            return leave_out([flat], [0])[0]
         if self._is_lossy and not bool(flat.isfinite().all()):
             # Gradients that were infinite before are the trainer's error to report, so only rounding is refused here.
             for slot, view, parameter in zip(self._layout.slots, self.gradient_views, self._parameters, strict=True):
@@ -318,6 +318,6 @@ def _part(whole: Tensor, first: int, end: int) -> Tensor:
     return torch.from_numpy(whole.view(torch.uint8)[first * item : end * item].numpy()).view(whole.dtype)
 
 
-def without_values(flats: Sequence[Tensor], left_out: Collection[int]) -> list[Tensor]:
+def leave_out(flats: Sequence[Tensor], left_out: Collection[int]) -> list[Tensor]:
     """Return ``flats`` with a tensor of one element, expanded to its shape, in the place of each in ``left_out``."""
     return [flat.new_zeros(1).expand(flat.shape) if n in left_out else flat for n, flat in enumerate(flats)]

@@ -204,7 +204,7 @@ class Interface:
             self._world.after(seconds, self._next)
 
 
-class Host:
+class SimulatedHost:
     """Cores and both directions of an interface."""
 
     def __init__(self, world: World, cores: Resource, two_way: float) -> None:
@@ -215,7 +215,7 @@ class Host:
 class Endpoint:
     """A process on a host; one thread of it at a time runs Python."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: SimulatedHost) -> None:
         self.host, self.interpreter = host, Resource()
 
     def compute(self, now: float, message_s: float, bytes_s: float) -> float:
@@ -256,7 +256,7 @@ class ModelledRun(World):
         self._most_chunks = max(1, min(_MOST_CHUNKS, 256 // deployment.trainers))
         machine = Resource(deployment.cores)
         hosts = [
-            Host(self, machine if deployment.one_machine else Resource(deployment.cores), costs.two_way)
+            SimulatedHost(self, machine if deployment.one_machine else Resource(deployment.cores), costs.two_way)
             for _ in range(deployment.trainers + deployment.servers)
         ]
         first = 0 if is_colocated(deployment.config) else deployment.trainers

@@ -1,4 +1,4 @@
-"""What ``paramserver doctor`` found: problems with their cures, and facts in sections; as text and as JSON."""
+"""What ``paramserver doctor`` found: problems with their cures, and facts by subject; as text and as JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of a section.
+    """One line of a subject.
 
     ``text`` is for people, ``value`` for programs (None = the text). A choice has a reason, ``why``. ``key`` is that of
     the value in JSON; empty = the name.
@@ -44,7 +44,7 @@ class Fact:
 
 
 @dataclass
-class Section:
+class Subject:
     """Facts of one subject."""
 
     title: str
@@ -56,10 +56,10 @@ class Section:
 
 @dataclass
 class Diagnosis:
-    """Findings and sections."""
+    """Findings, and facts by subject."""
 
     findings: list[Finding] = field(default_factory=list)
-    sections: list[Section] = field(default_factory=list)
+    subjects: list[Subject] = field(default_factory=list)
 
     def problem(self, text: str, cure: str) -> None:
         """Add something that has to be mended."""
@@ -90,8 +90,8 @@ class Diagnosis:
             "problems": listed(self.problems),
             "notes": listed(one for one in self.findings if not one.is_problem),
             **{
-                section.title: {fact.key or fact.name: _plain(fact) for fact in section.facts}
-                for section in self.sections
+                subject.title: {fact.key or fact.name: _plain(fact) for fact in subject.facts}
+                for subject in self.subjects
             },
             "exit_code": self.exit_code,
         }
@@ -104,8 +104,8 @@ class Diagnosis:
         for one in (*problems, *notes):
             kind, place = "problem" if one.is_problem else "note", f"{one.host}: " if one.host else ""
             lines += ["", *_wrap(f"{kind:>9}: ", place + one.text), *_wrap(f"{'cure':>9}: ", one.cure)]
-        for section in self.sections:
-            lines += ["", section.title, *(line for fact in section.facts for line in _fact_lines(fact))]
+        for subject in self.subjects:
+            lines += ["", subject.title, *(line for fact in subject.facts for line in _fact_lines(fact))]
         return "\n".join(lines)
 
 

@@ -51,7 +51,7 @@ from paramserver.distributed.rendezvous import (
 from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import DeadlineExceeded, UnsupportedConfiguration
 from paramserver.platform import num_usable_cores
-from paramserver.tools.doctor.diagnosis import Diagnosis, Finding, Section
+from paramserver.tools.doctor.diagnosis import Diagnosis, Finding, Subject
 from paramserver.version import __version__
 
 T = TypeVar("T")
@@ -418,7 +418,7 @@ def conclude(
     participants: Sequence[Participant],
     links: Sequence[Link],
 ) -> None:
-    """Add what the hosts and links show: sections, and problems with their cures."""
+    """Add what the hosts and links show: facts, and problems with their cures."""
     if len(hosts) > 1:
         own = len(participants[0].findings)
         found.findings[:own] = [replace(one, host=hosts[0].title) for one in found.findings[:own]]
@@ -428,8 +428,8 @@ def conclude(
         sent = [Finding(**{**finding, "host": title}) for finding in one.findings]
         found.findings += [finding for finding in sent if finding not in found.findings]
     _compare_versions(found, participants, titles)
-    section = Section("hosts")
-    found.sections.insert(0, section)
+    subject = Subject("hosts")
+    found.subjects.insert(0, subject)
     servers = set(range(num_servers_of(config)))
     for host in hosts:
         where = f"{host.leader.address} on {host.leader.interface or '?'}, MTU {host.leader.mtu}"
@@ -445,7 +445,7 @@ def conclude(
                     f"{host.title} are not on that of the servers",
                     "use auto or rpc",
                 )
-        section.add(host.title, f"rank {ranks}; {where}; {has}{how}", {**asdict(host.leader), "ranks": host.ranks})
+        subject.add(host.title, f"rank {ranks}; {where}; {has}{how}", {**asdict(host.leader), "ranks": host.ranks})
     if len({host.leader.mtu for host in hosts}) > 1:
         found.note(
             "the interfaces of the hosts have different MTUs: " + ", ".join(f"{h.title} {h.leader.mtu}" for h in hosts),
@@ -469,8 +469,8 @@ def _compare_versions(found: Diagnosis, participants: Sequence[Participant], tit
 
 
 def _describe_links(found: Diagnosis, hosts: Sequence[Host], links: Sequence[Link]) -> None:
-    section = Section("links")
-    found.sections.insert(1, section)
+    subject = Subject("links")
+    found.subjects.insert(1, subject)
     reached = {(link.source, link.target) for link in links if link.connected}
     for link in sorted(links, key=lambda one: (one.source, one.target)):
         source, target = hosts[link.source], hosts[link.target]
@@ -495,7 +495,7 @@ def _describe_links(found: Diagnosis, hosts: Sequence[Host], links: Sequence[Lin
             speed = f"{link.bytes_per_s / 1e6:.0f} MB/s, round trip {link.round_trip_s * 1e3:.2f} ms"
         else:
             speed = "not measured" if link.connected else "no connection"
-        section.add(name, speed, asdict(link))
+        subject.add(name, speed, asdict(link))
         offset_s = link.clock_offset_s
         if offset_s is not None and link.source < link.target and abs(offset_s) > _CLOCKS_AGREE_S:
             ahead = "ahead of" if offset_s > 0 else "behind"

@@ -54,7 +54,7 @@ from paramserver.platform import available_bytes, cpu_limit, num_usable_cores, r
 from paramserver.runs.rundir import RunDir, package_version
 from paramserver.runtime.dry_run import loss_lines
 from paramserver.runtime.rank import place_rank
-from paramserver.tools.doctor.diagnosis import Diagnosis, Section
+from paramserver.tools.doctor.diagnosis import Diagnosis, Subject
 from paramserver.tools.report.formatting import plural
 from paramserver.version import __version__
 
@@ -79,32 +79,32 @@ _SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies")
 
 def describe_machine(found: Diagnosis, config: Config, environ: Environ) -> None:
     """Add what this machine offers, and what a run of ``config`` lacks here."""
-    section = Section("machine")
-    found.sections.append(section)
-    section.add("host", f"{socket.gethostname()}, {platform.platform()}", socket.gethostname())
-    _versions(found, section)
-    _communication(found, section)
-    _cores(found, section)
-    _memory(found, section, config)
-    _gpus(found, section, config, environ)
+    subject = Subject("machine")
+    found.subjects.append(subject)
+    subject.add("host", f"{socket.gethostname()}, {platform.platform()}", socket.gethostname())
+    _versions(found, subject)
+    _communication(found, subject)
+    _cores(found, subject)
+    _memory(found, subject, config)
+    _gpus(found, subject, config, environ)
     for one in (one for one in list_interfaces() if one.is_up or one.addresses):
         text = f"{', '.join(one.addresses) or 'no address'}; {'up' if one.is_up else 'down'}, MTU {one.mtu}"
-        section.add(f"interface {one.name}", text, one._asdict())
-    _name_lookup(found, section)
-    _limits(found, section, world_size_of(config))
-    _clock(found, section)
-    _launcher(section, environ)
-    _folders(found, section, config)
+        subject.add(f"interface {one.name}", text, one._asdict())
+    _name_lookup(found, subject)
+    _limits(found, subject, world_size_of(config))
+    _clock(found, subject)
+    _launcher(subject, environ)
+    _folders(found, subject, config)
 
 
-def _versions(found: Diagnosis, section: Section) -> None:
-    section.add("python", platform.python_version())
-    section.add("paramserver", f"{__version__}, {Path(__file__).parents[1]}", __version__)
+def _versions(found: Diagnosis, subject: Subject) -> None:
+    subject.add("python", platform.python_version())
+    subject.add("paramserver", f"{__version__}, {Path(__file__).parents[1]}", __version__)
     import torch
 
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
     # The version is of a class that is text with methods of its own.
-    section.add("torch", f"{torch.__version__}, for {cuda}", str(torch.__version__))
+    subject.add("torch", f"{torch.__version__}, for {cuda}", str(torch.__version__))
     try:
         check_torch_version()
     except UnsupportedConfiguration as error:
@@ -115,13 +115,13 @@ def _versions(found: Diagnosis, section: Section) -> None:
     texts = [
         f"{name} {version}" if version else f"no {name} (extra {_OPTIONAL[name]})" for name, version in versions.items()
     ]
-    section.add("packages", ", ".join(texts), versions)
+    subject.add("packages", ", ".join(texts), versions)
 
 
-def _communication(found: Diagnosis, section: Section) -> None:
+def _communication(found: Diagnosis, subject: Subject) -> None:
     backends = available_backends()
     texts = [name if is_there else f"no {name}" for name, is_there in backends.items()]
-    section.add("torch.distributed", ", ".join(texts), backends)
+    subject.add("torch.distributed", ", ".join(texts), backends)
     for name, mode in (("rpc", "rpc"), ("gloo", "ddp")):
         if not backends[name]:
             found.problem(
@@ -130,12 +130,12 @@ def _communication(found: Diagnosis, section: Section) -> None:
             )
 
 
-def _cores(found: Diagnosis, section: Section) -> None:
+def _cores(found: Diagnosis, subject: Subject) -> None:
     usable, limit = num_usable_cores(), cpu_limit()
     text = f"{usable} of {os.cpu_count()} usable"
     if limit is not None:
         text += f", the control group allows {limit:g}"
-    section.add("cores", text, {"usable": usable, "all": os.cpu_count(), "control_group": limit})
+    subject.add("cores", text, {"usable": usable, "all": os.cpu_count(), "control_group": limit})
     if limit is not None and limit < usable:
         found.note(
             f"the control group of this process lets it use {limit:g} cores at a time, and {usable} are usable: ranks "
@@ -144,15 +144,15 @@ def _cores(found: Diagnosis, section: Section) -> None:
         )
 
 
-def _memory(found: Diagnosis, section: Section, config: Config) -> None:
+def _memory(found: Diagnosis, subject: Subject, config: Config) -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     left = available_bytes()
-    section.add("memory", f"{left / _GIB:.1f} of {total / _GIB:.1f} GiB available", {"available": left, "all": total})
-    section.add("shared memory", f"up to {left / _GIB:.1f} GiB", left, "parameters and gradients: memfd, not /dev/shm")
+    subject.add("memory", f"{left / _GIB:.1f} of {total / _GIB:.1f} GiB available", {"available": left, "all": total})
+    subject.add("shared memory", f"up to {left / _GIB:.1f} GiB", left, "parameters and gradients: memfd, not /dev/shm")
     shm = Path("/dev/shm")
     status = os.statvfs(shm) if shm.is_dir() else None
     shm_bytes = 0 if status is None else status.f_bavail * status.f_frsize
-    section.add("/dev/shm", f"{shm_bytes / _MIB:.0f} MiB free", shm_bytes, "batches of DataLoader workers")
+    subject.add("/dev/shm", f"{shm_bytes / _MIB:.0f} MiB free", shm_bytes, "batches of DataLoader workers")
     if shm_bytes < _LITTLE_SHM_BYTES:
         cure = "enlarge it (docker run --shm-size 1g, or an emptyDir of medium Memory)"
         if config.training.loader_workers:
@@ -162,22 +162,22 @@ def _memory(found: Diagnosis, section: Section, config: Config) -> None:
             found.note(f"/dev/shm has {shm_bytes / _MIB:.0f} MiB, too little for training.loader_workers", cure)
 
 
-def _gpus(found: Diagnosis, section: Section, config: Config, environ: Environ) -> None:
+def _gpus(found: Diagnosis, subject: Subject, config: Config, environ: Environ) -> None:
     import torch
 
     names = [torch.cuda.get_device_name(i) for i in range(num_gpus())]
     distinct = {name: names.count(name) for name in names}
-    section.add("GPUs", ", ".join(f"{count} x {name}" for name, count in distinct.items()) or "none", names)
+    subject.add("GPUs", ", ".join(f"{count} x {name}" for name, count in distinct.items()) or "none", names)
     given = allocated_gpus(environ)
     if given[0]:
-        section.add("GPUs of the job", str(given[0]), given[0])
+        subject.add("GPUs of the job", str(given[0]), given[0])
     try:
         require_visible_gpus(config, given, len(names))
     except UnsupportedConfiguration as error:
         found.refusal(error)
 
 
-def _name_lookup(found: Diagnosis, section: Section) -> None:
+def _name_lookup(found: Diagnosis, subject: Subject) -> None:
     # /etc/hosts rarely has a name for this form of the address.
     address = ("::ffff:127.0.0.1", 0)
     started = time.monotonic()
@@ -185,7 +185,7 @@ def _name_lookup(found: Diagnosis, section: Section) -> None:
         call_with_timeout(_LOOKUP_S, "the lookup", lambda: socket.getnameinfo(address, socket.NI_NUMERICSERV))
     took_s = time.monotonic() - started
     text = f"over {_LOOKUP_S:g} s" if took_s >= _LOOKUP_S else f"{took_s:.2g} s"
-    section.add("name of an address", text, took_s, "of a connection, asked of a name server")
+    subject.add("name of an address", text, took_s, "of a connection, asked of a name server")
     if took_s >= _SLOW_LOOKUP_S:
         found.note(
             f"a name server answers late or not at all: to look up the name of an address took {text}; a start waits "
@@ -194,11 +194,11 @@ def _name_lookup(found: Diagnosis, section: Section) -> None:
         )
 
 
-def _limits(found: Diagnosis, section: Section, world_size: int) -> None:
+def _limits(found: Diagnosis, subject: Subject, world_size: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = FILES_OF_A_PROCESS + FILES_OF_A_RANK * world_size
     texts = [str(n) if n != resource.RLIM_INFINITY else "no limit" for n in (soft, hard)]
-    section.add("open files", f"{texts[0]} (ulimit -n), at most {texts[1]}", {"soft": soft, "hard": hard})
+    subject.add("open files", f"{texts[0]} (ulimit -n), at most {texts[1]}", {"soft": soft, "hard": hard})
     if soft != resource.RLIM_INFINITY and soft < needed:
         found.problem(
             f"a process may open {soft} files, and rank 0 of {world_size} ranks opens up to about {needed}",
@@ -206,9 +206,9 @@ def _limits(found: Diagnosis, section: Section, world_size: int) -> None:
         )
 
 
-def _clock(found: Diagnosis, section: Section) -> None:
+def _clock(found: Diagnosis, subject: Subject) -> None:
     source = read_text(Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")).strip()
-    section.add("clock", source or "unknown")
+    subject.add("clock", source or "unknown")
     if source in _SLOW_CLOCKS:
         found.note(
             f"the kernel reads the time from {source}, which is slow; every step reads it several times",
@@ -216,13 +216,13 @@ def _clock(found: Diagnosis, section: Section) -> None:
         )
 
 
-def _launcher(section: Section, environ: Environ) -> None:
+def _launcher(subject: Subject, environ: Environ) -> None:
     names = dict.fromkeys(name for environment in ENVIRONMENTS for name in environment.variables.values())
     variables = {name: environ[name] for name in names if name in environ}
-    section.add("launcher", ", ".join(f"{name}={text}" for name, text in variables.items()) or "none", variables)
+    subject.add("launcher", ", ".join(f"{name}={text}" for name, text in variables.items()) or "none", variables)
 
 
-def _folders(found: Diagnosis, section: Section, config: Config) -> None:
+def _folders(found: Diagnosis, subject: Subject, config: Config) -> None:
     run_dir = Path(config.logging.run_dir)
     for name, folder in (("run folder", run_dir), ("temporary files", Path(tempfile.gettempdir()))):
         # A file in the place of a folder, or a link to nothing, is there too: no folder can be made in it.
@@ -235,14 +235,14 @@ def _folders(found: Diagnosis, section: Section, config: Config) -> None:
                     pass
         except (OSError, UnsupportedConfiguration) as error:
             reason = str(getattr(error, "strerror", None) or error)
-            section.add(name, f"{folder}: {reason}", {"path": str(folder), "writable": False})
+            subject.add(name, f"{folder}: {reason}", {"path": str(folder), "writable": False})
             found.problem(
                 f"{folder} cannot be written to ({reason})",
                 "set logging.run_dir to a folder of yours" if folder is run_dir else "set TMPDIR to a folder of yours",
             )
             continue
         free_bytes = free.f_bavail * free.f_frsize
-        section.add(
+        subject.add(
             name,
             f"{folder}: {'writable' if existing == folder else 'can be made'}, {free_bytes / _GIB:.1f} GiB free",
             {"path": str(folder), "writable": True, "free": free_bytes},
@@ -285,14 +285,14 @@ def describe_choices(found: Diagnosis, config: Config, identity: ProcessIdentity
     Return the address at which other hosts reach this one; empty if there is none. Without ``identity`` (None) one
     command starts all ranks on this machine.
     """
-    section = Section("choices")
-    found.sections.append(section)
+    subject = Subject("choices")
+    found.subjects.append(subject)
     mode, servers, trainers = mode_of(config), num_servers_of(config), num_trainers_of(config)
     counts = plural(trainers, "trainer")
     counts = f"{plural(servers, 'server')} and {counts}" if servers else counts
-    section.add("mode", f"{config.mode}: {counts}", config.mode, mode.summary)
+    subject.add("mode", f"{config.mode}: {counts}", config.mode, mode.summary)
     if identity is None:
-        section.add(
+        subject.add(
             "started by", "one command, on this host", "supervisor", "neither a flag nor a launcher gives a rank"
         )
     else:
@@ -300,24 +300,24 @@ def describe_choices(found: Diagnosis, config: Config, identity: ProcessIdentity
             f"rank {identity.global_rank} of {identity.world_size}, {identity.local_world_size} of them on this host"
         )
         why = environment_class(identity.source).known_by
-        section.add("started by", f"{identity.source}: {where}", identity.source, why)
-    address = "" if mode.single_process else _address(found, section, config, identity)
-    _devices(found, section, config, identity)
-    _transport(section, config, identity)
-    _threads(section, config, identity, environ)
+        subject.add("started by", f"{identity.source}: {where}", identity.source, why)
+    address = "" if mode.single_process else _address(found, subject, config, identity)
+    _devices(found, subject, config, identity)
+    _transport(subject, config, identity)
+    _threads(subject, config, identity, environ)
     for line in loss_lines(config, None if identity is None else identity.source):
-        # What follows from a loss; the limits of the waits for one are in the section "deadlines".
+        # What follows from a loss; the limits of the waits for one are in the subject "deadlines".
         if match := re.fullmatch(r"  a (lost \w+)(?: \((.+?)\))?: (.+)", line):
-            section.add(match[1], match[3], why=match[2] or "")
+            subject.add(match[1], match[3], why=match[2] or "")
     return address
 
 
-def _address(found: Diagnosis, section: Section, config: Config, identity: ProcessIdentity | None) -> str:
-    host, port = _rank_0(section, config, identity)
+def _address(found: Diagnosis, subject: Subject, config: Config, identity: ProcessIdentity | None) -> str:
+    host, port = _rank_0(subject, config, identity)
     if identity is not None and not _wait_for_name(found, config, identity):
         return ""
     try:
-        address = _interface(section, config, host)
+        address = _interface(subject, config, host)
     except UnsupportedConfiguration as error:
         found.refusal(error)
         return ""
@@ -335,7 +335,7 @@ def _address(found: Diagnosis, section: Section, config: Config, identity: Proce
     return address
 
 
-def _rank_0(section: Section, config: Config, identity: ProcessIdentity | None) -> tuple[str, int]:
+def _rank_0(subject: Subject, config: Config, identity: ProcessIdentity | None) -> tuple[str, int]:
     """Add where rank 0 is, and return its host and port."""
     if identity is None:
         host, port = config.cluster.master_addr, config.cluster.master_port
@@ -345,11 +345,11 @@ def _rank_0(section: Section, config: Config, identity: ProcessIdentity | None) 
         why = f"from {identity.source} or the config; rank 0 serves the store there"
         if identity.store_is_hosted:
             why = f"{identity.source} serves the store there"
-    section.add("rank 0", f"{host}:{port or '<free>'}", {"host": host, "port": port}, why)
+    subject.add("rank 0", f"{host}:{port or '<free>'}", {"host": host, "port": port}, why)
     return host, port
 
 
-def _interface(section: Section, config: Config, host: str) -> str:
+def _interface(subject: Subject, config: Config, host: str) -> str:
     """Choose the interface that reaches ``host``, add it, and return its address.
 
     Raises:
@@ -365,7 +365,7 @@ def _interface(section: Section, config: Config, host: str) -> str:
     else:
         why = f"this host reaches {host} over it" if interface else f"no route to {host} has a known interface"
     text = f"{interface or 'torch chooses'}, address {address}"
-    section.add("interface", text, {"name": interface, "address": address}, why)
+    subject.add("interface", text, {"name": interface, "address": address}, why)
     return address
 
 
@@ -387,7 +387,7 @@ def _wait_for_name(found: Diagnosis, config: Config, identity: ProcessIdentity) 
     return bool(known)
 
 
-def _devices(found: Diagnosis, section: Section, config: Config, identity: ProcessIdentity | None) -> None:
+def _devices(found: Diagnosis, subject: Subject, config: Config, identity: ProcessIdentity | None) -> None:
     ranks = roles(config, world_size_of(config))
     try:
         if identity is not None:
@@ -407,22 +407,22 @@ def _devices(found: Diagnosis, section: Section, config: Config, identity: Proce
     texts = {name: ", ".join(map(str, placement.devices)) for name, placement in placements.items()}
     kinds = Counter(texts.values())
     text = f"all on {next(iter(kinds))}" if len(kinds) == 1 else ", ".join(f"{k} on {v}" for k, v in texts.items())
-    section.add("devices", text, texts, f"device.kind is {config.device.kind}, device.server {config.device.server}")
+    subject.add("devices", text, texts, f"device.kind is {config.device.kind}, device.server {config.device.server}")
     backend = next(iter({placement.backend for placement in placements.values()} - {"gloo"}), "gloo")
     if mode_of(config).has_process_group:
-        section.add(
+        subject.add(
             "backend", backend, why=f"cluster.backend is {config.cluster.backend}; nccl needs a GPU per trainer"
         )
 
 
-def _transport(section: Section, config: Config, identity: ProcessIdentity | None) -> None:
+def _transport(subject: Subject, config: Config, identity: ProcessIdentity | None) -> None:
     """How parameters and gradients are exchanged."""
     mode, server = mode_of(config), config.server
     wire = f"in {server.wire_dtype or 'the type of the parameters'}"
     if not mode.has_servers:
         if mode.has_process_group:
             text = "shared memory where all ranks are on one host, else " if config.ddp.shared_memory == "auto" else ""
-            section.add("transport", f"{text}all-reduce by DistributedDataParallel", why=f"mode is {config.mode}")
+            subject.add("transport", f"{text}all-reduce by DistributedDataParallel", why=f"mode is {config.mode}")
         return
     if server_computes(config):
         text, why = "inputs and outputs over RPC", "server.compute is server"
@@ -434,10 +434,10 @@ def _transport(section: Section, config: Config, identity: ProcessIdentity | Non
         text = "shared memory on the servers' host"
         text += "" if server.must_share_memory else f", elsewhere RPC, {wire}"
         why = f"server.transport is {server.transport}; the check between hosts shows which"
-    section.add("transport", text, why=why)
+    subject.add("transport", text, why=why)
 
 
-def _threads(section: Section, config: Config, identity: ProcessIdentity | None, environ: Environ) -> None:
+def _threads(subject: Subject, config: Config, identity: ProcessIdentity | None, environ: Environ) -> None:
     if identity is None:
         here = num_trainers_of(config)
     else:
@@ -446,22 +446,22 @@ def _threads(section: Section, config: Config, identity: ProcessIdentity | None,
         here = sum(role.kind == "trainer" for role in ranks)
     threads = child_environment(environ, num_trainers=max(1, here))["OMP_NUM_THREADS"]
     if "OMP_NUM_THREADS" in environ:
-        section.add(
+        subject.add(
             "threads", f"{threads} per rank", int(threads) if threads.isdecimal() else threads, "OMP_NUM_THREADS"
         )
     elif identity is None:
-        section.add("threads", f"{threads} per rank", int(threads), f"the cores divided by {plural(here, 'trainer')}")
+        subject.add("threads", f"{threads} per rank", int(threads), f"the cores divided by {plural(here, 'trainer')}")
     else:
-        section.add("threads", "torch's default", why=f"OMP_NUM_THREADS is not set; {threads} would divide the cores")
+        subject.add("threads", "torch's default", why=f"OMP_NUM_THREADS is not set; {threads} would divide the cores")
     if is_colocated(config):
-        section.add("co-location", "each server starts the trainer of its host", why="cluster.colocate")
+        subject.add("co-location", "each server starts the trainer of its host", why="cluster.colocate")
 
 
 def describe_deadlines(found: Diagnosis, config: Config) -> None:
     """Add the limits of the waits of a run of ``config``."""
     if mode_of(config).single_process:
         return
-    section = Section("deadlines")
-    found.sections.append(section)
+    subject = Subject("deadlines")
+    found.subjects.append(subject)
     for name, (seconds, text) in Deadlines.of(config).texts().items():
-        section.add(f"{seconds:g} s", text, seconds, key=name)
+        subject.add(f"{seconds:g} s", text, seconds, key=name)

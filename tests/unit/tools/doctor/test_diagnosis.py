@@ -1,17 +1,17 @@
 """The result as text and as JSON."""
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.tools.doctor.diagnosis import Diagnosis, Section
+from paramserver.tools.doctor.diagnosis import Diagnosis, Subject
 
 
 def a_diagnosis():
     found = Diagnosis()
     found.note("the clock is slow", "buy another one")
     found.refusal(UnsupportedConfiguration("cluster.interface (eth9) must be an interface (lo; eth0); choose one"))
-    section = Section("machine")
-    section.add("cores", "2 of 2", {"usable": 2})
-    section.add("a name that needs a line of its own", "word " * 40, why="it is long")
-    found.sections.append(section)
+    subject = Subject("machine")
+    subject.add("cores", "2 of 2", {"usable": 2})
+    subject.add("a name that needs a line of its own", "word " * 40, why="it is long")
+    found.subjects.append(subject)
     return found
 
 

@@ -26,8 +26,8 @@ def texts(found):
     return [one.text for one in found.problems]
 
 
-def section(found, title):
-    return {fact.name: fact.text for one in found.sections if one.title == title for fact in one.facts}
+def subject(found, title):
+    return {fact.name: fact.text for one in found.subjects if one.title == title for fact in one.facts}
 
 
 def test_a_pair_that_cannot_connect_is_one_sentence_for_each_direction():
@@ -38,7 +38,7 @@ def test_a_pair_that_cannot_connect_is_one_sentence_for_each_direction():
         "node2 cannot connect to node1 at 10.0.0.1: Connection refused",
     ]
     assert "cluster.interface" in found.problems[0].cure
-    assert section(found, "links") == {"node1 -> node2": "no connection", "node2 -> node1": "no connection"}
+    assert subject(found, "links") == {"node1 -> node2": "no connection", "node2 -> node1": "no connection"}
 
 
 def test_a_firewall_in_one_direction_is_named():
@@ -48,7 +48,7 @@ def test_a_firewall_in_one_direction_is_named():
         "node1 cannot connect to node2 at 10.0.0.2: no answer within 5 s, while node2 reaches node1"
     ]
     assert found.problems[0].cure.startswith("a firewall lets connections pass in one direction")
-    assert section(found, "links")["node2 -> node1"] == "1000 MB/s, round trip 0.10 ms"
+    assert subject(found, "links")["node2 -> node1"] == "1000 MB/s, round trip 0.10 ms"
 
 
 def test_a_path_with_a_smaller_mtu_is_named():
@@ -78,7 +78,7 @@ def test_other_versions_are_a_problem_once_for_each_host():
 
 def test_the_transport_of_each_host_is_the_one_of_the_run():
     hosts = [participant(0, "node1"), participant(1, "node1"), participant(2, "node2")]
-    shown = section(concluded(hosts), "hosts")
+    shown = subject(concluded(hosts), "hosts")
     assert shown["node1"].startswith("rank 0, 1; ")
     assert shown["node1"].endswith("trainers use shared memory")
     assert shown["node2"].endswith("trainers use RPC")

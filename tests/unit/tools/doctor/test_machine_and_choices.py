@@ -39,7 +39,7 @@ def choices_of(config, identity=None, environ=None):
 
 
 def facts(found):
-    return {fact.name: f"{fact.text} ({fact.why})" if fact.why else fact.text for fact in found.sections[0].facts}
+    return {fact.name: f"{fact.text} ({fact.why})" if fact.why else fact.text for fact in found.subjects[0].facts}
 
 
 def problems(found):
@@ -152,7 +152,7 @@ def test_one_process_has_no_address_and_no_deadlines(config):
     found, address = choices_of(local)
     describe_deadlines(found, local)
     assert address == ""
-    assert [section.title for section in found.sections] == ["choices"]
+    assert [subject.title for subject in found.subjects] == ["choices"]
 
 
 def test_a_rank_of_a_launcher(config):
