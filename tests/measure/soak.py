@@ -80,12 +80,13 @@ class Sampler:
     def _run(self) -> None:
         try:
             while not self._closed.wait(self.every_s):
+                now = time.time()
                 for process in psutil.Process().children():
-                    self._read(process)
+                    self._read(process, now)
         except BaseException as error:  # noqa: BLE001 - raised by close()
             self.error = error
 
-    def _read(self, process: psutil.Process) -> None:
+    def _read(self, process: psutil.Process, now: float) -> None:
         try:
             if self._known.setdefault(process, rank_of(process)) is None:
                 return
@@ -95,7 +96,7 @@ class Sampler:
             return  # it has just ended
         rank = self._known[process]
         assert rank is not None
-        self.readings.setdefault(rank, []).append(Reading(time.time(), memory_bytes, cpu.user + cpu.system))
+        self.readings.setdefault(rank, []).append(Reading(now, memory_bytes, cpu.user + cpu.system))
 
     def close(self) -> None:
         self._closed.set()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections import Counter
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -85,13 +86,11 @@ def measure(case: str, rows: int, arguments: argparse.Namespace, every_s: float 
 
 def peak_bytes(sampler: Sampler) -> int:
     """Return the greatest sum of what all ranks had at one time."""
-    readings = sorted((one.time, rank, one.memory_bytes) for rank, own in sampler.readings.items() for one in own)
-    last: dict[int, tuple[float, int]] = {}
-    peak = 0
-    for at, rank, memory_bytes in readings:
-        last[rank] = at, memory_bytes
-        peak = max(peak, sum(memory for since, memory in last.values() if at - since < 2 * sampler.every_s))
-    return peak
+    # Those of earlier times do not count: what a rank shared with one that has ended is the other ranks' now.
+    sums: Counter[float] = Counter()
+    for own in sampler.readings.values():
+        sums.update({reading.time: reading.memory_bytes for reading in own})
+    return max(sums.values())
 
 
 def main() -> None:
