@@ -5,7 +5,8 @@
 
 - ``throughput``: an MLP of 1.9 million parameters, two trainers whose batches sleep for 100 ms, ``rpc`` and ``ddp``. As
   many processes as ``--subscribers`` take every 10th version and read all of its bytes. The ratio is of steps per
-  second with them to those without, in turns; the longest step of each is printed too.
+  second with them to those without, in turns. Also of each: the longest step, and by how much the steps in which a
+  version is published take longer than the usual one, as a median.
 - ``latency``: from the end of an update to the array in another process, 7.6 MB, and the time of the copy in between.
 - ``difference``: bytes of one version in bfloat16 after 500 steps of Adam, whole and as a difference, by learning rate.
 - ``whole``: versions of a model whose numbers are all its step, by processes that are killed at random with the run's,
@@ -52,6 +53,7 @@ from tests.measure.common import (
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 WARM = 10
+EVERY = 10  # steps from a version that is published to the next one
 RATES = (1e-6, 1e-5, 1e-4)
 
 
@@ -79,7 +81,7 @@ def train(mode: str, arguments: argparse.Namespace, subscribers: int) -> list[fl
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         config = measured_config(mode, folder, arguments.steps, 2, {"model": "mlp", "folder": name})
-        config |= {"task": f"{__file__}:Sleeping", "publish": {"port": port, "every": 10}}
+        config |= {"task": f"{__file__}:Sleeping", "publish": {"port": port, "every": EVERY}}
         file = folder / "config.yaml"
         file.write_text(yaml.safe_dump(config), encoding="utf-8")
         followers = [start_follower(address) for _ in range(subscribers)]
@@ -87,7 +89,7 @@ def train(mode: str, arguments: argparse.Namespace, subscribers: int) -> list[fl
             stack.callback(follower.kill)
         run_fresh([["-m", "paramserver.launch", "--config", str(file)]], measuring_environment(), timeout_s=600.0)
         read = [follower.communicate(timeout=60)[0].splitlines()[-1].split() for follower in followers]
-        expected = arguments.steps / 10 / 2  # those that start last miss some
+        expected = arguments.steps / EVERY / 2  # those that start last miss some
         assert all(float(versions) > expected for versions, _, _ in read), read
         stamps = [stamp[0] for stamp in read_stamps(folder)[0]][WARM:]
     return [after - before for before, after in pairwise(stamps)]
@@ -95,14 +97,23 @@ def train(mode: str, arguments: argparse.Namespace, subscribers: int) -> list[fl
 
 def throughput(arguments: argparse.Namespace) -> None:
     for mode in ("rpc", "ddp"):
-        ratios, longest = [], ([], [])  # type: ignore[var-annotated]
+        ratios, longest, pauses = [], ([], []), ([], [])  # type: ignore[var-annotated]
         for _ in range(arguments.repeats):
             without, with_them = train(mode, arguments, 0), train(mode, arguments, arguments.subscribers)
             ratios.append(statistics.mean(without) / statistics.mean(with_them))
             longest[0].append(1e3 * (max(without) - statistics.median(without)))
             longest[1].append(1e3 * (max(with_them) - statistics.median(without)))
+            for found, steps in zip(pauses, (without, with_them), strict=True):
+                found.append(pause_ms(steps))
         print(f"{mode}: {arguments.subscribers} subscribers, steps per second against none: {spread(ratios, '.3f')}")
         print(f"  longest step less the usual one: {spread(longest[0], '.1f')} and {spread(longest[1], '.1f')} ms")
+        print(f"  the pause for a version: {spread(pauses[0], '.1f')} and {spread(pauses[1], '.1f')} ms")
+
+
+def pause_ms(steps: list[float]) -> float:
+    """How much longer the step takes in which a version is published, one of ten; of single steps the medians."""
+    usual = statistics.median(steps)
+    return 1e3 * max(statistics.median(steps[place::EVERY]) - usual for place in range(EVERY))
 
 
 def latency(arguments: argparse.Namespace) -> None:
