@@ -1,7 +1,7 @@
 """Steps over a network of limited bandwidth: parameter servers against all-reduce, and both against a bound.
 
     python -m tests.measure.network [--bandwidth 1gbit] [--trainers 2] [--servers 2] [--seconds 5] [--repeats 3]
-                                    [--model mlp] [--optimizer sgd] [--set key=value ...]
+                                    [--model mlp] [--optimizer sgd] [--config FILE] [--set key=value ...]
                                     [--sweep cluster.colocate=false,true]
 
 Needs root. Each rank runs in its own network namespace; with ``cluster.colocate`` each server runs in that of a
@@ -9,7 +9,7 @@ trainer, so that n hosts are enough.
 
 The cases run in turns. A line per case has the time of a step, and the part of it that is communication (the step
 without that of the same trainers without an exchange) as a multiple of ``max(M/B, nM/(kB))``, or for all-reduce and as
-many co-located servers of ``2(n-1)M/(nB)``.
+many co-located servers of ``2(n-1)M/(nB)``. Of the task of another ``--config`` there is no bound.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def cases_of(folder: Path, arguments: argparse.Namespace) -> list[Case]:
         "cluster": {"num_trainers": arguments.trainers, "num_servers": arguments.servers},
         "training": {"batch_size": 32, "validate_every": 0},
     }
-    file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    file = arguments.config or folder / "config.yaml"
+    if arguments.config is None:
+        file.write_text(yaml.safe_dump(config), encoding="utf-8")
     cases = make_cases(RequestedCases(file, modes="ddp,rpc", overrides=arguments.set, sweeps=arguments.sweep))
     return [case for case in cases if case.baseline in (None, NO_COMMUNICATION)]
 
@@ -50,7 +51,7 @@ def print_case(name: str, results: list[CaseResult], alone_ms: float, size: int,
     steps = [result.step_ms["mean"] or 0.0 for result in results]
     line = f"{name}: step {spread(steps, '.1f')} ms"
     case = results[0]
-    if case.baseline is None:
+    if case.baseline is None and arguments.config is None:
         config = next(one.config for one in arguments.cases if one.name == name)
         counts = case.trainers, case.servers, parse_bandwidth(arguments.bandwidth)
         bound_ms = 1e3 * communication_s(mode_of(config), size, *counts, 0.0, True, is_colocated(config))
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", default="1gbit")
     parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
+    parser.add_argument("--config", type=Path, help="of another task")
     parser.add_argument("--modes", nargs="+", default=["no communication", "ddp", "rpc"])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--sweep", action="append", default=[], metavar="KEY=VALUE,VALUE")
