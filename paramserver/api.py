@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.cluster import SUPERVISED, process_environ
-from paramserver.config import Config, is_plain, load_config, mode_of, without_old_defaults
+from paramserver.config import Config, config_from_mapping, is_plain, load_config, mode_of, without_old_defaults
 from paramserver.config.parsing import read_file
+from paramserver.config.schema import format_value
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import launch_local
 from paramserver.process_utils import LOADER_NAME
@@ -221,15 +222,21 @@ def run(
                 "run in mode local"
             )
         plain = {name: value for name, value in arguments.items() if name not in objects}
-        for name, value in (given.get("task_args") or {}).items():
-            if name in arguments and (name in objects or value != plain[name]):
-                raise UnsupportedConfiguration(
-                    f"task_args.{name} ({value!r}) must be what the instance of {type(task).__name__} was created with "
-                    f"({arguments[name]!r}); give the class in place of an instance, or create it with that value"
-                )
         values["task_args"] = {**values.get("task_args", {}), **plain}
         create_task = partial(type(task), **objects)
     effective = load_config(None, base=values, overrides=overrides, given=given_now)
+    if isinstance(task, Task):
+        # As the config has them: a tuple is a list there.
+        own, asked = (
+            config_from_mapping({"task": values["task"], "task_args": dict(one)}).task_args
+            for one in (plain, given.get("task_args") or {})
+        )
+        for name, value in [*asked.items(), *effective.task_args.items()]:
+            if name in arguments and (name in objects or value != own[name]):
+                raise UnsupportedConfiguration(
+                    f"task_args.{name} ({format_value(value, 60)}) must be what the instance of {type(task).__name__} "
+                    "was created with; give the class in place of an instance, or create it with that value"
+                )
     folders = code_folders(config_file, names, recorded)
     command = [sys.executable, *sys.argv]
     started, summary = launch_local(

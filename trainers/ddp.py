@@ -425,8 +425,15 @@ class DdpTrainer(ReplicaTrainer):
             ) from error
 
     def backward_batch(self, loss: Tensor, batches: int) -> None:
-        with _named_causes():
+        try:
             super().backward_batch(loss, batches)
+        except NotImplementedError as error:
+            if "SparseTensorImpl" not in message_of(error):  # the gradient that DDP was to reduce
+                raise
+            raise TaskError(
+                "a gradient is sparse, and that of no nn.Embedding or nn.EmbeddingBag with sparse=True; use one of "
+                "these, or dense gradients (sparse=False)"
+            ) from error
 
     def _check_buffer_types(self) -> None:
         """Name a module buffer that DDP cannot send, as it has another type than when the model was built."""
@@ -698,15 +705,10 @@ class DdpTrainer(ReplicaTrainer):
 
 @contextmanager
 def _named_causes() -> Iterator[None]:
-    """Name the cause and the cure where DistributedDataParallel cannot reduce, or has not reduced, all gradients."""
+    """Name the cause and the cure where DistributedDataParallel finds that its last reduction is not complete."""
     try:
         yield
     except RuntimeError as error:
-        if "SparseTensorImpl" in message_of(error):
-            raise TaskError(
-                "a gradient is sparse, and that of no nn.Embedding or nn.EmbeddingBag with sparse=True; use one of "
-                "these, or dense gradients (sparse=False)"
-            ) from error
         if "find_unused_parameters" not in message_of(error):
             raise
         raise TaskError(

@@ -95,15 +95,15 @@ def _batches_of(data: Any, task: Task, partition: Partition, config: Config) -> 
     if is_map_style(reading.data):
         sampler: SamplerOrder | None = reading.options.get("sampler")
         length = len(reading.data)
-        if not length:
-            raise TaskError(
-                f"validation_source returned {type(data).__name__} without a sample; return None if there is no "
-                "validation"
-            )
         text = f"a data set of {length} samples"
         order: Sequence[Any] = range(length)
         if sampler is not None:
             text, order = f"{text} {sampler.description}", sampler.indices(0)
+        if not len(order):
+            raise TaskError(
+                f"validation_source returned {type(data).__name__} without a sample; return None if there is no "
+                "validation"
+            )
         own = order[partition.index :: partition.count]
         share = ValidationShare(reading.data, range(length) if reading.gives_batches else own, text)
         whole = [list(batch) for batch in own] if reading.gives_batches else None

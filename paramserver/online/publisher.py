@@ -71,8 +71,8 @@ _MOST_PEERS = 10_000
 _NUM_KEPT = 8
 # For how long a version stays where a subscriber can map it, which may look for its reply only after some work.
 _MAPPED_S = 10.0
-# Subscribers of this host read a version on the cores that train: a few at once, each for so long until the next one's
-# turn, if it does not ask again before.
+# Subscribers of this host read a version on the cores that train. So many do at once, and a subscriber that has not
+# asked again after so many seconds counts no more.
 NUM_READERS = max(1, num_usable_cores() // 2)
 TURN_S = 0.003
 _MAX_PARTS, _MAX_BYTES = 3, 2**16
@@ -197,8 +197,8 @@ class SubscriberRequests:
         self._descriptions: dict[str, bytes] = {}  # of ``newest``, by encoding
         # What subscribers were sent to map, until they ask again, and when that ends in any case.
         self._mapped: dict[bytes, tuple[VersionMemory, float | None]] = {}
-        self._due: dict[bytes, None] = {}  # subscribers of this host, in turn: there is a version for them
-        self._readers: dict[bytes, float] = {}  # those that were sent one, and when the next one's turn is
+        self._due: set[bytes] = set()  # of those in ``waiting``: there is a version that they do not have
+        self._readers: dict[bytes, float] = {}  # on this host, and until when they count
 
     def handle(self, peer: bytes, frames: list[Any], now: float) -> list[Message]:
         """Return the replies to a message."""
@@ -209,8 +209,9 @@ class SubscriberRequests:
             request = WeightsRequest.unpack(frames[1])
         except MalformedMessage as error:
             return [(peer, [Header(MessageKind.REFUSED).pack(), str(error).encode()])]
-        for held in (self._mapped, self._due, self._readers):
-            held.pop(peer, None)
+        self._mapped.pop(peer, None)
+        self._readers.pop(peer, None)
+        self._due.discard(peer)
         self._peers[peer] = None
         if len(self._peers) > _MOST_PEERS:  # the first one has long left, or asks again
             del self._peers[next(iter(self._peers))]
@@ -221,7 +222,7 @@ class SubscriberRequests:
         if self._may_copy():
             self.is_asked = True
         elif is_newer:
-            self._due[peer] = None
+            self._due.add(peer)
         elif not request.waits:
             return [self._reply(peer, waiting)]
         return self.expire(now)
@@ -231,7 +232,7 @@ class SubscriberRequests:
         self.newest, self.is_asked = version, False
         self._differences.clear()
         self._descriptions.clear()
-        self._due.update({peer: None for peer, one in self.waiting.items() if one.have < version.version})
+        self._due.update(peer for peer, one in self.waiting.items() if one.have < version.version)
         return self.expire(now)
 
     @property
@@ -254,22 +255,22 @@ class SubscriberRequests:
         self._readers = {peer: end for peer, end in self._readers.items() if end > now}
         replies = []
         for peer, waiting in list(self.waiting.items()):
-            is_due = peer in self._due
-            if is_due and waiting.request.host == self._host:
-                is_due = len(self._readers) < NUM_READERS
-                if is_due:
+            reads_here = peer in self._due and waiting.request.host == self._host
+            may_read = peer in self._due and not (reads_here and len(self._readers) >= NUM_READERS)
+            if may_read or waiting.deadline <= now:
+                if reads_here:
                     self._readers[peer] = now + TURN_S
-            if is_due or waiting.deadline <= now:
                 replies.append(self._reply(peer, waiting))
         return replies
 
     def end(self) -> list[Message]:
         """Return what all subscribers are sent at the end of the run."""
-        return [(peer, [Header(MessageKind.OVER).pack(), OVER_TEXT.encode()]) for peer in self._peers]
+        last = [self._reply(peer, waiting) for peer, waiting in list(self.waiting.items()) if peer in self._due]
+        return [*last, *((peer, [Header(MessageKind.OVER).pack(), OVER_TEXT.encode()]) for peer in self._peers)]
 
     def _reply(self, peer: bytes, waiting: _Waiting) -> Message:
         del self.waiting[peer]
-        self._due.pop(peer, None)
+        self._due.discard(peer)
         newest = self.newest
         if newest is None or newest.version <= waiting.have:
             return peer, [Header(MessageKind.UNCHANGED, attempt=waiting.number).pack()]

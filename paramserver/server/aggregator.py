@@ -353,8 +353,8 @@ class Aggregator:
             if decision.active:
                 self._buffer_owners.discard(trainer_index)
             # Hooks that are called at the end change the means of a round, not what this trainer had before them.
-            needs_means = decision.verdict is Verdict.END and self.rules.terms.has_rounds and transport.sends_buffers
-            buffers = self.store.buffers if needs_means else None
+            has_means = self.rules.lockstep and self.rules.terms.has_rounds and transport.sends_buffers
+            buffers = self.store.buffers if has_means and decision.verdict is Verdict.END else None
             future.set_result(StepGrant(decision, buffers=buffers, result=result, held_s=held_s))
             return
         if self._dynamic_steps is not None:

@@ -82,11 +82,7 @@ def resolve_reading(
 
 
 def _refuse_unsupported(data: Any, hook: str) -> None:
-    if isinstance(data, dict):
-        raise TaskError(
-            f"{hook} returned {type(data).__name__}, whose samples would be its keys; return a list of its values, or "
-            "a data set"
-        )
+    _refuse_dict(data, f"{hook} returned {type(data).__name__}")
     if isinstance(data, Sampler):
         raise TaskError(
             f"{hook} returned {type(data).__name__}, a sampler; return the data set that it draws from, and it from "
@@ -98,6 +94,13 @@ def _refuse_unsupported(data: Any, hook: str) -> None:
         raise TaskError(
             f"{hook} returned {type(data).__name__}, a loader of another library, whose batches would be taken for "
             "samples; return its data set or a torch.utils.data.DataLoader"
+        )
+
+
+def _refuse_dict(data: Any, what: str) -> None:
+    if isinstance(data, dict) and type(data).__iter__ is dict.__iter__:
+        raise TaskError(
+            f"{what}, whose samples would be its keys; return the data set that is one of its values, or a list of them"
         )
 
 
@@ -132,6 +135,7 @@ def _read_data_loader(
 
 def _refuse_unsupported_loader(loader: DataLoader[Any], hook: str, what: str) -> None:
     data = loader.dataset
+    _refuse_dict(data, f"{what} over {type(data).__name__}")
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise TaskError(f"{what}, whose own __iter__ would not be called; return a torch.utils.data.DataLoader")
     if loader.batch_sampler is None:

@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", default="1gbit")
     parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
-    parser.add_argument("--config", type=Path, help="of another task")
+    parser.add_argument("--config", type=Path, help="of the task, in place of --model and --optimizer")
     parser.add_argument("--modes", nargs="+", default=["no communication", "ddp", "rpc"])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--sweep", action="append", default=[], metavar="KEY=VALUE,VALUE")

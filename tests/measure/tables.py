@@ -90,7 +90,7 @@ def peak_bytes(sampler: Sampler) -> int:
     sums: Counter[float] = Counter()
     for own in sampler.readings.values():
         sums.update({reading.time: reading.memory_bytes for reading in own})
-    return max(sums.values())
+    return max(sums.values(), default=0)
 
 
 def main() -> None:

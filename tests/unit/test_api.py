@@ -62,9 +62,19 @@ def test_other_modes_refuse_what_other_processes_cannot_create(tmp_path, mode):
 
 
 def test_an_argument_of_an_instance_cannot_be_given_another_value(tmp_path):
-    with pytest.raises(UnsupportedConfiguration, match=r"task_args.lr \(0.3\) must be what the instance of Given was"):
-        paramserver.run(Given(DATA, lr=0.2), config(tmp_path, "run"), task_args={"lr": 0.3})
+    for given in (
+        {"task_args": {"lr": 0.3}},
+        {"overrides": {"task_args.lr": 0.3}},
+        {"overrides": ["task_args.lr=0.3"]},
+    ):
+        with pytest.raises(UnsupportedConfiguration, match=r"task_args.lr \(0.3\) must be what the instance of Given"):
+            paramserver.run(Given(DATA, lr=0.2), config(tmp_path, "run"), **given)
+    with pytest.raises(
+        UnsupportedConfiguration, match=r"task_args.data \(\[1, 2\]\) must be what the instance of Given"
+    ):
+        paramserver.run(Given(DATA), config(tmp_path, "run"), task_args={"data": [1, 2]})
     assert list(tmp_path.iterdir()) == []
+    paramserver.run(Given(DATA, lr=0.2), config(tmp_path, "run"), task_args={"lr": 0.2})
 
 
 def test_sections_override_the_config_and_overrides_override_both(tmp_path):

@@ -172,24 +172,42 @@ def test_a_subscriber_that_looks_later_maps_the_version_that_was_for_it(tmp_path
         assert isinstance(weights.data.obj, mmap.mmap)
 
 
+def asking(host, timeout_s=9.0):
+    return [Header(MessageKind.GET).pack(), WeightsRequest(timeout_s=timeout_s, waits=True, host=host).pack()]
+
+
 def test_subscribers_of_this_host_read_in_turns():
-    requests, limit = SubscriberRequests("run", (Version(1, 0),), lambda: True), NUM_READERS
-    peers = [bytes([number]) for number in range(2 * limit + 2)]
-    here, away = (WeightsRequest(timeout_s=9.0, waits=True, host=host).pack() for host in (host_number(), ""))
-    header = Header(MessageKind.GET).pack()
-    for peer in peers:
-        assert not requests.handle(peer, [header, here], 0.0)
-    assert not requests.handle(b"away", [header, away], 0.0)
+    requests = SubscriberRequests("run", (Version(1, 0),), lambda: True)
+    here = [str(number).encode() for number in range(2 * NUM_READERS + 2)]
+    for peer in here:
+        assert not requests.handle(peer, asking(host_number()), 0.0)
+    assert not requests.handle(b"elsewhere", asking(""), 0.0)
     sent = [peer for peer, _ in requests.publish(ModelVersion(Version(1, 1), Model().state_dict()), 1.0)]
-    assert sent == [*peers[:limit], b"away"]
+    assert sent == [*here[:NUM_READERS], b"elsewhere"]
     assert not requests.waits_for_newer
     # One of them asks again: the next one's turn. The others take longer than a turn.
-    assert [peer for peer, _ in requests.handle(peers[0], [header, here], 1.0)] == [peers[limit]]
+    replies = requests.handle(here[0], asking(host_number()), 1.0)
+    assert [peer for peer, _ in replies] == [here[NUM_READERS]]
     assert requests.waits_for_newer
     assert requests.next_at() == pytest.approx(1.0 + TURN_S)
-    assert [peer for peer, _ in requests.expire(requests.next_at())] == peers[limit + 1 : 2 * limit + 1]
-    # At the end of its time a request has its reply.
-    assert {peer for peer, _ in requests.expire(11.0)} == {peers[0], peers[-1]}
+    replies = requests.expire(requests.next_at())
+    assert [peer for peer, _ in replies] == here[NUM_READERS + 1 : 2 * NUM_READERS + 1]
+    # The last one has had no turn when the run ends.
+    (peer, [header, _]), *over = requests.end()
+    assert (peer, Header.unpack(header).kind) == (here[-1], MessageKind.WEIGHTS)
+    assert {peer for peer, _ in over} == {*here, b"elsewhere"}
+
+
+def test_a_subscriber_whose_turn_does_not_come_is_answered_when_its_time_is_over():
+    requests = SubscriberRequests("run", (Version(1, 0),), lambda: False)
+    requests.publish(ModelVersion(Version(1, 1), Model().state_dict()), 0.0)
+    readers = [str(number).encode() for number in range(NUM_READERS)]
+    for peer in readers:
+        assert requests.handle(peer, asking(host_number()), 0.0)
+    assert not requests.handle(b"late", asking(host_number(), TURN_S / 2), 0.0)
+    assert requests.next_at() == pytest.approx(TURN_S / 2)
+    assert [peer for peer, _ in requests.expire(TURN_S / 2)] == [b"late"]
+    assert requests.handle(b"at once", asking(host_number(), 0.0), 0.0)
 
 
 @needs_shared_memory

@@ -160,7 +160,8 @@ class NoLength(torch.utils.data.Dataset):
         (DataLoader(DATA, None), {}, "train_source returned DataLoader with batch_size None; give"),
         (OwnIteration(DATA, 4), {}, "train_source returned OwnIteration, whose own __iter__ would not be called"),
         (Foreign(), {}, "train_source returned Foreign, a loader of another library"),
-        ({"a": 1.0}, {}, "train_source returned dict, whose samples would be its keys; return a list of its values"),
+        ({"a": 1.0}, {}, "train_source returned dict, whose samples would be its keys; return the data set that"),
+        (DataLoader({0: 1.0}, 4), {}, "train_source returned DataLoader over dict, whose samples would be its keys"),
         (SequentialSampler(DATA), {}, "train_source returned SequentialSampler, a sampler; return the data set"),
         (
             DataLoader(NoLength(), 4, sampler=[1]),
