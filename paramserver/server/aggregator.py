@@ -348,18 +348,18 @@ class Aggregator:
         result = self._results.pop(trainer_index, None)
         if decision.verdict is Verdict.GO:
             self._enter_epoch(decision.position)
-        transport = self.transports[trainer_index]
         if trainer_index not in decision.active:
             if decision.active:
                 self._buffer_owners.discard(trainer_index)
             # Hooks that are called at the end change the means of a round, not what this trainer had before them.
-            has_means = self.rules.lockstep and self.rules.terms.has_rounds and transport.sends_buffers
-            buffers = self.store.buffers if has_means and decision.verdict is Verdict.END else None
+            has_means = self.rules.lockstep and self.rules.terms.has_rounds and decision.verdict is Verdict.END
+            buffers = self.store.buffers if has_means and self.transports[trainer_index].sends_buffers else None
             future.set_result(StepGrant(decision, buffers=buffers, result=result, held_s=held_s))
             return
         if self._dynamic_steps is not None:
             steps = self._dynamic_steps.next_steps(trainer_index, self.rules.trainers)
             decision = replace(decision, batches=min(decision.batches, steps * self._batches_per_local_step))
+        transport = self.transports[trainer_index]
         with span("pull"):  # of memory that is shared
             slot = transport.pin_version()
         buffers = self.store.buffers if transport.sends_buffers else None

@@ -336,7 +336,7 @@ def values_of(name: str) -> st.SearchStrategy:
     if rule.choices:
         strategy = st.sampled_from(rule.choices)
     elif rule.kind == "int":
-        strategy = st.integers(int(rule.minimum), None if rule.maximum is None else int(rule.maximum))
+        strategy = st.integers(int(rule.minimum), 2**63 - 1 if rule.maximum is None else int(rule.maximum))
     elif rule.kind == "float":
         above = rule.above is not None
         least = rule.above if above else rule.minimum
