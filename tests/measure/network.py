@@ -30,7 +30,7 @@ from paramserver.tools.bench.measure import measure
 from paramserver.tools.bench.processes import NetworkHosts, parse_bandwidth
 from paramserver.tools.report.results import CaseResult
 from tests.measure.common import MODELS, OPTIMIZERS, origin, parser_of, spread
-from tests.measure.outside_clock import method_of
+from tests.measure.outside_clock import ROOT, method_of
 
 
 def cases_of(folder: Path, arguments: argparse.Namespace) -> list[Case]:
@@ -88,7 +88,8 @@ def main() -> None:
             for case in cases:
                 count = max(2, num_commands_of(case.config))
                 with NetworkHosts(count, parse_bandwidth(arguments.bandwidth)) as hosts:
-                    method = replace(method_of(Path(name) / "out", arguments.seconds, 1.0), hosts=hosts)
+                    folders = [ROOT] if arguments.config is None else [arguments.config.resolve().parent, ROOT]
+                    method = replace(method_of(Path(name) / "out", arguments.seconds, 1.0, folders), hosts=hosts)
                     result = measure(case, repeat, method)
                 if not result.is_completed:
                     raise RuntimeError(result.error)

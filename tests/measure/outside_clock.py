@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,9 @@ def config_of(pipe: Path, model: str, trainers: int) -> dict[str, Any]:
     }
 
 
-def method_of(folder: Path, seconds: float, warm_s: float) -> MeasuringMethod:
-    environ = {**child_environment(process_environ(), num_trainers=1, folders=[ROOT]), "OMP_NUM_THREADS": "1"}
-    return MeasuringMethod(out=folder, folders=[ROOT], environ=environ, seconds=seconds, warm_s=warm_s)
+def method_of(folder: Path, seconds: float, warm_s: float, folders: Sequence[Path] = (ROOT,)) -> MeasuringMethod:
+    environ = {**child_environment(process_environ(), num_trainers=1, folders=folders), "OMP_NUM_THREADS": "1"}
+    return MeasuringMethod(out=folder, folders=folders, environ=environ, seconds=seconds, warm_s=warm_s)
 
 
 def heard_and_recorded(case: Case, repeat: int, method: MeasuringMethod, pipe: Path) -> tuple[Listener, CaseResult]:
