@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -226,23 +226,31 @@ def run(
         create_task = partial(type(task), **objects)
     effective = load_config(None, base=values, overrides=overrides, given=given_now)
     if isinstance(task, Task):
-        # As the config has them: a tuple is a list there.
-        own, asked = (
-            config_from_mapping({"task": values["task"], "task_args": dict(one)}).task_args
-            for one in (plain, given.get("task_args") or {})
-        )
-        for name, value in [*asked.items(), *effective.task_args.items()]:
-            if name in arguments and (name in objects or value != own[name]):
-                raise UnsupportedConfiguration(
-                    f"task_args.{name} ({format_value(value, 60)}) must be what the instance of {type(task).__name__} "
-                    "was created with; give the class in place of an instance, or create it with that value"
-                )
+        asked = config_from_mapping({"task": values["task"], "task_args": dict(given.get("task_args") or {})}).task_args
+        _check_arguments(task, arguments, [*asked.items(), *effective.task_args.items()])
     folders = code_folders(config_file, names, recorded)
     command = [sys.executable, *sys.argv]
     started, summary = launch_local(
         effective, opened, folders, command=command, create_task=create_task, pickled_task=pickled
     )
     return Result(started.path, summary, create_task)
+
+
+def _check_arguments(task: Task, arguments: Mapping[str, Any], task_args: Iterable[tuple[str, Any]]) -> None:
+    """Refuse values of ``task_args`` that an instance of a task was not created with.
+
+    Raises:
+        UnsupportedConfiguration: one differs.
+    """
+    plain = {name: value for name, value in arguments.items() if is_plain(value)}
+    # As the config has them: a tuple is a list there.
+    own = config_from_mapping({"task": "instance:Task", "task_args": plain}).task_args
+    for name, value in task_args:
+        if name in arguments and (name not in own or value != own[name]):
+            raise UnsupportedConfiguration(
+                f"task_args.{name} ({format_value(value, 60)}) must be what the instance of {type(task).__name__} was "
+                "created with; give the class in place of an instance, or create it with that value"
+            )
 
 
 def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) -> tuple[dict[str, Any], Path | None]:

@@ -219,6 +219,7 @@ def test_a_rank_without_data_ends_with_the_loss_of_the_one_that_it_waits_for(tmp
         pytest.param({}, {}, id="one optimizer"),
         pytest.param({"optimizers": 2, "without": ["on_batch_end"]}, {}, id="several optimizers"),
         pytest.param({}, {"local_steps": 2}, id="rounds"),
+        pytest.param({"without": ["on_epoch_end"]}, {"local_steps": 2}, id="rounds without on_epoch_end"),
     ],
 )
 def test_buffers_that_a_rank_without_data_does_not_have_yet_are_the_same_as_in_rpc(tmp_path, task_args, training):
