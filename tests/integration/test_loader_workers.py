@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import assert_equal_runs, command, differing_tensors, environment, launch, resume, train, write_config
+from process_states import is_alive, wait_until_ended
 
 pytestmark = pytest.mark.processes
 
@@ -70,7 +71,7 @@ def test_a_rank_that_is_killed_leaves_no_worker_and_its_replacement_has_its_own(
     assert finished.summary["samples"] == 160
     processes = [int(file.name) for file in pids.iterdir()]
     assert len(processes) == 3 * 3, "two workers and their loader: of two trainers and a replacement"
-    assert not [pid for pid in processes if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+    assert not [pid for pid in processes if is_alive(pid)]
     left = set(Path("/dev/shm").iterdir()) - shared_memory
     assert not [file for file in left if file.name.startswith(("torch_", "sem.mp"))]
 
@@ -97,9 +98,8 @@ def test_ctrl_c_reaches_the_workers_too_and_the_run_is_saved(tmp_path):
     assert run.returncode == 3, errors
     assert "Traceback" not in errors
     assert json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["status"] == "interrupted"
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)], timeout=10)
     assert len(workers) >= 3
-    assert not alive
+    wait_until_ended(workers)
 
 
 UNGUARDED = """

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from launching import FinishedRun, differing_tensors, main_in_process, run_concurrently, run_in_process, write_config
 from online_runs import ALL, COUNT, SIMULATIONS, STEPS, online_config, streams, wait_for
+from process_states import is_alive
 from simulations import SHAPE, field
 from stream_tasks import served
 
@@ -237,23 +238,12 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, fork_server, mod
         processes = psutil.Process(run.pid).children(recursive=True)
         assert len(processes) >= 3 * 2 + (2 if mode == "ddp" else 0), "each simulation has one that holds it"
         os.kill(run.pid, signal.SIGKILL)
-        wait_for(lambda: not any(map(lives, processes)))
-
-
-def lives(process):
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        wait_for(lambda: not any(is_alive(process.pid) for process in processes))
 
 
 def is_there(file):
     """Whether the process that left this file lives."""
-    pid = int(file.name.removeprefix("pid-"))
-    try:
-        return lives(psutil.Process(pid))
-    except psutil.NoSuchProcess:  # it may end at any time
-        return False
+    return is_alive(int(file.name.removeprefix("pid-")))
 
 
 def dry_run(folder, **options):

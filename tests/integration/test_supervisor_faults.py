@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import FinishedRun, launch, run_concurrently, write_config
+from process_states import is_alive
 from supervised_tasks import ranks_of
 
 from paramserver.config.deadlines import START_GRACE_S
@@ -114,14 +115,6 @@ def test_a_forked_child_neither_hides_the_death_of_its_rank_nor_outlives_it(tmp_
     assert "rank 2 (trainer 1): killed by SIGKILL" in last_error(finished)
     assert not psutil.pid_exists(fired["rank"])
     assert not is_alive(fired["child"])
-
-
-def is_alive(pid):
-    """A zombie that nobody has reaped yet is not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 # The supervisor itself.

@@ -44,6 +44,7 @@ from launching import (
     fork_server,
     write_config,
 )
+from process_states import is_alive
 
 from tests.measure.common import origin, parser_of, spread
 
@@ -333,13 +334,6 @@ def _task_args(cell: Cell, folder: Path) -> dict[str, Any]:
         "phase": cell.phase,
         "samples": SAMPLES,
     }
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def _of_session(pid: int) -> list[int]:

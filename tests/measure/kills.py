@@ -43,10 +43,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # as pytest does
 import psutil
 from forkserver import SHORT_LIFE, close_shared_server
 from launching import FinishedRun, differing_tensors, environment, fork_server, write_config
+from process_states import is_alive
 from supervised_tasks import ranks_of
 
 from tests.measure.common import origin, parser_of, verdict
-from tests.measure.faults import LIMIT_S, TASK, Cell, References, is_alive, left_behind
+from tests.measure.faults import LIMIT_S, TASK, Cell, References, left_behind
 
 SAMPLES = 256
 ALIVE_S, RETURN_S = 0.8, 1.2

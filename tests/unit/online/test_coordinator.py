@@ -13,6 +13,7 @@ from threading import Event
 
 import pytest
 import zmq
+from process_states import is_alive, wait_until_ended
 from zmq_peers import DEADLINE_S, Peers, serve
 
 from paramserver.config import SimulationsConfig
@@ -698,11 +699,6 @@ with SimulationCoordinator(IngestSpec.from_config(config), 1, 0, Path({str(tmp_p
         while not (log.exists() and len(log.read_text().split("\n")) > 2):
             signal.sigtimedwait([signal.SIGUSR2], 0.02)
         pid = int(log.read_text().split("\n")[1])
-        assert Path(f"/proc/{pid}").exists()
+        assert is_alive(pid)
         run.kill()
-    for _ in range(500):
-        if not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text():
-            break
-        signal.sigtimedwait([signal.SIGUSR2], 0.02)
-    else:
-        raise AssertionError("it outlived its run")
+    wait_until_ended([pid])

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from process_states import is_alive, wait_until_ended
 
 from paramserver.config import SimulationsConfig
 from paramserver.errors import UnsupportedConfiguration
@@ -68,21 +69,6 @@ def log(tmp_path, simulation=0):
 
 def start(runner, simulation=0, attempt=0, parameters=(0.25, 1 / 3)):
     runner.start(StartProcess(simulation, attempt, parameters), "tcp://127.0.0.1:5", "a secret")
-
-
-def alive(pid):
-    """Whether it runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
-
-
-def gone(pids):
-    deadline = time.monotonic() + DEADLINE_S
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        select.select([], [], [], 0.02)
-    return not any(map(alive, pids))
 
 
 def pids_in(tmp_path, count, simulation=0):
@@ -284,11 +270,11 @@ def test_one_that_hangs_is_ended_with_its_children(runner_of, tmp_path):
         select.select(runner.exit_pipes, [], [], 0.2)
     assert ended == [(0, 0, ENDED)]
     assert time.monotonic() - began < 1.5  # it listened
-    assert gone(pids)
-    assert all(map(alive, others))
+    wait_until_ended(pids)
+    assert all(map(is_alive, others))
     runner.kill_all()
     assert wait_for(runner) == [(1, 0, ENDED)]
-    assert gone(others)
+    wait_until_ended(others)
 
 
 def test_one_that_ignores_sigterm_is_killed_after_two_seconds(runner_of, tmp_path):
@@ -299,14 +285,14 @@ def test_one_that_ignores_sigterm_is_killed_after_two_seconds(runner_of, tmp_pat
     runner.kill(0)
     assert wait_for(runner) == [(0, 0, ENDED)]
     assert 1.9 < time.monotonic() - began < 5.0
-    assert gone(pids)
+    wait_until_ended(pids)
 
 
 def test_what_a_program_leaves_behind_is_ended_with_it(runner_of, tmp_path):
     runner = runner_of(command=script(tmp_path, FAMILY) + f" {tmp_path}/logs/simulation-0.log leaves")
     start(runner)
     assert wait_for(runner) == [(0, 0, 0)]
-    assert gone(pids_in(tmp_path, 2))
+    wait_until_ended(pids_in(tmp_path, 2))
 
 
 def test_a_frozen_guard_is_ended_with_its_program(runner_of, tmp_path, monkeypatch):
@@ -317,7 +303,7 @@ def test_a_frozen_guard_is_ended_with_its_program(runner_of, tmp_path, monkeypat
     os.kill(runner._running[0].guards[0].process.pid, signal.SIGSTOP)
     runner.kill(0)
     assert wait_for(runner) == [(0, 0, ENDED)]
-    assert gone(pids)
+    wait_until_ended(pids)
 
 
 def test_a_group_ends_with_its_first_failure(runner_of, tmp_path):
@@ -326,7 +312,7 @@ def test_a_group_ends_with_its_first_failure(runner_of, tmp_path):
     runner = runner_of(command=script(tmp_path, text + "signal.pause()"), group_size=3)
     start(runner)
     assert wait_for(runner) == [(0, 0, 9)]
-    assert gone(pids_in(tmp_path, 1))
+    wait_until_ended(pids_in(tmp_path, 1))
 
 
 RUN = """
@@ -351,7 +337,7 @@ def test_nothing_outlives_a_run_that_was_killed(tmp_path, how):
             select.select([], [], [], 0.02)
         pids = pids_in(tmp_path, 2)
         run.kill()
-    assert gone(pids)
+    wait_until_ended(pids)
 
 
 # srun.
@@ -398,4 +384,4 @@ def test_a_group_of_srun_is_ended_as_one(runner_of, tmp_path):
     pids = pids_in(tmp_path, 4)
     runner.kill(0)
     assert wait_for(runner) == [(0, 0, ENDED)]
-    assert gone(pids)
+    wait_until_ended(pids)

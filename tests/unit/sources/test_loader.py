@@ -9,7 +9,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from loader_tasks import (
@@ -27,6 +26,7 @@ from loader_tasks import (
     raise_in_worker,
     set_mark,
 )
+from process_states import wait_until_ended
 
 from paramserver import Partition, Task
 from paramserver.buffers import make_buffer
@@ -53,16 +53,6 @@ def read(data, workers, position=0, **options):
 
 def plain(pairs):
     return [(key, {name: torch.as_tensor(value).tolist() for name, value in sample.items()}) for key, sample in pairs]
-
-
-def gone(pids, timeout_s=10.0):
-    """Whether these processes end; a zombie has ended."""
-    deadline = time.monotonic() + timeout_s
-    while alive := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
-        if time.monotonic() > deadline:
-            pytest.fail(f"processes {alive} are left of {pids}")
-        select.select([], [], [], 0.02)
-    return True
 
 
 @pytest.mark.sampled(2)
@@ -166,7 +156,7 @@ def test_closing_ends_workers_whatever_they_do(tmp_path):
     began = time.monotonic()
     fed.close()
     assert time.monotonic() - began < 3.0
-    assert gone([int(file.name) for file in tmp_path.iterdir()])
+    wait_until_ended(int(file.name) for file in tmp_path.iterdir())
     assert set(Path("/dev/shm").iterdir()) <= before
     fed.raise_error()
 
@@ -312,4 +302,4 @@ def test_a_trainer_ends_its_workers(tmp_path):
     with DataStream(Reads(Sleeps(tmp_path, 0.0)), Partition(0, 1), config(loader_workers=2), {}) as stream:
         stream.start()
         stream.available(60.0)
-    assert gone([int(file.name) for file in Path(tmp_path).iterdir()])
+    wait_until_ended(int(file.name) for file in Path(tmp_path).iterdir())
