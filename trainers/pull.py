@@ -200,7 +200,7 @@ class VersionPull:
 
 
 def make_transport(control: ServerControl, reply: JoinReply, parameters: Sequence[Tensor]) -> TrainerTransport:
-    """Choose shared memory if this process can reach the server's, else messages."""
+    """Choose shared memory if this process can reach the server's, else messages, over TCP if it can connect."""
     layout, server, timeout_s = reply.parameter_layout, control.server, control.config.cluster.timeout_s
     index, address = control.trainer_index, reply.segments_address
     if address is not None and can_attach(address, timeout_s) and (slots := server.share_segments()):
@@ -218,7 +218,8 @@ def make_transport(control: ServerControl, reply: JoinReply, parameters: Sequenc
         server.use_shards(len(reply.shards))
     shards = reply.shards or (full_shard(layout),)
     options = control.config.server
-    return RpcTrainerTransport(layout, shards, make_codec(options), parameters, make_compressor(options))
+    name = "tcp" if options.connects and control.connect_tcp() else "rpc"
+    return RpcTrainerTransport(layout, shards, make_codec(options), parameters, make_compressor(options), name)
 
 
 def bytes_of(buffers: PackedBuffers | None) -> int:

@@ -17,7 +17,8 @@ from paramserver.consistency import Announcement, Decision
 from paramserver.distributed.membership import Member, release_liveness_calls
 from paramserver.distributed.remote_error import RemoteError
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.distributed.session import TrainerAgent, rpc_trainer
+from paramserver.distributed.session import TrainerAgent, connect_tcp, rpc_trainer
+from paramserver.distributed.tcp_calls import TcpCaller
 from paramserver.errors import Evicted, GenerationChanged, PeerFailed, PeerLost, PeerRefused, RunEnded, Unreachable
 from paramserver.metrics.records import Record, TrainerTotals, WeightedSums
 from paramserver.server.client import InFlightCall, ServerClient
@@ -37,6 +38,7 @@ class ServerControl(Control):
     server: ServerClient
     sender: BackgroundSender
 
+    _stack: ExitStack
     _leave_request: str | None = None
     _sending_records: InFlightCall[None] | None = None
     _records_sent = 0.0
@@ -48,7 +50,8 @@ class ServerControl(Control):
         The servers are notified at the exit that this process leaves deliberately.
         """
         config = self.config
-        with ExitStack() as stack:
+        with ExitStack() as self._stack:
+            stack = self._stack
             self.agent = stack.enter_context(rpc_trainer(self.rendezvous, self.trainer_index, num_servers_of(config)))
             stack.callback(release_liveness_calls)
             # With cluster.elastic a signal lets this trainer leave.
@@ -58,6 +61,16 @@ class ServerControl(Control):
             self.server, self._records_sent = stack.enter_context(closing(server)), time.monotonic()
             self.sender = stack.enter_context(BackgroundSender(config.checkpoint.background, "a part of a checkpoint"))
             yield server
+
+    def connect_tcp(self) -> bool:
+        """Make the calls that a step waits for over TCP connections from now on; return False if there can be none."""
+        try:
+            caller = self._stack.enter_context(TcpCaller(self.config.cluster.timeout_s))
+            self.server.use_tcp(connect_tcp(self.rendezvous, caller, num_servers_of(self.config)))
+        except Unreachable as error:
+            log.warning("trainer %d: everything is sent over RPC, as no TCP connection: %s", self.trainer_index, error)
+            return False
+        return True
 
     def join(self, epoch_samples: int | None) -> JoinReply:
         """Join the run; returns once all trainers have joined."""

@@ -206,16 +206,18 @@ BUFFERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """What a value of ``server.transport`` lets a process use: shared memory, and messages."""
+    """What a value of ``server.transport`` lets a process use: shared memory, messages, and TCP for most of these."""
 
     shares_memory: bool
     sends: bool
+    connects: bool
 
 
 TRANSPORTS = {
-    "auto": TransportChoice(shares_memory=True, sends=True),
-    "rpc": TransportChoice(shares_memory=False, sends=True),
-    "shared_memory": TransportChoice(shares_memory=True, sends=False),
+    "auto": TransportChoice(shares_memory=True, sends=True, connects=True),
+    "rpc": TransportChoice(shares_memory=False, sends=True, connects=False),
+    "shared_memory": TransportChoice(shares_memory=True, sends=False, connects=False),
+    "tcp": TransportChoice(shares_memory=False, sends=True, connects=True),
 }
 
 
@@ -430,12 +432,17 @@ class ServerConfig:
 
     @property
     def must_share_memory(self) -> bool:
-        """Whether a process that cannot share the memory of server 0 ends the run, instead of using RPC."""
+        """Whether a process that cannot share the memory of server 0 ends the run, instead of sending messages."""
         return not TRANSPORTS[self.transport].sends
 
     @property
+    def connects(self) -> bool:
+        """Whether trainers make TCP connections to the servers, for most of what they send."""
+        return TRANSPORTS[self.transport].connects and not self.computes
+
+    @property
     def shares_memory(self) -> bool:
-        """Whether a trainer on the server's host may use shared memory instead of RPC messages."""
+        """Whether a trainer on the server's host may use shared memory instead of messages."""
         return SHARES_MEMORY and TRANSPORTS[self.transport].shares_memory and not self.computes
 
 

@@ -11,11 +11,8 @@ membership and all other calls are those of RPC.
 from __future__ import annotations
 
 import contextlib
-import copyreg
-import io
 import logging
 import os
-import pickle
 import selectors
 import socket
 import threading
@@ -24,8 +21,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from paramserver.distributed.tensor_pickle import pack, unpack
 from paramserver.errors import DeadlineExceeded
 from paramserver.platform import CLOSE_ON_EXEC, WakeupFd, memory_file
 
@@ -39,31 +36,8 @@ _SEND_BUFFER_BYTES = 4 * MAX_PACKET_BYTES
 _WRITE_BYTES = 1 << 30
 
 
-def _tensor_of(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return flat.view(dtype).view(shape)
-
-
-def _reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
-    plain = tensor.detach().cpu().contiguous()
-    return _tensor_of, (plain.view(-1).view(torch.uint8).numpy().tobytes(), plain.dtype, plain.shape)
-
-
-# torch's own way to pickle a tensor writes an archive, which takes longer than the whole call.
-_REDUCERS = {**copyreg.dispatch_table, Tensor: _reduce_tensor}
-
-
-def _pack(value: Any) -> bytes:
-    """Return a call or a reply as it is sent."""
-    packed = io.BytesIO()
-    pickler = pickle.Pickler(packed, protocol=pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = _REDUCERS
-    pickler.dump(value)
-    return packed.getvalue()
-
-
 def _send_packet(connection: socket.socket, packed: bytes) -> None:
-    """Send what ``_pack`` returned, without waiting.
+    """Send a value that was packed, without waiting.
 
     Raises:
         OSError: the connection has ended, or too much is on its way, or no descriptor is left.
@@ -186,14 +160,14 @@ class LocalCallServer:
                 del self._connections[connection.fileno()]
                 connection.close()
             return
-        number, target, kwargs = pickle.loads(packet)
+        number, target, kwargs = unpack(packet)
         future = self._handle(*target, **kwargs)
         future.add_done_callback(partial(self._reply, connection, number))
 
     def _reply(self, connection: socket.socket, number: int, done: torch.futures.Future[Any]) -> None:
         # In any thread, also under the lock of the parameter server: it does not block.
         try:
-            packet = _pack((number, done.value()))
+            packet, _ = pack((number, done.value()), separates=False)
             with self._lock:
                 _send_packet(connection, packet)
         except OSError as error:
@@ -222,7 +196,8 @@ class LocalConnection:
         """
         self._number += 1
         try:
-            _send_packet(self._socket, _pack((self._number, target, kwargs)))
+            packet, _ = pack((self._number, target, kwargs), separates=False)
+            _send_packet(self._socket, packet)
         except OSError:  # the connection has ended, or no descriptor is left
             return None
         future = self._waiting[self._number] = torch.futures.Future()
@@ -236,7 +211,7 @@ class LocalConnection:
     def receive(self) -> None:
         """Wait for the next reply, or for the end of the connection, and complete the futures that it concerns."""
         if packet := _receive_packet(self._socket):
-            number, value = pickle.loads(packet)
+            number, value = unpack(packet)
             self._waiting.pop(number).set_result(value)
             return
         waiting, self._waiting = self._waiting, {}

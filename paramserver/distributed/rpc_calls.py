@@ -18,16 +18,17 @@ from __future__ import annotations
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed.rpc as rpc
 
 from paramserver.consistency import TrainerId
-from paramserver.distributed.local_calls import LocalCallServer, LocalConnection
+from paramserver.distributed.local_calls import LocalCallServer
 from paramserver.distributed.remote_error import RemoteError as RemoteError
 from paramserver.distributed.rpc_agent import keep_thread_state
+from paramserver.distributed.tcp_calls import TcpCallServer
 from paramserver.errors import TrainingError
 
 P = ParamSpec("P")
@@ -117,20 +118,32 @@ def _handle(owner: str, method: str, *args: Any, **kwargs: Any) -> Any:
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _handle_deferred(owner: str, method: str, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
-    """Run a handler that returns a future; what it raises is the value of one.
+    """Run a handler and return the future of its reply; what it raises is the value of one.
 
     An exception set on the future would be *returned* by the caller's ``rpc_sync``, so errors are values here too.
     """
     reply = _handle(owner, method, *args, **kwargs)
-    return completed_future(reply) if isinstance(reply, RemoteError) else reply
+    return reply if isinstance(reply, torch.futures.Future) else completed_future(reply)
 
 
 def serve_local_calls(timeout_s: float) -> LocalCallServer:
-    """Return a server of local calls, for handlers that return futures; ``timeout_s`` as there."""
+    """Return a server of local calls; ``timeout_s`` as there."""
     return LocalCallServer(_handle_deferred, timeout_s)
 
 
+def serve_tcp_calls(timeout_s: float) -> TcpCallServer:
+    """Return a server of calls over TCP; ``timeout_s`` as there."""
+    return TcpCallServer(_handle_deferred, timeout_s)
+
+
 # The calling side.
+
+
+class SocketConnection(Protocol):
+    """A connection to a process that runs handlers without RPC."""
+
+    def call(self, target: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.futures.Future[Any] | None:
+        """Send a call; return the future of its reply, or None if it has to be sent over RPC."""
 
 
 class CallInterceptor(Protocol):
@@ -164,10 +177,10 @@ def _send(
     target: tuple[Any, ...],
     kwargs: dict[str, Any],
     timeout_s: float,
-    local: LocalConnection | None = None,
+    connection: SocketConnection | None = None,
 ) -> Any:
     def call() -> torch.futures.Future[Any]:
-        if local is not None and (future := local.call(target, kwargs)) is not None:
+        if connection is not None and (future := connection.call(target, kwargs)) is not None:
             return future
         sent: torch.futures.Future[Any] = rpc.rpc_async(to, handle, args=target, kwargs=kwargs, timeout=timeout_s)
         return sent
@@ -197,16 +210,16 @@ def send_deferred(
     return future
 
 
-def send_local(
-    connection: LocalConnection,
+def send_over(
+    connection: SocketConnection,
     to: str,
-    handler: Callable[Concatenate[Any, P], torch.futures.Future[T]],
+    handler: Callable[Concatenate[Any, P], Any],
     *args: P.args,
     **kwargs: P.kwargs,
-) -> torch.futures.Future[T]:
+) -> torch.futures.Future[Any]:
     """Call a handler as ``send_deferred`` does, over ``connection`` if it takes the call; ``to`` is at its end."""
     target = *handler.__qualname__.split("."), *args
-    future: torch.futures.Future[T] = _send(to, _handle_deferred, target, kwargs, NO_TIMEOUT_S, connection)
+    future: torch.futures.Future[Any] = _send(to, _handle_deferred, target, kwargs, NO_TIMEOUT_S, connection)
     return future
 
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import torch.distributed.rpc as rpc
 
+from paramserver.cluster import chosen_interface, host_and_port, own_address, process_environ
 from paramserver.distributed.rendezvous import Rendezvous, detect_lost_store
 from paramserver.distributed.rpc_agent import autograd_id, register_with, start_first_agent, start_star_agent
-from paramserver.distributed.rpc_calls import agent_options
+from paramserver.distributed.rpc_calls import agent_options, serve_tcp_calls
+from paramserver.distributed.tcp_calls import TcpCaller, TcpConnection
 from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.errors import DeadlineExceeded, Unreachable
 
@@ -86,6 +88,32 @@ def rpc_trainer(rendezvous: Rendezvous, trainer_index: int, servers: int = 1) ->
         yield TrainerAgent(name, worker_id, tuple(addresses.values()))
     finally:
         _shutdown_agent()
+
+
+@contextmanager
+def tcp_server(rendezvous: Rendezvous, name: str) -> Iterator[None]:
+    """Serve calls over TCP in the process ``name``, at the address of the interface over which others reach it."""
+    with serve_tcp_calls(rendezvous.timeout_s) as server:
+        address = own_address(rendezvous.identity.master_addr, chosen_interface(process_environ()))
+        rendezvous.set(f"tcp/{name}", server.listen(address))
+        yield
+
+
+def connect_tcp(rendezvous: Rendezvous, caller: TcpCaller, servers: int) -> dict[str, TcpConnection]:
+    """Connect to the servers, and return the connections by their names.
+
+    Raises:
+        Unreachable: one of them cannot be reached.
+    """
+    connections = {}
+    for name in map(server_name, range(servers)):
+        address = rendezvous.get(f"tcp/{name}")
+        try:
+            connections[name] = caller.connect(address)
+        except OSError as error:
+            host, port, _ = address.split()
+            raise Unreachable(f"{name} at {host_and_port(host, int(port))}: {error.strerror or error}") from error
+    return connections
 
 
 def _register(rendezvous: Rendezvous, servers: Sequence[str], own_address: str) -> None:

@@ -829,7 +829,7 @@ def _serve(
     # Imported here: trainers start without these modules.
     from paramserver.distributed.membership import release_liveness_calls
     from paramserver.distributed.rpc_calls import register_server, serve_local_calls, unregister_servers
-    from paramserver.distributed.session import rpc_server
+    from paramserver.distributed.session import SERVER_NAME, rpc_server, tcp_server
     from paramserver.optim.parallel_step import ThreadTeam, num_spare_threads
     from paramserver.server.build import build_server
     from paramserver.server.server_run import UpdateExecutor
@@ -872,6 +872,8 @@ def _serve(
     if idle and (helpers := num_spare_threads(num_usable_cores())):
         server.shard.use_threads(stack.enter_context(closing(ThreadTeam(helpers))))
     stack.enter_context(rpc_server(rendezvous, process.trainers * server_computes(config)))
+    if config.server.connects:
+        stack.enter_context(tcp_server(rendezvous, SERVER_NAME))
     try:
         _wait_until_finished(server, process, rendezvous, session, updates)
         server.roster.members.wait_for_disconnects(_DISCONNECT_S)  # no live trainer needs this server any more

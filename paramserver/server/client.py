@@ -24,12 +24,13 @@ from paramserver.distributed.rpc_agent import distributed_backward
 from paramserver.distributed.rpc_calls import (
     NO_TIMEOUT_S,
     RemoteError,
+    SocketConnection,
     is_numbered,
     is_repeatable,
     note_repeated,
     send,
     send_deferred,
-    send_local,
+    send_over,
     server_rref,
 )
 from paramserver.distributed.session import SERVER_NAME, server_name
@@ -72,7 +73,7 @@ class InFlightCall(Generic[T]):
     Args:
         timeout_s: of ``wait``; None for a reply that waits for other trainers.
         repeatable: the server replies to the same call again as before, so it is sent again if it fails.
-        local: sends it the first time, in the place of ``call``; its reply arrives over the connection's socket.
+        over_socket: sends it the first time, in the place of ``call``; the reply arrives over a socket too.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class InFlightCall(Generic[T]):
         name: str,
         timeout_s: float | None = None,
         repeatable: bool = False,
-        local: Callable[[], torch.futures.Future[T]] | None = None,
+        over_socket: Callable[[], torch.futures.Future[T]] | None = None,
     ) -> None:
         self._call = call
         self._connection = connection
@@ -92,17 +93,17 @@ class InFlightCall(Generic[T]):
         self._give_up_at: float | None = None
         self._sent = time.perf_counter()
         self._replied: float | None = None
-        self._local = local
+        self._over_socket = over_socket
         # Calls that ``wait`` waits for too: one that is lost may have to be sent again before this one's reply.
         self.others: Sequence[InFlightCall[Any]] = ()
         self._send()
 
     def _send(self) -> None:
-        self._is_local = self._local is not None
+        self._is_over_socket = self._over_socket is not None
         # The next time over RPC: the socket may be what failed.
-        call, self._local = self._local or self._call, None
+        call, self._over_socket = self._over_socket or self._call, None
         self.future = call()
-        # Runs in a thread of the RPC agent, or here if the reply is there already.
+        # Runs in the thread that receives the reply, or here if it is there already.
         self.future.add_done_callback(self._note_reply)
 
     def _note_reply(self, _: torch.futures.Future[T]) -> None:
@@ -154,7 +155,7 @@ class InFlightCall(Generic[T]):
         Raises:
             CallFailed: the call or its reply did not arrive.
         """
-        if self._is_local:
+        if self._is_over_socket:
             self._connection.receive_local(self.future)
         return self._connection.wait(self.future, self._name, self._timeout_s)
 
@@ -177,7 +178,9 @@ class ServerConnection(ABC):
         self._lost: PeerLost | None = None
         self._stop_limit: StopLimit | None = None
         self._heartbeat: Heartbeat | None = None
-        self._local: LocalConnection | None = None  # used by the training thread only
+        # By server, of those that have one: calls that a step waits for are sent over it.
+        self._sockets: dict[str, SocketConnection] = {}
+        self._local: LocalConnection | None = None  # one of them; used by the training thread only
         watch_peer(SERVER_NAME, lambda reason: self._mark_lost(reason or "it ended before this process did"))
 
     @abstractmethod
@@ -209,12 +212,20 @@ class ServerConnection(ABC):
     def use_local(self, connection: LocalConnection) -> None:
         """Make the calls that a step waits for over a socket from now on."""
         with self._changed:
-            self._local, lost = connection, self._lost
+            self._sockets[SERVER_NAME] = self._local = connection
+            lost = self._lost
         if lost is not None:  # noticed before: nothing would end a wait for a reply
             connection.break_off()
 
+    def use_tcp(self, connections: Mapping[str, SocketConnection]) -> None:
+        """Make the calls that a step waits for over these connections to servers from now on."""
+        self._sockets.update(connections)
+
     def receive_local(self, future: torch.futures.Future[T]) -> None:
-        """Wait for the reply to a call that was sent over the socket, or for the loss of the server."""
+        """Wait for the reply to a call that was sent over the local socket, or for the loss of the server.
+
+        Replies over other sockets are received by a thread of their own.
+        """
         while self._local is not None and self._local.is_waiting and not future.done():
             self._local.receive()
 
@@ -254,17 +265,25 @@ class ServerConnection(ABC):
     ) -> InFlightCall[T]:
         """Call a handler that replies immediately."""
         call = self._numbered(partial(send, to, self.timeout_s, handler, *args, **kwargs), handler)
-        return InFlightCall(self, call, handler.__name__, self.timeout_s, is_repeatable(handler))
+        over_socket = self._over_socket(to, handler, *args, **kwargs)
+        return InFlightCall(self, call, handler.__name__, self.timeout_s, is_repeatable(handler), over_socket)
 
     def begin_deferred(
-        self, handler: Callable[Concatenate[Any, P], torch.futures.Future[T]], *args: P.args, **kwargs: P.kwargs
+        self,
+        to: str,
+        handler: Callable[Concatenate[Any, P], torch.futures.Future[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> InFlightCall[T]:
-        """Call a handler of server 0 that replies once other trainers have taken part."""
-        call = self._numbered(partial(send_deferred, SERVER_NAME, handler, *args, **kwargs), handler)
-        local = None
-        if self._local is not None and handler in _LOCAL:
-            local = partial(send_local, self._local, SERVER_NAME, handler, *args, **kwargs)
-        return InFlightCall(self, call, handler.__name__, repeatable=is_repeatable(handler), local=local)
+        """Call a handler that replies later: once other trainers have taken part, or an update is computed."""
+        call = self._numbered(partial(send_deferred, to, handler, *args, **kwargs), handler)
+        over_socket = self._over_socket(to, handler, *args, **kwargs)
+        return InFlightCall(self, call, handler.__name__, None, is_repeatable(handler), over_socket)
+
+    def _over_socket(self, to: str, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> partial[Any] | None:
+        """Return how a call is sent over the socket to a server; None if there is none, or not for this handler."""
+        connection = self._sockets.get(to) if handler in _OVER_SOCKETS else None
+        return None if connection is None else partial(send_over, connection, to, handler, *args, **kwargs)
 
     def _numbered(self, call: partial[Any], handler: Callable[..., Any]) -> partial[Any]:
         """Return a call with its number, if its handler knows calls by their numbers."""
@@ -278,10 +297,10 @@ class ServerConnection(ABC):
         self, handler: Callable[Concatenate[Any, P], torch.futures.Future[T]], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Call a handler of server 0 that replies once other trainers have taken part, and wait."""
-        return self.begin_deferred(handler, *args, **kwargs).wait()
+        return self.begin_deferred(SERVER_NAME, handler, *args, **kwargs).wait()
 
     def wake(self) -> None:
-        """Let ``wait`` look again. Called by threads of the RPC agent."""
+        """Let ``wait`` look again. Called by threads that receive replies."""
         with self._changed:
             self._changed.notify_all()
 
@@ -320,14 +339,22 @@ class ServerConnection(ABC):
         if self._heartbeat is not None:
             self._heartbeat.close()
         with self._changed:
-            local, self._local = self._local, None
+            local, self._local, self._sockets = self._local, None, {}
         if local is not None:
             local.close()
 
 
 # Handlers that a step waits for. They are called over the socket where there is one, and again over RPC if that fails.
-_LOCAL = frozenset(
-    {ParameterServer.announce, ParameterServer.look_up, ParameterServer.push, ParameterServer.wait_version}
+_OVER_SOCKETS = frozenset(
+    {
+        ParameterServer.announce,
+        ParameterServer.look_up,
+        ParameterServer.push,
+        ParameterServer.wait_version,
+        ShardHandlers.look_up,
+        ShardHandlers.receive_bucket,
+        ShardServer.report_push,
+    }
 )
 
 
@@ -474,9 +501,8 @@ class ServerClient(ServerConnection):
 
         Like the push it takes as long as the network needs. See ``ParameterShard.receive_bucket``.
         """
-        part = self._next_push, version, bucket.flat_index, gradient, revision, has_all
-        call = partial(send_deferred, server_name(bucket.server_index), ShardHandlers.receive_bucket, *part)
-        return InFlightCall(self, call, "receive_bucket", repeatable=is_repeatable(ShardHandlers.receive_bucket))
+        to, part = server_name(bucket.server_index), (version, bucket.flat_index, gradient, revision, has_all)
+        return self.begin_deferred(to, ShardHandlers.receive_bucket, self._next_push, *part)
 
     def look_up(
         self, version: int | None, rows: Mapping[int, Mapping[int, Tensor]]
@@ -485,11 +511,9 @@ class ServerClient(ServerConnection):
         handler, calls = ShardHandlers.look_up, {}
         for server_index, own in rows.items():
             if server_index == 0:
-                calls[0] = self.begin_deferred(ParameterServer.look_up, self._id, version, own)
+                calls[0] = self.begin_deferred(SERVER_NAME, ParameterServer.look_up, self._id, version, own)
                 continue
-            call = partial(send_deferred, server_name(server_index), handler, self._id, version, own)
-            # An update may be computed first, as long as it takes.
-            calls[server_index] = InFlightCall(self, call, "look_up", repeatable=is_repeatable(handler))
+            calls[server_index] = self.begin_deferred(server_name(server_index), handler, self._id, version, own)
         return calls
 
     def backward(self, context_id: int, root: Tensor) -> None:
@@ -516,7 +540,7 @@ class ServerClient(ServerConnection):
         """
         named = push_id(push.report), push.report.version
         on_shards = [self.begin(name, ShardServer.report_push, *named) for name in self._shard_servers]
-        grant = self.begin_deferred(ParameterServer.push, push, has_gradients)
+        grant = self.begin_deferred(SERVER_NAME, ParameterServer.push, push, has_gradients)
         # Server 0 may wait for one of them that has to be sent again.
         grant.others = [*on_shards, *buckets]
         return grant
@@ -583,7 +607,9 @@ class ServerClient(ServerConnection):
 
         ``buffers`` as for ``announce``.
         """
-        return self.begin_deferred(ParameterServer.stage_checkpoint, self._id, reason, extra_state, buffers)
+        return self.begin_deferred(
+            SERVER_NAME, ParameterServer.stage_checkpoint, self._id, reason, extra_state, buffers
+        )
 
     def send_part_chunk(self, step: int, chunk: Tensor) -> None:
         """Send the next chunk of this trainer's part of a checkpoint."""

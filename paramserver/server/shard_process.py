@@ -10,7 +10,7 @@ from paramserver.context import ProcessContext
 from paramserver.distributed.membership import Member, release_liveness_calls
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.rpc_calls import RemoteError, register_server, unregister_servers
-from paramserver.distributed.session import rpc_shard_server
+from paramserver.distributed.session import rpc_shard_server, server_name, tcp_server
 from paramserver.errors import PeerLost, PeerRefused
 from paramserver.server.client import ShardCoordinatorClient
 from paramserver.server.server_run import UpdateExecutor
@@ -49,6 +49,8 @@ def serve_shard(
             server = ShardServer(task, config, index, assignment, rendezvous.generation, updates.submit, client.weights)
             updates.before_job = lambda: process.profiler.enter_step(server.shard.version)
             register_server(server)
+            if config.server.connects:
+                stack.enter_context(tcp_server(rendezvous, server_name(index)))
             client.report_ready(server.shares_memory)
             return _wait_for_end(server, client, process, updates)
         except Exception as error:

@@ -118,7 +118,6 @@ class RpcTrainerTransport(TrainerTransport):
     The shards are in the order of servers, the parameters in that of the layout.
     """
 
-    name = "rpc"
     zero_copy = False
 
     def __init__(
@@ -128,7 +127,9 @@ class RpcTrainerTransport(TrainerTransport):
         codec: WireCodec,
         parameters: Sequence[Tensor],
         compressor: Compressor | None = None,
+        name: str = "rpc",
     ) -> None:
+        self.name = name
         self._layout = layout
         self._shards = list(shards)
         self._codec = codec
