@@ -167,7 +167,7 @@ class LocalCallServer:
     def _reply(self, connection: socket.socket, number: int, done: torch.futures.Future[Any]) -> None:
         # In any thread, also under the lock of the parameter server: it does not block.
         try:
-            packet, _ = pack((number, done.value()), separates=False)
+            packet = pack((number, done.value()))
             with self._lock:
                 _send_packet(connection, packet)
         except OSError as error:
@@ -196,8 +196,7 @@ class LocalConnection:
         """
         self._number += 1
         try:
-            packet, _ = pack((self._number, target, kwargs), separates=False)
-            _send_packet(self._socket, packet)
+            _send_packet(self._socket, pack((self._number, target, kwargs)))
         except OSError:  # the connection has ended, or no descriptor is left
             return None
         future = self._waiting[self._number] = torch.futures.Future()

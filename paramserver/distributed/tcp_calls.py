@@ -24,11 +24,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 
-from paramserver.distributed.tensor_pickle import pack, unpack
+from paramserver.distributed.tensor_pickle import Bytes, pack_apart, unpack_apart
 from paramserver.errors import DeadlineExceeded
 from paramserver.platform import WakeupFd, end_unacknowledged
 
@@ -41,37 +43,36 @@ _TOKEN_BYTES = 16
 _ACCEPTED = b"\x01"  # the reply to the token
 # Parts that are sent by one system call.
 _PARTS = 64
-# Of a connection; the kernel adapts it by itself, but begins with less than one bucket.
-_BUFFER_BYTES = 4 * 2**20
+# The thread that reads is woken when so much of a message has arrived, or all of it.
+_WAKE_BYTES = 256 * 2**10
 _BACKLOG = 512
 
 
 class _Connection:
     """One end of a connection. One thread reads and flushes, others send; owns the socket.
 
-    ``on_blocked`` is called, in the thread that sends, when the rest of a message has to be sent by ``flush``.
+    ``on_blocked`` is called, in the thread that sends, when the rest of a message is left for ``flush``.
     """
 
     def __init__(self, connection: socket.socket, on_blocked: Callable[[], None], timeout_s: float) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            connection.setsockopt(socket.SOL_SOCKET, buffer, _BUFFER_BYTES)
         end_unacknowledged(connection, timeout_s)
-        self.socket = connection
         self.token = b""  # what was received of it
         self.opened = time.monotonic()
+        self._socket = connection
         self._on_blocked = on_blocked
         # Held for a system call: a descriptor that is closed meanwhile could be another file by then.
         self._lock = threading.Lock()
         self._ended = False
-        self._unsent: deque[memoryview] = deque()
+        self._unsent: deque[Bytes] = deque()
         self._received: list[Any] = []
+        self._wake_bytes = 1  # without which the socket is not readable
         self._targets = self._read_messages()
         self._unfilled = next(self._targets)
 
     def fileno(self) -> int:
-        return self.socket.fileno()
+        return self._socket.fileno()
 
     @property
     def has_unsent(self) -> bool:
@@ -83,14 +84,14 @@ class _Connection:
         Raises:
             OSError: the connection has ended.
         """
-        head, buffers = pack(value)
-        lengths = b"".join(_LENGTH.pack(buffer.nbytes) for buffer in buffers)
-        parts = [memoryview(b"".join((_HEADER.pack(len(head), len(buffers)), lengths, head)))]
+        head, memory = pack_apart(value)
+        lengths = b"".join(_LENGTH.pack(part.nbytes) for part in memory)
+        first = b"".join((_HEADER.pack(len(head), len(memory)), lengths, head))
         with self._lock:
             if self._ended:
                 raise ConnectionError("the connection has ended")
             was_blocked = bool(self._unsent)
-            self._unsent.extend(parts + [buffer for buffer in buffers if buffer.nbytes])
+            self._unsent += [np.frombuffer(first, np.uint8), *memory]
             if not was_blocked:
                 self._send_unsent()
             is_blocked = bool(self._unsent)
@@ -109,11 +110,15 @@ class _Connection:
     def _send_unsent(self) -> None:
         with suppress(BlockingIOError):
             while self._unsent:
-                sent = self.socket.sendmsg([part for part, _ in zip(self._unsent, range(_PARTS), strict=False)])
-                while self._unsent and sent >= self._unsent[0].nbytes:
+                sent = self._socket.sendmsg([part.data for part in islice(self._unsent, _PARTS)])
+                while sent and sent >= self._unsent[0].nbytes:
                     sent -= self._unsent.popleft().nbytes
                 if sent:
                     self._unsent[0] = self._unsent[0][sent:]
+
+    def send_accepted(self) -> None:
+        """Reply to the token."""
+        self._socket.sendall(_ACCEPTED)
 
     def receive(self) -> list[Any]:
         """Return the next value in a list if it is complete; at most one, so that no sender starves the others.
@@ -123,48 +128,50 @@ class _Connection:
         """
         with suppress(BlockingIOError):
             while not self._received:
-                while self._unfilled:
-                    if not (count := self.socket.recv_into(self._unfilled)):
+                while self._unfilled.size:
+                    if not (count := self._socket.recv_into(self._unfilled.data)):
                         raise ConnectionError("the other end has closed the connection")
                     self._unfilled = self._unfilled[count:]
                 self._unfilled = next(self._targets)
         received, self._received = self._received, []
+        wanted = 1 if received else min(max(self._unfilled.size, 1), _WAKE_BYTES)
+        if wanted != self._wake_bytes:
+            self._wake_bytes = wanted
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
         return received
 
-    def _read_messages(self) -> Iterator[memoryview]:
+    def _read_messages(self) -> Iterator[Bytes]:
         """Yield, one after the other, the memory that is to be filled next."""
-        header = bytearray(_HEADER.size)
         while True:
-            yield memoryview(header)
-            size, count = _HEADER.unpack(header)
-            lengths, head = bytearray(count * _LENGTH.size), bytearray(size)
-            yield memoryview(lengths)
-            yield memoryview(head)
-            sizes = [length for (length,) in _LENGTH.iter_unpack(lengths)]
-            buffers = [torch.empty(length, dtype=torch.uint8).numpy().data for length in sizes]
-            yield from buffers
-            self._received.append(unpack(head, buffers))
+            yield (header := np.empty(_HEADER.size, np.uint8))
+            size, count = _HEADER.unpack(header.data)
+            yield (lengths := np.empty(count * _LENGTH.size, np.uint8))
+            yield (head := np.empty(size, np.uint8))
+            memory = [torch.empty(length, dtype=torch.uint8) for (length,) in _LENGTH.iter_unpack(lengths.data)]
+            for part in memory:
+                yield part.numpy()
+            self._received.append(unpack_apart(head.tobytes(), memory))
 
     def receive_token(self) -> bool:
         """Return whether the token is complete, of which no byte more is read."""
         with suppress(BlockingIOError):
             while len(self.token) < _TOKEN_BYTES:
-                if not (received := self.socket.recv(_TOKEN_BYTES - len(self.token))):
+                if not (received := self._socket.recv(_TOKEN_BYTES - len(self.token))):
                     raise ConnectionError("the other end has closed the connection")
                 self.token += received
         return len(self.token) == _TOKEN_BYTES
 
     def shut_down(self) -> None:
         """End the connection; the thread that reads it finds out. In any thread."""
-        with self._lock, suppress(OSError):
+        with self._lock, suppress(OSError):  # the other end has ended it
             if not self._ended:
-                self.socket.shutdown(socket.SHUT_RDWR)
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         with self._lock:
             self._ended = True
             self._unsent.clear()
-            self.socket.close()
+            self._socket.close()
 
 
 C = TypeVar("C", bound=_Connection)
@@ -362,7 +369,7 @@ class TcpCallServer(_Loop[_Connection]):
             if not secrets.compare_digest(connection.token, self._token):
                 log.warning("refused a connection that does not belong to this run")
                 raise ConnectionError("another token")
-            connection.socket.sendall(_ACCEPTED)
+            connection.send_accepted()
         super()._read(connection)
 
     def _on_value(self, connection: _Connection, value: Any) -> None:
