@@ -102,7 +102,8 @@ class VersionPull:
         """Request the version of this step, inside its context; it is awaited when it is needed."""
         if not self.transport.zero_copy:  # otherwise it is in shared memory
             # With several optimizers the model holds the version, and only its gradients are to return.
-            self._calls = self.server.pull(self.version, self.transport.ranges if self._numbers_of else self.early)
+            received = self.transport.ranges if self._numbers_of else self.early
+            self._calls = self.server.pull(self.version, received, self.transport.recorded)
 
     def finish(self) -> None:
         """Wait for the version that was requested; it is then in ``pulled``."""
@@ -218,8 +219,8 @@ def make_transport(control: ServerControl, reply: JoinReply, parameters: Sequenc
         server.use_shards(len(reply.shards))
     shards = reply.shards or (full_shard(layout),)
     options = control.config.server
-    name = "tcp" if options.connects and control.connect_tcp() else "rpc"
-    return RpcTrainerTransport(layout, shards, make_codec(options), parameters, make_compressor(options), name)
+    connected = options.connects and control.connect_tcp()
+    return RpcTrainerTransport(layout, shards, make_codec(options), parameters, make_compressor(options), connected)
 
 
 def bytes_of(buffers: PackedBuffers | None) -> int:

@@ -14,9 +14,9 @@ from paramserver.metrics.records import StepReport
 from paramserver.server.client import InFlightCall
 from paramserver.server.shared_optimizer import SharedOptimizer
 from paramserver.trainers.pull import VersionPull, bytes_of
+from paramserver.transport.autograd import local_root
 from paramserver.transport.base import GradientBucket, TrainerTransport
 from paramserver.transport.messages import Push, StepGrant
-from paramserver.transport.shared_memory import SharedMemoryTrainerTransport
 
 
 class GradientBuckets:
@@ -166,13 +166,11 @@ class GradientPush:
             optimizer.begin_step(self._pull.context.id, push, list(sent.values()))
 
         with span("push"):
-            if isinstance(transport, SharedMemoryTrainerTransport):
-                # The backward of the context is local, and sends the push.
-                pulled = transport.pull(begin)
-            root = transport.backward_root(pulled)
+            # Without a recorded pull the backward of the context is local, and sends the push.
+            root = transport.backward_root(pulled) if transport.recorded else local_root(begin)
             self._pull.wire_bytes += transport.step_bytes(() if push.report.optimizer else pulled)
             self._pull.wire_bytes += bytes_of(push.buffers) + bytes_of(self._pull.grant.buffers)
-            if not transport.zero_copy:
+            if transport.recorded:
                 # Before its gradients are complete: the servers accept the push with the last of them.
                 begin()
             if sent:

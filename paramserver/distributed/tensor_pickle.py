@@ -61,6 +61,15 @@ def _sparse_of(indices: Tensor, values: Tensor, shape: torch.Size, is_coalesced:
     return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)
 
 
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether one element stands for all."""
+    return tensor.numel() > 1 and not any(tensor.stride())
+
+
+def _expanded_of(element: Tensor, shape: torch.Size) -> Tensor:
+    return element.expand(shape)
+
+
 def _bytes_of(plain: Tensor) -> Bytes:
     memory: Bytes = plain.view(-1).view(torch.uint8).numpy()
     return memory
@@ -73,6 +82,8 @@ def _plain(tensor: Tensor) -> Tensor:
 def _reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.is_sparse:
         return _sparse_of, (tensor._indices(), tensor._values(), tensor.shape, tensor.is_coalesced())
+    if _is_expanded(tensor):
+        return _expanded_of, (tensor.detach().as_strided((1,), (1,)), tensor.shape)
     plain = _plain(tensor)
     return _tensor_of, (_bytes_of(plain).tobytes(), plain.dtype, plain.shape)
 
@@ -88,7 +99,7 @@ class _Pickler(pickle.Pickler):
         self.memory: list[Bytes] = []
 
     def persistent_id(self, value: Any) -> Any:
-        if type(value) is not Tensor or value.is_sparse or value.nbytes < _LEAST_BYTES:
+        if type(value) is not Tensor or value.is_sparse or value.nbytes < _LEAST_BYTES or _is_expanded(value):
             return None
         plain = _plain(value)
         self.memory.append(_bytes_of(plain))
@@ -100,4 +111,5 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, found: Any) -> Tensor:
         number, dtype, shape = found
-        return self.memory[number].view(dtype).view(shape)
+        tensor: Tensor = self.memory[number].view(dtype).view(shape)
+        return tensor

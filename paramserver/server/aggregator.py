@@ -379,14 +379,16 @@ class Aggregator:
             self.store.updater.on_epoch_end()
             self.monitor.enter_epoch(self._epoch)
 
-    def pull(self, sender: PushId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
+    def pull(
+        self, sender: PushId, version: int, received: Collection[int] = (), recorded: bool = True
+    ) -> tuple[Tensor, ...]:
         """Return the version that a trainer was granted; see ``ParameterShard.pull``.
 
         Raises:
             TrainingError: it was granted another one: the message was overtaken.
         """
         self._check_granted(sender.trainer_index, version, "pulled it")
-        return self._shard.pull(sender, version, received)
+        return self._shard.pull(sender, version, received, recorded)
 
     def _check_granted(self, trainer_index: int, version: int, act: str) -> None:
         if self._granted.get(trainer_index) != version:

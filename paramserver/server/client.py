@@ -352,6 +352,7 @@ _OVER_SOCKETS = frozenset(
         ParameterServer.push,
         ParameterServer.wait_version,
         ShardHandlers.look_up,
+        ShardHandlers.pull,
         ShardHandlers.receive_bucket,
         ShardServer.report_push,
     }
@@ -486,13 +487,15 @@ class ServerClient(ServerConnection):
         self._announced += 1
         return self.call_deferred(ParameterServer.announce, self._id, announcement, self._announced, buffers)
 
-    def pull(self, version: int, received: Iterable[GradientBucket] = ()) -> list[InFlightCall[tuple[Tensor, ...]]]:
-        """Pull a version inside this thread's distributed-autograd context: a call for each server, in order.
+    def pull(
+        self, version: int, received: Iterable[GradientBucket] = (), recorded: bool = True
+    ) -> list[InFlightCall[tuple[Tensor, ...]]]:
+        """Pull a version, with ``recorded`` inside this thread's distributed-autograd context: a call for each server.
 
         Of the buckets ``received``, which were received early, empty tensors are sent where the version has these.
         """
         servers = zip((SERVER_NAME, *self._shard_servers), self._by_server(received), strict=True)
-        return [self.begin(name, ShardHandlers.pull, self._next_push, version, own) for name, own in servers]
+        return [self.begin(name, ShardHandlers.pull, self._next_push, version, own, recorded) for name, own in servers]
 
     def send_bucket(
         self, version: int, bucket: GradientBucket, gradient: Tensor, revision: int = 0, has_all: bool = True

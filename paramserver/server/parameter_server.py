@@ -254,11 +254,14 @@ class ParameterServer(TutorialMethods, ShardHandlers):
         with self._lock:
             return self.aggregator.announce(self.roster.admit(sender), announcement, number, buffers)
 
-    def pull(self, sender: PushId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
+    def pull(
+        self, sender: PushId, version: int, received: Collection[int] = (), recorded: bool = True
+    ) -> tuple[Tensor, ...]:
         with self._lock:
             self.roster.admit(sender)
-            self.roster.note_context(sender)
-            return self.aggregator.pull(sender, version, received)
+            if recorded:
+                self.roster.note_context(sender)
+            return self.aggregator.pull(sender, version, received, recorded)
 
     @repeatable
     def receive_bucket(

@@ -61,8 +61,10 @@ class ShardHandlers(ABC):
     """The handlers that every server has for its shard, server 0 among them."""
 
     @abstractmethod
-    def pull(self, sender: PushId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
-        """Return the server's shard of a version, recorded in the trainer's distributed-autograd context.
+    def pull(
+        self, sender: PushId, version: int, received: Collection[int] = (), recorded: bool = True
+    ) -> tuple[Tensor, ...]:
+        """Return the server's shard of a version, with ``recorded`` in the trainer's distributed-autograd context.
 
         See ``ParameterShard.pull``.
         """
@@ -174,23 +176,28 @@ class ParameterShard:
         return self._wire.current()
 
     @spanned("pull")
-    def pull(self, sender: PushId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
-        """Return a version for the push ``sender``, whose gradient of the first tensor returns by distributed autograd.
+    def pull(
+        self, sender: PushId, version: int, received: Collection[int] = (), recorded: bool = True
+    ) -> tuple[Tensor, ...]:
+        """Return a version for the push ``sender``.
 
-        It is the current one, or one that is retained. In the place of what the trainer has ``received`` already of the
-        current one are empty tensors for buckets that were sent early, and where there are no such updates tensors
-        without values.
+        With ``recorded`` the gradient of the first tensor returns by distributed autograd; else it is sent as a bucket.
+
+        The version is the current one, or one that is retained. In the place of what the trainer has ``received``
+        already of the current one are empty tensors for buckets that were sent early, and where there are no such
+        updates tensors without values.
         """
         self.admit(sender)
         self._reach(version)
         flats = self.sent_version() if version == self.version else self._wire.encode(self._find(version))
         if self.pipeline is None:
             flats = leave_out(flats, received)
-        # The gradient of the first tensor is complete last. The others are sent in messages, during the backward.
-        first = pull(self.leaves[:1], flats[:1], partial(self._first_arrived, sender, version))
+        if recorded:
+            # The gradient of the first tensor is complete last. The others are sent in messages, during the backward.
+            flats = [*pull(self.leaves[:1], flats[:1], partial(self._first_arrived, sender, version)), *flats[1:]]
         if self.pipeline is None or version != self.version:
-            return *first, *flats[1:]
-        return self.pipeline.leave_out([*first, *flats[1:]], received)
+            return tuple(flats)
+        return self.pipeline.leave_out(flats, received)
 
     def view_version(self, version: int | None, without: Collection[int] = ()) -> tuple[Tensor, ...]:
         """Return a version without gradients; None for the current one, and that without the values of ``without``."""
@@ -258,7 +265,7 @@ class ParameterShard:
         if self.is_late(sender, version) or (pipeline is not None and version < self.version):
             return completed_future(None)  # a repeated message, of an update that has been made since
         kept = self._assembly_of(sender, version).add_bucket(number, gradient, revision)
-        if pipeline is None or not number:  # the first is sent as a bucket only if it is compressed
+        if pipeline is None or (not number and self._decompress is not None):  # a pull returns the first then
             self._accept_if_complete(trainer_index)
             return completed_future(None)
         future = pipeline.add(trainer_index, number, kept, has_all)

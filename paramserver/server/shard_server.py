@@ -129,9 +129,11 @@ class ShardServer(ShardHandlers):
 
     # Handlers that trainers call.
 
-    def pull(self, sender: PushId, version: int, received: Collection[int] = ()) -> tuple[Tensor, ...]:
+    def pull(
+        self, sender: PushId, version: int, received: Collection[int] = (), recorded: bool = True
+    ) -> tuple[Tensor, ...]:
         with self._lock:
-            return self.shard.pull(sender, version, received)
+            return self.shard.pull(sender, version, received, recorded)
 
     @repeatable
     def view_version(self, sender: TrainerId, version: int | None, without: Collection[int] = ()) -> tuple[Tensor, ...]:

@@ -104,6 +104,11 @@ def pull(
     return [apply(leaf, flat, on_gradient) for leaf, flat in zip(leaves, snapshot, strict=True)]
 
 
+def local_root(on_backward: Callable[[Tensor], None]) -> Tensor:
+    """Return the root of a push whose gradients are sent otherwise: a scalar whose backward calls ``on_backward``."""
+    return pull([torch.zeros((), requires_grad=True)], [torch.zeros(())], on_backward)[0]
+
+
 def push_root(gradients: Sequence[Tensor], pulled: Sequence[Tensor]) -> Tensor:
     """Return the root of the distributed backward that sends ``gradients`` to where ``pulled`` came from."""
     apply: Any = PushFunction.apply

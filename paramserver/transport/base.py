@@ -90,6 +90,7 @@ class TrainerTransport(ABC):
 
     name: str  # the value of server.transport
     zero_copy: bool  # a version is found by its slot, so there is no call to pull it
+    recorded = False  # a pull is recorded by distributed autograd, whose backward sends the gradients to the servers
     shares_parameters = False  # those of the model are the server's memory
     # Where the gradients of a step are put, one for each trained parameter in the order of the layout. They keep the
     # gradients of the last step until they are overwritten.
@@ -131,13 +132,13 @@ class TrainerTransport(ABC):
         """
         raise AssertionError("this transport has one optimizer")
 
-    @abstractmethod
     def backward_root(self, pulled: Sequence[Tensor]) -> Tensor:
-        """Return the root of the distributed backward that pushes what is in ``gradient_views``.
+        """Return the root of the distributed backward that pushes what is in ``gradient_views``. Only if ``recorded``.
 
         Raises:
             NotFinite: a gradient does not fit into server.wire_dtype.
         """
+        raise AssertionError("the backward of this transport is local")
 
     @abstractmethod
     def step_bytes(self, pulled: Sequence[Tensor]) -> int:

@@ -52,7 +52,7 @@ class WireVersion:
 
 @dataclass(eq=False)
 class PushAssembly:
-    """Collects the gradients of one push: the first from distributed autograd, the others from buckets.
+    """Collects the gradients of one push: the first from distributed autograd or a bucket, the others from buckets.
 
     Compressed gradients are all sent in buckets, and what distributed autograd returns has no values. ``decompress``
     returns those of a range from what was sent.
@@ -67,8 +67,9 @@ class PushAssembly:
         self._buckets: dict[int, tuple[int, Tensor]] = {}
 
     def add_first(self, gradient: Tensor) -> None:
-        """Add the gradient of the first tensor, as it was received."""
-        self._first = self._codec.decode(gradient.contiguous(), self._leaves[0].dtype)
+        """Add the gradient of the first tensor, as distributed autograd received it."""
+        if self._decompress is None or not self._leaves[0].numel():
+            self._first = self._codec.decode(gradient.contiguous(), self._leaves[0].dtype)
 
     def add_bucket(self, flat_index: int, gradient: Tensor, revision: int = 0) -> Tensor:
         """Add a received bucket, unless it is here with this or a later revision; return the one that is kept."""
@@ -84,10 +85,12 @@ class PushAssembly:
 
     def complete(self) -> list[Tensor] | None:
         """Return all gradients in the dtypes of the parameters; None if one is missing."""
-        in_buckets = range(0 if self._decompress is not None and self._leaves[0].numel() else 1, len(self._leaves))
-        if self._first is None or len(self._buckets) < len(in_buckets):
+        gradients = {index: gradient for index, (_, gradient) in self._buckets.items()}
+        if self._first is not None:
+            gradients.setdefault(0, self._first)
+        if len(gradients) < len(self._leaves):
             return None
-        return [self._first][: in_buckets.start] + [self._buckets[index][1] for index in in_buckets]
+        return [gradients[index] for index in range(len(self._leaves))]
 
 
 class RpcServerTransport(ServerTransport):
@@ -115,7 +118,8 @@ class RpcServerTransport(ServerTransport):
 class RpcTrainerTransport(TrainerTransport):
     """Copies received versions into the model's own parameters; gradients are sent from memory that is reused.
 
-    The shards are in the order of servers, the parameters in that of the layout.
+    The shards are in the order of servers, the parameters in that of the layout. With ``connected`` the messages of a
+    step are sent over TCP connections, and autograd records none of them.
     """
 
     zero_copy = False
@@ -127,9 +131,10 @@ class RpcTrainerTransport(TrainerTransport):
         codec: WireCodec,
         parameters: Sequence[Tensor],
         compressor: Compressor | None = None,
-        name: str = "rpc",
+        connected: bool = False,
     ) -> None:
-        self.name = name
+        self.name = "tcp" if connected else "rpc"
+        self.recorded = not connected
         self._layout = layout
         self._shards = list(shards)
         self._codec = codec
@@ -154,11 +159,12 @@ class RpcTrainerTransport(TrainerTransport):
             for server_index, shard in enumerate(shards)
             for flat_index in range(len(shard.ranges))
         }
-        # The gradient of the first range of each server returns through distributed autograd, unless it is compressed.
+        # The gradient of the first range of each server returns through distributed autograd, unless it is compressed,
+        # or nothing is recorded.
         self.buckets = {
             bucket: numbers
             for bucket, numbers in self.ranges.items()
-            if bucket.flat_index or (compressor is not None and shards[bucket.server_index].layout.sizes[0])
+            if connected or bucket.flat_index or (compressor and shards[bucket.server_index].layout.sizes[0])
         }
         self._numbers = list(self.ranges.values())
         self.tables = layout.tables
@@ -241,7 +247,7 @@ class RpcTrainerTransport(TrainerTransport):
     def bucket_tensor(self, bucket: GradientBucket) -> Tensor:
         index = self._first[bucket.server_index] + bucket.flat_index
         gradient = self._gather(index)
-        if self.feedback is None or gradient.is_sparse or self._is_left_out(index):
+        if self.feedback is None or gradient.is_sparse or not gradient.numel() or self._is_left_out(index):
             return gradient
         slots = [piece.slot for piece, _ in self._pieces[index]]
         encoded = self.feedback.encode(

@@ -24,7 +24,6 @@ from paramserver.devices import CPU
 from paramserver.errors import ParamserverError, UnsupportedConfiguration
 from paramserver.parameters.flat import FlatLayout, has_gaps
 from paramserver.parameters.tables import RowSegment
-from paramserver.transport.autograd import pull
 from paramserver.transport.base import ServerTransport, TrainerTransport
 from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import VersionView
@@ -276,11 +275,6 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         self._copied = [n for n, (p, s) in slots if self._on_cpu and n not in layout.tables and has_gaps(p, s)]
         self._slot: int | None = None
         # The leaf requires a gradient: the context of a step holds it once its backward has run.
-        self._leaf, self._token = torch.zeros((), requires_grad=True), torch.zeros(())
-
-    def pull(self, on_gradient: Callable[..., None]) -> tuple[Tensor, ...]:
-        """Return what stands for the mapped version in autograd: a scalar whose backward calls ``on_gradient``."""
-        return tuple(pull([self._leaf], [self._token], on_gradient))
 
     @torch.no_grad()
     def map_version(self, slot: int) -> None:
@@ -321,9 +315,6 @@ class SharedMemoryTrainerTransport(TrainerTransport):
 
     def write_rows(self, number: int, gradient: Tensor | None) -> None:
         self._rows.write(number, gradient)
-
-    def backward_root(self, pulled: Sequence[Tensor]) -> Tensor:
-        return pulled[0]
 
     def step_bytes(self, pulled: Sequence[Tensor]) -> int:
         return 0

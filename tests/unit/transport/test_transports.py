@@ -195,7 +195,7 @@ def test_parameters_are_read_in_place_and_gradients_written_in_place(host):
     assert all(torch.equal(p, torch.full_like(p, 2.0)) for p in theirs)
     trainer.gradient_views[0].fill_(3.0)
     pushed = []
-    root = trainer.backward_root(trainer.pull(lambda _: pushed.append(float(gradients[0][0]))))
+    root = local_root(lambda _: pushed.append(float(gradients[0][0])))
     assert pushed == []
     root.backward()
     assert pushed == [3.0]
