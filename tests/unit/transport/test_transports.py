@@ -13,6 +13,7 @@ from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.flat import FlatLayout, FlatTensors, trainable_parameters
 from paramserver.parameters.sharding import full_shard
 from paramserver.server.shard import ParameterShard
+from paramserver.transport.autograd import local_root
 from paramserver.transport.compression import CastCodec
 from paramserver.transport.messages import ApplyRequest
 from paramserver.transport.rpc import RpcServerTransport, RpcTrainerTransport
