@@ -82,14 +82,14 @@ MUTATIONS = (
         "a push is complete before all of its buckets are there",
         TRANSPORT,
         """\
-        if self._first is None or len(self._buckets) < len(in_buckets):
+        if len(gradients) < len(self._leaves):
             return None
 """,
         """\
-        if self._first is None:
+        if 0 not in gradients:
             return None
-        for index in in_buckets:
-            self._buckets.setdefault(index, (0, torch.zeros_like(self._leaves[index])))
+        for index, leaf in enumerate(self._leaves):
+            gradients.setdefault(index, torch.zeros_like(leaf))
 """,
         ("tests/unit/server/test_aggregator.py",),
     ),

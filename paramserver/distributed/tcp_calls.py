@@ -1,8 +1,7 @@
 """Calls over TCP connections between hosts, for those that a step waits for and those that carry its gradients.
 
-They reach the same handlers as the calls of ``rpc_calls``. A call that sends 0.4 MB, with a reply of as much, takes a
-third of the CPU time that it takes over RPC (docs/torch-notes.md, "Messages of RPC on the CPU"): tensors are sent from
-the memory that has them, and received into the memory that will.
+They reach the same handlers as the calls of ``rpc_calls``, with less CPU time (docs/torch-notes.md, "Messages of RPC on
+the CPU"): tensors are sent from the memory that has them, and received into the memory that will.
 
 A connection that fails stays closed, and the caller sends its call again over RPC. So nothing depends on it: liveness,
 membership and all other calls are those of RPC. A process that connects authenticates with a token that only members of
@@ -184,7 +183,7 @@ class _Loop(ABC, Generic[C]):
     """
 
     connection_class: type[C]
-    thread_name = ""
+    end = ""  # of a connection, for the name of the thread
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -199,7 +198,7 @@ class _Loop(ABC, Generic[C]):
         self._wakeup = WakeupFd()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakeup, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name=self.thread_name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"tcp-{self.end}", daemon=True)
         self._thread.start()
         return self
 
@@ -311,7 +310,7 @@ class TcpCallServer(_Loop[_Connection]):
     """
 
     connection_class = _Connection
-    thread_name = "tcp-calls"
+    end = "server"
 
     def __init__(self, handle: Callable[..., torch.futures.Future[Any]], timeout_s: float) -> None:
         super().__init__(timeout_s)
@@ -440,7 +439,7 @@ class TcpCaller(_Loop[TcpConnection]):
     """The connections of a process to the ``TcpCallServer`` of others. A context manager."""
 
     connection_class = TcpConnection
-    thread_name = "tcp-caller"
+    end = "caller"
 
     def connect(self, address: str) -> TcpConnection:
         """Connect to a process; ``address`` is what ``TcpCallServer.listen`` returned there.

@@ -25,6 +25,7 @@ OUR_THREADS = (
     "control-channel",
     "segment-host",
     "local-calls",
+    "tcp-",
     "store-relay",
     "watchdog",
     "stop-limit",

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.optim import DistributedOptimizer
 
 from paramserver.distributed.local_calls import LocalConnection
+from paramserver.distributed.tcp_calls import TcpConnection
 from paramserver.trainers import DdpTrainer, RpcTrainer, ddp_control
 
 
@@ -77,11 +78,11 @@ class WitnessTrainer(RpcTrainer):
 
 
 class LocalTrainer(RpcTrainer):
-    """Counts the calls that it sends over RPC and over the socket, by handler, between its first and last step."""
+    """Counts the calls that it sends over RPC and over sockets, by handler, between its first and last step."""
 
     def on_after_setup_optimizers(self):
         self.sent = Counter()
-        send, call = rpc.rpc_async, LocalConnection.call
+        send, call, over_tcp = rpc.rpc_async, LocalConnection.call, TcpConnection.call
 
         def sent(to, handle, args=(), **options):
             self.sent["rpc", args[1] if len(args) > 1 else handle.__name__] += 1
@@ -91,13 +92,27 @@ class LocalTrainer(RpcTrainer):
             self.sent["local", target[1]] += 1
             return call(connection, target, kwargs)
 
-        rpc.rpc_async, LocalConnection.call = sent, called
+        def connected(connection, target, kwargs):
+            self.sent["tcp", target[1]] += 1
+            return over_tcp(connection, target, kwargs)
+
+        rpc.rpc_async, LocalConnection.call, TcpConnection.call = sent, called, connected
 
     def leave(self, totals, decision):
         for (way, handler), count in self.sent.items():
             self.log(f"{way} {handler}", count)
         self.log("steps", totals.steps.count)
         super().leave(totals, decision)
+
+
+class BrokenOffTrainer(RpcTrainer):
+    """Ends its TCP connections in the middle of two steps, the second time of those that have ended."""
+
+    def on_before_backward(self, loss):
+        if self.step in (2, 4):
+            for connection in self.server._sockets.values():
+                connection.shut_down()
+            self.log("broken off", len(self.server._sockets))
 
 
 class TutorialTrainer(RpcTrainer):

@@ -105,12 +105,12 @@ def test_ranks_find_hosts_by_a_name_server_that_they_ask_for_nothing_else(mode):
             assert [unanswered(number) for number in range(2)] == [[], []]
 
 
-def test_shared_memory_within_a_host_and_rpc_between_hosts_in_one_run(one_host):
+def test_shared_memory_within_a_host_and_tcp_between_hosts_in_one_run(one_host):
     whole, moved = one_host("rpc"), {}
     for placement in ([0, 1, 2], [0, 0, 1]):
         with Hosts(3) as hosts, start_ranks(hosts, placement, mode="rpc", cluster=CLUSTER, **RUN) as ranks:
             assert_equal_runs(whole, ranks.finish(), trainers=2)
-            used = ["transport of parameters and gradients: " + name for name in ("shared_memory", "rpc")]
+            used = ["transport of parameters and gradients: " + name for name in ("shared_memory", "tcp")]
             assert [host == 0 for host in placement[1:]] == [used[0] in ranks.output(rank) for rank in (1, 2)]
             assert [host != 0 for host in placement[1:]] == [used[1] in ranks.output(rank) for rank in (1, 2)]
             moved[placement[1]] = [hosts.moved_bytes(number) for number in range(3)]

@@ -27,6 +27,46 @@ def test_a_step_in_shared_memory_sends_its_push_over_the_socket_and_nothing_over
         assert not names & {"rpc pull", "rpc push", "rpc announce", "rpc wait_version"}
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_a_step_over_tcp_makes_no_call_over_rpc(tmp_path, consistency, servers):
+    finished = train(
+        tmp_path,
+        "rpc",
+        2,
+        trainer=f"{WITNESS_TRAINERS}:LocalTrainer",
+        cluster={"num_servers": servers},
+        server={"transport": "tcp", "consistency": consistency},
+    )
+    logged = {(r["trainer"], r["name"]): r["value"] for r in finished.of_kind("log")}
+    for trainer in (0, 1):
+        assert logged[trainer, "tcp pull"] == servers * logged[trainer, "steps"]
+        assert logged[trainer, "tcp push"] == logged[trainer, "steps"] > 0
+        assert logged[trainer, "tcp receive_bucket"] >= servers * logged[trainer, "steps"]
+        names = {name.partition(" ")[2] for index, name in logged if index == trainer and name.startswith("rpc ")}
+        assert not names & {"pull", "push", "announce", "wait_version", "receive_bucket", "report_push"}
+
+
+@pytest.mark.parametrize(("trainers", "servers"), [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize("consistency", ["sync", "bounded"])
+def test_a_run_whose_connections_end_continues_over_rpc_with_the_same_bits(tmp_path, consistency, trainers, servers):
+    config = {
+        "cluster": {"num_servers": servers},
+        "server": {"transport": "tcp", "bucket_mb": 0.0005, "consistency": consistency},
+        "training": {"max_steps": 8},
+    }
+    broken = train(tmp_path / "broken", "rpc", trainers, trainer=f"{WITNESS_TRAINERS}:BrokenOffTrainer", **config)
+    counts = [record["value"] for record in broken.of_kind("log") if record["name"] == "broken off"]
+    assert counts
+    assert set(counts) == {servers}
+    assert broken.summary["samples"] == broken.summary["samples_served"]
+    assert broken.summary["restarts"] == 0
+    if consistency == "sync" or trainers == 1:
+        whole = train(tmp_path / "whole", "rpc", trainers, **config)
+        for file in ("model", "optimizer"):
+            assert differing_tensors(broken.load(file), whole.load(file)) == []
+
+
 def test_one_server_answers_all_trainers_as_in_the_tutorial(tmp_path):
     """Its forward and gradients are those of the model, and its RRef is one object for all trainers."""
     finished = train(

@@ -23,6 +23,7 @@ CONFIG = {"training": {"max_steps": 3, "batch_size": 8}}
 USED = {
     "shared_memory": {},  # auto
     "rpc": {"transport": "rpc"},
+    "tcp": {"transport": "tcp"},
     "served": {"compute": "server"},
 }
 

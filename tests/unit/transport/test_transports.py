@@ -30,11 +30,18 @@ from paramserver.transport.shared_memory import (
 TIMEOUT_S = 10.0
 
 
-@pytest.mark.parametrize("transport", [RpcTrainerTransport, SharedMemoryTrainerTransport])
-def test_the_config_declares_what_a_transport_does(transport):
-    allowed = TRANSPORTS[transport.name]
-    assert (allowed.shares_memory, allowed.sends) == (transport.zero_copy, not transport.zero_copy)
-    assert sends(transport.name) is not transport.zero_copy
+def test_the_config_declares_what_a_transport_does():
+    flat = FlatTensors(trainable_parameters(model()))
+    parameters = own(model(), flat.layout)
+    over_rpc, over_tcp = (
+        RpcTrainerTransport(flat.layout, [full_shard(flat.layout)], CastCodec(None), parameters, connected=connected)
+        for connected in (False, True)
+    )
+    for transport in (over_rpc, over_tcp, SharedMemoryTrainerTransport):
+        allowed = TRANSPORTS[transport.name]
+        assert (allowed.shares_memory, allowed.sends) == (transport.zero_copy, not transport.zero_copy)
+        assert sends(transport.name) is not transport.zero_copy
+        assert allowed.connects is not (transport.zero_copy or transport.recorded)
     assert sends("gloo")
 
 
