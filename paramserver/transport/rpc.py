@@ -63,12 +63,13 @@ class PushAssembly:
     _decompress: Callable[[int, Tensor, torch.dtype], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self._first: Tensor | None = None
+        # Of a server without parameters of its first type, nothing is sent.
+        self._first = None if self._leaves[0].numel() else self._leaves[0].detach()
         self._buckets: dict[int, tuple[int, Tensor]] = {}
 
     def add_first(self, gradient: Tensor) -> None:
         """Add the gradient of the first tensor, as distributed autograd received it."""
-        if self._decompress is None or not self._leaves[0].numel():
+        if self._decompress is None:
             self._first = self._codec.decode(gradient.contiguous(), self._leaves[0].dtype)
 
     def add_bucket(self, flat_index: int, gradient: Tensor, revision: int = 0) -> Tensor:
@@ -164,7 +165,7 @@ class RpcTrainerTransport(TrainerTransport):
         self.buckets = {
             bucket: numbers
             for bucket, numbers in self.ranges.items()
-            if connected or bucket.flat_index or (compressor and shards[bucket.server_index].layout.sizes[0])
+            if bucket.flat_index or ((connected or compressor) and shards[bucket.server_index].layout.sizes[0])
         }
         self._numbers = list(self.ranges.values())
         self.tables = layout.tables
@@ -247,7 +248,7 @@ class RpcTrainerTransport(TrainerTransport):
     def bucket_tensor(self, bucket: GradientBucket) -> Tensor:
         index = self._first[bucket.server_index] + bucket.flat_index
         gradient = self._gather(index)
-        if self.feedback is None or gradient.is_sparse or not gradient.numel() or self._is_left_out(index):
+        if self.feedback is None or gradient.is_sparse or self._is_left_out(index):
             return gradient
         slots = [piece.slot for piece, _ in self._pieces[index]]
         encoded = self.feedback.encode(
