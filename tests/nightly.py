@@ -51,8 +51,8 @@ CAMPAIGNS = {
     "mutations": Campaign("tests find each fault that is put into the package", lambda _: [["-m", "tests.mutations"]]),
     "tests": Campaign("all tests pass, with all cases of each", lambda _: [["-m", "pytest", "-q", "--all_cases"]]),
     "faults": Campaign(
-        "every fault in every role, phase and consistency ends as documented, over both transports",
-        lambda _: [_measure("faults", "--transport", transport) for transport in ("auto", "rpc")],
+        "every fault in every role, phase and consistency ends as documented, over every transport",
+        lambda _: [_measure("faults", "--transport", transport) for transport in ("auto", "rpc", "tcp")],
     ),
     "kills": Campaign(
         "no sample is lost or applied twice where processes are killed at random instants",

@@ -121,7 +121,7 @@ def test_what_an_optimizer_draws_is_the_same_in_every_mode_and_after_a_resume(tm
 
 @pytest.mark.claim("optimizer-draws")
 @pytest.mark.processes
-@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_what_an_optimizer_draws_on_several_servers_is_the_same_after_a_resume(tmp_path, transport, clip):
     def options(steps):

@@ -34,7 +34,7 @@ def config_of(**task_args):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("where", "at", "how"), PLACES)
-@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 def test_a_change_by_the_task_is_refused_by_name(tmp_path, where, at, how, transport):
     run = started(tmp_path, 2, server={"transport": transport}, **config_of(where=where, at=at, how=how))
     assert run.code == 2, run.output
@@ -43,7 +43,7 @@ def test_a_change_by_the_task_is_refused_by_name(tmp_path, where, at, how, trans
     assert "Traceback" not in run.output
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 def test_a_change_through_data_that_begins_late_is_refused(tmp_path, transport):
     training = {"max_steps": 200, "batch_size": 8}
     config = {**config_of(where="training_step", how="clamp", at=70, again=True), "training": training}
@@ -53,7 +53,7 @@ def test_a_change_through_data_that_begins_late_is_refused(tmp_path, transport):
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 def test_with_several_optimizers_a_change_is_refused(tmp_path, transport, servers):
     config = config_of(where="training_step", at=4, how="copy", optimizers=2)
     cluster = {"num_servers": servers}

@@ -387,7 +387,7 @@ def test_a_parameter_that_is_changed_in_place_on_a_trainer_is_refused_by_name(st
     assert run.summary["status"] == "failed"
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_trainer_that_is_late_begins_at_what_is_current(started, folder, transport, servers):
     fifo = folder / f"late-{transport}-{servers}"

@@ -88,7 +88,7 @@ def test_a_rank_zero_that_freezes_and_a_rank_that_freezes_a_waiting_loop_are_not
 
 
 @pytest.mark.claim("rpc-faults")
-@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 def test_the_part_of_a_lost_trainer_has_the_newest_known_state_of_its_task(tmp_path, transport):
     """So the process that takes its place gets it."""
     mark, resumed = tmp_path / "mark", tmp_path / "resumed"

@@ -33,7 +33,7 @@ def assert_spans(run, rank, names):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("servers", [2, 1])
-@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 def test_servers_and_trainers_have_the_spans_of_a_step(tmp_path, transport, servers):
     config = {"server": {"transport": transport}, "cluster": {"num_servers": servers}}
     plain = train(tmp_path / "plain", "rpc", 2, **config)

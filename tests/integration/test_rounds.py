@@ -402,7 +402,7 @@ def test_compression_of_what_is_in_shared_memory_is_named(tmp_path):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("server", [{"arrivals": 3}, {}, {"consistency": "bounded"}, {"dynamic_local_steps": True}])
-@pytest.mark.parametrize("transport", ["auto", "rpc"])
+@pytest.mark.parametrize("transport", ["auto", "rpc", "tcp"])
 def test_rounds_without_lockstep_apply_each_sample_once(tmp_path, server, transport):
     config = rounds(
         {"max_steps": None, "max_epochs": 2, "uneven_inputs": "join", "outer": None},

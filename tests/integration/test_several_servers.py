@@ -155,7 +155,7 @@ def of(servers, folder, trainers=2, transport="auto", **config):
     return finished
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 def test_the_same_as_with_one_server(tmp_path, transport):
     """Clipping over all of it, a schedule, groups, accumulation, BatchNorm, a parameter that nobody uses."""
     one, two, three = (
@@ -267,7 +267,7 @@ def test_free_trainers_push_what_one_process_computes_bit_for_bit(tmp_path, kind
     assert len(run.of_kind("validation")) >= 2
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 def test_one_trainer_that_runs_freely_is_one_that_does_not(tmp_path, transport):
     config = {"training": {"max_steps": 10, "validate_every": 5}, "checkpoint": {"every": 5}}
     step, free = (
@@ -380,7 +380,7 @@ def fatal(folder, number, transport):
     return run, ended - fired["time"]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 def test_a_server_that_is_killed_ends_the_run_with_its_name(tmp_path, transport):
     run, elapsed_s = fatal(tmp_path, signal.SIGKILL, transport)
     assert "error: rank 1 (server 1): killed by SIGKILL" in run.output
@@ -431,7 +431,7 @@ def test_more_servers_than_the_model_has_parts_for_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 def test_a_trainer_that_was_taken_for_lost_during_a_step_joins_again(tmp_path, servers, transport):
     """It lives, so the servers must not end the context of its step; its push is refused."""
     finished = train(

@@ -42,7 +42,7 @@ def run_with_kills(folder, ranks, **config):
 
 
 @pytest.mark.claim("rpc-faults")
-@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 def test_spares_take_the_roles_of_a_trainer_and_of_the_server(tmp_path, transport):
     """The second spare, which was started after the first had become trainer 1, becomes the server."""
     cluster = {"num_trainers": 2, "spares": 1, "timeout_s": 120}

@@ -73,7 +73,7 @@ def test_rows_are_those_of_dense_gradients(tmp_path):
 @pytest.mark.claim("tables")
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "accumulate_batches"), [("Adagrad", 3), ("SparseAdam", 1), ("RowWiseAdagrad", 1)])
-@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_rows_are_divided_over_servers_and_sent(tmp_path, kind, accumulate_batches, transport, servers):
     config = tables(kind=kind, training={"accumulate_batches": accumulate_batches})
@@ -117,7 +117,7 @@ def test_tables_are_divided_over_hosts(tmp_path, placement, servers):
 
 @pytest.mark.claim("tables")
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("transport", ["auto", "rpc"])
+@pytest.mark.parametrize("transport", ["auto", "rpc", "tcp"])
 @pytest.mark.parametrize("consistency", ["bounded", "async"])
 def test_one_trainer_that_runs_freely_is_a_local_run(tmp_path, consistency, transport):
     config = tables()
@@ -137,7 +137,7 @@ def test_optimizers_that_are_stepped_in_turns_update_their_tables(tmp_path, tran
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("transport", ["auto", "rpc"])
+@pytest.mark.parametrize("transport", ["auto", "rpc", "tcp"])
 @pytest.mark.parametrize("consistency", ["bounded", "async"])
 def test_trainers_that_run_freely_validate_one_version(tmp_path, consistency, transport, servers):
     """At a barrier: the rows are those of the version, like the dense parameters, which count the same."""

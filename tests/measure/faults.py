@@ -4,7 +4,7 @@
     python -m tests.measure.faults --figures 5
 
 A cell is named ``consistency/role/phase/fault``; ``--cells`` selects those whose names have all of these words. With
-``--transport rpc`` parameters and gradients are messages, and ``/rpc`` is the end of the names. Every
+``--transport rpc`` or ``tcp`` parameters and gradients are messages, and that is the end of the names. Every
 cell is a run of two trainers whose ranks are forked from a process that has imported torch, so that a cell takes
 seconds; ``--figures`` starts interpreters. With ``--results``, cells that the file has are not run again.
 """
@@ -593,7 +593,7 @@ def report_figures(repeats: int, folder: Path) -> int:
 def main(words: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--cells", nargs="*", default=[], help="words of names; a word may be alternatives: sync|ddp")
-    parser.add_argument("--transport", default="auto", choices=["auto", "rpc"], help="server.transport of the cells")
+    parser.add_argument("--transport", default="auto", choices=["auto", "rpc", "tcp"], help="server.transport of the cells")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--results", type=Path, help="JSON lines of results, which are added to")
     parser.add_argument("--out", type=Path, help="write the table there")

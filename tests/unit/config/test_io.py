@@ -319,7 +319,7 @@ RELATED = {
     "buffer.max_staleness": st.none(),
     "server.backup_trainers": st.just(0),
     "server.compute": st.just("trainer"),
-    "server.transport": st.sampled_from(["auto", "rpc"]),
+    "server.transport": st.sampled_from(["auto", "rpc", "tcp"]),
     "device.server": st.sampled_from(["auto", "cpu"]),
     "simulations.count": st.integers(1, 9),
     "simulations.function": st.none(),
