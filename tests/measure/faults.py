@@ -593,7 +593,8 @@ def report_figures(repeats: int, folder: Path) -> int:
 def main(words: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--cells", nargs="*", default=[], help="words of names; a word may be alternatives: sync|ddp")
-    parser.add_argument("--transport", default="auto", choices=["auto", "rpc", "tcp"], help="server.transport of the cells")
+    transports = ["auto", "rpc", "tcp"]
+    parser.add_argument("--transport", default="auto", choices=transports, help="server.transport of the cells")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--results", type=Path, help="JSON lines of results, which are added to")
     parser.add_argument("--out", type=Path, help="write the table there")
