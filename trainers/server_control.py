@@ -68,7 +68,7 @@ class ServerControl(Control):
             caller = self._stack.enter_context(TcpCaller(self.config.cluster.timeout_s))
             self.server.use_tcp(connect_tcp(self.rendezvous, caller, num_servers_of(self.config)))
         except Unreachable as error:
-            log.warning("trainer %d: everything is sent over RPC, as no TCP connection: %s", self.trainer_index, error)
+            log.warning("trainer %d: everything is sent over RPC, as it cannot connect to %s", self.trainer_index, error)
             return False
         return True
 

@@ -399,7 +399,7 @@ class ServerConfig:
     wire_dtype: str | None = key(
         None,
         one_of("float32", "bfloat16", "float16", cures=_WIRE_DTYPES),
-        "type that parameters and gradients are rounded to in RPC messages, if theirs is larger; null = their own",
+        "type that parameters and gradients are rounded to in messages, if theirs is larger; null = their own",
     )
     compression: str = key(
         "none",

@@ -1,1 +1,1 @@
-"""Transports of tensors between servers and trainers: RPC messages or shared memory."""
+"""Transports of tensors between servers and trainers: messages or shared memory."""

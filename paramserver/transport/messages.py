@@ -105,7 +105,7 @@ class ApplyRequest:
     """
 
     version: int
-    # In the order of trainers; of each, the key of the segment where its gradient is, or None if it was sent over RPC.
+    # In the order of trainers; of each, the key of the segment where its gradient is, or None if it was sent.
     pushes: tuple[tuple[PushId, str | None], ...]
     factors: tuple[float, ...]  # by which each gradient is multiplied
     used: tuple[bool, ...] | None  # as in ``StepReport``

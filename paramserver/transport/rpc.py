@@ -1,8 +1,8 @@
-"""Transport over RPC: parameters and gradients inside messages, for trainers on any host and any number of servers.
+"""Transport in messages: parameters and gradients are sent, for trainers on any host and any number of servers.
 
-A version is sent as a few flat tensors. Only the first one of each server, whose gradient is complete last, goes
-through distributed autograd. The gradients of the others are sent as buckets while backward continues
-(docs/torch-notes.md, "Backward does not overlap with sending").
+A version is sent as a few flat tensors, whose gradients are sent as buckets while backward continues
+(docs/torch-notes.md, "Backward does not overlap with sending"). Over RPC the first of each server, whose gradient is
+complete last, goes through distributed autograd.
 """
 
 from __future__ import annotations

@@ -321,7 +321,7 @@ class SharedMemoryTrainerTransport(TrainerTransport):
 
 
 class ServerSharedMemory:
-    """What a server shares with processes of its host; with too little memory, everything is sent over RPC.
+    """What a server shares with processes of its host; with too little memory, everything is sent in messages.
 
     Args:
         host: of the segments; None if nothing is to be shared.
@@ -357,7 +357,7 @@ class ServerSharedMemory:
         return None if self._host is None else self._host.address
 
     def disable(self) -> None:
-        """Send everything over RPC from now on."""
+        """Send everything in messages from now on."""
         self._host = None
 
     def allocate_parameters(self, layout: FlatLayout) -> list[Tensor]:
@@ -396,7 +396,7 @@ class ServerSharedMemory:
             del self._gradients[unused]
         self._gradients[key] = gradients
         self._gradient_keys[trainer_index] = [*(one for one in earlier if one in in_use), key]
-        # Counted to the last one: a note about rounding would be wrong while any trainer is still served over RPC.
+        # Counted to the last one: a note about rounding would be wrong while anything is still sent to a trainer.
         self._num_over_rpc -= 1
         if not self._num_over_rpc and self._config.compression != "none":
             self._on_note(
@@ -439,6 +439,6 @@ class ServerSharedMemory:
                 raise
             # For good, and not only for this segment: a trainer needs its snapshots and its gradients shared, or
             # neither.
-            log.warning("server.transport (auto): everything is sent over RPC from now on: %s", error)
+            log.warning("server.transport (auto): everything is sent in messages from now on: %s", error)
             self._host = None
             return None

@@ -418,7 +418,7 @@ def _devices(found: Diagnosis, subject: Subject, config: Config, identity: Proce
 def _transport(subject: Subject, config: Config, identity: ProcessIdentity | None) -> None:
     """How parameters and gradients are exchanged."""
     mode, server = mode_of(config), config.server
-    wire = f"in {server.wire_dtype or 'the type of the parameters'}"
+    messages = f"{'TCP' if server.connects else 'RPC'}, in {server.wire_dtype or 'the type of the parameters'}"
     if not mode.has_servers:
         if mode.has_process_group:
             text = "shared memory where all ranks are on one host, else " if config.ddp.shared_memory == "auto" else ""
@@ -427,12 +427,12 @@ def _transport(subject: Subject, config: Config, identity: ProcessIdentity | Non
     if server_computes(config):
         text, why = "inputs and outputs over RPC", "server.compute is server"
     elif not server.shares_memory:
-        text, why = f"RPC, {wire}", f"server.transport is {server.transport}"
+        text, why = messages, f"server.transport is {server.transport}"
     elif identity is None:
         text, why = "shared memory", f"server.transport is {server.transport}, and all ranks are on this host"
     else:
         text = "shared memory on the servers' host"
-        text += "" if server.must_share_memory else f", elsewhere RPC, {wire}"
+        text += "" if server.must_share_memory else f", elsewhere {messages}"
         why = f"server.transport is {server.transport}; the check between hosts shows which"
     subject.add("transport", text, why=why)
 
