@@ -5,7 +5,7 @@
 ``paramserver``: a coordinator, a stream, its feeder and a buffer in one process, from which batches of 32 are read, and
 the project's client in another. ``bare``: a DEALER that sends messages of the same size and a ROUTER that reads them,
 each in its own process; nothing is checked, kept or acknowledged. The cases are interleaved. Time is from the first
-received sample to the last.
+received sample to the last, and so is the CPU time of the process that receives.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
+from typing import NamedTuple
 
 import numpy as np
 import zmq
@@ -51,20 +52,32 @@ def send(case: str, address: str, samples: int) -> None:
             socket.send(field, copy=False)
 
 
-def receive_bare(samples: int) -> float:
-    """Seconds."""
+class Clock(NamedTuple):
+    """Seconds, and those of CPU time of this process."""
+
+    seconds: float
+    cpu_s: float
+
+    @classmethod
+    def now(cls) -> Clock:
+        return cls(time.perf_counter(), time.process_time())
+
+    def since(self, began: Clock) -> Clock:
+        return Clock(self.seconds - began.seconds, self.cpu_s - began.cpu_s)
+
+
+def receive_bare(samples: int) -> Clock:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         port = socket.bind_to_random_port("tcp://127.0.0.1")
         with started("bare", f"tcp://127.0.0.1:{port}", samples):
             socket.recv_multipart()
-            since = time.perf_counter()
+            began = Clock.now()
             for _ in range(samples - 1):
                 socket.recv_multipart()
-            return time.perf_counter() - since
+            return Clock.now().since(began)
 
 
-def receive(samples: int, window: int, kind: str) -> float:
-    """Seconds."""
+def receive(samples: int, window: int, kind: str) -> Clock:
     fields, parameters = {"u": list(SHAPE)}, {"a": [0, 1]}
     simulations = SimulationsConfig(fields=fields, parameters=parameters, count=1, steps=samples, window=window)
     spec = IngestSpec.from_config(simulations)
@@ -77,15 +90,15 @@ def receive(samples: int, window: int, kind: str) -> float:
         try:
             with started("paramserver", coordinator.address, samples):
                 buffer.wait_ready(1, 60.0)
-                since = time.perf_counter()
+                began = Clock.now()
                 with suppress(BufferExhausted):
                     while True:
                         buffer.get_batch(BATCH, 60.0)
-                        seconds = time.perf_counter() - since
+                        took = Clock.now().since(began)
         finally:
             feeder.close()
         assert buffer.info().puts == samples
-    return seconds
+    return took
 
 
 def started(case: str, address: str, samples: int) -> Popen[bytes]:
@@ -103,10 +116,14 @@ def main() -> None:
         send(arguments.child, arguments.address, arguments.samples)
         return
     print(origin())
-    ours, bare = [], []
+    ours, bare, cpu, cpu_bare = [], [], [], []
     for _ in range(arguments.repeats):
-        ours.append(rate(arguments.samples, receive(arguments.samples, arguments.window, arguments.kind)))
-        bare.append(rate(arguments.samples, receive_bare(arguments.samples)))
+        for rates, times, took in (
+            (ours, cpu, receive(arguments.samples, arguments.window, arguments.kind)),
+            (bare, cpu_bare, receive_bare(arguments.samples)),
+        ):
+            rates.append(arguments.samples * SAMPLE_BYTES / took.seconds / 1e6)
+            times.append(1e6 * took.cpu_s / arguments.samples)
         print(f"  {ours[-1]:.0f} MB/s, bare {bare[-1]:.0f} MB/s", flush=True)
     shares = [a / b for a, b in zip(ours, bare, strict=True)]
     print(f"received: {spread(ours, '.0f')} MB/s; required {REQUIRED_MB_S:.0f}: {verdict(min(ours) >= REQUIRED_MB_S)}")
@@ -114,11 +131,7 @@ def main() -> None:
         f"of the bare loop: {spread(shares)}; required {REQUIRED_OF_BARE}: "
         f"{verdict(sorted(shares)[len(shares) // 2] >= REQUIRED_OF_BARE)}"
     )
-
-
-def rate(samples: int, seconds: float) -> float:
-    """MB/s."""
-    return samples * SAMPLE_BYTES / seconds / 1e6
+    print(f"CPU time of a sample: {spread(cpu, '.1f')} us, of the bare loop {spread(cpu_bare, '.1f')} us")
 
 
 if __name__ == "__main__":
