@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 PORTABLE = not sys.platform.startswith("linux") or os.environ.get("PARAMSERVER_PORTABLE", "0") not in ("", "0")
 
 SHARES_MEMORY = not PORTABLE
-"""Segments need files in memory that cannot shrink, and sockets that end with a process. Elsewhere: RPC and gloo."""
+"""Segments need files in memory that cannot shrink, and sockets that end with a process. Elsewhere: messages, gloo."""
 
 FORKS_RANKS = not PORTABLE
 """A fork server needs a supervisor that adopts its forks. Elsewhere each rank imports torch itself."""
@@ -33,6 +33,7 @@ CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 """For ``recv_fds``: a child that is started meanwhile does not inherit the descriptors."""
 
 _POLL_S = 0.1
+_MOST_KEEPALIVE_S = 32_767  # tcp(7)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: unix(7)
 
@@ -291,11 +292,11 @@ class WakeupFd:
 def end_unacknowledged(connection: socket.socket, after_s: float) -> None:
     """Let a TCP connection end when what was sent has not been acknowledged for so long, or nothing has when it idles.
 
-    Without it the kernel's limit is about 15 minutes (tcp(7)); on other systems it stays theirs.
+    Without it the kernel's limit is about 15 minutes (tcp(7)), as it is on other systems.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if not PORTABLE:
-        seconds = max(round(after_s), 1)
+        seconds = min(max(round(after_s), 1), _MOST_KEEPALIVE_S)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
             connection.setsockopt(socket.IPPROTO_TCP, option, seconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)

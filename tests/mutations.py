@@ -82,14 +82,14 @@ MUTATIONS = (
         "a push is complete before all of its buckets are there",
         TRANSPORT,
         """\
-        if len(gradients) < len(self._leaves):
+        if len(self._buckets) < len(self._leaves):
             return None
 """,
         """\
-        if 0 not in gradients:
+        if 0 not in self._buckets:
             return None
         for index, leaf in enumerate(self._leaves):
-            gradients.setdefault(index, torch.zeros_like(leaf))
+            self._buckets.setdefault(index, (0, torch.zeros_like(leaf)))
 """,
         ("tests/unit/server/test_aggregator.py",),
     ),

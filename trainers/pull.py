@@ -176,11 +176,14 @@ class VersionPull:
 
     @spanned("pull")
     def pull_now(self, version: int) -> None:
-        """Pull, in a context of its own, the version to which a call of one of several optimizers is applied."""
+        """Pull, in a context of its own, the version to which a call of one of several optimizers is applied.
+
+        The model holds it, so without a recorded pull there is nothing to be pulled.
+        """
         self.version = version
         self.context.renew()
-        self._begin()
-        if self._calls:
+        if self.transport.recorded:
+            self._begin()
             self.finish()
 
     @spanned("pull")

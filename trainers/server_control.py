@@ -65,10 +65,14 @@ class ServerControl(Control):
     def connect_tcp(self) -> bool:
         """Make the calls that a step waits for over TCP connections from now on; return False if there can be none."""
         try:
-            caller = self._stack.enter_context(TcpCaller(self.config.cluster.timeout_s))
-            self.server.use_tcp(connect_tcp(self.rendezvous, caller, num_servers_of(self.config)))
+            with ExitStack() as stack:
+                caller = stack.enter_context(TcpCaller(self.config.cluster.timeout_s))
+                self.server.use_tcp(connect_tcp(self.rendezvous, caller, num_servers_of(self.config)))
+                self._stack.push(stack.pop_all())
         except Unreachable as error:
-            log.warning("trainer %d: everything is sent over RPC, as it cannot connect to %s", self.trainer_index, error)
+            log.warning(
+                "trainer %d: everything is sent over RPC, as it cannot connect to %s", self.trainer_index, error
+            )
             return False
         return True
 

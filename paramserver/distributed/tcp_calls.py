@@ -4,8 +4,8 @@ They reach the same handlers as the calls of ``rpc_calls``, with less CPU time (
 the CPU"): tensors are sent from the memory that has them, and received into the memory that will.
 
 A connection that fails stays closed, and the caller sends its call again over RPC. So nothing depends on it: liveness,
-membership and all other calls are those of RPC. A process that connects authenticates with a token that only members of
-the run can read, as calls are pickled.
+membership and all other calls are those of RPC. A process that connects authenticates with a token, which it has read
+in the store, as calls are pickled; the token is as private as the store, and is not encrypted.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _HEADER = struct.Struct("!QI")
 _LENGTH = struct.Struct("!Q")
 _TOKEN_BYTES = 16
 _ACCEPTED = b"\x01"  # the reply to the token
+_MOST_UNAUTHENTICATED = 256
 # Parts that are sent by one system call.
 _PARTS = 64
 # The thread that reads is woken when so much of a message has arrived, or all of it.
@@ -56,7 +57,8 @@ class _Connection:
     def __init__(self, connection: socket.socket, on_blocked: Callable[[], None], timeout_s: float) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end_unacknowledged(connection, timeout_s)
+        # Before a call that waits for a reply gives up, so that it is sent again over RPC.
+        end_unacknowledged(connection, timeout_s / 4)
         self.token = b""  # what was received of it
         self.opened = time.monotonic()
         self._socket = connection
@@ -83,6 +85,8 @@ class _Connection:
         Raises:
             OSError: the connection has ended.
         """
+        if self._ended:
+            raise ConnectionError("the connection has ended")
         head, memory = pack_apart(value)
         lengths = b"".join(_LENGTH.pack(part.nbytes) for part in memory)
         first = b"".join((_HEADER.pack(len(head), len(memory)), lengths, head))
@@ -167,6 +171,7 @@ class _Connection:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        self.shut_down()  # a forked child may have the socket too
         with self._lock:
             self._ended = True
             self._unsent.clear()
@@ -223,10 +228,10 @@ class _Loop(ABC, Generic[C]):
         """Read a connection from now on. In any thread; after the end of the thread it is one that has ended."""
         added = self.connection_class(connection, self._wakeup.set, self._timeout_s)
         with self._lock:
-            if self._ended:
-                added.close()
-            else:
+            if not (ended := self._ended):
                 self._connections.append(added)
+        if ended:
+            added.close()
         self._wakeup.set()
         return added
 
@@ -250,9 +255,9 @@ class _Loop(ABC, Generic[C]):
                 self._ended = True
                 connections, self._connections = self._connections, []
             for connection in connections:
-                connection.shut_down()
                 connection.close()
                 self._on_end(connection)
+            self._close_listener()
 
     def _wait_and_serve(self) -> None:
         with self._lock:
@@ -279,6 +284,9 @@ class _Loop(ABC, Generic[C]):
     def _accept(self) -> None:
         """Accept a connection at the listener, if this process has one."""
 
+    def _close_listener(self) -> None:
+        """Accept no more connections."""
+
     def _serve(self, connection: C, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
@@ -287,6 +295,9 @@ class _Loop(ABC, Generic[C]):
                 self._read(connection)
         except OSError as error:
             log.debug("a connection for calls over TCP has ended: %s", error)
+            self._remove(connection)
+        except Exception:
+            log.exception("a connection for calls over TCP ends, with what it received; its calls continue over RPC")
             self._remove(connection)
 
     def _read(self, connection: C) -> None:
@@ -332,39 +343,48 @@ class TcpCallServer(_Loop[_Connection]):
         self._wakeup.set()
         return f"{address} {listener.getsockname()[1]} {self._token.hex()}"
 
-    def __exit__(self, *exception: object) -> None:
-        try:
-            super().__exit__(*exception)
-        finally:
-            if self._listener is not None:
-                self._listener.close()
+    def _unauthenticated(self) -> list[_Connection]:
+        with self._lock:
+            return [one for one in self._connections if len(one.token) < _TOKEN_BYTES]
 
     def _poll_s(self) -> float | None:
-        """Close what has not authenticated in time; return when to look again."""
-        with self._lock:
-            strangers = [one for one in self._connections if len(one.token) < _TOKEN_BYTES]
-        now = time.monotonic()
-        for one in strangers:
+        """Close what has not authenticated in time, or the oldest of too many; return when to look again."""
+        unauthenticated, now = self._unauthenticated(), time.monotonic()
+        for one in unauthenticated:
             if now - one.opened > self._timeout_s:
                 self._remove(one)
-        return self._timeout_s if strangers else None
+        for one in unauthenticated[:-_MOST_UNAUTHENTICATED]:
+            if one.fileno() >= 0:
+                self._remove(one)
+        return self._timeout_s if unauthenticated else None
 
     def _accept(self) -> None:
         assert self._listener is not None
         try:
-            self._add(self._listener.accept()[0])
+            connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
-            pass  # it has ended already
-        except OSError as error:
-            log.warning("no more connections for calls over TCP are accepted, trainers that join use RPC: %s", error)
-            self._selector.unregister(self._listener)
-            self._listener.close()
+            return  # it has ended already
+        except OSError as error:  # no descriptor is left
+            unauthenticated = self._unauthenticated()
+            for one in unauthenticated:
+                self._remove(one)
+            if not unauthenticated:
+                log.warning("calls of trainers that join from now on are sent over RPC: %s", error)
+                self._close_listener()
+            return
+        self._add(connection)
+
+    def _close_listener(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            self._selector.unregister(listener)
+            listener.close()
 
     def _read(self, connection: _Connection) -> None:
         if len(connection.token) < _TOKEN_BYTES:
             if not connection.receive_token():
                 return
-            # In constant time: the time of an answer must not reveal how much of a token is right.
+            # In constant time: the time of a reply must not reveal how much of a token is right.
             if not secrets.compare_digest(connection.token, self._token):
                 log.warning("refused a connection that does not belong to this run")
                 raise ConnectionError("another token")
@@ -416,6 +436,7 @@ class TcpConnection(_Connection):
         try:
             self.send((number, target, kwargs))
         except OSError:
+            self.shut_down()  # what was sent of the call must not be completed later
             with self._calls:
                 # If it is not there, ``fail`` has completed it.
                 return None if self._waiting.pop(number, None) else future
@@ -431,6 +452,8 @@ class TcpConnection(_Connection):
         """Fail all calls that wait."""
         with self._calls:
             waiting, self._waiting = self._waiting, {}
+        if waiting:
+            log.warning("a TCP connection to a server has ended; calls continue over RPC")
         for future in waiting.values():
             future.set_exception(RuntimeError("the connection to the server's process was closed"))
 
@@ -451,13 +474,13 @@ class TcpCaller(_Loop[TcpConnection]):
         connection = socket.create_connection((host, int(port)), timeout=self._timeout_s)
         try:
             connection.sendall(bytes.fromhex(token))
-            # Of a server that accepts no more, or that is none, calls would never return.
+            # The kernel completes a connection that no process accepts, over which no call would return.
             if connection.recv(len(_ACCEPTED)) != _ACCEPTED:
                 raise ConnectionError("it refused the connection")
+            return self._add(connection)
         except OSError:
             connection.close()
             raise
-        return self._add(connection)
 
     def _on_value(self, connection: TcpConnection, value: Any) -> None:
         connection.complete(*value)

@@ -56,8 +56,8 @@ def build_server(
 ) -> ParameterServer:
     """Return server 0 with the parameters of the checkpoint that the run resumes from, if it does.
 
-    Without ``segments`` all tensors are sent over RPC, and without ``local_calls`` all calls. ``on_trainer_lost`` is
-    called with a trainer whose place another process may take.
+    Without ``segments`` all tensors are sent in messages, and without ``local_calls`` no call uses a unix socket.
+    ``on_trainer_lost`` is called with a trainer whose place another process may take.
 
     Raises:
         UnsupportedConfiguration: the model, its optimizers or its memory do not go with the configuration.

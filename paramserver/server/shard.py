@@ -265,7 +265,8 @@ class ParameterShard:
         if self.is_late(sender, version) or (pipeline is not None and version < self.version):
             return completed_future(None)  # a repeated message, of an update that has been made since
         kept = self._assembly_of(sender, version).add_bucket(number, gradient, revision)
-        if pipeline is None or (not number and self._decompress is not None):  # a pull returns the first then
+        # The next pull returns a first bucket that is compressed.
+        if pipeline is None or (not number and self._decompress is not None):
             self._accept_if_complete(trainer_index)
             return completed_future(None)
         future = pipeline.add(trainer_index, number, kept, has_all)
@@ -277,7 +278,12 @@ class ParameterShard:
         with self._lock:
             trainer_index = self.admit(sender)
             if not self.is_late(sender, version):
-                self._assembly_of(sender, version).add_first(gradient)
+                assembly = self._assembly_of(sender, version)
+                if self._decompress is None:  # otherwise it has no values, and is sent in a bucket too
+                    kept = assembly.add_bucket(0, gradient)
+                    if self.pipeline is not None and version == self.version:
+                        # Whether each parameter has a gradient is not known, so it is computed with the commit.
+                        self.pipeline.add(trainer_index, 0, kept, has_all=False)
                 self._accept_if_complete(trainer_index)
 
     @spanned("push")

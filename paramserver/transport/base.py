@@ -5,7 +5,7 @@ There is one pair for each trainer, a ``ServerTransport`` and a ``TrainerTranspo
     server                               trainer
     pin_version ---- grant ------------> map_version where memory is shared, else a pull, and load
                 <---- gradients -------- bucket_tensor, while backward continues
-                <---- push ------------- backward_root, the root of the distributed backward
+                <---- push ------------- backward_root, the root of the distributed backward, if that sends it
     unpin
 
 What is pulled comes from ``ParameterShard`` (server/shard.py), and gradients that are sent arrive there.
@@ -102,7 +102,7 @@ class TrainerTransport(ABC):
     ranges: Mapping[GradientBucket, Sequence[int]] = {}
     feedback: ErrorFeedback | None = None  # of gradients that are compressed; committed once a push is applied
     sends_unused = True  # also the gradients of a range none of whose parameters has one are sent
-    # What is sent before ``backward_root``, each with the indices of the parameters whose gradients it carries. It may
+    # What is sent before the push, each with the indices of the parameters whose gradients it carries. It may
     # be sent as soon as these are in place, while backward continues.
     buckets: Mapping[GradientBucket, Sequence[int]] = {}
 

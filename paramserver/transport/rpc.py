@@ -52,25 +52,16 @@ class WireVersion:
 
 @dataclass(eq=False)
 class PushAssembly:
-    """Collects the gradients of one push: the first from distributed autograd or a bucket, the others from buckets.
-
-    Compressed gradients are all sent in buckets, and what distributed autograd returns has no values. ``decompress``
-    returns those of a range from what was sent.
-    """
+    """Collects the gradients of one push in any order. ``decompress`` returns those of a range from what was sent."""
 
     _leaves: Sequence[Tensor]
     _codec: WireCodec
     _decompress: Callable[[int, Tensor, torch.dtype], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        # Of a server without parameters of its first type, nothing is sent.
-        self._first = None if self._leaves[0].numel() else self._leaves[0].detach()
         self._buckets: dict[int, tuple[int, Tensor]] = {}
-
-    def add_first(self, gradient: Tensor) -> None:
-        """Add the gradient of the first tensor, as distributed autograd received it."""
-        if self._decompress is None:
-            self._first = self._codec.decode(gradient.contiguous(), self._leaves[0].dtype)
+        if not self._leaves[0].numel():  # of a server without parameters of its first type nothing is sent
+            self._buckets[0] = 0, self._leaves[0].detach()
 
     def add_bucket(self, flat_index: int, gradient: Tensor, revision: int = 0) -> Tensor:
         """Add a received bucket, unless it is here with this or a later revision; return the one that is kept."""
@@ -86,12 +77,9 @@ class PushAssembly:
 
     def complete(self) -> list[Tensor] | None:
         """Return all gradients in the dtypes of the parameters; None if one is missing."""
-        gradients = {index: gradient for index, (_, gradient) in self._buckets.items()}
-        if self._first is not None:
-            gradients.setdefault(0, self._first)
-        if len(gradients) < len(self._leaves):
+        if len(self._buckets) < len(self._leaves):
             return None
-        return [gradients[index] for index in range(len(self._leaves))]
+        return [self._buckets[index][1] for index in range(len(self._leaves))]
 
 
 class RpcServerTransport(ServerTransport):

@@ -274,7 +274,6 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         slots = enumerate(zip(parameters, layout.slots, strict=True))
         self._copied = [n for n, (p, s) in slots if self._on_cpu and n not in layout.tables and has_gaps(p, s)]
         self._slot: int | None = None
-        # The leaf requires a gradient: the context of a step holds it once its backward has run.
 
     @torch.no_grad()
     def map_version(self, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""Calls over TCP: replies that come later, tensors of any size, strangers, and the end of a connection."""
+"""Calls over TCP: replies that come later, tensors of any size, other connections, and the end of a connection."""
 
 import secrets
 import socket
@@ -109,7 +109,7 @@ def test_many_large_calls_of_several_threads_arrive_whole():
         list(threads.map(run, range(6)))
 
 
-def stranger(server_address):
+def without_token(server_address):
     host, port, _ = server_address.split()
     connection = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
     connection.settimeout(TIMEOUT_S)
@@ -119,24 +119,24 @@ def stranger(server_address):
 @pytest.mark.parametrize(
     "sent", [b"GET / HTTP/1.1" + 3 * b"\r\n", bytes(16), bytes(100_000)], ids=["http", "token", "long"]
 )
-def test_a_stranger_is_refused_before_anything_is_read_and_disturbs_nobody(sent):
+def test_another_token_is_refused_and_other_connections_stay(sent):
     with TcpCallServer(echo, TIMEOUT_S) as server, TcpCaller(TIMEOUT_S) as caller:
         address = server.listen(HOST)
         connection = caller.connect(address)
-        with stranger(address) as other:
+        with without_token(address) as other:
             try:
                 other.sendall(sent)
                 refused = other.recv(1)
-            except ConnectionError:  # it was closed with bytes that nobody read
+            except ConnectionError:  # it was closed with bytes that it had not read
                 refused = b""
             assert refused == b""
         assert value_of(connection.call((*TARGET, 5), {})) == (5,)
 
 
-def test_strangers_that_send_nothing_keep_nobody_out_and_are_closed_in_time():
+def test_connections_that_send_nothing_are_closed_in_time_and_others_are_accepted():
     with TcpCallServer(echo, 0.3) as server, TcpCaller(TIMEOUT_S) as caller:
         address = server.listen(HOST)
-        silent = [stranger(address) for _ in range(50)]
+        silent = [without_token(address) for _ in range(50)]
         silent[0].sendall(b"half")
         assert value_of(caller.connect(address).call((*TARGET, 5), {})) == (5,)
         for one in silent:
@@ -151,23 +151,82 @@ def test_a_server_that_does_not_accept_is_given_up():
             caller.connect(address)
 
 
+def test_only_so_many_connections_without_a_token_are_kept(monkeypatch):
+    monkeypatch.setattr(tcp_calls, "_MOST_UNAUTHENTICATED", 3)
+    with TcpCallServer(echo, TIMEOUT_S) as server, TcpCaller(TIMEOUT_S) as caller:
+        address = server.listen(HOST)
+        silent = [without_token(address) for _ in range(8)]
+        connection = caller.connect(address)
+        for one in silent[:5]:
+            with one:
+                assert one.recv(1) == b""
+        assert value_of(connection.call((*TARGET, 5), {})) == (5,)
+        for one in silent[5:]:
+            one.close()
+
+
+class NoDescriptor:
+    """A listener of a process that has no descriptor left, so many times."""
+
+    def __init__(self, listener, times):
+        self.listener, self.times = listener, times
+        self.fileno, self.close = listener.fileno, listener.close
+
+    def accept(self):
+        if not self.times:
+            return self.listener.accept()
+        self.times -= 1
+        raise OSError(24, "Too many open files")
+
+
+def test_without_a_descriptor_left_what_has_no_token_is_closed(monkeypatch):
+    with TcpCallServer(echo, TIMEOUT_S) as server, TcpCaller(TIMEOUT_S) as caller:
+        address = server.listen(HOST)
+        with without_token(address) as silent:
+            silent.sendall(b"half")
+            assert value_of(caller.connect(address).call((*TARGET, 4), {})) == (4,)  # it has been accepted
+            monkeypatch.setattr(server, "_listener", NoDescriptor(server._listener, 1))
+            assert value_of(caller.connect(address).call((*TARGET, 5), {})) == (5,)
+            assert silent.recv(1) == b""
+
+
 def test_without_a_descriptor_left_no_more_are_accepted_and_the_others_stay(monkeypatch, caplog):
     with TcpCallServer(echo, TIMEOUT_S) as server, TcpCaller(1.0) as caller:
         address = server.listen(HOST)
         connection = caller.connect(address)
-
-        class NoDescriptor:
-            def __init__(self, listener):
-                self.fileno, self.close = listener.fileno, listener.close
-
-            def accept(self):
-                raise OSError(24, "Too many open files")
-
-        monkeypatch.setattr(server, "_listener", NoDescriptor(server._listener))
+        monkeypatch.setattr(server, "_listener", NoDescriptor(server._listener, 9))
         with pytest.raises(OSError):
             caller.connect(address)
         assert value_of(connection.call((*TARGET, 5), {})) == (5,)
-    assert "trainers that join use RPC" in caplog.text
+    assert "calls of trainers that join from now on are sent over RPC" in caplog.text
+
+
+def test_a_connection_that_could_not_send_is_not_used_again(monkeypatch):
+    """What was sent of a call must not be completed later, as the call is sent over RPC."""
+    handled = []
+
+    def handle(owner, name, value):
+        handled.append(value)
+        return completed_future(value)
+
+    def no_memory():
+        raise OSError(105, "No buffer space available")
+
+    with connected(handle) as (_, connection):
+        assert value_of(connection.call((*TARGET, 1), {})) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(connection, "_send_unsent", no_memory)
+            assert connection.call((*TARGET, 2), {}) is None
+        if (reply := connection.call((*TARGET, 3), {})) is not None:
+            with pytest.raises(RuntimeError):
+                value_of(reply)
+    assert handled == [1]
+
+
+@pytest.mark.parametrize("timeout_s", [0.1, 1e6])
+def test_any_timeout_is_one_that_the_kernel_takes(timeout_s):
+    with TcpCallServer(echo, timeout_s) as server, TcpCaller(TIMEOUT_S) as caller:
+        assert value_of(caller.connect(server.listen(HOST)).call((*TARGET, 5), {})) == (5,)
 
 
 def test_the_end_of_the_server_fails_calls_that_wait_and_later_ones_are_left_to_rpc():
@@ -221,7 +280,7 @@ def test_a_caller_that_does_not_read_delays_no_other():
 
     with TcpCallServer(handle, TIMEOUT_S) as server, TcpCaller(TIMEOUT_S) as caller:
         address = server.listen(HOST)
-        with stranger(address) as silent:
+        with without_token(address) as silent:
             silent.sendall(bytes.fromhex(address.split()[2]))
             assert silent.recv(1) == b"\x01"
             head, _ = tcp_calls.pack_apart((1, (*TARGET, len(large)), {}))
@@ -231,14 +290,33 @@ def test_a_caller_that_does_not_read_delays_no_other():
                 assert len(value_of(connection.call((*TARGET, 5000), {}))) == 5000
 
 
-def test_an_error_of_the_thread_ends_all_connections_and_is_raised_at_the_end(caplog):
-    def handle(owner, name):
-        raise ValueError("no handler")
+def test_an_error_of_one_message_ends_its_connection_and_no_other(caplog):
+    def handle(owner, name, value):
+        if value == "bad":
+            raise ValueError("no handler")
+        return completed_future(value)
 
+    with connected(handle, 2) as (_, one, other):
+        with pytest.raises(RuntimeError):
+            value_of(one.call((*TARGET, "bad"), {}))
+        assert value_of(other.call((*TARGET, 5), {})) == 5
+    assert "no handler" in caplog.text
+
+
+def test_an_error_of_the_thread_ends_all_connections_and_is_raised_at_the_end(monkeypatch, caplog):
     def call_and_end():
-        with connected(handle) as (_, connection), pytest.raises(RuntimeError):
-            value_of(connection.call(TARGET, {}))
+        with TcpCallServer(echo, TIMEOUT_S) as server, TcpCaller(TIMEOUT_S) as caller:
+            address = server.listen(HOST)
+            connection = caller.connect(address)
+            monkeypatch.setattr(server, "_poll_s", lambda: "never")
+            reply = connection.call((*TARGET, 5), {})
+            server._thread.join(TIMEOUT_S)
+            assert not server._thread.is_alive()
+            if reply is not None:
+                value_of(reply)  # it was served first
+            with pytest.raises(ConnectionError):
+                caller.connect(address)
 
-    with pytest.raises(ValueError, match="no handler"):
+    with pytest.raises(TypeError):
         call_and_end()
     assert "calls continue over RPC" in caplog.text
