@@ -115,6 +115,27 @@ class BrokenOffTrainer(RpcTrainer):
             self.log("broken off", len(self.server._sockets))
 
 
+class MixedTrainer(RpcTrainer):
+    """Trainer 1 cannot connect over TCP. Of the first bucket of trainer 0 only the second revision arrives."""
+
+    def init_connection(self):
+        if self.trainer_index == 1:
+            self.control.connect_tcp = lambda: False
+        super().init_connection()
+
+    def on_after_setup_optimizers(self):
+        send = self.server.send_bucket
+
+        def loses_first(version, bucket, gradient, revision=0, has_all=True):
+            if bucket.flat_index or self.trainer_index:
+                return send(version, bucket, gradient, revision, has_all)
+            call = send(version, bucket, gradient, 1, has_all)
+            call.wait()  # as before a push
+            return call
+
+        self.server.send_bucket = loses_first
+
+
 class TutorialTrainer(RpcTrainer):
     """Uses the server as the RPC tutorial does, before training: forward, backward, gradients, parameter references."""
 

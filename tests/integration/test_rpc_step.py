@@ -67,6 +67,23 @@ def test_a_run_whose_connections_end_continues_over_rpc_with_the_same_bits(tmp_p
             assert differing_tensors(broken.load(file), whole.load(file)) == []
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_trainer_that_cannot_connect_takes_part_over_rpc(tmp_path, servers, unused):
+    """And none waits for a bucket that only the other way of sending would complete."""
+    config = {
+        "cluster": {"num_servers": servers},
+        "server": {"transport": "tcp", "bucket_mb": 0.0005},
+        "task_args": {"unused": unused},
+        "training": {"max_steps": 6},
+    }
+    mixed = train(tmp_path / "mixed", "rpc", 2, trainer=f"{WITNESS_TRAINERS}:MixedTrainer", **config)
+    assert mixed.summary["transports"] == {"0": "tcp", "1": "rpc"}
+    whole = train(tmp_path / "whole", "rpc", 2, **config)
+    for file in ("model", "optimizer"):
+        assert differing_tensors(mixed.load(file), whole.load(file)) == []
+
+
 def test_one_server_answers_all_trainers_as_in_the_tutorial(tmp_path):
     """Its forward and gradients are those of the model, and its RRef is one object for all trainers."""
     finished = train(
