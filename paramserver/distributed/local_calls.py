@@ -1,32 +1,23 @@
 """Calls between two processes of one host over a unix socket, for those that a step waits for.
 
-They reach the same handlers as the calls of ``rpc_calls``. A round trip over RPC takes about 0.6 ms and, in each of the
-two processes, 0.3 ms of CPU time (docs/torch-notes.md, "Default transports spin"); one over a socket takes a twentieth
-of that, as no thread but the caller's and the server's takes part.
-
-A connection that fails stays closed, and the caller sends its call again over RPC. So nothing depends on it: liveness,
-membership and all other calls are those of RPC.
+A round trip over RPC takes about 0.6 ms and, in each of the two processes, 0.3 ms of CPU time (docs/torch-notes.md,
+"Default transports spin"); one over a socket takes a twentieth of that, as no thread but the caller's and the server's
+takes part.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import selectors
 import socket
-import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 
+from paramserver.distributed.socket_calls import CallConnection, CallServer
 from paramserver.distributed.tensor_pickle import pack, unpack
-from paramserver.errors import DeadlineExceeded
-from paramserver.platform import CLOSE_ON_EXEC, WakeupFd, memory_file
-
-log = logging.getLogger("paramserver")
+from paramserver.platform import CLOSE_ON_EXEC, memory_file
 
 # A call and its reply are one packet each, which the kernel copies. A longer one is in a file in memory, and its
 # descriptor is sent instead: the file has no name, and the kernel frees it with the last process that has it.
@@ -71,25 +62,29 @@ def _shut_down(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-class LocalCallServer:
-    """Runs handlers for callers of this host. A context manager; open inside ``with``.
+class _PacketConnection(CallConnection):
+    """The server's end of a connection."""
 
-    One thread serves all callers, as handlers do not block. Replies are sent by the thread that completes them.
-    ``handle`` runs a handler: class, name and arguments as in ``rpc_calls``; it returns a future that gets no
-    exception. Closing may take ``timeout_s``.
-    """
+    def send(self, value: Any) -> None:
+        packed = pack(value)
+        with self._lock:
+            self.raise_if_ended()
+            _send_packet(self._socket, packed)
+
+    def receive(self) -> list[Any]:
+        if not (packet := _receive_packet(self._socket)):
+            raise ConnectionError("the other end has closed the connection")
+        return [unpack(packet)]
+
+
+class LocalCallServer(CallServer[_PacketConnection]):
+    """Runs handlers for callers of this host. A context manager; open inside ``with``."""
+
+    kind = "local"
 
     def __init__(self, handle: Callable[..., torch.futures.Future[Any]], timeout_s: float) -> None:
-        self._handle = handle
-        self._timeout_s = timeout_s
-        # Covers both tables and ``_ended``, and each reply: a descriptor that is closed meanwhile could be another file
-        # by then.
-        self._lock = threading.Lock()
-        self._ended = False  # no thread reads any more
-        self._by_caller: dict[str, socket.socket] = {}
-        self._connections: dict[int, socket.socket] = {}  # by descriptor
-        self._closing = threading.Event()
-        self._error: BaseException | None = None
+        super().__init__(handle, timeout_s)
+        self._by_caller: dict[str, _PacketConnection] = {}
 
     def connect(self, caller: str) -> socket.socket:
         """Return the caller's end of a new connection; an earlier one of the same caller ends.
@@ -99,83 +94,13 @@ class LocalCallServer:
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (own, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        connection = _PacketConnection(own)
         with self._lock:
-            if self._ended:
-                own.close()
-                return theirs
-            if (earlier := self._by_caller.get(caller)) is not None:
-                _shut_down(earlier)
-            self._by_caller[caller] = self._connections[own.fileno()] = own
-            self._selector.register(own, selectors.EVENT_READ)
+            earlier, self._by_caller[caller] = self._by_caller.get(caller), connection
+        if earlier is not None:
+            earlier.shut_down()
+        self._add(connection)
         return theirs
-
-    def __enter__(self) -> LocalCallServer:
-        self._wakeup = WakeupFd()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wakeup, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="local-calls", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """End all connections.
-
-        Raises:
-            DeadlineExceeded: the thread did not end in time; it and its connections are abandoned.
-            Exception: what ended the thread before, unless another exception is being raised.
-        """
-        self._closing.set()
-        self._wakeup.set()
-        self._thread.join(self._timeout_s)
-        if self._thread.is_alive():
-            raise DeadlineExceeded(f"the thread of local calls did not end within {self._timeout_s:g} s")
-        self._selector.close()
-        self._wakeup.close()
-        if self._error is not None and exception[0] is None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            while not self._closing.is_set():
-                for key, _ in self._selector.select():
-                    if key.fileobj is not self._wakeup:
-                        with self._lock:
-                            connection = self._connections[key.fd]
-                        self._serve(connection)
-        except BaseException as error:
-            self._error = error
-            log.exception("the thread of local calls ends; trainers continue over RPC")
-        finally:
-            with self._lock:
-                self._ended = True
-                for connection in self._connections.values():
-                    # Shut down first: a forked child may have it too, and the caller would wait for ever.
-                    _shut_down(connection)
-                    connection.close()
-
-    def _serve(self, connection: socket.socket) -> None:
-        if not (packet := _receive_packet(connection)):
-            self._selector.unregister(connection)
-            with self._lock:
-                del self._connections[connection.fileno()]
-                connection.close()
-            return
-        number, target, kwargs = unpack(packet)
-        future = self._handle(*target, **kwargs)
-        future.add_done_callback(partial(self._reply, connection, number))
-
-    def _reply(self, connection: socket.socket, number: int, done: torch.futures.Future[Any]) -> None:
-        # In any thread, also under the lock of the parameter server: it does not block.
-        try:
-            packet = pack((number, done.value()))
-            with self._lock:
-                _send_packet(connection, packet)
-        except OSError as error:
-            log.debug("a reply does not reach its caller over the socket, which calls again over RPC: %s", error)
-            _shut_down(connection)
-        except Exception as error:  # noqa: BLE001 - whatever the pickler meets; torch only prints what a callback raises
-            log.warning("a reply cannot be pickled, so its caller, which calls again over RPC, gets that: %s", error)
-            _shut_down(connection)
 
 
 class LocalConnection:

@@ -1,37 +1,32 @@
 """Calls over TCP connections between hosts, for those that a step waits for and those that carry its gradients.
 
-They reach the same handlers as the calls of ``rpc_calls``, with less CPU time (docs/torch-notes.md, "Messages of RPC on
-the CPU"): tensors are sent from the memory that has them, and received into the memory that will.
-
-A connection that fails stays closed, and the caller sends its call again over RPC. So nothing depends on it: liveness,
-membership and all other calls are those of RPC. A process that connects authenticates with a token, which it has read
-in the store, as calls are pickled; the token is as private as the store, and is not encrypted.
+They take less CPU time than over RPC (docs/torch-notes.md, "Messages of RPC on the CPU"): tensors are sent from the
+memory that has them, and received into the memory that will. A process that connects authenticates with a token, which
+it has read in the store, as calls are pickled; the token is as private as the store, and is not encrypted.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-import selectors
 import socket
 import struct
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from ipaddress import ip_address
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from selectors import EVENT_READ
+from typing import Any
 
 import numpy as np
 import torch
 
+from paramserver.distributed.socket_calls import CallConnection, CallServer, ConnectionThread
 from paramserver.distributed.tensor_pickle import Bytes, pack_apart, unpack_apart
-from paramserver.errors import DeadlineExceeded
-from paramserver.platform import WakeupFd, end_unacknowledged
+from paramserver.platform import end_unacknowledged
 
 log = logging.getLogger("paramserver")
 
@@ -48,65 +43,44 @@ _WAKE_BYTES = 256 * 2**10
 _BACKLOG = 512
 
 
-class _Connection:
-    """One end of a connection. One thread reads and flushes, others send; owns the socket.
+class _Connection(CallConnection):
+    """One end of a TCP connection. ``on_blocked`` is called, in the thread that sends, when some is left to send."""
 
-    ``on_blocked`` is called, in the thread that sends, when the rest of a message is left for ``flush``.
-    """
-
-    def __init__(self, connection: socket.socket, on_blocked: Callable[[], None], timeout_s: float) -> None:
+    def __init__(self, connection: socket.socket, on_blocked: Callable[[Any], None], timeout_s: float) -> None:
+        super().__init__(connection)
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Before a call that waits for a reply gives up, so that it is sent again over RPC.
         end_unacknowledged(connection, timeout_s / 4)
         self.token = b""  # what was received of it
         self.opened = time.monotonic()
-        self._socket = connection
         self._on_blocked = on_blocked
-        # Held for a system call: a descriptor that is closed meanwhile could be another file by then.
-        self._lock = threading.Lock()
-        self._ended = False
         self._unsent: deque[Bytes] = deque()
         self._received: list[Any] = []
         self._wake_bytes = 1  # without which the socket is not readable
         self._targets = self._read_messages()
         self._unfilled = next(self._targets)
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
     @property
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
     def send(self, value: Any) -> None:
-        """Send a value, without waiting. Memory of its tensors must stay as it is until the other end has it.
-
-        Raises:
-            OSError: the connection has ended.
-        """
-        if self._ended:
-            raise ConnectionError("the connection has ended")
+        self.raise_if_ended()
         head, memory = pack_apart(value)
         lengths = b"".join(_LENGTH.pack(part.nbytes) for part in memory)
         first = b"".join((_HEADER.pack(len(head), len(memory)), lengths, head))
         with self._lock:
-            if self._ended:
-                raise ConnectionError("the connection has ended")
+            self.raise_if_ended()
             was_blocked = bool(self._unsent)
             self._unsent += [np.frombuffer(first, np.uint8), *memory]
             if not was_blocked:
                 self._send_unsent()
             is_blocked = bool(self._unsent)
         if is_blocked and not was_blocked:
-            self._on_blocked()
+            self._on_blocked(self)
 
     def flush(self) -> None:
-        """Send more of what is left.
-
-        Raises:
-            OSError: the connection has ended.
-        """
         with self._lock:
             self._send_unsent()
 
@@ -124,11 +98,6 @@ class _Connection:
         self._socket.sendall(_ACCEPTED)
 
     def receive(self) -> list[Any]:
-        """Return the next value in a list if it is complete; at most one, so that no sender starves the others.
-
-        Raises:
-            OSError: the connection has ended.
-        """
         with suppress(BlockingIOError):
             while not self._received:
                 while self._unfilled.size:
@@ -164,168 +133,17 @@ class _Connection:
                 self.token += received
         return len(self.token) == _TOKEN_BYTES
 
-    def shut_down(self) -> None:
-        """End the connection; the thread that reads it finds out. In any thread."""
-        with self._lock, suppress(OSError):  # the other end has ended it
-            if not self._ended:
-                self._socket.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        self.shut_down()  # a forked child may have the socket too
-        with self._lock:
-            self._ended = True
-            self._unsent.clear()
-            self._socket.close()
-
-
-C = TypeVar("C", bound=_Connection)
-
-
-class _Loop(ABC, Generic[C]):
-    """The thread that reads all connections of a process, and sends what could not be sent at once.
-
-    A context manager. Closing may take ``timeout_s``. ``_on_value`` and ``_on_end`` are called in the thread.
-    """
-
-    connection_class: type[C]
-    end = ""  # of a connection, for the name of the thread
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        # Covers the table and ``_ended``.
-        self._lock = threading.Lock()
-        self._ended = False  # no thread reads any more
-        self._connections: list[C] = []
-        self._closing = threading.Event()
-        self._error: BaseException | None = None
-
-    def __enter__(self) -> Any:
-        self._wakeup = WakeupFd()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wakeup, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name=f"tcp-{self.end}", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """End all connections.
-
-        Raises:
-            DeadlineExceeded: the thread did not end in time; it and its connections are abandoned.
-            Exception: what ended the thread before, unless another exception is being raised.
-        """
-        self._closing.set()
-        self._wakeup.set()
-        self._thread.join(self._timeout_s)
-        if self._thread.is_alive():
-            raise DeadlineExceeded(f"the thread of calls over TCP did not end within {self._timeout_s:g} s")
-        self._selector.close()
-        self._wakeup.close()
-        if self._error is not None and exception[0] is None:
-            raise self._error
-
-    def _add(self, connection: socket.socket) -> C:
-        """Read a connection from now on. In any thread; after the end of the thread it is one that has ended."""
-        added = self.connection_class(connection, self._wakeup.set, self._timeout_s)
-        with self._lock:
-            if not (ended := self._ended):
-                self._connections.append(added)
-        if ended:
-            added.close()
-        self._wakeup.set()
-        return added
-
-    @abstractmethod
-    def _on_value(self, connection: C, value: Any) -> None:
-        """Called with what has arrived."""
-
-    @abstractmethod
-    def _on_end(self, connection: C) -> None:
-        """Called when a connection has ended."""
-
-    def _run(self) -> None:
-        try:
-            while not self._closing.is_set():
-                self._wait_and_serve()
-        except BaseException as error:
-            self._error = error
-            log.exception("the thread of calls over TCP ends; calls continue over RPC")
-        finally:
-            with self._lock:
-                self._ended = True
-                connections, self._connections = self._connections, []
-            for connection in connections:
-                connection.close()
-                self._on_end(connection)
-            self._close_listener()
-
-    def _wait_and_serve(self) -> None:
-        with self._lock:
-            connections = list(self._connections)
-        known = self._selector.get_map()
-        for connection in connections:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_unsent else 0)
-            if connection.fileno() not in known:
-                self._selector.register(connection, events)
-            elif known[connection.fileno()].events != events:
-                self._selector.modify(connection, events)
-        for key, events in self._selector.select(self._poll_s()):
-            if key.fileobj is self._wakeup:
-                self._wakeup.clear()
-            elif isinstance(key.fileobj, self.connection_class):
-                self._serve(key.fileobj, events)
-            else:
-                self._accept()
-
-    def _poll_s(self) -> float | None:
-        """Return when to look again, whatever happens; None for no limit."""
-        return None
-
-    def _accept(self) -> None:
-        """Accept a connection at the listener, if this process has one."""
-
-    def _close_listener(self) -> None:
-        """Accept no more connections."""
-
-    def _serve(self, connection: C, events: int) -> None:
-        try:
-            if events & selectors.EVENT_WRITE:
-                connection.flush()
-            if events & selectors.EVENT_READ:
-                self._read(connection)
-        except OSError as error:
-            log.debug("a connection for calls over TCP has ended: %s", error)
-            self._remove(connection)
-        except Exception:
-            log.exception("a connection for calls over TCP ends, with what it received; its calls continue over RPC")
-            self._remove(connection)
-
-    def _read(self, connection: C) -> None:
-        for value in connection.receive():
-            self._on_value(connection, value)
-
-    def _remove(self, connection: C) -> None:
-        self._selector.unregister(connection)
-        with self._lock:
-            self._connections.remove(connection)
-        connection.close()
-        self._on_end(connection)
-
-
-class TcpCallServer(_Loop[_Connection]):
+class TcpCallServer(CallServer[_Connection]):
     """Runs handlers for callers of any host. A context manager; ``listen`` inside ``with``.
 
-    One thread serves all callers, as handlers do not block. Replies are sent by the thread that completes them.
-    ``handle`` runs a handler: class, name and arguments as in ``rpc_calls``; it returns a future that gets no
-    exception. A connection that has not authenticated after ``timeout_s`` is closed.
+    A connection that has not authenticated after ``timeout_s`` is closed.
     """
 
-    connection_class = _Connection
-    end = "server"
+    kind = "tcp"
 
     def __init__(self, handle: Callable[..., torch.futures.Future[Any]], timeout_s: float) -> None:
-        super().__init__(timeout_s)
-        self._handle = handle
+        super().__init__(handle, timeout_s)
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._listener: socket.socket | None = None
 
@@ -339,13 +157,12 @@ class TcpCallServer(_Loop[_Connection]):
         listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         listener.setblocking(False)
         self._listener = listener
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._wakeup.set()
+        self._selector.register(listener, EVENT_READ)
         return f"{address} {listener.getsockname()[1]} {self._token.hex()}"
 
     def _unauthenticated(self) -> list[_Connection]:
         with self._lock:
-            return [one for one in self._connections if len(one.token) < _TOKEN_BYTES]
+            return [one for one in self._connections.values() if len(one.token) < _TOKEN_BYTES]
 
     def _poll_s(self) -> float | None:
         """Close what has not authenticated in time, or the oldest of too many; return when to look again."""
@@ -359,7 +176,8 @@ class TcpCallServer(_Loop[_Connection]):
         return self._timeout_s if unauthenticated else None
 
     def _accept(self) -> None:
-        assert self._listener is not None
+        if self._listener is None:
+            return
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
@@ -372,7 +190,7 @@ class TcpCallServer(_Loop[_Connection]):
                 log.warning("calls of trainers that join from now on are sent over RPC: %s", error)
                 self._close_listener()
             return
-        self._add(connection)
+        self._add(_Connection(connection, self._on_blocked, self._timeout_s))
 
     def _close_listener(self) -> None:
         listener, self._listener = self._listener, None
@@ -391,25 +209,6 @@ class TcpCallServer(_Loop[_Connection]):
             connection.send_accepted()
         super()._read(connection)
 
-    def _on_value(self, connection: _Connection, value: Any) -> None:
-        number, target, kwargs = value
-        future = self._handle(*target, **kwargs)
-        future.add_done_callback(partial(_reply, connection, number))
-
-    def _on_end(self, connection: _Connection) -> None:
-        """Its caller calls again over RPC, or is lost."""
-
-
-def _reply(connection: _Connection, number: int, done: torch.futures.Future[Any]) -> None:
-    # In any thread, also under the lock of the parameter server: it does not block.
-    try:
-        connection.send((number, done.value()))
-    except OSError as error:
-        log.debug("a reply does not reach its caller over TCP, which calls again over RPC: %s", error)
-    except Exception as error:  # noqa: BLE001 - whatever the pickler meets; torch only prints what a callback raises
-        log.warning("a reply cannot be pickled, so its caller, which calls again over RPC, gets that: %s", error)
-        connection.shut_down()
-
 
 class TcpConnection(_Connection):
     """The caller's end of a connection to a ``TcpCallServer``.
@@ -417,7 +216,7 @@ class TcpConnection(_Connection):
     Any thread may call. The future of a reply is completed by the thread that reads.
     """
 
-    def __init__(self, connection: socket.socket, on_blocked: Callable[[], None], timeout_s: float) -> None:
+    def __init__(self, connection: socket.socket, on_blocked: Callable[[Any], None], timeout_s: float) -> None:
         super().__init__(connection, on_blocked, timeout_s)
         self._calls = threading.Lock()  # covers the two below
         self._number = 0
@@ -458,11 +257,10 @@ class TcpConnection(_Connection):
             future.set_exception(RuntimeError("the connection to the server's process was closed"))
 
 
-class TcpCaller(_Loop[TcpConnection]):
+class TcpCaller(ConnectionThread[TcpConnection]):
     """The connections of a process to the ``TcpCallServer`` of others. A context manager."""
 
-    connection_class = TcpConnection
-    end = "caller"
+    kind = "tcp-caller"
 
     def connect(self, address: str) -> TcpConnection:
         """Connect to a process; ``address`` is what ``TcpCallServer.listen`` returned there.
@@ -477,10 +275,12 @@ class TcpCaller(_Loop[TcpConnection]):
             # The kernel completes a connection that no process accepts, over which no call would return.
             if connection.recv(len(_ACCEPTED)) != _ACCEPTED:
                 raise ConnectionError("it refused the connection")
-            return self._add(connection)
+            connected = TcpConnection(connection, self._on_blocked, self._timeout_s)
         except OSError:
             connection.close()
             raise
+        self._add(connected)
+        return connected
 
     def _on_value(self, connection: TcpConnection, value: Any) -> None:
         connection.complete(*value)

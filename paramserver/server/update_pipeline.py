@@ -29,7 +29,7 @@ log = logging.getLogger("paramserver")
 _BUCKETS, _LEAST_BYTES, _MOST_BYTES = 10, 128 * 2**10, 4 * 2**20
 # Where servers share the hosts of trainers, less is sent over the network, and messages take the CPU of trainers.
 _COLOCATED_BUCKETS = 5
-# The first bucket of a server is sent when the backward has ended, and its update received with the next pull.
+# The first bucket of a server is sent when the backward has ended; over RPC its update is received with the next pull.
 FIRST_BUCKET_BYTES = 64 * 2**10
 
 

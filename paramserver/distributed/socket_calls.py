@@ -1,0 +1,247 @@
+"""Calls over sockets, without RPC: the thread that reads all connections of a process, and the server of calls.
+
+They reach the same handlers as the calls of ``rpc_calls``. A connection that fails stays closed, and its caller sends
+its calls again over RPC. So nothing depends on them: liveness, membership and all other calls are those of RPC.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from paramserver.errors import DeadlineExceeded
+from paramserver.platform import WakeupFd
+
+log = logging.getLogger("paramserver")
+
+
+class CallConnection(ABC):
+    """One end of a connection. One thread reads and flushes, others send; owns the socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        # Held for a system call: a descriptor that is closed meanwhile could be another file by then.
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether some of what was sent is left for ``flush``."""
+        return False
+
+    @abstractmethod
+    def send(self, value: Any) -> None:
+        """Send a value, without waiting. Memory of its tensors must stay as it is until the other end has it.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+
+    def flush(self) -> None:
+        """Send more of what is left.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+
+    @abstractmethod
+    def receive(self) -> list[Any]:
+        """Return the next value in a list if it is complete; at most one, so that no sender starves the others.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+
+    def raise_if_ended(self) -> None:
+        if self._ended:
+            raise ConnectionError("the connection has ended")
+
+    def shut_down(self) -> None:
+        """End the connection; the thread that reads it is woken. In any thread."""
+        with self._lock, suppress(OSError):  # the other end has ended it
+            if not self._ended:
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.shut_down()  # a forked child may have the socket too
+        with self._lock:
+            self._ended = True
+            self._socket.close()
+
+
+C = TypeVar("C", bound=CallConnection)
+
+
+class ConnectionThread(ABC, Generic[C]):
+    """The thread that reads connections, and sends what could not be sent at once.
+
+    A context manager. Closing may take ``timeout_s``. ``_on_value`` and ``_on_end`` are called in the thread.
+    """
+
+    kind = ""  # of connection, for the name of the thread
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        # Covers the table and ``_ended``.
+        self._lock = threading.Lock()
+        self._ended = False  # no thread reads any more
+        self._connections: dict[int, C] = {}  # by descriptor
+        self._blocked: deque[C] = deque()  # that have more to send since the thread was woken
+        self._closing = threading.Event()
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> Any:
+        self._wakeup = WakeupFd()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name=f"calls-{self.kind}", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End all connections.
+
+        Raises:
+            DeadlineExceeded: the thread did not end in time; it and its connections are abandoned.
+            Exception: what ended the thread before, unless another exception is being raised.
+        """
+        self._closing.set()
+        self._wakeup.set()
+        self._thread.join(self._timeout_s)
+        if self._thread.is_alive():
+            raise DeadlineExceeded(f"the thread calls-{self.kind} did not end within {self._timeout_s:g} s")
+        self._selector.close()
+        self._wakeup.close()
+        if self._error is not None and exception[0] is None:
+            raise self._error
+
+    def _add(self, added: C) -> None:
+        """Read a connection from now on. In any thread; after the end of the thread the connection is closed."""
+        with self._lock:
+            if not (ended := self._ended):
+                self._connections[added.fileno()] = added
+                self._selector.register(added, selectors.EVENT_READ)
+        if ended:
+            added.close()
+
+    def _on_blocked(self, connection: C) -> None:
+        """Send the rest of what is left for ``flush``. In any thread."""
+        self._blocked.append(connection)
+        self._wakeup.set()
+
+    @abstractmethod
+    def _on_value(self, connection: C, value: Any) -> None:
+        """Called with what has arrived."""
+
+    @abstractmethod
+    def _on_end(self, connection: C) -> None:
+        """Called when a connection has ended."""
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                for key, events in self._selector.select(self._poll_s()):
+                    if key.fileobj is self._wakeup:
+                        self._on_wakeup()
+                    elif (connection := self._connections.get(key.fd)) is not None:
+                        self._serve(connection, events)
+                    else:
+                        self._accept()
+        except BaseException as error:
+            self._error = error
+            log.exception("the thread calls-%s ends; calls continue over RPC", self.kind)
+        finally:
+            with self._lock:
+                self._ended = True
+                connections, self._connections = self._connections, {}
+            for connection in connections.values():
+                connection.close()
+                self._on_end(connection)
+            self._close_listener()
+
+    def _on_wakeup(self) -> None:
+        self._wakeup.clear()
+        while self._blocked:
+            connection = self._blocked.popleft()
+            if connection.has_unsent and self._connections.get(connection.fileno()) is connection:
+                self._selector.modify(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def _poll_s(self) -> float | None:
+        """Return when to look again, whatever happens; None for no limit."""
+        return None
+
+    def _accept(self) -> None:
+        """Accept a connection at the listener, if this process has one."""
+
+    def _close_listener(self) -> None:
+        """Accept no more connections."""
+
+    def _serve(self, connection: C, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                connection.flush()
+                if not connection.has_unsent:
+                    self._selector.modify(connection, selectors.EVENT_READ)
+            if events & selectors.EVENT_READ:
+                self._read(connection)
+        except OSError as error:
+            log.debug("a connection of the thread calls-%s has ended: %s", self.kind, error)
+            self._remove(connection)
+        except Exception:
+            log.exception("a connection ends with what it received; its calls continue over RPC")
+            self._remove(connection)
+
+    def _read(self, connection: C) -> None:
+        for value in connection.receive():
+            self._on_value(connection, value)
+
+    def _remove(self, connection: C) -> None:
+        self._selector.unregister(connection)
+        with self._lock:
+            del self._connections[connection.fileno()]
+        connection.close()
+        self._on_end(connection)
+
+
+class CallServer(ConnectionThread[C]):
+    """Runs handlers for callers. One thread serves all callers, as handlers do not block.
+
+    Replies are sent by the thread that completes them. ``handle`` runs a handler: class, name and arguments as in
+    ``rpc_calls``; it returns a future that gets no exception.
+    """
+
+    def __init__(self, handle: Callable[..., torch.futures.Future[Any]], timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        self._handle = handle
+
+    def _on_value(self, connection: C, value: Any) -> None:
+        number, target, kwargs = value
+        self._handle(*target, **kwargs).add_done_callback(partial(_reply, connection, number))
+
+    def _on_end(self, connection: C) -> None:
+        """Its caller calls again over RPC, or is lost."""
+
+
+def _reply(connection: CallConnection, number: int, done: torch.futures.Future[Any]) -> None:
+    # In any thread, also under the lock of the parameter server: it does not block.
+    try:
+        connection.send((number, done.value()))
+    except OSError as error:
+        log.debug("a reply does not reach its caller over the socket, which calls again over RPC: %s", error)
+        connection.shut_down()
+    except Exception as error:  # noqa: BLE001 - whatever the pickler meets; torch only prints what a callback raises
+        log.warning("a reply cannot be pickled, so its caller, which calls again over RPC, gets that: %s", error)
+        connection.shut_down()
