@@ -165,7 +165,14 @@ def test_a_compressor_rounds(name, values, num_bytes, decoded):
 def test_a_push_is_complete_with_its_last_bucket():
     leaves = [torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)]
     push = PushAssembly(leaves, CastCodec(torch.float32))
-    push.add_first(torch.ones(2))
+    push.add_bucket(1, torch.ones(3))
+    assert push.complete() is None
+    push.add_bucket(0, torch.ones(2))
+    assert [part.tolist() for part in push.complete()] == [[1.0, 1.0], [1.0, 1.0, 1.0]]
+
+
+def test_a_push_to_a_server_without_parameters_of_its_first_type_is_complete_without_them():
+    push = PushAssembly([torch.zeros(0, requires_grad=True), torch.zeros(3, requires_grad=True)], CastCodec(None))
     assert push.complete() is None
     push.add_bucket(1, torch.ones(3))
-    assert [part.tolist() for part in push.complete()] == [[1.0, 1.0], [1.0, 1.0, 1.0]]
+    assert [part.tolist() for part in push.complete()] == [[], [1.0, 1.0, 1.0]]
