@@ -10,7 +10,7 @@ import psutil
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process ``pid`` runs; a zombie that nobody has reaped yet does not."""
+    """Return whether the process ``pid`` runs; a zombie that no process has reaped yet does not."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:

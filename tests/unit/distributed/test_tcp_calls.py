@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from late_replies import LateReplies
 
 from paramserver.distributed import tcp_calls
 from paramserver.distributed.rpc_calls import completed_future
@@ -39,17 +40,7 @@ def echo(owner, name, *values):
 
 
 def test_replies_come_when_they_are_ready_in_any_order_and_from_any_thread():
-    pending = {}
-
-    def handle(owner, name, number, *, twice):
-        assert (owner, name, twice) == (*TARGET, True)
-        pending[number] = torch.futures.Future()
-        if len(pending) == 3:
-            for one in (2, 0, 1):
-                threading.Thread(target=pending[one].set_result, args=(10 * one,)).start()
-        return pending[number]
-
-    with connected(handle) as (_, connection):
+    with connected(LateReplies(*TARGET)) as (_, connection):
         calls = [connection.call((*TARGET, number), {"twice": True}) for number in range(3)]
         assert [value_of(call) for call in calls] == [0, 10, 20]
 
