@@ -14,6 +14,7 @@ from typing import Any
 # Daemon threads of this project; daemon threads of libraries may stay.
 OUR_THREADS = (
     "updates",
+    "parallel-step_",
     "colocated-trainer",
     "feeder",
     "coordinator",

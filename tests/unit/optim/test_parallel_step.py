@@ -4,6 +4,7 @@ import copy
 import functools
 import threading
 import types
+import weakref
 
 import pytest
 import torch
@@ -70,6 +71,62 @@ def test_every_optimizer_makes_the_same_step(crew, kind):
     for number, state in mine["state"].items():
         for name, value in state.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs["state"][number][name])), (number, name)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.ASGD, torch.optim.Muon])
+def test_a_step_takes_what_was_changed_since_the_last_one(crew, kind):
+    """Learning rate, loaded state, replaced state of a parameter, another group."""
+    one, many = parameters(kind, 1), parameters(kind, 1)
+    optimizers = alone, together = optimizer_of(kind, one[:-1]), optimizer_of(kind, many[:-1])
+    parted = ParallelStep(together, crew)
+    generator = torch.Generator().manual_seed(2)
+
+    def step(times=2):
+        for _ in range(times):
+            for a, b in zip(one, many, strict=True):
+                a.grad = torch.randn(a.shape, generator=generator)
+                b.grad = a.grad.clone()
+            alone.step()
+            parted()
+
+    step()
+    stored = copy.deepcopy(alone.state_dict())
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] *= 3
+    step()
+    for optimizer in optimizers:
+        optimizer.load_state_dict(copy.deepcopy(stored))
+    step()
+    for optimizer, own in zip(optimizers, (one, many), strict=True):
+        optimizer.state[own[0]] = {}
+    step()
+    for optimizer, own in zip(optimizers, (one, many), strict=True):
+        optimizer.add_param_group({"params": own[-1:], "lr": 0.5})
+    step()
+    assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
+
+
+def test_too_many_parts_are_refused_also_after_the_end_of_the_threads():
+    team = ThreadTeam(1)
+    with pytest.raises(ValueError, match=r"parts \(3\) must be at most 2"):
+        team.run([int] * 3)
+    team.run([int] * 2)
+    team.close()
+    with pytest.raises(ValueError, match=r"parts \(2\) must be at most 1"):
+        team.run([int] * 2)
+    team.close()
+
+
+def test_no_thread_keeps_its_last_part(crew):
+    class Part:
+        def __call__(self):
+            pass
+
+    parts = [Part() for _ in range(crew.size)]
+    kept = [weakref.ref(part) for part in parts]
+    crew.run(parts)
+    del parts
+    assert [part() for part in kept] == [None] * crew.size
 
 
 def test_a_hook_sees_all_parameters_at_once(crew):
