@@ -16,6 +16,7 @@ from paramserver.parameters.tables import (
     describe_large,
     find_tables,
     mean_of_rows,
+    merge_rows,
     with_values,
 )
 from paramserver.transport.segments import SegmentHost, attach, create_memfd, segment_bytes
@@ -106,6 +107,14 @@ def test_memory_of_rows_is_taken_when_they_are_written():
         assert os.fstat(descriptor).st_blocks * 512 <= 8192
     finally:
         os.close(descriptor)
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (0, 3), (1, 1), (5, 4, 6), (300, 200)])
+def test_rows_are_merged_as_unique_merges_them(sizes):
+    generator = torch.Generator().manual_seed(len(sizes))
+    rows = [torch.randperm(400, generator=generator)[:size].sort().values for size in sizes]
+    expected = torch.unique(torch.cat(rows), return_inverse=True)
+    assert all(torch.equal(own, other) for own, other in zip(merge_rows(rows), expected, strict=True))
 
 
 def test_the_mean_is_that_of_dense_gradients_in_order():
