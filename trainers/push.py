@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paramserver.devices import synchronize
+from paramserver.distributed.rpc_agent import distributed_backward
 from paramserver.metrics.profile import span, spanned
 from paramserver.metrics.records import StepReport
 from paramserver.server.client import InFlightCall
@@ -125,6 +126,7 @@ class GradientPush:
         self._transport = pull.transport
         self._sent: dict[GradientBucket, list[InFlightCall[Tensor | None]]] = {}
         self._parameters = list(pull.model_copy.parameters.values())
+        self._local_root = local_root()
         self.buckets = GradientBuckets(pull.transport, self._parameters, self._send_bucket)
 
     @spanned("push")
@@ -162,20 +164,19 @@ class GradientPush:
         self._sent = {}
         pulled, transport = self._pull.pulled, self._transport
 
-        def begin(*_: object) -> None:
-            optimizer.begin_step(self._pull.context.id, push, list(sent.values()))
-
         with span("push"):
-            # Without a recorded pull the backward of the context is local, and sends the push.
-            root = transport.backward_root(pulled) if transport.recorded else local_root(begin)
+            root = transport.backward_root(pulled) if transport.recorded else None
+            # Before the backward: where that sends the last gradients, the servers accept the push once they have them.
+            # Where it sends nothing, they make the update meanwhile.
+            optimizer.begin_step(self._pull.context.id, push, list(sent.values()))
             self._pull.wire_bytes += transport.step_bytes(() if push.report.optimizer else pulled)
             self._pull.wire_bytes += bytes_of(push.buffers) + bytes_of(self._pull.grant.buffers)
-            if transport.recorded:
-                # Before its gradients are complete: the servers accept the push with the last of them.
-                begin()
             if sent:
                 self._pull.clock.add_hidden(max(call.in_flight_s() for call in sent.values()))
-            self._server.backward(self._pull.context.id, root)
+            if root is not None:
+                self._server.backward(self._pull.context.id, root)
+            else:
+                distributed_backward(self._pull.context.id, [self._local_root])
         with span("wait"):
             grant = optimizer.step(self._pull.context.id)
         for bucket, call in sent.items():

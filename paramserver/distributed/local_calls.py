@@ -23,6 +23,8 @@ from paramserver.platform import CLOSE_ON_EXEC, memory_file
 # descriptor is sent instead: the file has no name, and the kernel frees it with the last process that has it.
 MAX_PACKET_BYTES = 64 * 1024
 _SEND_BUFFER_BYTES = 4 * MAX_PACKET_BYTES
+# As a number: the enum takes 0.03 ms to find the name of an intersection.
+_TRUNCATED = int(socket.MSG_CTRUNC)
 # At most 2 GiB are written at once.
 _WRITE_BYTES = 1 << 30
 
@@ -46,7 +48,7 @@ def _receive_packet(connection: socket.socket) -> bytes:
     """Return the next packet; an empty one at the end of the connection, or if no descriptor is left for a long one."""
     try:
         packet, descriptors, flags, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, 1, CLOSE_ON_EXEC)
-        if flags & socket.MSG_CTRUNC:
+        if flags & _TRUNCATED:
             return b""
         for descriptor in descriptors:
             with os.fdopen(descriptor, "rb", buffering=0) as file:

@@ -71,15 +71,11 @@ class SharedOptimizer(DistributedOptimizer):
         # The base class would build remote optimizers; its contract is kept, its constructor is not called.
         self.client = client
         self.is_functional_optim = False
-        self._begun: tuple[int, InFlightCall[StepGrant] | Exception] | None = None
+        self._begun: tuple[int, InFlightCall[StepGrant]] | None = None
 
     def begin_step(self, context_id: int, push: Push, buckets: Sequence[InFlightCall[Any]] = ()) -> None:
-        """Report the push of a context whose backward has begun, or is about to. ``buckets`` send its gradients."""
-        try:
-            self._begun = context_id, self.client.push(push, buckets)
-        except Exception as error:  # noqa: BLE001 - kept for ``step``
-            # ``step`` raises it: distributed autograd would make a RuntimeError of it, which looks like a lost server.
-            self._begun = context_id, error
+        """Report the push of a context whose backward is about to begin. ``buckets`` send its gradients."""
+        self._begun = context_id, self.client.push(push, buckets)
 
     def step(self, context_id: int, push: Push | None = None) -> StepGrant:
         """Apply the gradients of a context, with those of other trainers if the consistency model requires it.
@@ -90,8 +86,6 @@ class SharedOptimizer(DistributedOptimizer):
         if begun is None or begun[0] != context_id:
             assert push is not None, "a step is reported by begin_step, or here"
             return self.client.push(push, has_gradients=True).wait()
-        if isinstance(begun[1], Exception):
-            raise begun[1]
         return begun[1].wait()
 
     def state_dict(self) -> dict[str, Any]:

@@ -104,9 +104,10 @@ def pull(
     return [apply(leaf, flat, on_gradient) for leaf, flat in zip(leaves, snapshot, strict=True)]
 
 
-def local_root(on_backward: Callable[[Tensor], None]) -> Tensor:
-    """Return the root of a push whose gradients are sent otherwise: a scalar whose backward calls ``on_backward``."""
-    return pull([torch.zeros((), requires_grad=True)], [torch.zeros(())], on_backward)[0]
+@torch.enable_grad()  # a task may have left it switched off
+def local_root() -> Tensor:
+    """Return the root of the backward of any number of contexts in which no pull is recorded."""
+    return torch.zeros((), requires_grad=True).clone()
 
 
 def push_root(gradients: Sequence[Tensor], pulled: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
 """Transport in shared memory: trainers on the server's host read parameters and write gradients without copies.
 
-The version that a trainer pulls is in its own memory, so its part of distributed autograd is local: a token stands for
-the parameters in the context of the step, and its backward, in ``dist_autograd.backward``, sends the push.
+The version that a trainer pulls is in its own memory, so nothing is recorded in the context of the step: the backward
+in it, ``dist_autograd.backward``, is local.
 
 ``ServerSharedMemory`` decides for a server what is shared. ``SnapshotSource`` gives trainers a version that stays
 unchanged while they read it: ``LiveParameters`` in lockstep, ``RingSnapshots`` otherwise.

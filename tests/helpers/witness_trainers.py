@@ -50,12 +50,19 @@ class ReducingTrainer(DdpTrainer):
 
 
 class WitnessTrainer(RpcTrainer):
-    """Asserts that each step enters a distributed-autograd context, runs backward and steps a DistributedOptimizer."""
+    """Asserts that each step enters a distributed-autograd context, runs backward and steps a DistributedOptimizer.
+
+    The report of its push is sent before the backward.
+    """
 
     def on_after_setup_optimizers(self):
         assert isinstance(self.optimizer, DistributedOptimizer)
         self.seen = []
-        step, backward = self.optimizer.step, dist_autograd.backward
+        begin, step, backward = self.optimizer.begin_step, self.optimizer.step, dist_autograd.backward
+
+        def begun(context_id, *report):
+            self.seen.append(("report", context_id, dist_autograd._current_context()._context_id()))
+            return begin(context_id, *report)
 
         def stepped(context_id, *report):
             self.seen.append(("step", context_id, dist_autograd._current_context()._context_id()))
@@ -65,12 +72,12 @@ class WitnessTrainer(RpcTrainer):
             self.seen.append(("backward", context_id, dist_autograd._current_context()._context_id()))
             return backward(context_id, roots, **options)
 
-        self.optimizer.step = stepped
+        self.optimizer.begin_step, self.optimizer.step = begun, stepped
         dist_autograd.backward = went_back
 
     def leave(self, totals, decision):
         words = [word for word, _, _ in self.seen]
-        assert words == ["backward", "step"] * totals.batches, words
+        assert words == ["report", "backward", "step"] * totals.batches, words
         assert all(context == current for _, context, current in self.seen)
         assert len({context for _, context, _ in self.seen}) == totals.batches
         self.log("witnessed", totals.batches)
