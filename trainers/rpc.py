@@ -323,7 +323,8 @@ class RpcTrainer(Trainer):
 
 def _compact(positions: npt.NDArray[np.int64]) -> Sequence[int]:
     """Return positions as they are cheapest in a message: consecutive ones, as a FIFO serves them, as a range."""
-    if len(positions) and bool((np.diff(positions) == 1).all()):
-        return range(int(positions[0]), int(positions[-1]) + 1)
     numbers: list[int] = positions.tolist()
-    return numbers
+    if not numbers:
+        return numbers
+    consecutive = range(numbers[0], numbers[0] + len(numbers))
+    return consecutive if numbers == list(consecutive) else numbers

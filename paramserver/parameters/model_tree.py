@@ -164,7 +164,7 @@ class ModelTree:
         if kinds != self._packed_kinds:
             self._packed_kinds = kinds
             self._layout, self._description = self._describe(buffers)
-        return PackedBuffers(self._description, _copy(buffers, self._layout))
+        return PackedBuffers(self._description, _copy(buffers, self._layout) if buffers else ())
 
     def pack_changed_buffers(self, since: PackedBuffers) -> PackedBuffers | None:
         """Return a copy of the module buffers whose values differ from those of ``since``; None if there are none."""
@@ -192,7 +192,6 @@ class ModelTree:
         )
         return layout, pickle.dumps((layout, absent, transient & buffers.keys()))
 
-    @torch.no_grad()
     def load_buffers(self, packed: PackedBuffers, partial: bool = False) -> None:
         """Give the model these buffers, whatever it has: those of other shapes or dtypes, or none, are replaced.
 
@@ -224,7 +223,8 @@ class ModelTree:
             if mine is not None and name not in values and not partial:
                 self._set(name, None, packed)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
 
     def _set(self, name: str, value: Tensor | None, packed: PackedBuffers) -> None:
         set_buffer(self.model, name, value, persistent=name not in packed.transient)

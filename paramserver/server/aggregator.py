@@ -448,7 +448,7 @@ class Aggregator:
             return
         del self._incomplete[push.trainer_index]
         try:
-            self._accept(replace(pending, arrival_s=time.perf_counter()))
+            self._accept(pending)
         except TrainingError as error:
             pending.future.set_result(RemoteError.of(error))  # raised by the caller
 
@@ -479,7 +479,7 @@ class Aggregator:
             raise TrainingError(rejection)
         transport = self.transports[trainer_index]
         report, buffers = transport.complete_push(push.report, push.buffers)
-        push = replace(push, report=report, buffers=buffers)
+        push = replace(push, report=report, buffers=buffers, arrival_s=time.perf_counter())
         transport.unpin()
         self._granted.pop(trainer_index, None)
         samples, inner_steps = report.samples + report.skipped, int(report.inner_steps)
