@@ -1,6 +1,6 @@
 """Compares the sampler ``importance`` with uniform draws: the tail of the error at equal numbers of simulations.
 
-    python examples/heat/steer.py runs/steered [--seeds 0 1 2 3 4] [--cases uniform importance] [--count 150]
+    python examples/heat/steer.py runs/steered [--seeds 0 1 2 3 4] [--cases uniform importance] [--count 400]
 
 All runs are those of steered.yaml: equal simulations, batches and learning rates. Each model is then evaluated on the
 same simulations with uniform parameters. The error of a simulation is the mean square over its fields, normalised; the
@@ -33,7 +33,7 @@ CASES = {
     "power 1": ["simulations.sampler_args.power=1"],
     "sigma 0.1": ["simulations.sampler_args.sigma=0.1"],
     "sigma 0.3": ["simulations.sampler_args.sigma=0.3"],
-    "share 0.25": ["simulations.sampler_args.share=0.25"],
+    "share 0.5": ["simulations.sampler_args.share=0.5"],
 }
 
 
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="for results and runs; must be new")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["uniform", "importance"], metavar="CASE")
-    parser.add_argument("--count", type=int, default=150, help="simulations")
+    parser.add_argument("--count", type=int, default=400, help="simulations")
     parser.add_argument("--evaluated", type=int, default=1000, help="simulations that a model is evaluated on")
     arguments = parser.parse_args(argv)
     folder = arguments.folder.resolve()

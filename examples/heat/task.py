@@ -68,6 +68,7 @@ class Heat(Task):
         dt: length of a step.
         width: of the hidden layers.
         lr: learning rate of Adam.
+        anneal: let it fall to 0 by a cosine over the run.
         validation_simulations: number of simulations for validation, with parameters that training does not use.
         weighted: weight each loss by ``density_ratio``, which the sampler ``importance`` gives.
     """
@@ -81,13 +82,14 @@ class Heat(Task):
         dt: float = DT,
         width: int = 256,
         lr: float = 1e-3,
+        anneal: bool = False,
         validation_simulations: int = 10,
         weighted: bool = False,
     ) -> None:
         self.offline = offline
         self.folder = Path(folder).expanduser()
         self.n, self.steps, self.dt = n, steps, dt
-        self.width, self.lr = width, lr
+        self.width, self.lr, self.anneal = width, lr, anneal
         self.validation_simulations = validation_simulations
         self.weighted = weighted
 
@@ -113,6 +115,13 @@ class Heat(Task):
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.parameters(), lr=self.lr)
+
+    def build_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
+        if not self.anneal:
+            return None
+        if self.total_steps is None:
+            raise TaskError("task_args.anneal (true) must have a number of steps; set training.max_steps")
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.total_steps)
 
     def train_source(self, partition: Any) -> Any:
         if not self.offline:
