@@ -263,6 +263,24 @@ def test_losses_are_weighted_by_the_ratio_of_densities_where_that_is_asked_for(h
     assert logged[0].tolist() == pytest.approx([9, 9])
 
 
+def test_the_learning_rate_falls_to_0_over_a_run_of_known_length(heat, monkeypatch):
+    task = task_of(heat, "training.max_steps=4", anneal=True, lr=0.5)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=task.lr)
+    scheduler = task.build_scheduler(optimizer)
+    rates = []
+    for _ in range(4):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[0] == 0.5
+    assert rates == sorted(rates, reverse=True)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0)
+    assert task_of(heat).build_scheduler(optimizer) is None
+    monkeypatch.setattr(heat.task.Heat, "total_steps", None)
+    with pytest.raises(TaskError, match=r"task_args\.anneal \(true\) must have a number of steps"):
+        task.build_scheduler(optimizer)
+
+
 def test_a_model_is_evaluated_on_the_same_simulations_whatever_it_was_trained_on(heat):
     steer = heat.steer
     ranges = [*heat.task.TEMPERATURES, (0.1, 20.0)]
