@@ -236,10 +236,11 @@ class StopLimit:
             self.grace_s = min(self.grace_s, HURRY_S)
             self._wake()
 
-    def end_now(self, reason: str) -> None:
+    def end_now(self, reason: str, limit_text: str) -> None:
         """Request a stop whose limit has passed: that of another process has. From any thread."""
         if not self.is_over:
-            self._over_at = 0.0
+            # Also where a second signal is about to arrive here, which has arrived there.
+            self._over_at, self.limit_text = 0.0, limit_text
             self.stop.request(reason)
 
     def _wake(self) -> None:

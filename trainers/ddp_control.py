@@ -543,7 +543,7 @@ class DdpControl(ReplicaControl):
             rank, text = self.process.identity.global_rank, self.process.stop_limit.limit_text
             self._channel.report_loss(rank, f"it did not return from {place} {text}", is_stuck=True)
         else:
-            self._channel.send_over(self.process.stop.state()[1])
+            self._channel.send_over(self.process.stop.state()[1], self.process.stop_limit.limit_text)
 
     def _on_lost(self) -> None:
         """Called again and again after a loss, in the thread of the control channel, until the channel is closed."""

@@ -151,8 +151,8 @@ class ControlChannel:
         self._inbox: deque[ControlMessage] = deque()
         self._leaving = False
         self._sent_over = False
-        # Called in the reading thread with the reason of another rank's ``send_over``. Must not block.
-        self.on_over: Callable[[str], None] = lambda reason: None
+        # Called in the reading thread with what another rank gave to ``send_over``. Must not block.
+        self.on_over: Callable[[str, str], None] = lambda reason, limit: None
         self.lost: PeerLost | None = None
         self.stuck = ""  # the lost rank, and why, if it was asked to end and did not; otherwise ""
         self.last_progress = 0.0
@@ -275,9 +275,9 @@ class ControlChannel:
         elif message[0] == _BYE:
             self._active.remove(connection)
         elif message[0] == _OVER:
-            reason = bytes(message[1]).decode()
-            self.send_over(reason)
-            self.on_over(reason)
+            limit, _, reason = bytes(message[1]).decode().partition("\n")
+            self.send_over(reason, limit)
+            self.on_over(reason, limit)
         elif message[0] == _LOSS:
             body = bytes(message[1])
             rank, is_stuck = _LOST_RANK.unpack_from(body)
@@ -287,12 +287,15 @@ class ControlChannel:
                 self._inbox.append(ControlMessage(connection.peer, *message))
                 self._changed.notify_all()
 
-    def send_over(self, reason: str) -> None:
-        """Inform all ranks, once, that the limit of a request to stop has passed. May be called from any thread."""
+    def send_over(self, reason: str, limit: str) -> None:
+        """Inform all ranks, once, that the limit of a request to stop has passed. May be called from any thread.
+
+        ``limit`` is ``StopLimit.limit_text``.
+        """
         if not self._sent_over:
             self._sent_over = True
             for connection in list(self._connections.values()):
-                connection.try_send(_OVER, reason.encode(), _LOST_CHECK_S)
+                connection.try_send(_OVER, f"{limit}\n{reason}".encode(), _LOST_CHECK_S)
 
     def report_loss(self, rank: int, why: str, is_stuck: bool = False) -> None:
         """Inform all ranks, and the owner of this channel, that ``rank`` is lost. May be called from any thread.

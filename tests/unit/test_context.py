@@ -240,6 +240,18 @@ def test_a_second_signal_ends_the_time_and_the_same_one_that_comes_twice_does_no
         assert over.wait(20)
 
 
+@pytest.mark.claim("second-signal")
+def test_the_limit_of_another_process_that_has_passed_is_the_one_that_is_named():
+    """Of two ranks of ddp, the other one may get the second signal sooner."""
+    ends, over = Ends(limit_s=1000.0), threading.Event()
+    ends.limit.at_limit = lambda place: over.set()
+    with ends.stop, ends.limit:
+        signal.raise_signal(signal.SIGTERM)
+        ends.limit.end_now("signal SIGTERM", "before a second signal")
+        assert over.wait(20)
+    assert ends.limit.limit_text == "before a second signal"
+
+
 def test_a_signal_that_the_task_handles_is_no_request():
     ends, seen = Ends(), []
     with ends.stop, ends.limit:

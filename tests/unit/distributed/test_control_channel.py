@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -134,6 +135,27 @@ def test_ranks_connect_to_rank_zero_and_its_listener_closes():
                 channel.send(rank, 9)
             assert [answer.result(LONG_S) for answer in answers] == [9, 9]
     assert lost == []
+
+
+def test_the_limit_that_has_passed_in_one_rank_reaches_all_with_its_reason():
+    """Between two ranks that are not rank 0, through that."""
+    store, told, all_listen = HashStore(), SimpleQueue(), threading.Barrier(3, timeout=LONG_S)
+
+    def rank_of_three(rank):
+        with connect_ranks(joined(store, rank, 3), CONFIG, lambda: None, NEVER) as channel:
+            arrived = threading.Event()
+            channel.on_over = lambda *over: (told.put((rank, *over)), arrived.set())
+            all_listen.wait()
+            if rank == 1:
+                channel.send_over("signal SIGTERM", "before a second signal")
+            assert arrived.wait(LONG_S)
+            channel.leave()
+
+    with ThreadPoolExecutor(3, "peer-") as pool:
+        for done in [pool.submit(rank_of_three, rank) for rank in range(3)]:
+            done.result(LONG_S)
+    over = ("signal SIGTERM", "before a second signal")
+    assert {told.get() for _ in range(told.qsize())} == {(rank, *over) for rank in range(3)}  # rank 0 may be told twice
 
 
 def joining(store, rank, timeout_s=LONG_S, interrupted=NEVER):
