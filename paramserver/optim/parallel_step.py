@@ -117,8 +117,7 @@ def num_spare_threads(cores: int) -> int:
 class ThreadTeam:
     """The calling thread and ``others``. Used by one thread at a time; ``close`` ends the others.
 
-    Each has a queue of its own: a ``ThreadPoolExecutor`` takes 0.3 ms for each ``run`` in a step of 10 ms, most of it
-    for the locks of its futures.
+    Each has a queue of its own, which takes 0.015 ms for each ``run`` where a ``ThreadPoolExecutor`` takes 0.023.
     """
 
     def __init__(self, others: int) -> None:
@@ -233,7 +232,7 @@ class ParallelStep:
 class _Part:
     """A copy of an optimizer, with its state and hyper-parameters, that steps the parameters with these ids.
 
-    It is kept for the next step, as a copy takes 0.05 ms.
+    It is kept for the next step.
     """
 
     def __init__(self, whole: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]], ids: set[int]) -> None:
