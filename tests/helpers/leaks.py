@@ -14,7 +14,6 @@ from typing import Any
 # Daemon threads of this project; daemon threads of libraries may stay.
 OUR_THREADS = (
     "updates",
-    "parallel-step_",
     "colocated-trainer",
     "feeder",
     "coordinator",

@@ -106,17 +106,6 @@ def test_a_step_takes_what_was_changed_since_the_last_one(crew, kind):
     assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
 
 
-def test_too_many_parts_are_refused_also_after_the_end_of_the_threads():
-    team = ThreadTeam(1)
-    with pytest.raises(ValueError, match=r"parts \(3\) must be at most 2"):
-        team.run([int] * 3)
-    team.run([int] * 2)
-    team.close()
-    with pytest.raises(ValueError, match=r"parts \(2\) must be at most 1"):
-        team.run([int] * 2)
-    team.close()
-
-
 def test_no_thread_keeps_its_last_part(crew):
     class Part:
         def __call__(self):
