@@ -2,6 +2,7 @@
 
     python -m tests.measure.tables [--rows 1000000] [--ids 4096] [--width 16] [--steps 60] [--repeats 5]
                                    [--cases rpc ddp dense] [--servers 1] [--checkpoint_every 0]
+    python -m tests.measure.tables --update_only [--rows 1000000] [--ids 4096] [--width 16] [--steps 60] [--repeats 5]
 
 Two trainers with one thread each on this machine, and with `rpc` a server; the table is of float32, and its optimizer
 is Adagrad. Each trainer looks up so many random ids in a step. `dense` is `ddp` with `sparse=False`. The runs are fresh
@@ -9,6 +10,9 @@ processes in turns. A step lasts from one `on_batch_start` to the next; the firs
 the slower counts. Speeds are ratios of the mean steps of one repeat. The memory is the greatest sum of the proportional
 set sizes of all ranks that was read during a run of its own, which reading slows down, in multiples of the table with
 its state; that of a run with 1,000 rows is subtracted.
+
+`--update_only` measures what a server computes in a step, in this process and with one thread: from the gradients of
+two trainers their mean and the step of the optimizer, and the version of each row. Rows are those that change.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from collections import Counter
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -27,6 +32,8 @@ from torch.utils.data import TensorDataset
 
 import paramserver
 from paramserver import Task
+from paramserver.optim.row_steps import RowStep, record_rows
+from paramserver.parameters.tables import mean_of_rows, sparse_gradient
 from tests.measure.common import measured_in_turn, now, origin, parsed, parser_of, read_stamps, spread, write_stamps
 from tests.measure.memory import proportional_bytes
 from tests.measure.overhead import timing_of
@@ -84,6 +91,27 @@ def measure(case: str, rows: int, arguments: argparse.Namespace, every_s: float 
     return step_ms, peak_bytes(sampler)
 
 
+def updated_rows_per_second(rows: int, arguments: argparse.Namespace) -> float:
+    """Return how many rows one thread updates in a second."""
+    table, generator = nn.Parameter(torch.zeros(rows, arguments.width)), torch.Generator().manual_seed(0)
+    optimizer = torch.optim.Adagrad([table], lr=0.01)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
+    step, updated, seconds = RowStep(optimizer), 0, 0.0
+    for version in range(arguments.steps):
+        ids = [torch.randint(0, rows, (arguments.ids,), generator=generator) for _ in range(2)]
+        gradients = [
+            sparse_gradient(own, torch.ones(len(own), arguments.width), table.shape) for own in map(torch.unique, ids)
+        ]
+        began = time.perf_counter()
+        table.grad = mean_of_rows(gradients, [1.0, 1.0])
+        step()
+        record_rows(optimizer, version + 1)
+        if version >= arguments.warm:
+            seconds += time.perf_counter() - began
+            updated += table.grad._nnz()
+    return updated / seconds
+
+
 def peak_bytes(sampler: Sampler) -> int:
     """Return the greatest sum of what all ranks had at one time."""
     # Those of earlier times do not count: what a rank shared with one that has ended is the other ranks' now.
@@ -97,9 +125,16 @@ def main() -> None:
     parser = parser_of(__doc__, rows=1_000_000, ids=4096, width=16, steps=60, warm=10, repeats=5, servers=1)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--checkpoint_every", type=int, default=0, help="steps; 0 for one checkpoint, at the end")
+    parser.add_argument("--update_only", action="store_true", help="what a server computes in a step")
     parser.set_defaults(child=None)
     arguments = parsed(parser)
     print(origin())
+    if arguments.update_only:
+        torch.set_num_threads(1)
+        rates = [updated_rows_per_second(arguments.rows, arguments) / 1e6 for _ in range(arguments.repeats)]
+        print(f"{arguments.rows:,} rows of {arguments.width}, {arguments.ids} ids for each of two trainers and step")
+        print(f"  {spread(rates)} million rows/s, with one thread")
+        return
     never_s = 3600.0  # the kernel walks the page tables of a process, which takes a tenth of a core with a large table
     found = measured_in_turn(
         arguments.cases, arguments.repeats, lambda case: measure(case, arguments.rows, arguments, never_s)[0]
