@@ -166,33 +166,16 @@ def run(
     from paramserver.importing import PICKLED_TASK, class_reference, code_folders, pickle_class, script_folders
     from paramserver.task import Task, check_task_class
 
-    if SUPERVISED in process_environ() or multiprocessing.current_process().name == LOADER_NAME:
-        raise UnsupportedConfiguration(
-            "paramserver.run was called while a process of a run imported this file to find its task or data set; "
-            'put the call under if __name__ == "__main__":'
-        )
+    _check_call(task, overrides)
     task_class = type(task) if isinstance(task, Task) else task
-    if task_class is not None and not isinstance(task_class, type):
-        raise UnsupportedConfiguration(
-            f"task ({task!r}) must be a class derived from paramserver.Task, or an instance of one; a name of one is "
-            'given as config={"task": ...}'
-        )
-    if isinstance(overrides, str):
-        raise UnsupportedConfiguration(
-            f"overrides ({overrides!r}) must be a list of section.key=value, or a dictionary; put it in a list"
-        )
+    # 1. The values of the config: those of this call override those of a run that continues.
     given, config_file = _values(config)
     given = _merge(given, {**sections, **({} if mode is None else {"mode": mode})})
-    values = dict(given)
-    recorded: list[Path] = [] if task_class is None else script_folders(task_class)
+    values, folders = dict(given), [] if task_class is None else script_folders(task_class)
     opened = None if resume is None else open_run(Path(resume))
     if opened is not None:
-        recover(opened)
-        if config is None:
-            find_config_file(opened)  # raises if the folder has none
-        stored = read_file(opened.config_file).value if opened.config_file.is_file() else {}
-        values = _merge(without_old_defaults(stored), values)
-        recorded += opened.task_folders()
+        values = _merge(_stored_values(opened, is_required=config is None), values)
+        folders += opened.task_folders()
     names = list(overrides)
     if isinstance(overrides, Mapping):
         for name, value in overrides.items():
@@ -201,6 +184,8 @@ def run(
         overrides = ()
     # Of a new run all is given, the task and its arguments too.
     given_now: Mapping[str, Any] | None = values if opened is None else given or None
+    # 2. How each process finds the task, and the arguments with which it creates it.
+    create_task: Callable[..., Task] | None = task_class
     pickled: bytes | None = None
     if task_class is not None:
         check_task_class(task_class, getattr(task_class, "__qualname__", repr(task_class)))
@@ -210,38 +195,84 @@ def run(
             reference = class_reference(task_class)
             pickled = pickle_class(task_class) if reference is None else None
             values["task"] = reference or f"{PICKLED_TASK}:{task_class.__name__}"
-    create_task: Callable[..., Task] | None = task_class
-    if isinstance(task, Task):
-        arguments = task.keyword_arguments()
-        objects = {name: value for name, value in arguments.items() if not is_plain(value)}
-        if objects and not single:
-            name, value = next(iter(objects.items()))
-            raise UnsupportedConfiguration(
-                f"task: {name} ({type(value).__name__}) of {type(task).__name__} must be a plain value (text, numbers, "
-                "lists, mappings), as each process creates its own task; create the object in the task's methods, or "
-                "run in mode local"
-            )
-        plain = {name: value for name, value in arguments.items() if name not in objects}
-        values["task_args"] = {**values.get("task_args", {}), **plain}
-        create_task = partial(type(task), **objects)
+        if isinstance(task, Task):
+            plain, objects = _split_arguments(task, single)
+            values["task_args"] = {**values.get("task_args", {}), **plain}
+            create_task = partial(task_class, **objects)
+    # 3. The run.
     effective = load_config(None, base=values, overrides=overrides, given=given_now)
     if isinstance(task, Task):
         asked = config_from_mapping({"task": values["task"], "task_args": dict(given.get("task_args") or {})}).task_args
-        _check_arguments(task, arguments, [*asked.items(), *effective.task_args.items()])
-    folders = code_folders(config_file, names, recorded)
-    command = [sys.executable, *sys.argv]
+        _check_arguments(task, [*asked.items(), *effective.task_args.items()])
     started, summary = launch_local(
-        effective, opened, folders, command=command, create_task=create_task, pickled_task=pickled
+        effective,
+        opened,
+        code_folders(config_file, names, folders),
+        command=[sys.executable, *sys.argv],
+        create_task=create_task,
+        pickled_task=pickled,
     )
     return Result(started.path, summary, create_task)
 
 
-def _check_arguments(task: Task, arguments: Mapping[str, Any], task_args: Iterable[tuple[str, Any]]) -> None:
+def _check_call(task: object, overrides: object) -> None:
+    """Refuse a call of ``run`` that can have no run.
+
+    Raises:
+        UnsupportedConfiguration: it is made while a task is imported, or an argument is of another type.
+    """
+    from paramserver.task import Task
+
+    if SUPERVISED in process_environ() or multiprocessing.current_process().name == LOADER_NAME:
+        raise UnsupportedConfiguration(
+            "paramserver.run was called while a process of a run imported this file to find its task or data set; "
+            'put the call under if __name__ == "__main__":'
+        )
+    if not (task is None or isinstance(task, (type, Task))):
+        raise UnsupportedConfiguration(
+            f"task ({task!r}) must be a class derived from paramserver.Task, or an instance of one; a name of one is "
+            'given as config={"task": ...}'
+        )
+    if isinstance(overrides, str):
+        raise UnsupportedConfiguration(
+            f"overrides ({overrides!r}) must be a list of section.key=value, or a dictionary; put it in a list"
+        )
+
+
+def _stored_values(opened: RunDir, is_required: bool) -> dict[str, Any]:
+    """Return the values of the stored config of a run that continues, which may have none unless it ``is_required``."""
+    recover(opened)
+    if is_required:
+        find_config_file(opened)  # raises if the folder has none
+    return without_old_defaults(read_file(opened.config_file).value) if opened.config_file.is_file() else {}
+
+
+def _split_arguments(task: Task, single_process: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of an instance of a task that a config can have, and the others.
+
+    Raises:
+        UnsupportedConfiguration: there are others, and the run has several processes.
+    """
+    arguments = task.keyword_arguments()
+    plain = {name: value for name, value in arguments.items() if is_plain(value)}
+    objects = {name: value for name, value in arguments.items() if name not in plain}
+    if objects and not single_process:
+        name, value = next(iter(objects.items()))
+        raise UnsupportedConfiguration(
+            f"task: {name} ({type(value).__name__}) of {type(task).__name__} must be a plain value (text, numbers, "
+            "lists, mappings), as each process creates its own task; create the object in the task's methods, or "
+            "run in mode local"
+        )
+    return plain, objects
+
+
+def _check_arguments(task: Task, task_args: Iterable[tuple[str, Any]]) -> None:
     """Refuse values of ``task_args`` that an instance of a task was not created with.
 
     Raises:
         UnsupportedConfiguration: one differs.
     """
+    arguments = task.keyword_arguments()
     plain = {name: value for name, value in arguments.items() if is_plain(value)}
     # As the config has them: a tuple is a list there.
     own = config_from_mapping({"task": "instance:Task", "task_args": plain}).task_args
