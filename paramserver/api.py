@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import sys
@@ -102,9 +101,10 @@ class Result:
             kind: of the records, such as ``train`` or ``validation``; None = all that have values.
         """
         from paramserver.metrics import scalars
+        from paramserver.metrics.sinks import read_records
 
-        lines = RunDir(self.run_dir).metrics_file.read_text().splitlines()
-        records = [record for line in lines if kind in (None, (record := json.loads(line))["kind"])]
+        made = read_records(RunDir(self.run_dir).metrics_file)
+        records = [record for record in made if kind in (None, record["kind"])]
         rows = [({name: record[name] for name in ("kind", "step", "time")}, scalars(record)) for record in records]
         return [{**row, **dict(values)} for row, values in rows if values]
 

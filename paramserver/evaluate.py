@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -12,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.checkpoint import Checkpoint, load_chosen
 from paramserver.checkpoint.format import LATEST, step_of
+from paramserver.checkpoint.load import ObjectMissingError
 from paramserver.config import Config, load_config
-from paramserver.errors import TaskError
+from paramserver.errors import CheckpointError, TaskError
+from paramserver.fileio import json_text
 from paramserver.importing import code_folders
 from paramserver.launch import CommandParser, add_overrides, run_command
 from paramserver.process_utils import exit_process, print_output
@@ -87,7 +88,15 @@ def restore(
         which = str(step_of(run.chosen.name))
     # Everything is read at once: a run in progress may remove the checkpoint while the model is built.
     name = "model" if config.training.ema_decay is None else "ema"
-    checkpoint, (weights, part, state) = load_chosen(run.path, which, name, "trainer-0", "run")
+    try:
+        checkpoint, (weights, part, state) = load_chosen(run.path, which, name, "trainer-0", "run")
+    except ObjectMissingError as error:
+        if error.name != "ema":
+            raise
+        raise CheckpointError(
+            f"checkpoint {error.path} has no averages, as it was made without training.ema_decay; add "
+            "--set training.ema_decay=null"
+        ) from error
     folders = code_folders(overrides=overrides, recorded=run.task_folders())
     task = make_task(config, folders, create_task)
     placement, task.trainer = place_trainer(config, 0, 1), EvaluationTrainer()
@@ -135,9 +144,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def evaluate() -> None:
         found = evaluate_run(arguments.run, arguments.checkpoint, arguments.overrides)
-        print_output(json.dumps(asdict(found)) if arguments.json else _text(found))
+        print_output(_json(found) if arguments.json else _text(found))
 
     return run_command(evaluate)
+
+
+def _json(found: Evaluation) -> str:
+    return json_text(asdict(found))
 
 
 def _text(found: Evaluation) -> str:

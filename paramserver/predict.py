@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from paramserver.task import Task
 
+_BARE = "output"  # the name of an output that is a tensor, in a file that has names
+
 
 def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
@@ -81,7 +83,7 @@ def predict_run(run_dir: Path, source: str, out: Path, which: str = "latest", ov
     outputs = _predict(restored, source_batches(restored, source))
     write_tensors(out, outputs)
     kinds = [
-        f"{name} ({'x'.join(map(str, tensor.shape))}, {str(tensor.dtype).removeprefix('torch.')})"
+        f"{name or _BARE} ({'x'.join(map(str, tensor.shape))}, {str(tensor.dtype).removeprefix('torch.')})"
         for name, tensor in outputs.items()
     ]
     return f"{out}: {', '.join(kinds)}, by {restored.checkpoint.path.name}"
@@ -162,13 +164,13 @@ def _sample(samples: Any, index: int) -> Any:
 
 
 def _named_tensors(value: Any, name: str = "") -> dict[str, Tensor]:
-    """Return the tensors of an output, on the CPU, by their place in it."""
+    """Return the tensors of an output, on the CPU, by their place in it, which is "" if the output is a tensor."""
     from torch import Tensor
 
     if isinstance(value, Tensor):
         if value.dim() == 0:
             raise TaskError(f"predict_step: {name or 'the output'} must have a first dimension, that of the samples")
-        return {name or "output": value.detach().cpu()}
+        return {name: value.detach().cpu()}
     if not isinstance(value, (Mapping, list, tuple)):
         raise TaskError(
             f"predict_step: {name or 'the output'} is {type(value).__name__}; return tensors, or dictionaries, lists "
@@ -200,6 +202,8 @@ def check_out(out: Path, *endings: str) -> None:
 def write_tensors(out: Path, outputs: Mapping[str, Tensor]) -> None:
     """Write tensors by name as numpy arrays (``.npz``) or with ``torch.save`` (``.pt``); replace the file at the end.
 
+    One with the name "" is written as it is to ``.pt``, and as ``output`` to ``.npz``.
+
     Raises:
         UnsupportedConfiguration: the file cannot be written.
     """
@@ -208,13 +212,16 @@ def write_tensors(out: Path, outputs: Mapping[str, Tensor]) -> None:
 
     with replaced_file(out) as file:
         if out.suffix == ".pt":
-            torch.save(dict(outputs) if set(outputs) != {"output"} else outputs["output"], file)
+            torch.save(outputs.get("", dict(outputs)), file)
         else:
             with zipfile.ZipFile(file, "w") as archive:  # not numpy.savez, whose arguments are names too
                 for name, tensor in outputs.items():
-                    # numpy has no bfloat16; float32 holds each of its values.
-                    array = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
-                    with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                    # numpy has no bfloat16 and no float8; float32 holds each of their values.
+                    is_narrow = tensor.is_floating_point() and (
+                        tensor.dtype is torch.bfloat16 or tensor.dtype.itemsize == 1
+                    )
+                    array = (tensor.float() if is_narrow else tensor).numpy()
+                    with archive.open(f"{name or _BARE}.npy", "w", force_zip64=True) as entry:
                         np.lib.format.write_array(entry, array, allow_pickle=False)
 
 

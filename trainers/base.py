@@ -774,6 +774,7 @@ class TrainingLoop:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self._served_before = 0  # samples, before this process trained
+        self._buffer_before: Mapping[str, Any] = {}  # as of ``figures`` of the data
         self._core_wait = CoreWait()
         self._epoch_end = 0.0  # the epoch that is open ends at this number of samples applied
 
@@ -790,6 +791,7 @@ class TrainingLoop:
                 trainer.process.kept.has_started = True
                 for hooks in trainer.hooks:
                     hooks.on_train_start()
+            self._buffer_before = trainer.data.figures()
             trainer.data.start()
             decision = self._fit()
             trainer.data.stop_feeding()  # before the last validation and checkpoint, which may take long
@@ -1122,7 +1124,7 @@ class TrainingLoop:
             seconds=clock.steps.total_s,
             phases_s={**clock.seconds, "hidden": clock.hidden_s},
             steps=clock.steps,
-            buffer=trainer.data.figures(),
+            buffer=trainer.data.figures_since(self._buffer_before),
             peak_rss_mb=peak_rss_mb(),
             wire_bytes=trainer.wire_bytes,
             core_wait_share=self._core_wait.share(),

@@ -43,7 +43,8 @@ _ANNOUNCE_AFTER_S = 1.0
 STARVATION_S = 5.0
 """A trainer whose samples are all too old reports that after so long without a batch."""
 
-_BUFFER_FIGURES = ("population", "unseen", "capacity", "puts", "gets", "put_wait_s", "get_wait_s")
+_SUMS = ("puts", "gets", "put_wait_s", "get_wait_s")
+_BUFFER_FIGURES = ("population", "unseen", "capacity", *_SUMS)
 
 
 def collate_of(task: Task, reading: Reading, hook: str) -> Callable[[list[Any]], Any]:
@@ -406,6 +407,11 @@ class DataStream:
             if self.limits_staleness:
                 figures["stream"]["stale"] = info.stale
         return figures
+
+    def figures_since(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``figures`` without the puts, gets and waits that were in them ``before``."""
+        figures = self.figures()
+        return figures | {name: figures[name] - before.get(name, 0) for name in _SUMS}
 
     # Checkpoints.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,14 @@ from paramserver.errors import CheckpointError
 
 # A run that saves every step and keeps one checkpoint may remove the chosen one at every attempt.
 _MAX_ATTEMPTS = 10
+
+
+class ObjectMissingError(CheckpointError):
+    """An intact checkpoint does not hold an object. ``path`` is its folder, and ``name`` what it should hold."""
+
+    def __init__(self, path: Path, name: str, names: Sequence[str]) -> None:
+        super().__init__(f"checkpoint {path} holds no {name!r} (it holds {', '.join(names)})")
+        self.path, self.name = path, name
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ class Checkpoint:
         for candidate in (name, f"{name}.pt"):
             if candidate in files:
                 return self.path / candidate
-        raise CheckpointError(f"checkpoint {self.path} holds no {name!r} (it holds {', '.join(self.names)})")
+        raise ObjectMissingError(self.path, name, self.names)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -130,6 +138,8 @@ def load_chosen(run: Path, which: str, *names: str) -> tuple[Checkpoint, list[An
             checkpoint = _verify(path)
             # Loaded before returning: the run may remove the folder at any moment after this.
             return checkpoint, [checkpoint.load(name) for name in names]
+        except ObjectMissingError:
+            raise
         except CheckpointError as error:
             if folder == _inode(path) is not None:  # the same folder all the time, so it is damaged
                 intact = _newest_intact(path.parent, besides=path)

@@ -41,7 +41,7 @@ def make_memory_folder(run: Path, base: Path, objects: Mapping[str, Any]) -> Pat
         free = shutil.disk_usage(base).free
         if needed <= free:
             # The name is random: neither another run nor another user has it.
-            folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{run.name}-", dir=base))
+            folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{run.resolve().name}-", dir=base.absolute()))
     except OSError as error:
         raise StorageError(
             f"checkpoint.memory_folder ({base}) {rule} ({error.strerror}); set another one, or checkpoint.memory_every "
@@ -120,7 +120,8 @@ def _memory_folder(run: Path) -> Path | None:
     except (OSError, ValueError):
         return None
     # In a copy of the run's folder the file names the folder of the original, which another process may use.
-    is_own = owner == str(run.resolve()) and Path(folder).name.startswith(f"{_PREFIX}{run.name}-")
+    run = run.resolve()
+    is_own = owner == str(run) and Path(folder).name.startswith(f"{_PREFIX}{run.name}-")
     return Path(folder) if is_own and Path(folder).is_dir() else None
 
 

@@ -19,7 +19,8 @@ class RemoteError:
     def of(cls, error: BaseException, who: str = "the server") -> RemoteError:
         """Wrap an error of this package as it is, any other with its traceback and the process that raised it."""
         if isinstance(error, errors.ParamserverError):
-            return cls(type(error).__name__, str(error))
+            known = next(kind for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
+            return cls(known.__name__, str(error))
         text = "".join(traceback.format_exception(error))
         return cls("TrainingError", f"{who} raised {errors.kind_and_message(error)}\n{text}")
 

@@ -78,10 +78,10 @@ class Console(Sink):
         if record["step"] > self._first_step:
             self._print(summary_text(summary, self._run_dir, self._first_step))
         elif summary["status"] == "completed":
-            self._print(
-                f"completed at step {record['step']}, no step was made: {summary['reason']}; to continue, raise what "
-                "limits it, such as training.max_epochs"
-            )
+            # Nothing that a config limits: simulations have sent nothing, or too little for a step of all trainers.
+            raises = "; to continue, raise what limits it, such as training.max_epochs"
+            cure = "" if self._config.simulations else raises
+            self._print(f"completed at step {record['step']}, no step was made: {summary['reason']}{cure}")
 
     def _print(self, text: str) -> None:
         if self._progress is not None:

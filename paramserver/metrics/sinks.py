@@ -172,7 +172,8 @@ class OpenSink(Sink):
 
 
 def _describe(sink: Sink, error: Exception) -> str:
-    return f"{type(sink).__name__} failed ({kind_and_message(error)})"
+    kind = type(sink._sink if isinstance(sink, OpenSink) else sink).__name__
+    return f"{kind} failed ({kind_and_message(error)})"
 
 
 def _close(sink: Sink, reports: list[str]) -> Exception | None:
@@ -273,20 +274,20 @@ def read_records(metrics_file: Path) -> Iterator[dict[str, Any]]:
     with metrics_file.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
-                record = _with_numbers(json.loads(line))
+                record = with_numbers(json.loads(line))
             except ValueError:  # torn by a crash
                 continue
             if isinstance(record, dict):
                 yield record
 
 
-def _with_numbers(value: Any) -> Any:
+def with_numbers(value: Any) -> Any:
     """Undo what ``json_text`` makes of numbers that are not finite."""
     if not isinstance(value, dict):
         return value
     texts = {f"{key}_text" for key, item in value.items() if item is None} & value.keys()
     return {
-        key: float(value[f"{key}_text"]) if f"{key}_text" in texts else _with_numbers(item)
+        key: float(value[f"{key}_text"]) if f"{key}_text" in texts else with_numbers(item)
         for key, item in value.items()
         if key not in texts
     }

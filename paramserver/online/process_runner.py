@@ -210,7 +210,8 @@ class _Guard:
 
 _RUN_PLACEHOLDERS = ("simulation", "attempt")
 # {{name}} stands for {name}; braces around anything else are left as they are.
-_PLACEHOLDER = re.compile(r"\{\{([\w.-]+)\}\}|\{([\w.-]+)\}")
+_NAME = r"[\w.-]+"
+_PLACEHOLDER = re.compile(rf"\{{\{{({_NAME})\}}\}}|\{{({_NAME})\}}")
 
 
 class LaunchCommand:
@@ -246,6 +247,11 @@ class LaunchCommand:
         for name in self._names:
             if name in _RUN_PLACEHOLDERS:
                 raise UnsupportedConfiguration(f"simulations.parameters.{name} must have another name than {{{name}}}")
+            if not re.fullmatch(_NAME, name):
+                raise UnsupportedConfiguration(
+                    f"simulations.parameters ({name!r}) must have letters, digits, _, . and - only, as {key} is given "
+                    "{name}; rename it"
+                )
         try:
             words = shlex.split(command)
         except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,10 +165,12 @@ class IngestSpec:
 
 def _parse_range(name: str, value: Any) -> tuple[str, float, float]:
     match value:
-        case [int() | float() as low, int() | float() as high] if not isinstance(low, bool) and low < high:
-            return name, float(low), float(high)
+        case [int() | float() as low, int() | float() as high] if not {type(low), type(high)} & {bool}:
+            if low < high and math.isfinite(high - low):
+                return name, float(low), float(high)
     raise UnsupportedConfiguration(
-        f"simulations.parameters.{name} ({value}) must be [low, high] with low below high; for example [100, 500]"
+        f"simulations.parameters.{name} ({value}) must be [low, high], finite, with low below high; for example "
+        "[100, 500]"
     )
 
 

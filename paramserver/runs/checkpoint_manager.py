@@ -488,7 +488,8 @@ class CheckpointManager:
             raise
         if not config.checkpoint.background:
             pause_s = time.perf_counter() - staged.since
-        self.pauses_s.append(pause_s)
+        if not in_memory:
+            self.pauses_s.append(pause_s)
         reason = staged.reason  # the callback must not keep ``staged``, and with it the copies, alive
         future.add_done_callback(lambda done: self._record_written(done, pause_s, reason))
         release = staged.release

@@ -64,7 +64,7 @@ class RunDir:
 
     @property
     def name(self) -> str:
-        return self.path.name
+        return self.path.name or self.path.absolute().name  # also of the current folder
 
     def trace_file(self, global_rank: int) -> Path:
         return self.path / "profile" / f"rank-{global_rank}.pt.trace.json"

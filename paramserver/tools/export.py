@@ -79,6 +79,10 @@ def main(argv: Sequence[str]) -> int:
 
     def export() -> None:
         if given.format is None:
+            if given.source is not None or given.overrides:
+                raise UnsupportedConfiguration(
+                    "--source and --set must be left out with --rows_since, which builds no model; use --format"
+                )
             text = export_rows(given.run, given.rows_since, given.out, given.checkpoint)
         else:
             text = export_model(given.run, given.format, given.out, given.checkpoint, given.source, given.overrides)
@@ -210,9 +214,13 @@ def _example(restored: Restored, source: str | None) -> tuple[tuple[Any, ...], d
     if batch is None:
         raise TaskError(f"{what} gave no samples; return at least one")
     hook = restored.model.register_forward_pre_hook(lambda _, *inputs: calls.append(inputs), with_kwargs=True)
-    with torch.no_grad(), name_user_error(f"{step.__name__}, batch 0 of {what},"):
-        step(restored.model, batch, *further)
-    hook.remove()
+    try:
+        with torch.no_grad(), name_user_error(f"{step.__name__}, batch 0 of {what},"):
+            if source is None:
+                task.on_validation_start(restored.batch_idx)
+            step(restored.model, batch, *further)
+    finally:
+        hook.remove()
     if not calls:
         raise TaskError(
             f"{step.__name__} must call the model that it is given, which is traced with that input; call it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import keyword
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -115,11 +116,12 @@ def _write(folder: Path) -> str:
         raise UnsupportedConfiguration(f"NAME ({folder}) must not exist; choose another name") from error
     except OSError as error:
         raise UnsupportedConfiguration(f"NAME ({folder}) cannot be written ({error.strerror or error})") from error
+    quoted = shlex.quote(str(folder))
     return "\n".join(
         [
             f"written: {folder}/task.py, config.yaml, test_task.py",
-            f"train:   paramserver launch --config {folder}/config.yaml; with all-reduce add --mode ddp",
+            f"train:   paramserver launch --config {quoted}/config.yaml; with all-reduce add --mode ddp",
             "compare: paramserver report RUN RUN, with the folders of two runs, which paramserver runs lists",
-            f"test:    python -m pip install pytest, then python -m pytest {folder}",
+            f"test:    python -m pip install pytest, then python -m pytest {quoted}",
         ]
     )

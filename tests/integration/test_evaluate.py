@@ -119,3 +119,16 @@ class Own(ReferenceTask):
     found = json.loads(output)
     assert found["logged"] == {"seen": 41.0}
     assert found["values"]["batch_idx"] == 6.0
+
+
+def test_a_checkpoint_without_averages_names_the_cure(run, capsys):
+    assert evaluate.main([str(run.run_dir), "--set", "training.ema_decay=0.9"]) == 2
+    error = capsys.readouterr().err
+    assert "step-00000006 has no averages, as it was made without training.ema_decay" in error
+    assert "add --set training.ema_decay=null" in error
+    assert evaluate.main([str(run.run_dir), "--set", "training.ema_decay=null"]) == 0
+
+
+def test_its_json_is_strict(run, capsys):
+    found = evaluate.Evaluation("step-1", 1, 4, {"corr": float("nan")}, {})
+    assert json.loads(evaluate._json(found))["values"] == {"corr": None, "corr_text": "nan"}

@@ -96,6 +96,8 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path, capsys):
     assert "must be from 0 to 20" in refused(-1)
     assert "must end in .npz or .pt" in refused(5, tmp_path / "new.txt")
     assert "there are latest and the steps" in refused(5, out, "--checkpoint", "7")
+    for flags in (("--source", "a.py:b"), ("--set", "seed=1")):
+        assert "--source and --set must be left out with --rows_since" in refused(5, out, *flags)
     assert not out.exists()
 
 
@@ -123,6 +125,14 @@ class NoValidation(ReferenceTask):
 class NotCalled(ReferenceTask):
     def validation_step(self, model, batch, valid_batch_idx, batch_idx):
         return {"loss": 1.0}
+
+class Counts(ReferenceTask):
+    def on_validation_start(self, batch_idx):
+        self.seen = 0
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        self.seen += len(batch)
+        return super().validation_step(model, batch, valid_batch_idx, batch_idx)
 
 class Branches(ReferenceTask):
     def build_model(self):
@@ -189,6 +199,12 @@ def test_the_input_is_that_of_a_source_where_it_is_given(model_run, tmp_path, mo
     assert "NoValidation has no validation_source" in capsys.readouterr().err
     assert export_model(model_run, "torch_export", "a.pt2", *without, "--source", "export_sources.py:images") == 0
     assert torch.export.load("a.pt2").module()(torch.ones(11, 1, 6, 6)).shape == (11, 5)
+
+
+def test_a_validation_begins_before_its_step_is_traced(model_run, tmp_path, monkeypatch):
+    (tmp_path / "export_sources.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    assert export_model(model_run, "torch_export", "a.pt2", "--set", "task=export_sources.py:Counts") == 0
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,10 @@ class Uneven(Named):
 
 class Other(Named):
     what = "other"
+
+class Narrow(ReferenceTask):
+    def predict_step(self, model, batch, batch_idx):
+        return {"output": model(batch[0]).to(torch.float8_e5m2)}
 """
 
 
@@ -157,6 +161,17 @@ def test_several_outputs_of_predict_step_have_their_names(run, folder):
     stored = torch.load("out.pt", weights_only=True)
     assert stored["half"].dtype is torch.bfloat16
     torch.testing.assert_close(stored["file"], output)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not hasattr(torch, "float8_e5m2"), reason="torch has no float8")
+def test_one_output_with_a_name_keeps_it_and_numpy_has_what_float8_holds(run, folder):
+    flags = ["--set", f"task={folder}/own_task.py:Narrow"]
+    assert predict(run, *flags) == 0
+    narrow = torch.load("out.pt", weights_only=True)["output"]
+    assert narrow.dtype is torch.float8_e5m2
+    assert predict(run, *flags, out="out.npz") == 0
+    np.testing.assert_array_equal(np.load("out.npz")["output"], narrow.float().numpy())
 
 
 @pytest.mark.processes

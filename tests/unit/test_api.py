@@ -1,5 +1,6 @@
 """``paramserver.run`` with an instance of a task."""
 
+import math
 import time
 
 import pytest
@@ -136,3 +137,41 @@ def test_a_result_has_the_model_its_checkpoint_and_the_curves(tmp_path):
 
 def test_a_result_without_a_checkpoint_has_none(tmp_path):
     assert paramserver.Result(tmp_path, {"checkpoint": None}).checkpoint is None
+
+
+class NoNumber(Given):
+    def validation_source(self, partition):
+        return self.data
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        return {"loss": 1.0, "corr": torch.tensor(float("nan"))}
+
+
+def test_the_curves_have_what_is_not_finite(tmp_path):
+    result = paramserver.run(NoNumber(DATA), config(tmp_path, "run"), overrides={"training.validate_every": 2})
+    rows = result.metrics("validation")
+    assert len(rows) == 2
+    for row in rows:
+        assert math.isnan(row["valid/corr"])
+        assert row["valid/loss"] == 1.0
+        assert "valid/corr_text" not in row
+
+
+def test_the_waits_for_data_are_those_of_the_last_session(tmp_path):
+    """Also in a resumed run, whose buffer counts them from the beginning of the run."""
+    first = paramserver.run(Slow(DATA, lr=0.05), config(tmp_path, "run", steps=2))
+    assert first.summary["trainers"][0]["data_wait_share"] > 0.5
+    again = paramserver.run(
+        Slow(DATA, lr=0.0), resume=first.run_dir, overrides=["training.max_steps=4", "task_args.lr=0.0"]
+    )
+    assert again.summary["buffer"]["gets"] == 16
+    assert again.summary["buffer"]["get_wait_s"] < 0.5 < 0.8 <= first.summary["buffer"]["get_wait_s"]
+
+
+class Slow(Given):
+    """Its samples take ``lr`` seconds each."""
+
+    def train_source(self, partition):
+        for sample in self.data:
+            time.sleep(self.lr)
+            yield sample

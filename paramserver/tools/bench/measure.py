@@ -295,14 +295,18 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
     )
     limits |= {"max_seconds": max_seconds, "validate_every": 0 if method.target is None else validate_every}
     own: dict[str, Any] = {"run_dir": str(folder), "name": "run", "log_every": log_every, "tensorboard": False}
+    own["prometheus_port"] = None
     return replace(
         config,
         task="paramserver.tools.bench.instrumentation:InstrumentedTask",
         task_args={"task": reference, "task_args": config.task_args, "observer": observer},
         training=replace(training, **limits, min_delta=0.0),
         # Writing checkpoints takes CPU time and disk bandwidth from the steps that are measured.
-        checkpoint=replace(config.checkpoint, every=0, best=None),
+        checkpoint=replace(config.checkpoint, every=0, memory_every=None, best=None),
         logging=replace(config.logging, **own, sinks=(), progress="off"),
+        profile=None,
+        # Of several runs at once each needs a port of its own.
+        publish=None if config.publish is None else replace(config.publish, port=0),
     )
 
 

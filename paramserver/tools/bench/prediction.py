@@ -211,6 +211,11 @@ def predict(words: Sequence[str]) -> int:
         cases = [case for case in make_cases(requested) if case.baseline is None]
     _check_simulated(cases, arguments.modes)
     if arguments.out is not None:
+        if (arguments.out / RESULTS_FILE).resolve() == Path(measured.source).resolve():
+            raise UnsupportedConfiguration(
+                f"--out {arguments.out} must be another folder than that of the results, which it would replace; name "
+                "another"
+            )
         try:
             arguments.out.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=arguments.out).close()

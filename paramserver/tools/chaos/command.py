@@ -289,13 +289,14 @@ def _samples_due(outcome: ChaosRun) -> int | None:
 
     config = outcome.config
     expected = [record["total_samples"] for record in outcome.records if record["kind"] == "expected"]
-    training, limits = config.training, (config.training.max_steps, config.training.max_seconds)
+    training = config.training
+    limits = training.max_steps, training.max_samples, training.max_seconds, training.patience
     together = training.uneven_inputs == "join" or num_trainers_of(config) == 1
     drops = consistency_class(config.server).drops_pushes
     determined = not buffer_class(config.buffer.kind).repeats and together and not drops
     if not expected or not determined or any(limit is not None for limit in limits):
         return None
-    return int(expected[-1]) if training.max_samples is None else None
+    return int(expected[-1])
 
 
 def _check_ledger(state: Mapping[str, Any], summary: Mapping[str, Any]) -> Check:

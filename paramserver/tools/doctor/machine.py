@@ -99,7 +99,7 @@ def describe_machine(found: Diagnosis, config: Config, environ: Environ) -> None
 
 def _versions(found: Diagnosis, subject: Subject) -> None:
     subject.add("python", platform.python_version())
-    subject.add("paramserver", f"{__version__}, {Path(__file__).parents[1]}", __version__)
+    subject.add("paramserver", f"{__version__}, {Path(__file__).parents[2]}", __version__)
     import torch
 
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
@@ -152,14 +152,14 @@ def _memory(found: Diagnosis, subject: Subject, config: Config) -> None:
     shm = Path("/dev/shm")
     status = os.statvfs(shm) if shm.is_dir() else None
     shm_bytes = 0 if status is None else status.f_bavail * status.f_frsize
-    subject.add("/dev/shm", f"{shm_bytes / _MIB:.0f} MiB free", shm_bytes, "batches of DataLoader workers")
+    subject.add("/dev/shm", f"{shm_bytes / _MIB:.0f} MiB free", shm_bytes, "batches of workers of a validation")
     if shm_bytes < _LITTLE_SHM_BYTES:
         cure = "enlarge it (docker run --shm-size 1g, or an emptyDir of medium Memory)"
-        if config.training.loader_workers:
-            text = f"training.loader_workers ({config.training.loader_workers}) passes batches through /dev/shm"
-            found.problem(f"{text}, which has {shm_bytes / _MIB:.0f} MiB", f"{cure}, or set it to 0")
-        else:
-            found.note(f"/dev/shm has {shm_bytes / _MIB:.0f} MiB, too little for training.loader_workers", cure)
+        found.note(
+            f"/dev/shm has {shm_bytes / _MIB:.0f} MiB, which is little for a DataLoader with workers in "
+            "validation_source, and for checkpoint.memory_every; training.loader_workers does not use it",
+            cure,
+        )
 
 
 def _gpus(found: Diagnosis, subject: Subject, config: Config, environ: Environ) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.fileio import json_text
 from paramserver.launch import CommandParser, run_command
+from paramserver.metrics.sinks import with_numbers
 from paramserver.process_utils import print_output
 from paramserver.runs.rundir import RunDir, newest_first
 from paramserver.tools.report.cases import cases_of
@@ -77,7 +78,7 @@ def runs_main(argv: Sequence[str]) -> int:
 
     def runs() -> None:
         found = runs_in(arguments.folder)
-        print_output(json.dumps(found, indent=2) if arguments.json else _table(found))
+        print_output(json_text(found, indent=2) if arguments.json else _table(found))
 
     return run_command(runs)
 
@@ -116,7 +117,7 @@ def _describe(folder: RunDir, run: Run) -> dict[str, Any]:
         "started": run.environment.get("started"),
         "steps": summary.get("steps", last[0].get("step")),
         "best": run.best,
-        "validation": summary.get("validation", validations[-1][2] if validations else {}),
+        "validation": with_numbers(summary.get("validation", validations[-1][2] if validations else {})),
         "samples_per_second": summary.get("samples_per_second", last[0].get("samples_per_second")),
     }
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +71,26 @@ def test_the_newest_of_both_wins_if_it_continues_what_is_on_the_disk(run, base, 
     assert (run / "checkpoints" / "latest").read_text() == f"step-{step if wins else disk:08d}\n"
     assert not list(base.iterdir())
     assert not (run / "checkpoints" / MEMORY).exists()
+
+
+@pytest.mark.parametrize("name", ["link", "."])
+def test_it_is_found_by_each_path_of_the_run(run, base, tmp_path, monkeypatch, name):
+    (tmp_path / "link").symlink_to(run)
+    monkeypatch.chdir(run)
+    path = Path() if name == "." else tmp_path / "link"
+    for made_by, found_by in ((run, path), (path, run)):
+        found = in_memory(made_by, base, 5, [None])
+        assert newer_in_memory(found_by) == found
+        remove_memory(found_by)
+        assert not list(base.iterdir())
+    assert RunDir(Path()).name == "run"
+
+
+def test_a_relative_folder_is_found_from_elsewhere(run, base, tmp_path, monkeypatch):
+    monkeypatch.chdir(base)
+    in_memory(run, Path(), 5, [None])
+    monkeypatch.chdir(tmp_path)
+    assert newer_in_memory(run).parent.parent == base
 
 
 def test_what_comes_to_the_disk_is_the_same_checkpoint(run, base):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from paramserver import Task
-from paramserver.config import CheckpointConfig, Config, TrainingConfig
+from paramserver.config import CheckpointConfig, Config, ServerConfig, TrainingConfig
 from paramserver.consistency import Consistency, Sync, Update, make_consistency
 from paramserver.consistency.factory import CLASSES, key_of_choice
 from paramserver.consistency.free_running import FreeRunning
@@ -97,6 +97,14 @@ def test_it_makes_one_update_while_each_trainer_pushes_once():
 def test_chaos_does_not_expect_every_sample():
     records = [{"kind": "expected", "total_samples": 48}]
     assert _samples_due(SimpleNamespace(config=config_of(uneven_inputs="join"), records=records)) is None
+
+
+@pytest.mark.parametrize("limit", [{"patience": 2}, {"max_samples": 9}, {"max_seconds": 9.0}, {"max_steps": 9}])
+def test_chaos_does_not_expect_every_sample_before_another_limit(limit):
+    records = [{"kind": "expected", "total_samples": 48}]
+    for further, due in (({}, 48), (limit, None)):
+        config = replace(config_of(uneven_inputs="join", **further), server=ServerConfig())
+        assert _samples_due(SimpleNamespace(config=config, records=records)) == due
 
 
 class Twins(Task):

@@ -72,6 +72,16 @@ def test_each_run_is_listed_with_its_end_the_newest_first(finished, tmp_path, ca
     assert f"loss {least:.4g}"[:10] in rows[2]
 
 
+def test_a_value_that_is_not_finite_hides_no_run(finished, tmp_path, capsys):
+    validation = {"loss": 0.5, "corr": None, "corr_text": "nan"}
+    copied(finished, tmp_path / "a", "2026-01-01T00:00:00+00:00", {"validation": validation})
+    code, out, _ = listed(capsys, tmp_path)
+    assert code == 0
+    assert "loss 0.5000, corr -" in out
+    code, out, _ = listed(capsys, tmp_path, "--json")
+    assert json.loads(out)[0]["validation"] == validation
+
+
 def test_the_best_validation_is_that_of_the_config(finished, tmp_path):
     validations = [record["values"] for record in finished.of_kind("validation")]
     for mode, choose in (("max", max), ("min", min)):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 from launching import write_config
@@ -16,6 +17,7 @@ from paramserver.tools.bench.measure import (
     WireSampler,
     _wire_bytes,
     measured_window,
+    run_config,
     step_figures,
 )
 from paramserver.tools.bench.step_stamps import COLUMNS, StepStamp, StepStamps, read_stamps, server_pids
@@ -224,3 +226,21 @@ def test_bytes_of_a_group_are_counted_by_the_kernel_or_computed(tmp_path, monkey
     wire.sample()
     counted = _wire_bytes(ddp, trainers, MeasuredWindow(1.0, 4.0), wire)  # 2 x 3 steps in 3 of 4 seconds
     assert counted == {"wire_bytes_per_step": pytest.approx(1000), "wire_bytes_source": "counted by the kernel"}
+
+
+def test_nothing_of_the_config_disturbs_a_measurement(tmp_path):
+    config = {
+        "task": "tasks:ReferenceTask",
+        "checkpoint": {"every": 5, "memory_every": 2, "best": {"metric": "loss", "mode": "min"}},
+        "logging": {"prometheus_port": 9100, "tensorboard": True},
+        "publish": {"port": 5556},
+        "profile": {"start_step": 3},
+        "training": {"max_steps": 9},
+    }
+    file = write_config(tmp_path, **config)
+    (case, *_) = make_cases(RequestedCases(file, modes="rpc", trainers="2"))
+    method = SimpleNamespace(folders=(tmp_path,), warm_s=1.0, seconds=2.0, target=None)
+    measured = run_config(case, 0, method, tmp_path / "out", 0)
+    assert (measured.checkpoint.every, measured.checkpoint.memory_every, measured.checkpoint.best) == (0, None, None)
+    assert (measured.logging.prometheus_port, measured.logging.tensorboard) == (None, False)
+    assert (measured.publish.port, measured.profile) == (0, None)

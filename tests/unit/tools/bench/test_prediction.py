@@ -192,6 +192,14 @@ def test_bad_flags_are_refused(results, capsys, words, message):
     assert message in capsys.readouterr().err
 
 
+def test_the_results_are_not_replaced(results, capsys):
+    folder, before = results.parent, results.read_bytes()
+    for given, out in ((results, folder), (folder, folder / ".." / folder.name)):
+        assert benchmark.main(["predict", str(given), "--out", str(out)]) == 2
+        assert "must be another folder than that of the results" in capsys.readouterr().err
+    assert results.read_bytes() == before
+
+
 def test_the_results_must_exist(tmp_path, capsys):
     assert benchmark.main(["predict", str(tmp_path / "none")]) == 2
     assert "must be a file of results that can be read" in capsys.readouterr().err

@@ -99,11 +99,11 @@ def test_too_few_open_files(config, monkeypatch):
     )
 
 
-def test_a_small_dev_shm_matters_to_loader_workers(config, monkeypatch):
+def test_a_small_dev_shm_is_noted_and_is_no_problem_for_loader_workers(config, monkeypatch):
     monkeypatch.setattr(machine, "_LITTLE_SHM_BYTES", 2**60)
-    assert problems(machine_of(config)) == []
-    (problem,) = problems(machine_of(replace(config, training=TrainingConfig(loader_workers=2))))
-    assert problem.startswith("training.loader_workers (2) passes batches through /dev/shm, which has ")
+    found = machine_of(replace(config, training=TrainingConfig(loader_workers=2)))
+    assert problems(found) == []
+    assert any("/dev/shm has " in str(one) for one in found.findings)
 
 
 def test_a_limit_of_the_control_group_is_noted(config, monkeypatch):
