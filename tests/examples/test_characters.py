@@ -15,6 +15,7 @@ def example():
     return load_example("characters", "Characters").task
 
 
+@pytest.mark.nightly
 def test_the_model_is_better_than_a_table_of_pairs_after_few_steps(tmp_path, example):
     arguments = {"samples": 3000, "lr": 0.01, "steps": 150}
     training = {"max_steps": 150, "batch_size": 32, "validation_batch_size": 250}

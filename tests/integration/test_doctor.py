@@ -100,6 +100,7 @@ def test_a_rank_that_finds_no_rank_0_says_so(tmp_path):
     assert "rank 1 found no rank 0 at 127.0.0.1" in " ".join(output.split())
 
 
+@pytest.mark.nightly
 def test_hosts_that_do_not_reach_each_other_are_named(tmp_path):
     """Three hosts in mode ddp; the second and third reach the first, and not each other."""
     try:

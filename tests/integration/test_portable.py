@@ -50,6 +50,7 @@ def assert_passes(*tests):
     assert "skipped" not in done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_core_of_the_tests_passes():
     """Equality of modes, and survival of killed processes."""

@@ -66,6 +66,7 @@ def test_a_heterogeneous_job_has_its_server_in_the_first_group(tmp_path, slurm):
     assert FinishedRun(0, "", tmp_path / "runs" / "run").summary["num_trainers"] == 2
 
 
+@pytest.mark.nightly
 def test_the_job_of_the_example_is_requeued_before_its_limit_and_resumes(tmp_path, slurm):
     """The signal that SLURM sends before the limit is sent by hand here: the limit counts in minutes."""
     text = EXAMPLE.read_text().replace("--nodes=2 --ntasks-per-node=2 --cpus-per-task=4", "--nodes=1 --ntasks=3")
