@@ -231,6 +231,15 @@ class Client:
         return self._require_directory().steps
 
     @property
+    def first_step(self) -> int:
+        """The first step that the run lacks: 0, or more in another attempt of a simulation that ended before its end.
+
+        Samples of the steps before it need not be computed and sent again; they are dropped if they are. All members of
+        an attempt have the same one.
+        """
+        return self._require_directory().first_step
+
+    @property
     def fields(self) -> dict[str, tuple[int, ...]]:
         """The shape of each field of a whole sample that the run declares."""
         directory = self._require_directory()

@@ -60,7 +60,7 @@ def act(parameters: Any, client: Client) -> None:
     observations = [environment.reset() for environment in environments]
     with Subscriber() as model:
         weights = model.latest(TIMEOUT_S)
-        for number in islice(count(), client.steps):
+        for number in islice(count(), client.first_step, client.steps):
             weights = model.newer_than(weights.version, timeout_s=0) or weights
             policy, turn, steps = Policy(weights, rng), number % ENVIRONMENTS, []
             for _ in range(length):

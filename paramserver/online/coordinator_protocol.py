@@ -81,6 +81,7 @@ class RequestHandler:
         self._started = False  # whether all trainers were joined once
         self._clients: dict[tuple[int, int], tuple[bytes, Header]] = {}
         self._waiting_hellos: dict[bytes, list[bytes]] = {}
+        self._first_steps: dict[int, tuple[int, int]] = {}  # simulation -> attempt, and its first step
         self._handlers: dict[MessageKind, Callable[[bytes, Header, list[bytes], float], list[Message]]] = {
             MessageKind.HELLO: self._handle_hello,
             MessageKind.BYE: self._handle_bye,
@@ -168,7 +169,21 @@ class RequestHandler:
             fields=(*self.spec.fields, *self.spec.required_columns),
             # Required ones too: so a client knows that they are none of the user's fields.
             optional=self.spec.columns,
+            first_step=self._first_step(header),
         )
+
+    def _first_step(self, header: Header) -> int:
+        """The first step of a simulation that a trainer lacks. All members of an attempt get the same one."""
+        number, count = header.simulation, len(self._trainers)
+        attempt, step = self._first_steps.get(number, (-1, 0))
+        if attempt != header.attempt or header.members == 1:
+            single = self.tracker.trainer_for(number)
+            missing = {i: self.tracker.first_missing(number, i) for i in (range(count) if single is None else [single])}
+            step = min(
+                self.spec.range_for(number, i, count)[0] if found is None else found for i, found in missing.items()
+            )
+            self._first_steps[number] = header.attempt, step
+        return step
 
     def _read_parameters(self, body: list[bytes]) -> list[float]:
         vector = unpack_parameters(_single_frame(body, "HELLO"))

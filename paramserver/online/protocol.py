@@ -306,11 +306,12 @@ class TrainerDirectory:
     steps: int | None
     fields: tuple[ArrayDescriptor, ...]
     optional: tuple[ArrayDescriptor, ...] = ()
+    first_step: int = 0
 
     def pack(self) -> bytes:
         fields, optional = ([[f.name, f.dtype, f.shape] for f in rows] for rows in (self.fields, self.optional))
         body = {**asdict(self), "fields": fields, "optional": optional}
-        return pack_json({key: value for key, value in body.items() if key != "optional" or value})
+        return pack_json({key: value for key, value in body.items() if key not in ("optional", "first_step") or value})
 
     @classmethod
     def unpack(cls, frame: bytes) -> TrainerDirectory:
@@ -321,8 +322,9 @@ class TrainerDirectory:
                 tuple(ArrayDescriptor(name, dtype, tuple(shape)) for name, dtype, shape in rows)
                 for rows in (body["fields"], body.get("optional", ()))
             )
-            addresses, timeout_s = tuple(body["trainers"]), body["timeout_s"]
-            return cls(addresses, body["single_trainer"], body["window"], timeout_s, body["steps"], fields, optional)
+            addresses, timeout_s, first_step = tuple(body["trainers"]), body["timeout_s"], body.get("first_step", 0)
+            single, window, steps = body["single_trainer"], body["window"], body["steps"]
+            return cls(addresses, single, window, timeout_s, steps, fields, optional, int(first_step))
 
     def trainer_for(self, simulation: int, step: int) -> int:
         """Index of the trainer that receives this sample. The same step goes to the same trainer in every attempt."""
@@ -341,23 +343,26 @@ class TrainerJoined:
         inherited: simulation -> samples received by the trainers of an earlier run with another number of trainers,
             and in no buffer; the same on all trainers.
         lost: simulation -> samples that died with a trainer which this one replaces, as far as it knows.
+        first_missing: simulation -> the first step for this trainer that it has not received.
     """
 
     address: str
     received: Mapping[int, int]
     inherited: Mapping[int, int]
     lost: Mapping[int, int] = field(default_factory=dict)
+    first_missing: Mapping[int, int] = field(default_factory=dict)
 
     def pack(self) -> bytes:
-        return pack_json({key: value for key, value in asdict(self).items() if key != "lost" or value})
+        optional = ("lost", "first_missing")
+        return pack_json({key: value for key, value in asdict(self).items() if key not in optional or value})
 
     @classmethod
     def unpack(cls, frame: bytes) -> TrainerJoined:
         """Decode it. Raises ``MalformedMessage`` if the frame holds anything else."""
         body = unpack_json(frame)
         with decoding("this is no announcement of a trainer"):
-            counts = map(_counts, (body["received"], body["inherited"], body.get("lost", {})))
-            return cls(str(body["address"]), *counts)
+            optional = (body.get(name, {}) for name in ("lost", "first_missing"))
+            return cls(str(body["address"]), *map(_counts, (body["received"], body["inherited"], *optional)))
 
 
 @dataclass(frozen=True)
@@ -372,6 +377,7 @@ class SimulationReport:
         lost: simulation -> samples that died with a trainer which this one replaces.
         first_refusals: kind -> the first message of this kind that was refused, and why.
         losses: simulation -> mean loss of its samples that were trained on since the last report.
+        first_missing: simulation -> the first step for this trainer that it has not received, of those in ``received``.
     """
 
     received: Mapping[int, int]
@@ -381,9 +387,10 @@ class SimulationReport:
     lost: Mapping[int, int] = field(default_factory=dict)
     first_refusals: Mapping[str, str] = field(default_factory=dict)
     losses: Mapping[int, float] = field(default_factory=dict)
+    first_missing: Mapping[int, int] = field(default_factory=dict)
 
     def pack(self) -> bytes:
-        return pack_json(asdict(self))
+        return pack_json({key: value for key, value in asdict(self).items() if key != "first_missing" or value})
 
     @classmethod
     def unpack(cls, frame: bytes) -> SimulationReport:
@@ -398,6 +405,7 @@ class SimulationReport:
                 lost=_counts(body["lost"]),
                 first_refusals={str(kind): str(text) for kind, text in body["first_refusals"].items()},
                 losses={int(key): float(loss) for key, loss in body["losses"].items()},
+                first_missing=_counts(body.get("first_missing", {})),
             )
 
 

@@ -28,9 +28,10 @@ class ReceivedLog:
     Each sample is so in the log of one trainer, or inherited; if its trainer dies, it is lost. The set holds all of
     these, and the samples that were accepted since and are not in the log yet.
 
-    Threads: ``contains`` and ``mark_received`` belong to the receiver thread, ``extend`` to the feeder; each takes O(1)
-    per sample. ``state_dict`` and the counts are safe to call from any thread. ``load_state_dict``, ``truncate``,
-    ``restart`` and ``reshard`` replace the content and must be called before these threads start.
+    Threads: ``contains``, ``first_missing`` and ``mark_received`` belong to the receiver thread, ``extend`` to the
+    feeder; each takes O(1) per sample. ``state_dict`` and the counts are safe to call from any thread.
+    ``load_state_dict``, ``truncate``, ``restart`` and ``reshard`` replace the content and must be called before these
+    threads start.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class ReceivedLog:
         # Entries at the head of the log that this trainer's buffer was given.
         self.num_held = num_held
         self._received = KeySet()
+        self._first_missing: dict[int, int] = {}  # as of the last call of ``first_missing``
         self._lost: dict[int, set[int]] = {}
         for simulation, step in (*inherited.tolist(), *elsewhere.tolist(), *log.tolist()):
             self.mark_received(simulation, step)
@@ -60,6 +62,14 @@ class ReceivedLog:
             with self._lock:
                 self._lost.get(simulation, set()).discard(step)
         return self._received.add(simulation, step)
+
+    def first_missing(self, simulation: int, first: int, stride: int) -> int:
+        """Return the first of the steps ``first``, ``first + stride``, ... that is not in the set."""
+        step = self._first_missing.get(simulation, first)
+        while (simulation, step) in self._received:
+            step += stride
+        self._first_missing[simulation] = step
+        return step
 
     def mark_lost(self, simulation: int, step: int) -> None:
         """A trainer that this one replaces had this sample: it is lost, until it is received here."""

@@ -12,9 +12,9 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -265,9 +265,16 @@ class _ReceiverLoop:
 
     def _join(self) -> None:
         inherited, self.stats.lost = self.received_log.inherited_counts(), self.received_log.lost_counts()
-        joined = TrainerJoined(self._clients.address, dict(self.stats.stored), inherited, self.stats.lost)
+        stored = dict(self.stats.stored)
+        first_missing = self._first_missing(stored)
+        joined = TrainerJoined(self._clients.address, stored, inherited, self.stats.lost, first_missing)
         self._send_to_coordinator(MessageKind.JOIN, self.spec.token, joined.pack())
         self._report_at = time.monotonic() + self.report_interval_s
+
+    def _first_missing(self, simulations: Iterable[int]) -> dict[int, int]:
+        spec = self.spec
+        ranges = {one: spec.ingest.range_for(one, spec.trainer_index, spec.num_trainers) for one in simulations}
+        return {one: self.received_log.first_missing(one, *steps) for one, steps in ranges.items()}
 
     def _send_to_coordinator(self, kind: MessageKind, *frames: bytes) -> None:
         try:
@@ -319,6 +326,7 @@ class _ReceiverLoop:
             return
         if self._ready:
             report = self.stats.make_report(self.queue.pending_simulations())
+            report = replace(report, first_missing=self._first_missing(report.received))
             self._send_to_coordinator(MessageKind.REPORT, report.pack())
         self._reported_at, self._report_at = now, now + self.report_interval_s
         # Early reports do not count as unanswered, so the check keeps its own interval.

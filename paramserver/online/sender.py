@@ -82,6 +82,8 @@ class SampleSender:
             stack.callback(self._coordinator.close)
             self.directory = self._register(timeout_s or _HELLO_TIMEOUT_S)
             stack.pop_all()
+        # ``_not_sent``: steps that the run had before, and that this client has not sent again.
+        self._first_step = self._not_sent = self.directory.first_step
         # A context that is garbage-collected together with its sockets waits for them forever: pyzmq closes the sockets
         # that it finds by weak references, which are gone by then. The finalizer keeps both alive until it has run.
         self._finalizer = weakref.finalize(self, _close_all, self._context, self._coordinator, self._trainers)
@@ -129,6 +131,7 @@ class SampleSender:
                 self.waited_s += time.monotonic() - began
         self._trainers[index].send_sample(step, frames)
         self.sent += 1
+        self._not_sent -= step < self._first_step
 
     def flush(self) -> None:
         """Wait until every sample that was sent is acknowledged by those trainers that the run has now.
@@ -173,7 +176,7 @@ class SampleSender:
             self.directory = self._register(self._timeout_s, limit_s=self._timeout_s)
         try:
             # BYE means that all is acknowledged.
-            bye = self._header.reply(MessageKind.BYE, max(self.sent - self.refused, 0))
+            bye = self._header.reply(MessageKind.BYE, max(self.sent - self.refused, 0) + self._not_sent)
             self._coordinator.request(bye, expect=MessageKind.READY, timeout_s=self._timeout_s, limit_s=self._timeout_s)
         except RunOver:
             raise

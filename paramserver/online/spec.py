@@ -152,15 +152,17 @@ class IngestSpec:
             return None
         return sum(self.steps_for(simulation, trainer_index, num_trainers) or 0 for simulation in range(count))
 
+    def range_for(self, simulation: int, trainer_index: int, num_trainers: int) -> tuple[int, int]:
+        """The first step of a simulation that one trainer receives, if it receives any, and the steps to its next."""
+        if self.config.deal != "round_robin":
+            return 0, 1
+        # See ``TrainerDirectory.trainer_for``.
+        return (trainer_index - simulation) % num_trainers, num_trainers
+
     def steps_for(self, simulation: int, trainer_index: int, num_trainers: int) -> int | None:
         """Samples of one simulation that one trainer receives, if it receives any; None = not known before the end."""
-        steps = self.config.steps
-        if steps is None or self.config.deal != "round_robin":
-            return steps
-        # Step s is sent to trainer (simulation + s) % num_trainers, see ``TrainerDirectory.trainer_for``; the first
-        # ``rest`` of them in that order get one more.
-        whole, rest = divmod(steps, num_trainers)
-        return whole + ((trainer_index - simulation) % num_trainers < rest)
+        first, stride = self.range_for(simulation, trainer_index, num_trainers)
+        return None if self.config.steps is None else len(range(first, self.config.steps, stride))
 
 
 def _parse_range(name: str, value: Any) -> tuple[str, float, float]:

@@ -201,6 +201,7 @@ class SimulationTracker(ABC):
         self._trainers_joined = False
         self._received: list[dict[int, int]] = [{} for _ in range(num_trainers)]
         self._lost: list[Mapping[int, int]] = [{} for _ in range(num_trainers)]
+        self._first_missing: list[dict[int, int]] = [{} for _ in range(num_trainers)]
         self._inherited: Mapping[int, int] = {}
         self._num_reports = [0] * num_trainers
         # Whether samples that were acknowledged may be missing: with a trainer, or because of a return to a checkpoint.
@@ -213,6 +214,7 @@ class SimulationTracker(ABC):
         self._received = [{**one.received, **reported} for one, reported in zip(joined, self._received, strict=True)]
         self._inherited = dict(joined[0].inherited)
         self._lost = [one.lost for one in joined]
+        self._first_missing = [dict(one.first_missing) for one in joined]
         self._trainers_joined = True
         for simulation in self.simulations.values():
             # Of a checkpoint, in which it is the number of all: without those that the trainers know.
@@ -227,6 +229,7 @@ class SimulationTracker(ABC):
         self._some_lost = True
         before, self._received[index] = self._received[index], dict(joined.received)
         lost, self._lost[index] = self._lost[index], joined.lost
+        self._first_missing[index] = dict(joined.first_missing)
         for simulation in self.simulations.values():
             # The clients of the others report to the replacement what the trainer had of them.
             if simulation.ended:
@@ -263,6 +266,7 @@ class SimulationTracker(ABC):
     def on_report(self, trainer_index: int, report: SimulationReport, now: float) -> None:
         self._received[trainer_index].update(report.received)
         self._lost[trainer_index] = report.lost
+        self._first_missing[trainer_index].update(report.first_missing)
         self._num_reports[trainer_index] += 1
         for number, member in report.active:
             if number in self.simulations:
@@ -299,6 +303,10 @@ class SimulationTracker(ABC):
         if sent is not None:
             return max(sent - self.num_received(number), 0)
         return known.lost + sum(one.get(number, 0) for one in self._lost)
+
+    def first_missing(self, number: int, trainer_index: int) -> int | None:
+        """The first step of a simulation for a trainer that it has not received; None = it has received none."""
+        return self._first_missing[trainer_index].get(number)
 
     def client_parameters(self, number: int) -> list[float] | None:
         """The parameters with which clients opened a simulation; None = it was not opened."""

@@ -63,6 +63,32 @@ def test_every_sample_is_served_exactly_once(tmp_path, online, mode, kind, funct
         assert "SIGKILL" in json.dumps(finished.of_kind("simulation"))
 
 
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("rpc", {"deal": "round_robin"}),
+        ("ddp", {"deal": "simulation"}),
+        ("local", {"steps": None}),
+        ("rpc", {"steps": None}),
+    ],
+)
+def test_a_simulation_that_starts_again_may_continue_where_the_run_lacks_a_step(
+    tmp_path, monkeypatch, online, mode, options
+):
+    monkeypatch.chdir(tmp_path)
+    settings = {"function": f"{SIMULATIONS}:simulate_continued", "window": 1, **options}
+    buffer = {"kind": "fifo", "watermark": 1, "capacity": 64}
+    finished = online(tmp_path, mode, simulations=settings, buffer=buffer)
+    assert finished.code == 0, finished.output
+    steps = options.get("steps", STEPS) or 8
+    assert sorted(served(tmp_path / "ledger")) == list(product(range(COUNT), range(steps)))
+    simulations = finished.summary["simulations"]
+    assert (simulations["complete"], simulations["restarted"], simulations["lost"]) == (COUNT, 1, 0)
+    first, again = (int(next(tmp_path.rglob(f"first-step-{attempt}")).read_text()) for attempt in (0, 1))
+    assert (first, again) == (0, steps // 2)
+    assert streams(finished, "duplicated") == 0
+
+
 @pytest.mark.parametrize("mode", ["ddp", "rpc"])
 def test_a_reservoir_serves_every_sample_at_least_once(tmp_path, online, mode):
     paced = {"kind": "reservoir", "watermark": 6, "capacity": 12, "min_new_per_batch": 2}

@@ -63,6 +63,7 @@ struct ps_client {
     char address[MAX_ADDRESS], keys[1024];
     double *parameters, timeout_s, receive_at;
     int64_t single_trainer, window, last_step;
+    int64_t not_sent; /* steps that the run had before, and that were not sent again */
     int run_started, registered_on, num_sockets, num_warnings, num_opening, num_trainers;
     int num_fields, num_required; /* those after the required ones may be left out of a sample */
     void *context;
@@ -421,6 +422,8 @@ static int read_directory(ps_client *c)
         c->num_trainers = count;
         c->timeout_s = c->timeout_s > 0 ? c->timeout_s : timeout_s;
         read_integer(member_of(text, "steps"), &c->info.steps); /* null becomes -1 here and below */
+        if (member_of(text, "first_step")) read_integer(member_of(text, "first_step"), &c->info.first_step);
+        c->not_sent = c->info.first_step;
         TRY(read_fields(c, first_item(member_of(text, "fields"))));
         c->num_required = c->num_fields;
         TRY(read_fields(c, first_item(member_of(text, "optional"))));
@@ -680,11 +683,12 @@ static int wait_for_room(ps_client *c, trainer *t)
 static int finish(ps_client *c)
 {
     do { /* again where another coordinator has taken the place of the one that knew this client */
+        int64_t sent;
         int status;
         TRY(wait_for_acks(c, NULL, 0));
         if (coordinator_returned(c)) TRY(enroll(c, c->timeout_s, c->timeout_s)); /* no sample was sent */
-        status = request(c, BYE, c->info.sent > c->info.refused ? c->info.sent - c->info.refused : 0, 0, READY,
-                         c->timeout_s, c->timeout_s);
+        sent = c->info.sent > c->info.refused ? c->info.sent - c->info.refused : 0;
+        status = request(c, BYE, sent + c->not_sent, 0, READY, c->timeout_s, c->timeout_s);
         if (status == PS_OVER || (status != PS_OK && !coordinator_returned(c))) return status;
     } while (coordinator_returned(c));
     return PS_OK;
@@ -948,6 +952,7 @@ int ps_client_send(ps_client *c, int64_t step)
     t->unsent++;
     c->last_step = step;
     c->info.sent++;
+    c->not_sent -= step < c->info.first_step;
     status = send_unsent(c, t);
     return status == PS_OK ? PS_OK : end(c, status);
 }

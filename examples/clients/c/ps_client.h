@@ -74,6 +74,7 @@ typedef struct {
     int64_t attempt;
     int64_t sent, refused;     /* samples; refused messages, whose reasons are printed to stderr */
     double waited_s;           /* seconds that ps_client_send has waited for room */
+    int64_t first_step;        /* that the run lacks: above 0 in another attempt of a simulation that ended early */
 } ps_info;
 
 /* NULL only without memory. */

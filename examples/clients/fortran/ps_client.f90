@@ -39,6 +39,7 @@ module paramserver
       integer(c_int) :: num_parameters, member, members
       integer(c_int64_t) :: attempt, sent, refused
       real(c_double) :: waited_s
+      integer(c_int64_t) :: first_step
    end type
 
    type :: ps_client
@@ -47,7 +48,8 @@ module paramserver
       procedure :: open => open_client
       procedure, private :: put_real32, put_real64, put_int32, put_int64
       generic :: put => put_real32, put_real64, put_int32, put_int64
-      procedure :: send, close => close_client, free, error, parameters, size => size_of, steps, simulation, refused
+      procedure :: send, close => close_client, free, error, parameters, size => size_of, steps, first_step, &
+         simulation, refused
    end type
 
    interface
@@ -199,6 +201,14 @@ contains
       type(c_info), pointer :: found
       found => info(self)
       steps = int(found%steps)
+   end function
+
+   !> The first step that the run lacks: above 0 in another attempt of a simulation that ended early.
+   integer function first_step(self)
+      class(ps_client), intent(in) :: self
+      type(c_info), pointer :: found
+      found => info(self)
+      first_step = int(found%first_step)
    end function
 
    integer function simulation(self)

@@ -3,12 +3,15 @@
 import random
 from pathlib import Path
 
+import pytest
+
 from paramserver.config import SimulationsConfig
 from paramserver.online.coordinator_protocol import RequestHandler
 from paramserver.online.protocol import (
     Header,
     MessageKind,
     SimulationReport,
+    TrainerDirectory,
     TrainerJoined,
     pack_opening,
     pack_parameters,
@@ -110,3 +113,39 @@ def test_a_hello_of_a_simulation_that_the_run_started_waits_with_its_secret_for_
     replies = {peer: Header.unpack(frames[0]).kind for peer, frames in join("tcp://2")}
     assert replies == {b"trainer": MessageKind.READY, b"client": MessageKind.WELCOME}
     assert not handler.refused
+
+
+@pytest.mark.parametrize("deal", ["round_robin", "simulation"])
+def test_another_attempt_begins_at_the_first_step_that_a_trainer_lacks(deal):
+    config = SimulationsConfig(fields={"t": [2]}, group_size=2, count=5, steps=40, timeout_s=1e9, deal=deal)
+    tracker = ExternalSimulations(config, 2, 1e9)
+    handler = RequestHandler(IngestSpec.from_config(config), tracker, 2, TOKEN, dict)
+
+    def join(index, **fields):
+        joined = TrainerJoined(f"tcp://{index}", {}, {}, **fields)
+        handler.handle(b"trainer-%d" % index, [Header(MessageKind.JOIN, index).pack(), TOKEN, joined.pack()], 0.0)
+
+    def report(index, first_missing):
+        body = SimulationReport({0: 9}, first_missing=first_missing).pack()
+        handler.handle(b"trainer-%d" % index, [Header(MessageKind.REPORT, index).pack(), body], 1.0)
+
+    def hello(attempt, member):
+        header = Header(MessageKind.HELLO, 0, 0, member, 2, attempt)
+        ((_, frames),) = handler.handle(b"client", [header.pack(), *pack_opening([], None)], 2.0)
+        return TrainerDirectory.unpack(frames[1])
+
+    join(0)
+    join(1)
+    assert b"first_step" not in hello(0, 0).pack()
+    report(0, {0: 18})
+    report(1, {0: 19})
+    assert hello(0, 1).first_step == 0, "the one of the first member"
+    # With ``deal: simulation`` trainer 0 has all steps of it.
+    assert (hello(1, 0).first_step, hello(1, 1).first_step) == (18, 18)
+    report(0, {0: 22})
+    assert hello(1, 1).first_step == 18
+    assert hello(2, 0).first_step == (19 if deal == "round_robin" else 22)
+    join(0)  # another process, which has received nothing
+    assert hello(3, 0).first_step == 0
+    join(0, first_missing={0: 6})
+    assert hello(4, 0).first_step == 6

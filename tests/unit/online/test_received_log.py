@@ -41,6 +41,21 @@ def test_it_contains_what_was_received_and_nothing_else(seed):
     assert known.counts() == {}
 
 
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_the_first_step_that_is_missing(stride):
+    known, rng = ReceivedLog(), np.random.default_rng(stride)
+    first = stride - 1
+    steps = [int(step) for step in rng.permutation(200)]
+    for number, step in enumerate(steps):
+        known.mark_received(5, step)
+        if number % 7 == 0:
+            received = steps[: number + 1]
+            expected = next(step for step in range(first, 1000, stride) if step not in received)
+            assert known.first_missing(5, first, stride) == expected
+    assert known.first_missing(5, first, stride) >= 200
+    assert known.first_missing(6, first, stride) == first
+
+
 def test_neighbours_are_not_mistaken_for_each_other():
     known = ReceivedLog()
     for step in (0, 63, 64, 127, 2**40):
