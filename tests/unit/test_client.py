@@ -72,6 +72,15 @@ class InThread:
 # What arrives.
 
 
+@pytest.mark.parametrize("begins_at", [0, 4, 6, 8])
+def test_the_end_of_another_attempt_counts_the_steps_that_the_run_had_before(run, begins_at):
+    run.directory = replace(run.directory, first_step=6)
+    with Client(run.address, attempt=1).open(7) as client:
+        assert client.first_step == 6
+        send_all(client, range(begins_at, 10))
+    assert run.byes == [Header(MessageKind.BYE, 7, 10 - max(begins_at - 6, 0), attempt=1)]
+
+
 @pytest.mark.parametrize("simulation", [0, 1, 7])
 def test_steps_go_round_the_trainers_and_arrive_as_they_were(run, simulation):
     with Client(run.address).open(simulation, [1.5, -2.0]) as client:

@@ -3,6 +3,7 @@
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,6 +68,15 @@ def test_samples_arrive_as_they_were_at_the_trainer_of_their_step(run):
     assert [(who, list(vector)) for who, _, vector in sorted(run.opened, key=str)] == [(0, [1.5, -2]), (1, [1.5, -2])]
     assert [(header.simulation, list(vector)) for header, vector in run.hellos] == [(7, [1.5, -2.0])]
     assert (client.sent, client.refused, client.log) == (10, 0, "")
+
+
+@pytest.mark.parametrize("begins_at", [0, 4, 6, 8])
+def test_the_end_of_another_attempt_counts_the_steps_that_the_run_had_before(run, begins_at):
+    run.directory = replace(run.directory, first_step=6)
+    with CClient(run.address, attempt=1).open(7) as client:
+        send_all(client, range(begins_at, 10))
+    run.wait_for(lambda: run.byes)
+    assert run.byes == [Header(MessageKind.BYE, 7, 10 - max(begins_at - 6, 0), attempt=1)]
 
 
 def test_the_members_of_a_group_send_parts(run):
