@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -43,6 +43,10 @@ from paramserver.parameters.model_tree import buffer_kinds, changed_kinds
 from paramserver.parameters.numerics import check_parameters_finite
 from paramserver.runs.monitor import RunMonitor
 from paramserver.runs.rundir import RunDir
+
+if TYPE_CHECKING:
+    from paramserver.online.coordinator import SimulationCoordinator
+    from paramserver.online.publisher import ModelPublisher
 
 # The parameters as they are trained, where those of ``model`` are what an optimizer's ``eval()`` makes of them.
 _TRAINED = "trained"
@@ -172,29 +176,6 @@ class UpdaterState(Protocol):
     def averages(self) -> dict[str, Tensor]: ...
 
 
-class SimulationsState(Protocol):
-    """The producer of an online run's samples."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def summary(self) -> dict[str, Any]: ...
-
-    def trainer_lost(self, trainer_index: int) -> None: ...
-
-
-class Publisher(Protocol):
-    """Sends versions of the model to other programs; see ``ModelPublisher``."""
-
-    address: str
-    on_request: Callable[[], None]
-
-    @property
-    def starts(self) -> Sequence[tuple[int, int]]: ...
-
-    def is_wanted(self, step: int) -> bool: ...
-
-    def publish(self, step: int, tensors: Mapping[str, Tensor]) -> None: ...
-
-
 class CheckpointManager:
     """Saves and restores the checkpoints of a run. Lives on rank 0.
 
@@ -223,9 +204,9 @@ class CheckpointManager:
         self.consistency_state: Mapping[str, Any] = {}
         self.ledger_state: Mapping[str, Any] = {"rows": {}}
         # Of an online run; its state is saved and its figures are in the summary.
-        self.simulations: SimulationsState | None = None
+        self.simulations: SimulationCoordinator | None = None
         self.simulations_state: dict[str, Any] | None = None
-        self.publisher: Publisher | None = None
+        self.publisher: ModelPublisher | None = None
         self.writer = CheckpointWriter(run.checkpoints_dir, config.checkpoint.keep, config.checkpoint.background)
         self._memory: CheckpointWriter | None = None  # of those in memory, from the first one on
         self._memory_failed = False

@@ -16,7 +16,7 @@ from paramserver.errors import GenerationChanged, Interrupted, PeerLost
 from paramserver.metrics.records import make_record
 from paramserver.online.spec import IngestSpec, ReceiverSpec
 from paramserver.online.weights import Version
-from paramserver.runs.checkpoint_manager import CheckpointManager, Publisher
+from paramserver.runs.checkpoint_manager import CheckpointManager
 
 if TYPE_CHECKING:
     from paramserver.online.coordinator import SimulationCoordinator
@@ -94,7 +94,7 @@ def start_publisher(process: ProcessContext, checkpoints: CheckpointManager) -> 
 def publish_endpoint(
     process: ProcessContext,
     coordinator: SimulationCoordinator | None,
-    publisher: Publisher | None,
+    publisher: ModelPublisher | None,
     rendezvous: Rendezvous | None,
 ) -> ReceiverSpec | None:
     """Publish what others need of the coordinator, and the publisher's generations, on rank 0; receive it elsewhere.
