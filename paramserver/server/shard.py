@@ -27,7 +27,7 @@ from paramserver.parameters.tables import RowSegment, slice_gradient
 from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.transport.autograd import pull
-from paramserver.transport.compression import Compressor, WireCodec
+from paramserver.transport.compression import CastCodec, Compressor
 from paramserver.transport.messages import ApplyRequest, Future, ShardState, SnapshotTensor
 from paramserver.transport.rpc import PushAssembly, WireVersion, leave_out
 
@@ -111,7 +111,7 @@ class ParameterShard:
     def __init__(
         self,
         updater: ShardUpdater,
-        codec: WireCodec,
+        codec: CastCodec,
         lock: threading.RLock,
         version: int,
         buckets: Shard | None = None,

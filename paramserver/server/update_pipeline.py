@@ -19,7 +19,7 @@ from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard, split_ranges
 from paramserver.server.server_run import SubmitFn, run_now
-from paramserver.transport.compression import WireCodec, block_of
+from paramserver.transport.compression import CastCodec, block_of
 from paramserver.transport.messages import Future
 
 log = logging.getLogger("paramserver")
@@ -80,7 +80,7 @@ class UpdatePipeline:
     from parameters that another one writes.
     """
 
-    def __init__(self, updates: BucketUpdates, codec: WireCodec, submit: SubmitFn = run_now) -> None:
+    def __init__(self, updates: BucketUpdates, codec: CastCodec, submit: SubmitFn = run_now) -> None:
         self.updates = updates
         self.sent_early: frozenset[int] = frozenset()
         """Buckets of the current version that its trainers received before it was committed."""

@@ -21,7 +21,7 @@ from paramserver.parameters.sharding import Shard
 from paramserver.parameters.tables import empty_gradient, nbytes_of_rows, slice_gradient, table_ranges
 from paramserver.transport.autograd import push_root
 from paramserver.transport.base import GradientBucket, ServerTransport, TrainerTransport
-from paramserver.transport.compression import Compressor, ErrorFeedback, WireCodec
+from paramserver.transport.compression import CastCodec, Compressor, ErrorFeedback
 from paramserver.transport.messages import VersionView
 
 
@@ -31,7 +31,7 @@ class WireVersion:
     ``snapshot`` returns the current version, immutable, and the same list for as long as it is current.
     """
 
-    def __init__(self, layout: FlatLayout, codec: WireCodec, snapshot: Callable[[], list[Tensor]]) -> None:
+    def __init__(self, layout: FlatLayout, codec: CastCodec, snapshot: Callable[[], list[Tensor]]) -> None:
         self.codec = codec
         self._layout = layout
         self._snapshot = snapshot
@@ -55,7 +55,7 @@ class PushAssembly:
     """Collects the gradients of one push in any order. ``decompress`` returns those of a range from what was sent."""
 
     _leaves: Sequence[Tensor]
-    _codec: WireCodec
+    _codec: CastCodec
     _decompress: Callable[[int, Tensor, torch.dtype], Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class RpcTrainerTransport(TrainerTransport):
         self,
         layout: FlatLayout,
         shards: Sequence[Shard],
-        codec: WireCodec,
+        codec: CastCodec,
         parameters: Sequence[Tensor],
         compressor: Compressor | None = None,
         connected: bool = False,

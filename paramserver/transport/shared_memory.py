@@ -3,15 +3,14 @@
 The version that a trainer pulls is in its own memory, so nothing is recorded in the context of the step: the backward
 in it, ``dist_autograd.backward``, is local.
 
-``ServerSharedMemory`` decides for a server what is shared. ``SnapshotSource`` gives trainers a version that stays
-unchanged while they read it: ``LiveParameters`` in lockstep, ``RingSnapshots`` otherwise.
+``ServerSharedMemory`` decides for a server what is shared. Trainers read a version that stays unchanged meanwhile: from
+``LiveParameters`` in lockstep, from ``RingSnapshots`` otherwise.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
@@ -55,22 +54,8 @@ def socket_key(trainer_index: int, incarnation: int) -> str:
     return f"calls/{trainer_index}/{incarnation}"
 
 
-class SnapshotSource(ABC):
-    """Where trainers of this host read versions. Called under the server's lock."""
-
-    num_slots: int
-
-    @abstractmethod
-    def pin(self) -> int:
-        """Return the slot of the current version, which stays unchanged until ``unpin``."""
-
-    @abstractmethod
-    def unpin(self, slot: int) -> None:
-        """Undo one ``pin``."""
-
-
-class LiveParameters(SnapshotSource):
-    """The server's own parameters.
+class LiveParameters:
+    """Where trainers of this host read versions: the server's own parameters. Called under the server's lock.
 
     In lockstep no version is applied before every trainer has pushed, so no trainer reads while they change.
     """
@@ -78,10 +63,11 @@ class LiveParameters(SnapshotSource):
     num_slots = 1
 
     def pin(self) -> int:
+        """Return the slot of the current version, which stays unchanged until ``unpin``."""
         return 0
 
     def unpin(self, slot: int) -> None:
-        """Do nothing: the server waits for all trainers."""
+        """Undo one ``pin``. Here it does nothing: the server waits for all trainers."""
 
 
 @dataclass
@@ -173,7 +159,7 @@ class SnapshotRing:
         )
 
 
-class RingSnapshots(SnapshotSource):
+class RingSnapshots(LiveParameters):
     """Snapshots in a ring of two slots more than readers; a version that is never pulled is never copied.
 
     ``readers`` read at the same time, at most.
@@ -214,7 +200,7 @@ class SharedMemoryServerTransport(ServerTransport):
 
     zero_copy = True
 
-    def __init__(self, snapshots: SnapshotSource, segment_key: str = gradients_key(0)) -> None:
+    def __init__(self, snapshots: LiveParameters, segment_key: str = gradients_key(0)) -> None:
         self.segment_key = segment_key
         self._snapshots = snapshots
         self._pinned: int | None = None
@@ -343,7 +329,7 @@ class ServerSharedMemory:
         self._on_note = on_note
         self._connect = connect
         self._num_over_rpc = 0
-        self._snapshots: SnapshotSource | None = None
+        self._snapshots: LiveParameters | None = None
         self._gradient_keys: dict[int, list[str]] = {}  # by trainer, that of its newest incarnation last
         self._gradients: dict[str, list[Tensor]] = {}  # by key
         self._socket_keys: dict[int, str] = {}
