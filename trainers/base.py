@@ -631,14 +631,15 @@ class Trainer(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this trainer's part of a checkpoint: one copy, which training does not change any more."""
+        memory = self.control.memory
         what = f"the state of {type(self.task).__name__}.on_checkpoint, or of a callback,"
-        own = stage_copy(task_state(self.task, self.process.kept.callbacks), self.control.memory, what)
+        own = stage_copy(task_state(self.task, self.process.kept.callbacks), memory, what)
         check_storable(own, type(self.task).__name__)
-        stream = self.data.state_dict(self.control.memory)
-        local = None if self.local_steps is None else stage_copy(self.local_steps.state_dict(), self.control.memory)
+        stream = self.data.state_dict(memory)
+        local = None if self.local_steps is None else stage_copy(self.local_steps.updater.state_dict(), memory)
         # model.pt has that of one trainer, and modules make it of what this one has seen.
-        extra = stage_copy(extra_state_dict(self.tree.model) if self.process.trainers > 1 else {}, self.control.memory)
-        self.control.memory.trim()
+        extra = stage_copy(extra_state_dict(self.tree.model) if self.process.trainers > 1 else {}, memory)
+        memory.trim()
         return {
             "trainer_index": self.trainer_index,
             **stream,
@@ -695,7 +696,7 @@ class Trainer(ABC):
             return
         state = None if part is None else part.get("local_steps")
         if state is not None:
-            self.local_steps.load_state_dict(state)
+            self.local_steps.updater.load_state_dict(state)
         origin = "a new optimizer" if state is None else "the checkpoint"
         log.info("trainer %d: its local steps continue with the state of %s", self.trainer_index, origin)
         self.record("local_steps", restored=state is not None)
@@ -880,6 +881,7 @@ class TrainingLoop:
         trainer, local = self.trainer, self.trainer.local_steps
         # 1. The batches of each gradient: a round has one for each local step, any other step has one.
         at_once = decision.batches if local is None else trainer.config.training.accumulate_batches
+        may_skip = trainer.config.training.may_skip if local is None else local.updater.skipping.is_possible
         done, samples, summed, counted, skipped, began = 0, 0, 0.0, 0, 0, time.perf_counter()
         buffers: PackedBuffers | None = None
         while done < decision.batches:
@@ -888,7 +890,7 @@ class TrainingLoop:
             batches = [self._next_batch() for _ in range(min(at_once, decision.batches - done))]
             samples += sum(batch_samples for _, batch_samples in batches)
             self._load(batches, is_first=not done)
-            if local.may_skip if local is not None else trainer.config.training.may_skip and not done:
+            if may_skip and (local is not None or not done):
                 buffers = trainer.tree.pack_buffers()  # which a forward with NaN may change
             # Not before the first batches are loaded: until then the parameters are those of an earlier version.
             if local is not None and not done:

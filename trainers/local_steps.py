@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,16 +62,6 @@ class LocalSteps:
         self._own: list[Tensor] = []
         self._version: list[Tensor] = []  # in a round: the memory of the parameters before it
 
-    @property
-    def may_skip(self) -> bool:
-        """Whether a local step may be skipped."""
-        return self.updater.skipping.is_possible
-
-    @property
-    def loss_scale(self) -> float:
-        """What the losses of this trainer are multiplied by for the backward."""
-        return self.updater.skipping.scale
-
     def _check(self, model: nn.Module) -> None:
         reason = None
         if self.updater.parameters_of:
@@ -106,10 +95,10 @@ class LocalSteps:
             NotFinite: gradients are clipped and their norm is NaN or infinite.
         """
         gradients = [parameter.grad for parameter in self.updater.parameters]
-        cause = find_nonfinite(loss, gradients) if self.may_skip else ""
+        cause = find_nonfinite(loss, gradients) if self.updater.skipping.is_possible else ""
         if not cause:
             self.updater.apply(number)
-            self.updater.skipping.update_made([self._trainer_index], self.loss_scale)
+            self.updater.skipping.update_made([self._trainer_index], self.updater.skipping.scale)
         self.updater.clear_gradients()
         return cause
 
@@ -157,14 +146,6 @@ class LocalSteps:
     def _assign(self, memory: Sequence[Tensor]) -> None:
         for parameter, data in zip(self.parameters, memory, strict=True):
             parameter.data = data
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of optimizer and schedule, between two rounds."""
-        return self.updater.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load ``state_dict()``, also that of another trainer."""
-        self.updater.load_state_dict(state)
 
 
 def _norm(tensors: list[Tensor]) -> float:

@@ -48,7 +48,7 @@ class ReplicaTrainer(Trainer):
 
     @property
     def loss_scale(self) -> float:
-        return self.updater.skipping.scale if self.local_steps is None else self.local_steps.loss_scale
+        return self.updater.skipping.scale if self.local_steps is None else self.local_steps.updater.skipping.scale
 
     def count_skipped(self, samples: int) -> None:
         """Count samples, of all trainers, of steps that were skipped."""

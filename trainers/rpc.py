@@ -212,7 +212,7 @@ class RpcTrainer(Trainer):
 
     @property
     def loss_scale(self) -> float:
-        return self._scale if self.local_steps is None else self.local_steps.loss_scale
+        return self._scale if self.local_steps is None else self.local_steps.updater.skipping.scale
 
     def load_version(self) -> None:
         self.pull.load(self.current_step.batches)

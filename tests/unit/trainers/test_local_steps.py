@@ -86,7 +86,7 @@ def test_schedule_and_state_continue_from_round_to_round_and_in_another_process(
         model = nn.Linear(2, 1)
         local = local_steps(model)
         if state is not None:
-            local.load_state_dict(state)
+            local.updater.load_state_dict(state)
         for _ in range(rounds):
             take_round(local, model)
         return local, [parameter.grad.clone() for parameter in model.parameters()]
@@ -95,7 +95,7 @@ def test_schedule_and_state_continue_from_round_to_round_and_in_another_process(
     assert local.updater.lr == pytest.approx((0.05,))
     assert local.updater.optimizer.state_dict()["state"][0]["momentum_buffer"].abs().sum() > 0
     _, whole = trained(2)
-    _, continued = trained(1, local.state_dict())
+    _, continued = trained(1, local.updater.state_dict())
     assert all(torch.equal(one, other) for one, other in zip(whole, continued, strict=True))
 
 
