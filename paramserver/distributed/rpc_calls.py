@@ -18,17 +18,17 @@ from __future__ import annotations
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed.rpc as rpc
 
 from paramserver.consistency import TrainerId
-from paramserver.distributed.local_calls import LocalCallServer
+from paramserver.distributed.local_calls import LocalCallServer, LocalConnection
 from paramserver.distributed.remote_error import RemoteError as RemoteError
 from paramserver.distributed.rpc_agent import keep_thread_state
-from paramserver.distributed.tcp_calls import TcpCallServer
+from paramserver.distributed.tcp_calls import TcpCallServer, TcpConnection
 from paramserver.errors import TrainingError
 
 P = ParamSpec("P")
@@ -139,11 +139,8 @@ def serve_tcp_calls(timeout_s: float) -> TcpCallServer:
 # The calling side.
 
 
-class SocketConnection(Protocol):
-    """A connection to a process that runs handlers without RPC."""
-
-    def call(self, target: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.futures.Future[Any] | None:
-        """Send a call; return the future of its reply, or None if it has to be sent over RPC."""
+SocketConnection: TypeAlias = "LocalConnection | TcpConnection"
+"""A connection to a process that runs handlers without RPC."""
 
 
 class CallInterceptor(Protocol):

@@ -13,7 +13,7 @@ outer optimizer is Nesterov's: Douillard et al., arXiv:2311.08105.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from paramserver.config import Config, OuterConfig, TrainingConfig, mode_of, num
 from paramserver.consistency.factory import consistency_class
 from paramserver.optim.row_wise_adagrad import PerParameterOptimizer
 from paramserver.parameters.flat import trainable_parameters
+from paramserver.task import Task
 
 MANY_LOCAL_STEPS = 64
 """From so many local steps on, momentum is the default: those of fewer are close to steps of the inner optimizer."""
@@ -31,12 +32,8 @@ _MOMENTUM = {"sgd": 0.0, "nesterov": 0.9, "adam": 0.9, "delayed_nesterov": 0.9}
 _LR = {"sgd": 1.0, "nesterov": 0.7, "adam": 0.01, "delayed_nesterov": 0.7}
 
 
-class OptimizerBuilder(Protocol):
-    """Builds an optimizer and its schedule: a ``Task``, or ``OuterBuilder``."""
-
-    def build_optimizer(self, model: nn.Module) -> Any: ...
-
-    def build_scheduler(self, optimizer: Any) -> Any: ...
+OptimizerBuilder: TypeAlias = "Task | OuterBuilder"
+"""Builds an optimizer and its schedule."""
 
 
 def shared_optimizer(task: OptimizerBuilder, config: Config) -> OptimizerBuilder:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
@@ -29,6 +30,8 @@ T = TypeVar("T")
 
 Job = Callable[[], None]
 SubmitFn = Callable[[Job], None]
+# Of a caller that waits.
+Waiter: TypeAlias = "Future | concurrent.futures.Future[Any]"
 
 
 def run_now(job: Job) -> None:
@@ -99,12 +102,6 @@ class UpdateExecutor:
     @spanned("wait")
     def _next(self) -> Job | None:
         return self._jobs.get()
-
-
-class Waiter(Protocol):
-    """A future of a caller that waits."""
-
-    def set_result(self, result: Any, /) -> None: ...
 
 
 class ServerRun:
