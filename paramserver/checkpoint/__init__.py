@@ -5,10 +5,8 @@ from typing import TYPE_CHECKING
 from paramserver._lazy import attach
 
 if TYPE_CHECKING:
-    from paramserver.checkpoint.format import FORMAT_VERSION as FORMAT_VERSION, Manifest as Manifest
     from paramserver.checkpoint.load import (
         Checkpoint as Checkpoint,
-        choose_checkpoint as choose_checkpoint,
         find_checkpoint as find_checkpoint,
         load_chosen as load_chosen,
         read_checkpoint as read_checkpoint,
@@ -17,10 +15,7 @@ if TYPE_CHECKING:
     from paramserver.checkpoint.save import (
         BestMetric as BestMetric,
         ChunkedFile as ChunkedFile,
-        apply_retention as apply_retention,
-        mark_best as mark_best,
         remove_leftovers as remove_leftovers,
-        write_checkpoint as write_checkpoint,
     )
     from paramserver.checkpoint.serialization import (
         check_storable as check_storable,

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
         process_environ as process_environ,
     )
     from paramserver.cluster.network import (
-        DEFAULT_PORT as DEFAULT_PORT,
         LOOPBACK as LOOPBACK,
         RANK_PLUGIN as RANK_PLUGIN,
         SUPERVISED as SUPERVISED,
@@ -32,12 +31,6 @@ if TYPE_CHECKING:
         resolve_identity as resolve_identity,
         unused_tasks as unused_tasks,
     )
-    from paramserver.cluster.slurm import (
-        SlurmEnvironment as SlurmEnvironment,
-    )
-    from paramserver.cluster.torchrun import (
-        EnvVarEnvironment as EnvVarEnvironment,
-        write_error_file as write_error_file,
-    )
+    from paramserver.cluster.torchrun import write_error_file as write_error_file
 else:
     __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from paramserver._lazy import attach
 
 if TYPE_CHECKING:
-    from paramserver.config.checks import value_of as value_of
     from paramserver.config.deadlines import Deadlines as Deadlines
     from paramserver.config.io import (
         config_from_mapping as config_from_mapping,
@@ -14,12 +13,10 @@ if TYPE_CHECKING:
         load_config as load_config,
         without_old_defaults as without_old_defaults,
     )
-    from paramserver.config.layers import KEYS as KEYS, SECTIONS as SECTIONS, Key as Key
+    from paramserver.config.layers import KEYS as KEYS, SECTIONS as SECTIONS
     from paramserver.config.modes import MODES as MODES, Mode as Mode
     from paramserver.config.parsing import is_plain as is_plain, read_dumped as read_dumped
     from paramserver.config.schema import (
-        BestConfig as BestConfig,
-        BufferConfig as BufferConfig,
         CheckpointConfig as CheckpointConfig,
         ClusterConfig as ClusterConfig,
         Config as Config,

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
         Bounded as Bounded,
         StalenessHistogram as StalenessHistogram,
     )
-    from paramserver.consistency.backup import BackupSync as BackupSync
     from paramserver.consistency.base import (
         Announcement as Announcement,
         Consistency as Consistency,
@@ -21,12 +20,10 @@ if TYPE_CHECKING:
         Update as Update,
         Verdict as Verdict,
     )
-    from paramserver.consistency.buffered import Buffered as Buffered
     from paramserver.consistency.dynamic_steps import DynamicSteps as DynamicSteps
     from paramserver.consistency.factory import make_consistency as make_consistency
     from paramserver.consistency.ledger import (
         Ledger as Ledger,
-        LedgerRow as LedgerRow,
         PushId as PushId,
         PushState as PushState,
         TrainerId as TrainerId,

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from paramserver._lazy import attach
 
 if TYPE_CHECKING:
-    from paramserver.metrics.console import Progress as Progress
     from paramserver.metrics.prometheus import Prometheus as Prometheus
     from paramserver.metrics.sinks import (
         FanOut as FanOut,

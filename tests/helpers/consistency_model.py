@@ -6,19 +6,9 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
-from paramserver.consistency import (
-    Announcement,
-    Async,
-    BackupSync,
-    Bounded,
-    Buffered,
-    Decision,
-    Readiness,
-    RunTerms,
-    Stop,
-    Update,
-    Verdict,
-)
+from paramserver.consistency import Announcement, Async, Bounded, Decision, Readiness, RunTerms, Stop, Update, Verdict
+from paramserver.consistency.backup import BackupSync
+from paramserver.consistency.buffered import Buffered
 from paramserver.consistency.free_running import MAX_RETAINED_VERSIONS
 from paramserver.limits import Limits
 

@@ -17,15 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.checkpoint import (
-    apply_retention,
-    find_checkpoint,
-    mark_best,
-    read_checkpoint,
-    remove_leftovers,
-    write_checkpoint,
-)
+from paramserver.checkpoint import find_checkpoint, read_checkpoint, remove_leftovers
 from paramserver.checkpoint.format import MANIFEST
+from paramserver.checkpoint.save import apply_retention, mark_best, write_checkpoint
 from paramserver.errors import TrainingError
 from paramserver.fileio import HashingFile, atomic_write_text
 

@@ -8,7 +8,8 @@ import torch
 from launching import train
 
 from paramserver import evaluate
-from paramserver.checkpoint import find_checkpoint, load, load_chosen, mark_best, write_checkpoint
+from paramserver.checkpoint import find_checkpoint, load, load_chosen
+from paramserver.checkpoint.save import mark_best, write_checkpoint
 from paramserver.checkpoint.serialization import load_archive
 from paramserver.errors import CheckpointError
 

@@ -15,15 +15,8 @@ from launching import TASKS, differing_tensors, launch, train
 from tasks import ReferenceTask
 
 import paramserver
-from paramserver.checkpoint import (
-    ChunkedFile,
-    StagingPool,
-    read_checkpoint,
-    stage_copy,
-    write_checkpoint,
-    write_chunks,
-    writer,
-)
+from paramserver.checkpoint import ChunkedFile, StagingPool, read_checkpoint, stage_copy, write_chunks, writer
+from paramserver.checkpoint.save import write_checkpoint
 from paramserver.checkpoint.serialization import CHUNK_BYTES
 from paramserver.checkpoint.writer import BackgroundSender
 from paramserver.errors import DeadlineExceeded, ParamserverError, TrainingError

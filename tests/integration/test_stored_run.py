@@ -13,7 +13,8 @@ import yaml
 from launching import FinishedRun, main_in_process, resume
 
 from paramserver import run
-from paramserver.checkpoint import FORMAT_VERSION, find_checkpoint, read_checkpoint
+from paramserver.checkpoint import find_checkpoint, read_checkpoint
+from paramserver.checkpoint.format import FORMAT_VERSION
 
 STORED = Path(__file__).parents[1] / "fixtures" / "stored_run"
 

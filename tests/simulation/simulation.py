@@ -18,16 +18,8 @@ import torch
 
 from paramserver import simulator
 from paramserver.buffers.positions import AppliedPositions
-from paramserver.config import (
-    BestConfig,
-    BufferConfig,
-    CheckpointConfig,
-    ClusterConfig,
-    Config,
-    LoggingConfig,
-    ServerConfig,
-    TrainingConfig,
-)
+from paramserver.config import CheckpointConfig, ClusterConfig, Config, LoggingConfig, ServerConfig, TrainingConfig
+from paramserver.config.schema import BestConfig, BufferConfig
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict
 from paramserver.consistency.factory import consistency_class
 from paramserver.distributed.rpc_calls import RemoteError

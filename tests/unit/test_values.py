@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from paramserver import platform
-from paramserver.checkpoint import check_storable, choose_checkpoint, without_values, write_checkpoint
+from paramserver.checkpoint import check_storable, without_values
 from paramserver.checkpoint.format import step_name, step_of
+from paramserver.checkpoint.load import choose_checkpoint
+from paramserver.checkpoint.save import write_checkpoint
 from paramserver.checkpoint.serialization import check_mapping
 from paramserver.checkpoint.staging import RowStream, address_of, replace_tensors
 from paramserver.cluster import host_and_port, quiet_torch_log, write_error_file

@@ -12,15 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from paramserver.checkpoint import (
-    BestMetric,
-    apply_retention,
-    find_checkpoint,
-    mark_best,
-    read_checkpoint,
-    remove_leftovers,
-    write_checkpoint,
-)
+from paramserver.checkpoint import BestMetric, find_checkpoint, read_checkpoint, remove_leftovers
+from paramserver.checkpoint.save import apply_retention, mark_best, write_checkpoint
 from paramserver.errors import CheckpointError, TrainingError, UnsupportedConfiguration
 
 REPOSITORY = Path(__file__).parents[3]
@@ -363,7 +356,8 @@ def test_nothing_heavy_is_imported_until_it_is_used():
     program = (
         "import sys, paramserver.checkpoint, paramserver.runs.rundir, paramserver.metrics\n"
         "from paramserver.checkpoint import CheckpointWriter, find_checkpoint, read_checkpoint, remove_leftovers\n"
-        "from paramserver.metrics import FanOut, JsonLines, Progress, TensorBoard\n"
+        "from paramserver.metrics import FanOut, JsonLines, TensorBoard\n"
+        "from paramserver.metrics.console import Progress\n"
         "print([name for name in ('torch', 'tensorboard', 'tqdm', 'numpy') if name in sys.modules])"
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)

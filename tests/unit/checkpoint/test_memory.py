@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paramserver.checkpoint import CheckpointWriter, read_checkpoint, write_checkpoint
+from paramserver.checkpoint import CheckpointWriter, read_checkpoint
 from paramserver.checkpoint.memory import (
     MEMORY,
     follows,
@@ -16,6 +16,7 @@ from paramserver.checkpoint.memory import (
     newer_in_memory,
     remove_memory,
 )
+from paramserver.checkpoint.save import write_checkpoint
 from paramserver.errors import StorageError
 from paramserver.runs.attempt import resume_transaction
 from paramserver.runs.resume import describe_resume

@@ -8,7 +8,6 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from paramserver.cluster import (
-    DEFAULT_PORT,
     SUPERVISED,
     bind_interface,
     bind_listener,
@@ -20,7 +19,7 @@ from paramserver.cluster import (
     own_address,
     process_environ,
 )
-from paramserver.cluster.network import list_interfaces, producer_environment
+from paramserver.cluster.network import DEFAULT_PORT, list_interfaces, producer_environment
 from paramserver.cluster.slurm import in_slurm_allocation
 from paramserver.errors import UnsupportedConfiguration
 

@@ -5,14 +5,9 @@ import dataclasses
 import pytest
 
 import paramserver.cluster
-from paramserver.cluster import (
-    EnvVarEnvironment,
-    ProcessIdentity,
-    RankFlags,
-    resolve_identity,
-)
+from paramserver.cluster import ProcessIdentity, RankFlags, resolve_identity
 from paramserver.cluster.resolve import ENVIRONMENTS
-from paramserver.cluster.torchrun import VARIABLES
+from paramserver.cluster.torchrun import VARIABLES, EnvVarEnvironment
 from paramserver.config import ClusterConfig, Config
 from paramserver.errors import UnsupportedConfiguration
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from paramserver.cluster import RankFlags, SlurmEnvironment, resolve_identity
-from paramserver.cluster.slurm import expand_counts, expand_hosts
+from paramserver.cluster import RankFlags, resolve_identity
+from paramserver.cluster.slurm import SlurmEnvironment, expand_counts, expand_hosts
 from paramserver.config import ClusterConfig, Config
 from paramserver.errors import UnsupportedConfiguration
 

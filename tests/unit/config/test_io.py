@@ -11,7 +11,6 @@ import paramserver.config
 from paramserver.api import run
 from paramserver.config import (
     KEYS,
-    BestConfig,
     Config,
     PublishConfig,
     config_from_mapping,
@@ -19,8 +18,9 @@ from paramserver.config import (
     dump_yaml,
     load_config,
     read_dumped,
-    value_of,
 )
+from paramserver.config.checks import value_of
+from paramserver.config.schema import BestConfig
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.task import Task
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
-from paramserver.config import KEYS, SECTIONS, Config, Key, config_from_mapping, load_config
-from paramserver.config.layers import _NAMED_ELSEWHERE, unknown_key_message
+from paramserver.config import KEYS, SECTIONS, Config, config_from_mapping, load_config
+from paramserver.config.layers import _NAMED_ELSEWHERE, Key, unknown_key_message
 from paramserver.config.parsing import check_value
 from paramserver.config.schema import BUFFERS, CONSISTENCIES, OUTER_OPTIMIZERS, Rule, format_value
 from paramserver.errors import UnsupportedConfiguration

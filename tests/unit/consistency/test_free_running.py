@@ -13,7 +13,6 @@ from paramserver.config import CheckpointConfig, Config, ServerConfig, TrainingC
 from paramserver.consistency import (
     Announcement,
     Async,
-    BackupSync,
     Bounded,
     Decision,
     Readiness,
@@ -24,6 +23,7 @@ from paramserver.consistency import (
     Verdict,
     make_consistency,
 )
+from paramserver.consistency.backup import BackupSync
 from paramserver.consistency.factory import CLASSES
 from paramserver.consistency.free_running import MAX_RETAINED_VERSIONS
 from paramserver.limits import Limits

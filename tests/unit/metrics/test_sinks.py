@@ -24,7 +24,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from paramserver.cluster import bind_listener
 from paramserver.config import Config, LoggingConfig, TrainingConfig
 from paramserver.errors import StorageError, TrainingError, UnsupportedConfiguration
-from paramserver.metrics import FanOut, JsonLines, Progress, Prometheus, Sink, TensorBoard, console, sinks
+from paramserver.metrics import FanOut, JsonLines, Prometheus, Sink, TensorBoard, console, sinks
+from paramserver.metrics.console import Progress
 
 
 def record(kind, step=1, **fields):

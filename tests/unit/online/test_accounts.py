@@ -17,7 +17,8 @@ from paramserver import Partition, Task
 from paramserver.buffers.positions import AppliedPositions, Key
 from paramserver.buffers.reshard import reshard_parts
 from paramserver.checkpoint.serialization import pack, unpack
-from paramserver.config import BufferConfig, Config, PublishConfig, SimulationsConfig, TrainingConfig
+from paramserver.config import Config, PublishConfig, SimulationsConfig, TrainingConfig
+from paramserver.config.schema import BufferConfig
 from paramserver.consistency import Readiness
 from paramserver.errors import CheckpointError
 from paramserver.online.protocol import Header, MessageKind, TrainerJoined

@@ -9,7 +9,8 @@ from servers import NoNetwork, SumOfOutputs, no_checkpoints
 from torch._C._distributed_c10d import HashStore
 
 from paramserver.buffers.positions import AppliedPositions
-from paramserver.config import BufferConfig, ClusterConfig, Config, ServerConfig, TrainingConfig
+from paramserver.config import ClusterConfig, Config, ServerConfig, TrainingConfig
+from paramserver.config.schema import BufferConfig
 from paramserver.consistency import TrainerId
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member

@@ -14,7 +14,8 @@ from torch.utils.data import (
 )
 
 from paramserver import Partition, Task
-from paramserver.config import BufferConfig, Config, TrainingConfig, config_from_mapping
+from paramserver.config import Config, TrainingConfig, config_from_mapping
+from paramserver.config.schema import BufferConfig
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.sources import DatasetSource, make_source
 from paramserver.sources.data_loader import resolve_reading

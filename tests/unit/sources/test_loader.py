@@ -30,7 +30,8 @@ from process_states import wait_until_ended
 
 from paramserver import Partition, Task
 from paramserver.buffers import make_buffer
-from paramserver.config import BufferConfig, Config, TrainingConfig
+from paramserver.config import Config, TrainingConfig
+from paramserver.config.schema import BufferConfig
 from paramserver.consistency import Readiness
 from paramserver.errors import BufferClosed, SourceError, TaskError, UnsupportedConfiguration
 from paramserver.sources import DatasetSource, Feeder

@@ -9,7 +9,8 @@ import pytest
 from paramserver import Partition, Task
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.buffers.reshard import reshard_parts
-from paramserver.config import BufferConfig, Config, PublishConfig, SimulationsConfig, TrainingConfig
+from paramserver.config import Config, PublishConfig, SimulationsConfig, TrainingConfig
+from paramserver.config.schema import BufferConfig
 from paramserver.consistency import Readiness
 from paramserver.errors import SourceError
 from paramserver.online.spec import IngestSpec, ReceiverSpec

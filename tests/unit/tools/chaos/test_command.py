@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from paramserver.checkpoint import write_checkpoint
+from paramserver.checkpoint.save import write_checkpoint
 from paramserver.config import Config, config_from_mapping
 from paramserver.errors import TrainingError
 from paramserver.tools.chaos.command import ChaosRun, check_run, main
