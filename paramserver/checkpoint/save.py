@@ -34,6 +34,7 @@ from paramserver.checkpoint.format import (
 )
 from paramserver.errors import ParamserverError, StorageError, TrainingError, UnsupportedConfiguration, kind_and_message
 from paramserver.fileio import DISK_CURES, HashingFile, atomic_rename, atomic_write_text, fsync_folder, then_resume
+from paramserver.platform import is_alive
 
 if TYPE_CHECKING:
     import numpy as np
@@ -224,7 +225,8 @@ def remove_leftovers(folder: Path) -> list[Path]:
         return removed
     with explain_disk_errors(folder):
         for unfinished in unfinished_writes(folder):
-            if _is_alive(unfinished.pid):
+            # Our own id is that of a predecessor: a container reuses its few ids.
+            if unfinished.pid != os.getpid() and is_alive(unfinished.pid):
                 continue
             path, final = unfinished.path, unfinished.final
             if unfinished.kind == "old" and not final.exists() and why_incomplete(path) is None:
@@ -233,17 +235,6 @@ def remove_leftovers(folder: Path) -> list[Path]:
                 remove(path)
                 removed.append(path)
     return removed
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether another process has this id. Our own id is that of a predecessor: a container reuses its few ids."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)
-    return True
 
 
 class BestMetric:

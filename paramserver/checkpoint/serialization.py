@@ -5,7 +5,6 @@ They consist of tensors, plain values and numpy arrays.
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 import re
@@ -19,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from paramserver.checkpoint.staging import StreamingFile
+from paramserver.checkpoint.staging import StreamingFile, map_leaves
 from paramserver.errors import CheckpointError, TaskError
 from paramserver.fileio import Writable
 
@@ -186,13 +185,8 @@ def check_storable(state: Mapping[str, Any], task_name: str) -> None:
 
 def without_values(state: Any) -> Any:
     """Return the same nested structure with an empty tensor in the place of each."""
-    if isinstance(state, torch.Tensor):
-        return torch.empty(0, dtype=state.dtype)
-    if isinstance(state, dict):
-        fresh = copy.copy(state)
-        for key, value in state.items():
-            fresh[key] = without_values(value)
-        return fresh
-    if type(state) in (list, tuple):
-        return type(state)(without_values(value) for value in state)
-    return state
+
+    def without_value(leaf: Any) -> Any:
+        return torch.empty(0, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+    return map_leaves(without_value, state)

@@ -229,20 +229,20 @@ def replace_tensors(state: Any, streams: Mapping[int, RowStream]) -> Any:
         stream = streams.get(address_of(value))
         return stream if stream is not None and stream.shape == tuple(value.shape) else value
 
-    return _map(replace, state)
+    return map_leaves(replace, state)
 
 
-def _map(function: Callable[[Any], Any], state: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], state: Any) -> Any:
     """Return a nested structure with ``function`` of each value; what it leaves as it is is the same object."""
     if isinstance(state, dict):
-        items = {key: _map(function, value) for key, value in state.items()}
+        items = {key: map_leaves(function, value) for key, value in state.items()}
         if all(items[key] is value for key, value in state.items()):
             return state
         fresh = copy.copy(state)  # keeps the class and the attributes of a state_dict
         fresh.update(items)
         return fresh
     if type(state) in (list, tuple):
-        values = [_map(function, value) for value in state]
+        values = [map_leaves(function, value) for value in state]
         return state if all(own is value for own, value in zip(values, state, strict=True)) else type(state)(values)
     return function(state)
 
@@ -266,7 +266,7 @@ class StreamingFile:
 
     def with_placeholders(self, state: Any) -> Any:
         """Return a nested structure with a placeholder for each stream; what has none is the same object."""
-        return _map(self._placeholder, state)
+        return map_leaves(self._placeholder, state)
 
     def _placeholder(self, value: Any) -> Any:
         if not isinstance(value, RowStream):
