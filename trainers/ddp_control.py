@@ -422,9 +422,7 @@ class DdpControl(ReplicaControl):
             self.part_gather = PartGather(channel)
             self.agreement = StepAgreement(self.group, self.process.trainers, self.trainer_index, shared)
             self.sender = stack.enter_context(
-                BackgroundSender(
-                    self.config.checkpoint.background, "a part of a checkpoint", lambda: channel.last_progress
-                )
+                BackgroundSender(self.config.checkpoint.background, lambda: channel.last_progress)
             )
             yield
 

@@ -59,7 +59,7 @@ class ServerControl(Control):
             worker_id, addresses = self.agent.worker_id, self.agent.server_addresses
             server = ServerClient(config, self.trainer_index, worker_id, addresses, blocks, stop_limit)
             self.server, self._records_sent = stack.enter_context(closing(server)), time.monotonic()
-            self.sender = stack.enter_context(BackgroundSender(config.checkpoint.background, "a part of a checkpoint"))
+            self.sender = stack.enter_context(BackgroundSender(config.checkpoint.background))
             yield server
 
     def connect_tcp(self) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from paramserver.checkpoint.format import read_manifest, step_name
@@ -18,7 +17,6 @@ from paramserver.errors import DeadlineExceeded, ParamserverError, PeerLost, Sto
 
 _log = logging.getLogger(__name__)
 _WAKE_S = 5.0
-_EXIT_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,6 @@ class WrittenCheckpoint:
     path: Path
     size_bytes: int
     seconds: float
-    is_best: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +39,7 @@ class _WriteJob:
 
 
 class CheckpointWriter:
-    """Writes checkpoints into one folder, marks the best and keeps the newest. A context manager.
+    """Writes checkpoints into one folder, marks the best and keeps the newest. Close it.
 
     With ``background`` it owns the thread ``checkpoint-writer``. One write is in progress and one waits. A newer
     submission replaces the waiting one, whose future is then cancelled; a best checkpoint is replaced by a newer best
@@ -62,12 +59,10 @@ class CheckpointWriter:
         self.keep = keep
         self.optional = optional
         self.written: list[WrittenCheckpoint] = []
-        self.superseded = 0
         # What ended the last write, if a server was lost whose rows it read; the checkpoint before it is the newest.
         self.lost: PeerLost | None = None
         self._changed = threading.Condition()
-        # ``_changed`` guards ``_waiting``, ``_current``, ``_closed`` and ``superseded``. At most one best and one other
-        # job wait.
+        # ``_changed`` guards ``_waiting``, ``_current`` and ``_closed``. At most one best and one other job wait.
         self._waiting: list[_WriteJob] = []
         self._current: _WriteJob | None = None
         self._closed = False
@@ -79,16 +74,6 @@ class CheckpointWriter:
             # A daemon: a disk that does not answer must not keep the process from ending; ``close`` reports it.
             self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
             self._thread.start()
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all writes so far."""
-        return sum(one.size_bytes for one in self.written)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all writes so far."""
-        return sum(one.seconds for one in self.written)
 
     def submit(
         self, step: int, objects: Mapping[str, Any], metadata: Mapping[str, Any], is_best: bool = False
@@ -124,7 +109,6 @@ class CheckpointWriter:
         # cancelled.
         displaced = [old for old in self._waiting if job.is_best or not old.is_best]
         self._waiting = [old for old in self._waiting if old not in displaced] + [job]
-        self.superseded += len(displaced)
         for old in displaced:
             _log.warning(
                 "checkpoint of step %d is replaced by step %d: writing is slower than saving", old.step, job.step
@@ -221,28 +205,14 @@ class CheckpointWriter:
             mark_best(self.folder, job.step)
         apply_retention(self.folder, self.keep)
         size_bytes = read_manifest(path).total_bytes
-        return WrittenCheckpoint(job.step, path, size_bytes, time.perf_counter() - started, job.is_best)
-
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close(_EXIT_TIMEOUT_S)
-            return
-        try:
-            self.close(_EXIT_TIMEOUT_S)
-        except Exception as failure:  # noqa: BLE001 - the error on its way out is the first one; this one is recorded
-            if failure is not error:
-                _log.error("checkpoint writer failed too: %s", failure)
+        return WrittenCheckpoint(job.step, path, size_bytes, time.perf_counter() - started)
 
 
 # Parts of trainers.
 
 
 _ABORT_S = 3.0
+_PART = "a part of a checkpoint"
 
 SEND_TIMEOUT_S = 600.0
 """How long a part of a checkpoint may take from its trainer to the writer's queue on rank 0."""
@@ -257,9 +227,8 @@ class BackgroundSender:
     ``last_progress`` is ``time.monotonic()`` of the last sign of progress; each one extends the deadline of a wait.
     """
 
-    def __init__(self, background: bool, what: str, last_progress: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, background: bool, last_progress: Callable[[], float] = lambda: 0.0) -> None:
         self.background = background
-        self.what = what
         self._last_progress = last_progress
         self._changed = threading.Condition()
         # ``_changed`` guards ``_job``, ``_closed`` and ``_error``. ``_job`` is the one in progress; none waits in
@@ -283,7 +252,7 @@ class BackgroundSender:
         # Only the training thread submits, so no other job can appear between the wait and this block.
         with self._changed:
             if self._closed:
-                raise ParamserverError(f"the sender of {self.what} must be open to take a job; it is closed")
+                raise ParamserverError(f"the sender of {_PART} must be open to take a job; it is closed")
             self._job = job
             self._changed.notify_all()
             if self._thread is None:
@@ -310,7 +279,7 @@ class BackgroundSender:
                 remaining_s = max(began, last_progress()) + timeout_s - time.monotonic()
                 if remaining_s <= 0:
                     raise DeadlineExceeded(
-                        f"{self.what} must be with rank 0 within {timeout_s:g} s, and is not; look at the network and "
+                        f"{_PART} must be with rank 0 within {timeout_s:g} s, and is not; look at the network and "
                         "at rank 0's disk, or save less often"
                     )
                 self._changed.wait(remaining_s)
@@ -340,7 +309,7 @@ class BackgroundSender:
         try:
             self.close(_ABORT_S)
         except Exception as failure:  # noqa: BLE001 - logged
-            _log.warning("%s did not arrive: %s", self.what, failure)
+            _log.warning("%s did not arrive: %s", _PART, failure)
 
     def _work(self) -> None:
         while (job := self._next()) is not None:

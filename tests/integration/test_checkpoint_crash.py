@@ -157,9 +157,10 @@ def killed_at_random_moments(base, seed, kills=50):
     write_checkpoint(folder, 10, objects, {})
 
     def doomed(begin):
-        with CheckpointWriter(folder, keep=2, background=True) as writing:
-            os.write(begin, b".")
-            writing.submit(20, objects, {})
+        writing = CheckpointWriter(folder, keep=2, background=True)
+        os.write(begin, b".")
+        writing.submit(20, objects, {})
+        writing.close(60)
 
     def attempt(after_s):
         """Whether the kill came in time, and how long the process lived."""

@@ -32,10 +32,10 @@ MB = 2**20
 
 def test_a_sender_works_in_its_own_thread_one_job_at_a_time():
     gate, done = threading.Event(), []
-    with BackgroundSender(True, "a part") as sender:
+    with BackgroundSender(True) as sender:
         sender.submit(lambda: (gate.wait(WAIT_S), done.append(threading.current_thread().name)))
         assert done == []
-        with pytest.raises(DeadlineExceeded, match=r"a part must be with rank 0 within 0.01 s"):
+        with pytest.raises(DeadlineExceeded, match=r"a part of a checkpoint must be with rank 0 within 0.01 s"):
             sender.submit(lambda: done.append("too early"), 0.01)
         gate.set()
         sender.submit(lambda: done.append("second"), WAIT_S)
@@ -48,7 +48,7 @@ def test_a_sender_works_in_its_own_thread_one_job_at_a_time():
 
 def test_without_background_the_caller_carries():
     done = []
-    with BackgroundSender(False, "a part") as sender:
+    with BackgroundSender(False) as sender:
         sender.submit(lambda: done.append(threading.current_thread()))
         assert done == [threading.main_thread()]
         with pytest.raises(KeyError):
@@ -60,7 +60,7 @@ def test_a_sender_releases_what_it_sent():
         pass
 
     load, gone = Load(), threading.Event()
-    with BackgroundSender(True, "a part") as sender:
+    with BackgroundSender(True) as sender:
         weakref.finalize(load, gone.set)
         sender.submit(lambda kept=load: None)
         del load
@@ -69,10 +69,10 @@ def test_a_sender_releases_what_it_sent():
 
 def test_progress_extends_the_deadline_and_no_progress_does_not():
     gate, progress = threading.Event(), [0.0]
-    with BackgroundSender(True, "a part", lambda: progress[0]) as sender:
+    with BackgroundSender(True, lambda: progress[0]) as sender:
         sender.submit(lambda: gate.wait(WAIT_S))
         began = progress[0] = time.monotonic() + 0.5
-        with pytest.raises(DeadlineExceeded, match=r"a part must be with rank 0 within 0.1 s"):
+        with pytest.raises(DeadlineExceeded, match=r"a part of a checkpoint must be with rank 0 within 0.1 s"):
             sender.wait(0.1)
         assert time.monotonic() >= began + 0.1
         progress[0] += WAIT_S
@@ -89,11 +89,11 @@ def test_the_next_call_raises_the_failure_of_a_job(then, caplog):
         "submit": lambda c: c.submit(lambda: None),
         "close": lambda c: c.close(WAIT_S),
     }
-    with caplog.at_level(logging.WARNING), BackgroundSender(True, "a part") as sender:
+    with caplog.at_level(logging.WARNING), BackgroundSender(True) as sender:
         sender.submit(lambda: {}["missing"])
         with pytest.raises(KeyError, match="missing"):
             calls[then](sender)
-    assert "a part did not arrive: 'missing'" in caplog.text
+    assert "a part of a checkpoint did not arrive: 'missing'" in caplog.text
 
 
 # Pieces.

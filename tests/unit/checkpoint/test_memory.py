@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from open_writers import open_writer
 
-from paramserver.checkpoint import CheckpointWriter, read_checkpoint
+from paramserver.checkpoint import read_checkpoint
 from paramserver.checkpoint.memory import (
     MEMORY,
     follows,
@@ -176,7 +177,7 @@ def test_a_folder_that_is_none_is_named(run, base):
 
 
 def test_a_write_that_is_refused_later_does_not_end_an_optional_writer(base, monkeypatch):
-    with CheckpointWriter(base, keep=1, background=False, optional=True) as writer:
+    with open_writer(base, keep=1, background=False, optional=True) as writer:
         monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         failed = writer.submit(1, {"a": b"1"}, {})
         assert isinstance(failed.exception(), StorageError)
