@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from paramserver.metrics.sinks import (
         FanOut as FanOut,
         JsonLines as JsonLines,
-        OpenSink as OpenSink,
         Record as Record,
         Sink as Sink,
         make_sinks as make_sinks,

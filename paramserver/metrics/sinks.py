@@ -72,12 +72,14 @@ class FanOut(Sink):
     """Writes every record to several sinks. Thread-safe: all sinks receive all records in the same order.
 
     A sink that fails is reported once and dropped. The failure of a required sink is raised, after the other sinks have
-    received the record. ``on_failure`` is called, without a lock, with a sentence about a sink that failed.
+    received the record. ``on_failure`` is called, without a lock, with a sentence about a sink that failed. Sinks that
+    are ``kept`` are closed by others, and not here.
     """
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    def __init__(self, sinks: Sequence[Sink], kept: Sequence[Sink] = ()) -> None:
         self.on_failure: Callable[[str], None] = _log.warning
-        self._sinks = list(sinks)
+        self._sinks = [*sinks, *kept]
+        self._kept = kept
         self._dropped: list[Sink] = []
         self._lock = threading.Lock()
 
@@ -101,7 +103,8 @@ class FanOut(Sink):
             if sink.required:
                 return _storage_error(sink, error)
             self._sinks.remove(sink)
-            self._dropped.append(sink)
+            if sink not in self._kept:
+                self._dropped.append(sink)
             reports.append(f"{_describe(sink, error)} and gets no more records")
         return None
 
@@ -115,12 +118,12 @@ class FanOut(Sink):
         with self._lock:
             # Emptied under the lock: a record that another thread writes from now on has no sink, and a second
             # ``close`` does nothing.
-            sinks, self._sinks = self._sinks, [sink for sink in self._sinks if isinstance(sink, OpenSink)]
+            sinks, self._sinks = self._sinks, [sink for sink in self._sinks if sink in self._kept]
             dropped, self._dropped = self._dropped, []
             for sink in dropped:
                 _close(sink, [])  # its failure was reported when it was dropped
             reports: list[str] = []
-            failures = [_close(sink, reports) for sink in sinks]
+            failures = [_close(sink, reports) for sink in sinks if sink not in self._kept]
         # Sinks that others close receive what is reported about those that are closed here.
         for text in reports:
             self.on_failure(text)
@@ -154,26 +157,8 @@ def make_sinks(references: Sequence[str], folders: Sequence[Path] = ()) -> list[
     return made
 
 
-class OpenSink(Sink):
-    """Passes records to a sink whose owner closes it."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self.required = sink.required
-
-    def write(self, record: Record) -> None:
-        self._sink.write(record)
-
-    def check(self) -> None:
-        self._sink.check()
-
-    def close(self) -> None:
-        """Leave it open."""
-
-
 def _describe(sink: Sink, error: Exception) -> str:
-    kind = type(sink._sink if isinstance(sink, OpenSink) else sink).__name__
-    return f"{kind} failed ({kind_and_message(error)})"
+    return f"{type(sink).__name__} failed ({kind_and_message(error)})"
 
 
 def _close(sink: Sink, reports: list[str]) -> Exception | None:

@@ -78,7 +78,7 @@ from paramserver.errors import (
     kind_and_message,
 )
 from paramserver.importing import load_object, source_file
-from paramserver.metrics import Csv, FanOut, JsonLines, OpenSink, Prometheus, Sink, TensorBoard, make_sinks
+from paramserver.metrics import Csv, FanOut, JsonLines, Prometheus, Sink, TensorBoard, make_sinks
 from paramserver.metrics.profile import StepProfiler
 from paramserver.metrics.records import Record, TrainerTotals, make_record
 from paramserver.platform import num_usable_cores
@@ -220,7 +220,6 @@ class Resize:
     """
 
     trainer_ranks: tuple[int, ...]
-    reason: str
     requests: Mapping[str, ResizeRequest]
 
     @property
@@ -631,7 +630,7 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
             sinks.append(TensorBoard(run.tensorboard_dir, purge_step))
         if "csv" in config.logging.sinks:
             sinks.append(Csv(run.csv_file, run.metrics_file))
-        fan_out = FanOut([*sinks, *own_sinks, *map(OpenSink, plan.sinks)])
+        fan_out = FanOut([*sinks, *own_sinks], kept=plan.sinks)
         monitor = RunMonitor(config, fan_out, run.summary_file, losses)
         fan_out.on_failure = monitor.sink_failed
         checkpoints = CheckpointManager(config, run, monitor, resume, weights, generation)
@@ -1020,7 +1019,7 @@ def _resize(
         reasons = [str(request) for request in requests.values()]
         reasons += [f"no process took the place of rank {one.global_rank} within {limit_s:g} s" for one in lost]
         reason = ", ".join(reasons)
-        session.next_resize = Resize(wanted, reason, requests)
+        session.next_resize = Resize(wanted, requests)
         trainers = "1 trainer" if len(wanted) == 1 else f"{len(wanted)} trainers"
         server.aggregator.monitor.note(f"{reason}: the run continues with {trainers}")
         with server.run.lock:

@@ -84,6 +84,18 @@ def test_fan_out_raises_the_failure_of_a_required_sink_after_the_others_received
     assert good.closed == 1
 
 
+def test_fan_out_leaves_the_sinks_of_others_open_and_tells_them_what_failed_at_the_end():
+    own, failing, kept = Collecting(failing_at=0), Collecting(failing_at=0), Collecting()
+    fan = FanOut([own], kept=[failing, kept])
+    fan.on_failure = lambda text: fan.write({"kind": "note", "text": text})
+    fan.write(train(1))
+    assert [record["kind"] for record in kept.records] == ["train", "note", "note"]
+    fan.close()
+    fan.write(train(2))
+    assert len(kept.records) == 3
+    assert (own.closed, failing.closed, kept.closed) == (1, 0, 0)
+
+
 def test_json_lines_are_flushed_one_by_one_and_appended(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with JsonLines(path) as sink:
