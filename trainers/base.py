@@ -164,7 +164,6 @@ class Trainer(ABC):
         self.task = task
         self.trainer_index = process.trainer_index
         self.checkpoints = checkpoints
-        self.rendezvous = rendezvous
         self.monitor: RunMonitor | None = None if checkpoints is None else checkpoints.monitor
         self.control = self.control_class(process, checkpoints, rendezvous)
         self.clock = PhaseClock()

@@ -15,7 +15,6 @@ from torch import Tensor
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.checkpoint import stage_copy, unpack
 from paramserver.consistency import Decision, Verdict, module_buffer_owner
-from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.metrics.profile import span
 from paramserver.metrics.records import StepReport, StepResult, StepTotals, TableUse
 from paramserver.parameters.model import build_model, detached_state_dict, load_part_of_state, load_weights
@@ -68,7 +67,6 @@ class RpcTrainer(Trainer):
     control_class = ServerControl
 
     control: ServerControl
-    rendezvous: Rendezvous
     server: ServerClient
 
     transport: TrainerTransport | None = None  # None if the model stays on the server

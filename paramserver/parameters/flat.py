@@ -182,12 +182,6 @@ class FlatTensors:
                     f"{name} was replaced by another tensor; copy into it instead (with torch.no_grad(): p.copy_(new))"
                 )
 
-    def copy_(self, flats: Sequence[Tensor]) -> None:
-        """Overwrite all tensors; ``flats`` may be on another device."""
-        with torch.no_grad():
-            for own, new in zip(self.flats, flats, strict=True):
-                own.copy_(new)
-
     def clone(self) -> list[Tensor]:
         """Return a snapshot without embedding tables, which is immutable by convention."""
         return self.layout.clone_dense(self.flats)

@@ -316,7 +316,7 @@ def all_reduce(mode: Mode, deployment: Deployment) -> Throughput:
     step_s = statistics.mean(computes_s) + communication_s(
         mode, deployment.message_bytes, trainers, 0, bandwidth, deployment.link.latency
     )
-    return Throughput(step_s, trainers * deployment.samples / step_s, 1 / step_s, 0)
+    return Throughput(step_s, trainers * deployment.samples / step_s, 0)
 
 
 def _break_even(cases: Sequence[Case], target: Deployment) -> Iterator[str]:

@@ -139,7 +139,6 @@ class Throughput:
 
     step_s: float
     samples_per_second: float
-    updates_per_second: float
     failures: int
 
 
@@ -291,7 +290,6 @@ class ModelledRun(World):
         return Throughput(
             trainers * lasted_s / gradients,
             gradients * self.deployment.samples / lasted_s,
-            (len(measured) - 1) / lasted_s,
             self.failures,
         )
 

@@ -136,7 +136,6 @@ def test_few_tensors_are_no_special_case(tensors):
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     store = FlatTensors(tensors)
     store.check_views()
-    store.copy_(store.clone())
     assert same(store.views, before)
 
 
@@ -173,14 +172,6 @@ def test_a_clone_is_not_touched_by_what_follows(zoo):
         flat.add_(1)
     assert all(map(torch.equal, snapshot, kept))
     assert not any(flat.requires_grad for flat in snapshot)
-    store.copy_(snapshot)
-    assert all(map(torch.equal, store.flats, kept))
-
-
-def test_another_number_of_flat_tensors_is_an_error(zoo):
-    store = FlatTensors(trainable_parameters(zoo))
-    with pytest.raises(ValueError, match="argument"):
-        store.copy_(store.clone()[:1])
 
 
 def test_sparse_tensors_are_refused():

@@ -51,7 +51,6 @@ def test_bucket_by_bucket_a_step_lasts_as_the_larger_of_both_ends(trainers, serv
     # A bucket waits for the last trainer's, which with several servers may be any.
     assert expected < found.step_s < 1.1 * expected
     assert found.samples_per_second == pytest.approx(trainers / found.step_s)
-    assert found.updates_per_second == pytest.approx(1 / found.step_s)
 
 
 def test_without_buckets_one_trainer_pushes_and_pulls_one_after_the_other():
@@ -123,14 +122,14 @@ def test_updates_of_async_are_bound_by_the_server():
     costs = replace(FREE, update_byte_s=2e-9)
     apply_s = MODEL * 2 * 2e-9  # one gradient and the parameters
     found = simulate(deployment(8, 1, consistency="async", link=INFINITE, costs=costs), updates=20, warm=5)
-    assert found.updates_per_second == pytest.approx(1 / apply_s, rel=0.01)
+    assert found.samples_per_second == pytest.approx(1 / apply_s, rel=0.01)
     alone = simulate(deployment(1, 1, consistency="async", link=INFINITE, costs=costs), updates=20, warm=5)
     assert alone.step_s == pytest.approx(COMPUTE_S + apply_s)
 
 
 def test_the_bandwidth_of_a_server_bounds_async():
     found = simulate(deployment(16, 1, consistency="async", forward_s=0.01, bucket_mb=4), updates=8, warm=3)
-    assert 0.7 * BANDWIDTH / MODEL < found.updates_per_second <= 1.01 * BANDWIDTH / MODEL
+    assert 0.7 * BANDWIDTH / MODEL < found.samples_per_second <= 1.01 * BANDWIDTH / MODEL
 
 
 def test_hosts_on_one_machine_share_its_cores():
