@@ -59,11 +59,6 @@ def _receive_packet(connection: socket.socket) -> bytes:
         return b""
 
 
-def _shut_down(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it is closed already
-        connection.shutdown(socket.SHUT_RDWR)
-
-
 class _PacketConnection(CallConnection):
     """The server's end of a connection."""
 
@@ -146,7 +141,8 @@ class LocalConnection:
 
     def break_off(self) -> None:
         """End the connection; a thread that waits in ``receive`` returns."""
-        _shut_down(self._socket)
+        with contextlib.suppress(OSError):  # it is closed already
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()

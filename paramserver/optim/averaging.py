@@ -66,22 +66,19 @@ def averages(states: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> d
     }
 
 
-def rename_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Give the averages of an earlier version the present name; optimizers of torch have none of their own."""
-    if type(optimizer).__module__.startswith("torch.optim."):
-        for state in _states_of_parameters(optimizer):
-            if _EARLIER in state:
-                state[_AVERAGE] = state.pop(_EARLIER)
+def restore_averages(optimizer: torch.optim.Optimizer, keep: bool) -> None:
+    """Give the averages of an earlier version, in a state that was loaded, the present name; drop all or ``keep`` them.
 
-
-def drop_averages(optimizer: torch.optim.Optimizer) -> None:
-    for state in _states_of_parameters(optimizer):
-        state.pop(_AVERAGE, None)
-
-
-def _states_of_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the states by parameter; an optimizer may have further entries, such as a count of its steps."""
-    return [state for state in optimizer.state.values() if isinstance(state, dict)]
+    Optimizers of torch have no averages of their own.
+    """
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    for state in optimizer.state.values():
+        if not isinstance(state, dict):  # a further entry, such as a count of the optimizer's steps
+            continue
+        if is_of_torch and _EARLIER in state:
+            state[_AVERAGE] = state.pop(_EARLIER)
+        if not keep:
+            state.pop(_AVERAGE, None)
 
 
 def averaged_state_dict(model: nn.Module, average_of: Mapping[str, Tensor]) -> dict[str, Any]:

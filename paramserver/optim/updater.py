@@ -17,7 +17,7 @@ from paramserver.config import TrainingConfig
 from paramserver.errors import CheckpointError, NotFinite, TaskError, UnsupportedConfiguration
 from paramserver.limits import is_due
 from paramserver.metrics.profile import spanned
-from paramserver.optim.averaging import AverageParameters, averages, drop_averages, rename_averages
+from paramserver.optim.averaging import AverageParameters, averages, restore_averages
 from paramserver.optim.clipping import clipping_of
 from paramserver.optim.named_optimizers import (
     JointOptimizer,
@@ -53,7 +53,8 @@ class Updater:
         # The optimizer first: a scheduler keeps a reference to it and sets its learning rates already when it is built.
         self.optimizer = build_optimizer(task, model, training)
         names = {id(p): name for name, p in model.named_parameters()}
-        self._names = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+        # In the order in which their states are numbered.
+        self.parameter_names = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
         self._averages_parameters = training.ema_decay is not None
         # The names of the parameters of each optimizer, by its name; empty if all are stepped together.
         self.parameters_of: dict[str, tuple[str, ...]] = {}
@@ -107,11 +108,6 @@ class Updater:
         record_rows(self.optimizer, step)
         # After the optimizer: torch warns, and skips the first learning rate, in the other order.
         self.on_update(optimizer)
-
-    @property
-    def parameter_names(self) -> Sequence[str]:
-        """The names of the parameters, in the order in which their states are numbered."""
-        return self._names
 
     @property
     def tables(self) -> dict[int, tuple[str, RowStream]]:
@@ -190,7 +186,7 @@ class Updater:
                 return evaluated
         if states is None:
             states = joined_states(self.optimizer, self.optimizer.state_dict())
-        return averages(states, self._names)
+        return averages(states, self.parameter_names)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of ``optimizer`` and ``scheduler`` (None without one); of several, by name or in a list.
@@ -200,7 +196,8 @@ class Updater:
         """
         if not self._with_modes:
             return self._state_dict()
-        trained = {name: p.detach() for name, p in zip(self._names, parameters_of(self.optimizer), strict=True)}
+        named = zip(self.parameter_names, parameters_of(self.optimizer), strict=True)
+        trained = {name: p.detach() for name, p in named}
         with self._evaluation_mode() as evaluated:
             state = copy.deepcopy(self._state_dict())  # ``train()`` may write to the state of an optimizer
         return {**state, "parameters": {"eval": evaluated, "train": trained}}
@@ -208,7 +205,7 @@ class Updater:
     @contextmanager
     def _evaluation_mode(self) -> Iterator[dict[str, Tensor]]:
         """Let the optimizers that have modes be in ``eval()``; yields copies of their parameters, by name."""
-        names = dict(zip(map(id, parameters_of(self.optimizer)), self._names, strict=True))
+        names = dict(zip(map(id, parameters_of(self.optimizer)), self.parameter_names, strict=True))
         with ExitStack() as stack:
             for switched in self._with_modes:
                 stack.enter_context(switched.evaluation_mode())
@@ -217,7 +214,7 @@ class Updater:
 
     @torch.no_grad()
     def _write(self, values: Mapping[str, Tensor]) -> None:
-        for name, parameter in zip(self._names, parameters_of(self.optimizer), strict=True):
+        for name, parameter in zip(self.parameter_names, parameters_of(self.optimizer), strict=True):
             if name in values:
                 parameter.copy_(values[name])
 
@@ -253,9 +250,7 @@ class Updater:
             _load(optimizer, stored[name])
             _check_loaded(optimizer, stored[name])
             if isinstance(getattr(optimizer, "state", None), Mapping):
-                rename_averages(optimizer)
-                if not self._averages_parameters:
-                    drop_averages(optimizer)
+                restore_averages(optimizer, self._averages_parameters)
             if name in self._schedules and (own := schedules.get(name)) is not None:
                 _load(self._schedules[name].scheduler, own)
                 # The steps before the stop count; otherwise a schedule that is stepped first warns of that.

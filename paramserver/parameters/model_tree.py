@@ -43,11 +43,6 @@ class PackedBuffers:
         layout, absent, _ = _read(self.description)
         return {**layout.views(self.flats), **dict.fromkeys(absent)}
 
-    @property
-    def transient(self) -> frozenset[str]:
-        """The names of those that are not persistent."""
-        return _read(self.description)[2]
-
 
 @lru_cache(maxsize=16)
 def _read(description: bytes) -> tuple[FlatLayout, tuple[str, ...], frozenset[str]]:
@@ -227,7 +222,8 @@ class ModelTree:
                 torch._foreach_copy_(targets, sources)
 
     def _set(self, name: str, value: Tensor | None, packed: PackedBuffers) -> None:
-        set_buffer(self.model, name, value, persistent=name not in packed.transient)
+        _, _, transient = _read(packed.description)
+        set_buffer(self.model, name, value, persistent=name not in transient)
 
 
 def set_buffer(model: nn.Module, name: str, value: Tensor | None, persistent: bool = True) -> None:

@@ -18,6 +18,7 @@ from paramserver.tools.report.formatting import join_names, quoted
 from paramserver.tools.report.plots import Picture, draw, has_matplotlib
 from paramserver.tools.report.results import Results
 from paramserver.tools.report.tables import (
+    SECTIONS,
     Table,
     cases_by_config,
     comparability_warnings,
@@ -25,7 +26,6 @@ from paramserver.tools.report.tables import (
     conditions_text,
     definitions_table,
     method_text,
-    sections_of,
 )
 
 NO_PLOTS = "The plots are left out, because matplotlib is not installed: python -m pip install 'paramserver[report]'."
@@ -68,7 +68,7 @@ def _blocks(results: Results, cases: Sequence[ReportCase], pictures: Mapping[str
     notes = [*results.notes, *comparability_warnings(cases), *([] if has_matplotlib() else [NO_PLOTS])]
     if notes:
         yield bullets(notes)
-    sections = sections_of(cases)
+    sections = [(title, name, make(cases)) for title, name, make in SECTIONS]
     if is_search:
         sections.sort(key=lambda section: section[0] != "Learning")
     for title, section, rows in sections:

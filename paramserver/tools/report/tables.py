@@ -454,7 +454,7 @@ def definitions_table(cases: Sequence[ReportCase]) -> Table:
     return _case_table(cases, columns, are_numbers=False)
 
 
-_SECTIONS: tuple[tuple[str, str, Callable[[Sequence[ReportCase]], Table]], ...] = (
+SECTIONS: tuple[tuple[str, str, Callable[[Sequence[ReportCase]], Table]], ...] = (
     ("Throughput", "throughput", throughput_table),
     ("Scaling", "scaling", scaling_table),
     ("Steps", "steps", steps_table),
@@ -467,8 +467,4 @@ _SECTIONS: tuple[tuple[str, str, Callable[[Sequence[ReportCase]], Table]], ...] 
     ("The network model and the measurement", "", predictions_table),
     ("Failures", "", failures_table),
 )
-
-
-def sections_of(cases: Sequence[ReportCase]) -> list[tuple[str, str, Table]]:
-    """The sections of a report: the title, the name by which the plots know it, and the table."""
-    return [(title, name, make(cases)) for title, name, make in _SECTIONS]
+"""The sections of a report: the title, the name by which the plots know it, and what makes the table."""
