@@ -28,6 +28,7 @@ from paramserver.errors import ParamserverError
 from paramserver.metrics.profile import StepProfiler
 from paramserver.online.spec import ReceiverSpec
 from paramserver.platform import start_ticks
+from paramserver.process_utils import recorded_signals
 
 log = logging.getLogger("paramserver")
 
@@ -139,6 +140,8 @@ class StopRequest:
         # Python allows handlers in the main thread only; a run inside another thread leaves signals to its owner.
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            while recorded_signals:
+                self.request(f"signal {signal.Signals(recorded_signals.pop(0)).name}")
         _entered.append(self)
         return self
 

@@ -48,7 +48,13 @@ from paramserver.config.schema import closest_match
 from paramserver.errors import CheckpointError, Interrupted, ParamserverError, PeerLost, UnsupportedConfiguration
 from paramserver.importing import PICKLED_TASK, check_torch_version, code_folders, load_object, torch_import_without_gc
 from paramserver.metrics import FanOut, Sink
-from paramserver.process_utils import die_with_parent, exit_process, print_output, write_stacks_on_signal
+from paramserver.process_utils import (
+    die_with_parent,
+    exit_process,
+    print_output,
+    recording_signals,
+    write_stacks_on_signal,
+)
 from paramserver.runs.attempt import continue_attempt, recover, reserve_run, resume_transaction, start_transaction
 from paramserver.runs.resume import describe_resume, earlier_attempt, find_config_file, lost_processes, open_run
 from paramserver.runs.rundir import RunDir, newest_run, write_bytes
@@ -218,23 +224,30 @@ def report_error(error: BaseException) -> int:
     error = first_error(error)
     description = describe_error(error)
     relayed = isinstance(error, ParamserverError) and error.relayed
-    # Standard output first: where both streams go to one place, the error is the last thing printed.
-    sys.stdout.flush()
     if description["traceback"] and not relayed and "Traceback (most recent call last)" not in description["message"]:
         lines = "".join(traceback.format_exception(error.__cause__ or error))
         if isinstance(error, PeerLost):  # the last line names the lost rank; how a collective noticed matters less
-            print(lines, file=sys.stderr)
+            _print_error(lines)
         else:
             description["message"] += f"\n{lines}"
     # A signal is no error.
     prefix = "" if isinstance(error, Interrupted) else "error: "
     message = f"{prefix}{description['message']}".rstrip()
-    print(message, file=sys.stderr, flush=True)
+    _print_error(message)
     try:
         write_error_file(process_environ(), message)
     except OSError as refusal:
-        print(f"warning: torchrun's agent was not informed ({refusal})", file=sys.stderr, flush=True)
+        _print_error(f"warning: torchrun's agent was not informed ({refusal})")
     return int(description["exit_code"])
+
+
+def _print_error(text: str) -> None:
+    """Print to standard error, unless that is closed or full: the exit code is the same."""
+    with suppress(AttributeError, OSError, ValueError):
+        # Standard output first: where both streams go to one place, the error is the last thing printed.
+        sys.stdout.flush()
+    with suppress(AttributeError, OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -> None:
@@ -442,7 +455,7 @@ def launch_local(
             write_bytes(run.path / PICKLED_TASK, pickled_task)
             folders = [run.path, *folders]
         if mode_of(config).single_process:
-            with torch_import_without_gc():
+            with recording_signals(), torch_import_without_gc():
                 from paramserver.runtime.rank import RankPlan, run_rank
 
             identity = ProcessIdentity(0, 1, 0, 1, 0, config.cluster.master_addr, 0, False, "local", "supervisor")
@@ -482,7 +495,7 @@ def _run_rank_here(
     """Run one rank in this process; the others are started elsewhere."""
     from paramserver.metrics.console import Console
 
-    with torch_import_without_gc():
+    with recording_signals(), torch_import_without_gc():
         from paramserver.runtime.rank import RankPlan, run_rank
 
     sinks: tuple[Sink, ...] = ()

@@ -10,8 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -42,10 +42,30 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+recorded_signals: list[int] = []
+"""Those that arrived in ``recording_signals``, for the ``StopRequest`` that follows."""
+
+
+@contextmanager
+def recording_signals() -> Iterator[None]:
+    """Record signals that request a stop and would end this process, while torch is imported: that takes seconds."""
+    defaults: list[int] = []
+    if threading.current_thread() is threading.main_thread():
+        defaults = [n for n in (signal.SIGTERM, signal.SIGUSR1) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in defaults:
+        signal.signal(number, lambda arrived, frame: recorded_signals.append(arrived))
+    try:
+        yield
+    finally:
+        for number in defaults:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def print_output(text: str) -> None:
     """Print the result of a command. A reader that has closed its end, such as ``head``, is no error."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        print(text, flush=True)
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:
         # Python flushes the rest of the buffer at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -216,7 +216,7 @@ def make_transport(control: ServerControl, reply: JoinReply, parameters: Sequenc
     if control.config.server.must_share_memory:
         raise UnsupportedConfiguration(
             f"server.transport (shared_memory) must have all ranks on one host; trainer {index} "
-            f"({control.rendezvous.host_and_pid}) cannot reach the server's memory; use auto or rpc"
+            f"({control.rendezvous.host_and_pid}) cannot reach the server's memory; use auto, tcp or rpc"
         )
     if reply.shards:
         server.use_shards(len(reply.shards))

@@ -311,13 +311,13 @@ RELATIONS: tuple[Relation, ...] = (
         ("server.transport", "server.wire_dtype"),
         lambda config: _writes_in_place(config) and config.server.wire_dtype not in _ROUNDS_LITTLE,
         "server.wire_dtype ({server.wire_dtype}) must be null or float32 with server.transport shared_memory, where "
-        "parameters and gradients are read and written in place; leave it out or choose rpc",
+        "parameters and gradients are read and written in place; leave it out or choose tcp or rpc",
     ),
     Relation(
         ("server.transport", "server.compression"),
         lambda config: _has_servers(config) and config.server.must_share_memory and config.server.compression != "none",
         "server.compression ({server.compression}) must be none with server.transport shared_memory, where gradients "
-        "are written in place; leave it out or choose rpc",
+        "are written in place; leave it out or choose tcp or rpc",
     ),
     _served(
         "cluster.num_servers",

@@ -319,6 +319,11 @@ def _parse(override: str, origin: str) -> tuple[tuple[str, ...], Any]:
         raise UnsupportedConfiguration(f"{origin}: must be key=value; write for example --set training.batch_size=64")
     if len(path) > MAX_DEPTH:
         raise UnsupportedConfiguration(f"{origin}: nested more than {MAX_DEPTH} levels deep; a config has three levels")
+    if text.lstrip().startswith("#"):
+        raise UnsupportedConfiguration(
+            f"{origin}: a value that begins with # is a comment, and none is left; put it in quotes, inside those of "
+            f"the shell: --set \"{name}='{text}'\""
+        )
     return path, read_text(text, origin, numbered=False).value
 
 

@@ -122,11 +122,12 @@ def _to_str(value: Any, rule: Rule) -> str:
         raise _BrokenRuleError(f"be {rule.describe()}", known or likely)
     if not isinstance(value, str):
         raise _BrokenRuleError("be text", "put it in quotes")
-    if not value.strip():
+    text: str = str(Path(value).expanduser()) if value.startswith("~/") else value
+    if not text.strip():
         raise _BrokenRuleError("not be empty")
-    if rule.pattern and not re.fullmatch(rule.pattern, value):
+    if rule.pattern and not re.fullmatch(rule.pattern, text):
         raise _BrokenRuleError(f"be {rule.form}", f"write it like {rule.example}")
-    return value
+    return text
 
 
 def _to_list(value: Any, rule: Rule) -> tuple[str, ...]:
@@ -195,16 +196,23 @@ _CONVERTERS: dict[Kind, Callable[[Any, Rule], Any]] = {
 
 _TAG = "tag:yaml.org,2002:"
 _MERGE = f"{_TAG}merge"
+_NUMBERS = (f"{_TAG}int", f"{_TAG}float")
 _PLAIN_TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
 # Unquoted 2024-01-01 and = are text here: no key is a date, and names of runs often look like one.
 _NOT_RESOLVED = {f"{_TAG}timestamp", f"{_TAG}value"}
+# What YAML 1.1 reads as octal and in base 60: 010 is not meant as 8, and 1:30 not as 90.
+_NO_NUMBER = r"(?![-+]?(0[0-9_]|[0-9_]+:))"
 
 
 class _Loader(yaml.SafeLoader):
-    """`yaml.SafeLoader`, except that 1e-3 is a number and a date is text."""
+    """`yaml.SafeLoader`, except that 1e-3 is a number, and a date, 010 and 1:30 are text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - defined by PyYAML
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NOT_RESOLVED]
+        first: [
+            (tag, re.compile(_NO_NUMBER + pattern.pattern, pattern.flags) if tag in _NUMBERS else pattern)
+            for tag, pattern in resolvers
+            if tag not in _NOT_RESOLVED
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 

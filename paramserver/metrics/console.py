@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, TextIO
@@ -86,7 +87,8 @@ class Console(Sink):
     def _print(self, text: str) -> None:
         if self._progress is not None:
             self._progress.clear()
-        if not self._stream.closed:
+        # Closed, full or gone, as after the end of a terminal, or no stream at all: that ends no run.
+        with suppress(AttributeError, OSError, ValueError):
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
@@ -187,7 +189,7 @@ def _format_number(value: float | None) -> str:
 def _is_terminal(stream: TextIO) -> bool:
     try:
         return stream.isatty()
-    except ValueError:  # closed
+    except (AttributeError, ValueError):  # closed, or no whole stream
         return False
 
 

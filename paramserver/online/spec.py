@@ -198,7 +198,8 @@ def check_keys(section: str, address: str, keys: str | None) -> None:
         )
     if keys is not None and not Path(keys).is_dir():
         raise UnsupportedConfiguration(
-            f"{section}.keys ({keys}) must be a folder; make it with: paramserver keys {keys}"
+            f"{section}.keys ({keys}) must be a folder, seen from {Path.cwd()}; name the one of this run, or make one "
+            f"with: paramserver keys {keys}"
         )
 
 

@@ -300,7 +300,8 @@ class RankSession:
                     rendezvous.set("run", run.name)
             else:
                 assert rendezvous is not None
-                run = RunDir(Path(config.logging.run_dir) / rendezvous.get("run"))
+                name = rendezvous.get("run")
+                run = plan.run or RunDir(Path(config.logging.run_dir) / name)
             with self._reports_failure(rendezvous):
                 if plan.writes_log:
                     stack.enter_context(_log_file(run, identity.global_rank))

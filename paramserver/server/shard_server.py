@@ -85,7 +85,7 @@ class ShardServer(ShardHandlers):
         if self.config.server.must_share_memory:
             raise UnsupportedConfiguration(
                 f"server.transport (shared_memory) must have all ranks on one host; server {self.server_index} cannot "
-                "reach the memory of server 0; use auto or rpc"
+                "reach the memory of server 0; use auto, tcp or rpc"
             )
         return None
 

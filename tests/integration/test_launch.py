@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import yaml
@@ -392,3 +393,28 @@ class Refuses(ReferenceTask):
         assert "there is nothing to train with; copy the files to data" in output
         assert "Traceback" not in output
     assert not (tmp_path / "runs" / "refused").exists()
+
+
+@pytest.mark.parametrize("mode", ["rpc", "ddp"])
+def test_a_console_on_a_full_disk_ends_no_run(tmp_path, fork_server, mode):
+    file = write_config(tmp_path, mode=mode, cluster={"num_trainers": 2}, training={"max_steps": 3, "batch_size": 8})
+    arguments = ["--config", file, "--set", "logging.name=run"]
+    with fork_server.start(arguments, tmp_path, output=Path("/dev/full")) as run:
+        assert run.wait(90) == 0
+    summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("completed", 3)
+
+
+def test_a_resume_in_another_folder_leaves_nothing_there(tmp_path, fork_server):
+    """With a relative ``logging.run_dir``, as it is by default."""
+    first = launch(
+        tmp_path / "first", mode="rpc", cluster={"num_trainers": 2}, training={"max_steps": 3, "batch_size": 8}
+    )
+    assert first.code == 0, first.output
+    (tmp_path / "second").mkdir()
+    profile = ["--set", "profile={start_step: 4, steps: 1}"]
+    arguments = ["--resume", first.run_dir, "--set", "training.max_steps=6", *profile]
+    code, output = fork_server.run(arguments, tmp_path / "second")
+    assert code == 0, output
+    assert [path.name for path in (tmp_path / "second").iterdir() if not path.name.startswith("output-")] == []
+    assert len(list((first.run_dir / "profile").iterdir())) == 3

@@ -26,6 +26,7 @@ from paramserver.context import (
 )
 from paramserver.devices import CPU
 from paramserver.distributed.timeouts import call_with_timeout, poll_until
+from paramserver.process_utils import recorded_signals, recording_signals
 
 
 def test_no_request_is_no_stop():
@@ -371,3 +372,25 @@ def test_a_process_of_a_trainer_has_its_index_and_a_server_none():
     assert made.stop.state() == (Stop.NO, "")
     with pytest.raises(AssertionError):
         _ = ProcessContext(Config(), identity, Role(0, "server", server_index=0), 2, CPU).trainer_index
+
+
+@pytest.mark.usefixtures("own_environ")
+def test_a_signal_while_torch_is_imported_requests_a_stop_afterwards():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        for number in before:
+            signal.signal(number, signal.SIG_DFL)
+        with recording_signals():
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+        with StopRequest() as stop:
+            assert stop.state() == (Stop.SIGNAL, "signal SIGUSR1")
+        with StopRequest() as stop:
+            assert stop.state() == (Stop.NO, "")
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        with recording_signals():
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert recorded_signals == []
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -438,12 +438,13 @@ def conclude(
         how = ""
         if servers and set(host.ranks) - servers:
             together = config.server.shares_memory and servers <= set(host.ranks)
-            how = f"; trainers use {'shared memory' if together else 'RPC'}"
+            messages = "TCP" if config.server.connects else "RPC"
+            how = f"; trainers use {'shared memory' if together else messages}"
             if config.server.must_share_memory and not together:
                 found.problem(
                     f"server.transport (shared_memory) must have all ranks on one host, and the trainers of "
                     f"{host.title} are not on that of the servers",
-                    "use auto or rpc",
+                    "use auto, tcp or rpc",
                 )
         subject.add(host.title, f"rank {ranks}; {where}; {has}{how}", {**asdict(host.leader), "ranks": host.ranks})
     if len({host.leader.mtu for host in hosts}) > 1:

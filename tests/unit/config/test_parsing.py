@@ -203,13 +203,13 @@ HUGE_INT = "0x" + "9" * 5000
     [
         ("seed", HUGE_INT, "seed (0x999"),
         ("seed", "9" * 5000, "9999"),
-        ("seed", "1:" * 5000 + "1", "seed (0x"),
+        ("seed", "1:" * 5000 + "1", "seed (1:1:"),
         ("seed", "1" * 200 + "e999999", "seed (inf) must be a whole number"),
         ("seed", "'" + "9" * 5000 + "'", "seed (999"),
         ("training.max_steps", HUGE_INT, "training.max_steps (0x999"),
         ("training", HUGE_INT, "training (0x999"),
         ("cluster.timeout_s", HUGE_INT, "cluster.timeout_s (0x999"),
-        ("cluster.timeout_s", "1:" * 300 + "1.5", "1:1:1"),
+        ("cluster.timeout_s", "1:" * 300 + "1.5", "cluster.timeout_s (1:1:1"),
         ("task_args.x", HUGE_INT, "task_args ({x: 0x999"),
         ("task_args.x", f"{{? {HUGE_INT} : 1}}", "task_args ({x: {0x999"),
         ("task_args.x", "[" * 60 + "]" * 60, "nested more than 50 levels deep"),
@@ -313,3 +313,32 @@ def test_text_that_looks_like_something_else_stays_text(text):
 def test_no_text_raises_another_error(text):
     with contextlib.suppress(UnsupportedConfiguration):
         read_text(text, "digits.yaml")
+
+
+@pytest.mark.parametrize("value", ["010", "064", "+07", "1:30", "0_1", "01.5", "1:30.5"])
+def test_octal_and_base_60_are_text(value):
+    assert read_text(value, "here").value == value
+    config = load_config(None, base={"task": "a:B"}, overrides=[f"logging.name={value.replace(':', '-')}"])
+    assert config.logging.name == value.replace(":", "-")
+    with pytest.raises(UnsupportedConfiguration, match=r"batch_size .*must be a whole number"):
+        load_config(None, base={"task": "a:B"}, overrides=[f"training.batch_size={value}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("0", 0), ("-5", -5), ("1_000", 1000), ("0x1F", 31), ("0b11", 3), ("0.5", 0.5)]
+)
+def test_other_numbers_are_numbers(text, value):
+    assert read_text(text, "here").value == value
+
+
+def test_a_value_after_set_that_is_a_comment_is_refused():
+    with pytest.raises(UnsupportedConfiguration, match=r"begins with # is a comment.*--set \"logging.name='#7'\""):
+        load_config(None, base={"task": "a:B"}, overrides=["logging.name=#7"])
+    assert load_config(None, base={"task": "a:B"}, overrides=["logging.name='#7'"]).logging.name == "#7"
+
+
+def test_a_text_in_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    config = load_config(None, base={"task": "~/x.py:B", "logging": {"run_dir": "~/runs", "name": "~"}})
+    assert (config.task, config.logging.run_dir) == ("/home/someone/x.py:B", "/home/someone/runs")
+    assert config.logging.name == "~"

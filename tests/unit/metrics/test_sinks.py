@@ -1,5 +1,6 @@
 """Sinks: the output of each is read back by its consumer."""
 
+import errno
 import fcntl
 import io
 import json
@@ -26,6 +27,7 @@ from paramserver.config import Config, LoggingConfig, TrainingConfig
 from paramserver.errors import StorageError, TrainingError, UnsupportedConfiguration
 from paramserver.metrics import FanOut, JsonLines, Prometheus, Sink, TensorBoard, console, sinks
 from paramserver.metrics.console import Progress
+from paramserver.metrics.records import make_record
 
 
 def record(kind, step=1, **fields):
@@ -400,3 +402,36 @@ def test_a_client_that_sends_no_request_does_not_keep_prometheus_from_closing():
     assert not [thread for thread in threading.enumerate() if thread.name == "prometheus"]
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+class Gone(io.StringIO):
+    """A terminal that was closed, or a full disk."""
+
+    def write(self, text):
+        raise OSError(errno.EIO, "Input/output error")
+
+
+class OnlyWrites:
+    """What some programs put in the place of a stream."""
+
+    def write(self, text):
+        self.text = getattr(self, "text", "") + text
+
+    def flush(self):
+        pass
+
+
+def closed_stream():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("make", [closed_stream, Gone, OnlyWrites, lambda: None])
+def test_a_console_that_cannot_be_written_ends_no_run(make):
+    stream = make()
+    sink = console.Console(Config(logging=LoggingConfig(progress="auto")), stream)
+    sink.write(make_record("note", 1, text="noted"))
+    sink.write(make_record("end", 1, summary={"status": "completed", "reason": "done"}))
+    sink.close()
+    assert make is not OnlyWrites or stream.text.startswith("noted\n")

@@ -81,7 +81,9 @@ def test_the_transport_of_each_host_is_the_one_of_the_run():
     shown = subject(concluded(hosts), "hosts")
     assert shown["node1"].startswith("rank 0, 1; ")
     assert shown["node1"].endswith("trainers use shared memory")
-    assert shown["node2"].endswith("trainers use RPC")
+    assert shown["node2"].endswith("trainers use TCP")
+    over_rpc = subject(concluded(hosts, config=replace(RPC, server=ServerConfig(transport="rpc"))), "hosts")
+    assert over_rpc["node2"].endswith("trainers use RPC")
     found = concluded(hosts, config=replace(RPC, server=ServerConfig(transport="shared_memory")))
     assert texts(found) == [
         "server.transport (shared_memory) must have all ranks on one host, and the trainers of node2 are not on that "
