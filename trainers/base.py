@@ -42,7 +42,7 @@ from paramserver.metrics.records import (
     peak_rss_mb,
 )
 from paramserver.optim.updater import Updater
-from paramserver.parameters.model import autocast, extra_state_dict, load_part_of_state
+from paramserver.parameters.model import TrainingFlags, autocast, extra_state_dict, load_part_of_state
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
 from paramserver.parameters.numerics import check_loss, explain_errors, find_nonfinite, to_number
 from paramserver.rng import random_states, restore_random_states, seed_all
@@ -647,11 +647,13 @@ class Trainer(ABC):
             "task": own,
             "local_steps": local,
             "extra_state": extra,
+            "flags": self.flags.state_dict(),
         }
 
     def seed_or_restore(self, packed: bytes | None) -> None:
         """Seed this trainer's random numbers, or restore its part of a checkpoint. Last in ``init_connection``."""
         seed_all(self.config.seed, 1 + self.trainer_index)
+        self.flags = TrainingFlags(self.tree.model)
         if packed is not None:
             self.load_state_dict(unpack(packed))
 
@@ -677,6 +679,7 @@ class Trainer(ABC):
             restore_task(self.task, part["task"], self.process.kept.callbacks)
         if part.get("extra_state"):
             load_part_of_state(self.tree.model, part["extra_state"])
+        self.flags.load_state_dict(part.get("flags") or {})
         self.restore_local_steps(part)
         self.restore_residuals(part)
 
@@ -734,6 +737,8 @@ class Trainer(ABC):
             fields["reduce"] = reduce if self.lockstep else "none"
             if fields["reduce"] == "mean":
                 fields["weight"] = self.current_step.batch_samples
+            if self.current_step.decision.verdict is Verdict.END:
+                fields["at_end"] = True
         self.record("log", name=name, value=number, **fields)
 
     def log_sample_loss(self, losses: Tensor) -> None:

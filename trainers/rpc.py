@@ -17,7 +17,13 @@ from paramserver.checkpoint import stage_copy, unpack
 from paramserver.consistency import Decision, Verdict, module_buffer_owner
 from paramserver.metrics.profile import span
 from paramserver.metrics.records import StepReport, StepResult, StepTotals, TableUse
-from paramserver.parameters.model import build_model, detached_state_dict, load_part_of_state, load_weights
+from paramserver.parameters.model import (
+    TrainingFlags,
+    build_model,
+    detached_state_dict,
+    load_part_of_state,
+    load_weights,
+)
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.remote_tables import exclude_from_compile
 from paramserver.parameters.sharding import full_shard
@@ -114,6 +120,7 @@ class RpcTrainer(Trainer):
         random numbers are not those of the lost one.
         """
         seed_all(self.config.seed, incarnation, 1 + self.trainer_index)
+        self.flags = TrainingFlags(self.tree.model)
         applied = AppliedPositions()
         applied.load_state_dict(position.applied)
         self.data.load_after_loss({"source": position.source, "buffer": None}, applied)
@@ -123,6 +130,7 @@ class RpcTrainer(Trainer):
             restore_task(self.task, stored["task"], self.process.kept.callbacks)
         if stored is not None:
             load_part_of_state(self.tree.model, stored.get("extra_state") or {})
+            self.flags.load_state_dict(stored.get("flags") or {})
         self.restore_local_steps(stored)
         self.restore_residuals(stored)
 

@@ -77,6 +77,7 @@ def _trainer_part(
         "task": parts[index]["task"] if known else {},
         "local_steps": parts[index].get("local_steps") if known else None,
         "extra_state": parts[index].get("extra_state", {}) if known else {},
+        "flags": parts[index if known else 0].get("flags"),
         "residuals": _sum_residuals(parts[index::trainers], trainers / len(parts)),
         "resumes": entropy[1],
     }

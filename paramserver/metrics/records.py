@@ -467,12 +467,14 @@ class LogReducer:
     """Combines the records ``log`` of trainers that take their steps together.
 
     A value is complete once each trainer has recorded something of a later step. Trainers that log nothing in a step
-    have no part in its value.
+    have no part in its value. Those that are logged once the run has decided to end (``at_end``) are complete with it:
+    a checkpoint of that step may be written before the records of all trainers are here.
     """
 
     def __init__(self, trainers: Iterable[int]) -> None:
         self._reached = dict.fromkeys(trainers, -1)  # the step of each trainer's newest record
         self._pending: dict[tuple[int, str], _Logged] = {}
+        self._at_end: dict[tuple[int, str], _Logged] = {}
 
     def add(self, record: Mapping[str, object]) -> list[Record]:
         """Take a record of any kind, in the order in which its trainer made it; return what is complete now."""
@@ -482,16 +484,22 @@ class LogReducer:
         self._reached[trainer] = max(self._reached[trainer], step)
         operation = record.get("reduce")
         if record["kind"] == "log" and operation in _OPERATIONS:
-            key = step, str(record["name"])
-            logged = self._pending.setdefault(key, _Logged(str(operation)))
+            pending = self._at_end if record.get("at_end") else self._pending
+            logged = pending.setdefault((step, str(record["name"])), _Logged(str(operation)))
             pair = float(record["value"]), float(record.get("weight", 1))  # type: ignore[arg-type]
             logged.values.setdefault(trainer, []).append(pair)
         return self.flush(min(self._reached.values()))
 
     def flush(self, before: float = math.inf) -> list[Record]:
-        """Return the values of all steps below ``before``, in their order, also those that lack trainers."""
+        """Return the values of all steps below ``before``, in their order, also those that lack trainers.
+
+        Without ``before`` the run has ended.
+        """
         done = sorted(key for key in self._pending if key[0] < before)
-        return [self._to_record(*key, self._pending.pop(key)) for key in done]
+        records = [self._to_record(*key, self._pending.pop(key)) for key in done]
+        if before == math.inf:
+            records += [self._to_record(*key, self._at_end.pop(key)) for key in sorted(self._at_end)]
+        return records
 
     def remove(self, trainer: int) -> None:
         """No longer wait for a trainer: it is lost."""

@@ -151,6 +151,33 @@ def load_part_of_state(model: nn.Module, state: Mapping[str, Any]) -> None:
             parameters[name].copy_(value)
 
 
+class TrainingFlags:
+    """What a task may switch while it trains: ``requires_grad`` of trained parameters, and ``eval()`` of modules.
+
+    Made of a model as ``build_model`` returned it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """Return the names of the parameters that are frozen, and of the modules that are in ``eval()``."""
+        return {
+            "frozen": [name for name, parameter in self._trained.items() if not parameter.requires_grad],
+            "eval": [name for name, module in self._model.named_modules() if not module.training],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
+        """Switch these; names that the model lacks are left out. An empty state, of an earlier version, has none."""
+        if not state:
+            return
+        for name, parameter in self._trained.items():
+            parameter.requires_grad_(name not in state["frozen"])
+        for name, module in self._model.named_modules():
+            module.training = name not in state["eval"]
+
+
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
     """Return a context of mixed precision if ``precision`` is of 16 bits, otherwise one that does nothing."""
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision)

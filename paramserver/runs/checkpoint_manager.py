@@ -493,7 +493,7 @@ class CheckpointManager:
         part = {} if packed is None else unpack(packed)
         return {
             "task": part.get("task", {}),
-            **{name: part.get(name) for name in ("local_steps", "residuals", "extra_state")},
+            **{name: part.get(name) for name in ("local_steps", "residuals", "extra_state", "flags")},
         }
 
     def _record_written(self, done: Future[WrittenCheckpoint], pause_s: float, reason: str) -> None:

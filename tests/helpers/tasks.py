@@ -428,6 +428,16 @@ class FreezesLayer(ReferenceTask):
         self.trainer.unwrapped_model.first.requires_grad_(batch_idx % 6 < 3)
 
 
+class FreezesOnce(ReferenceTask):
+    """Freezes a layer, and the statistics of another one, in its third batch."""
+
+    def on_batch_start(self, batch_idx):
+        if batch_idx == 2:
+            self.trainer.unwrapped_model.first.requires_grad_(False)
+            self.trainer.unwrapped_model.tied.requires_grad_(False)
+            self.trainer.unwrapped_model.bn.eval()
+
+
 class ChangesFrozen(ReferenceTask):
     """A frozen layer follows a trained one, as a target network does: under ``no_grad``, and through ``.data``."""
 

@@ -67,6 +67,25 @@ def test_stop_and_resume_is_not_stopping_bit_for_bit(tmp_path, request, mode, tr
         assert differing_tensors(one["random"], other["random"]) == []
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("rpc", 2), ("ddp", 2)])
+def test_what_a_task_has_frozen_stays_frozen(tmp_path, mode, trainers):
+    config = {"task": "FreezesOnce", "task_args": {"optimizer": "adam", "samples": 96}, "buffer": BUFFER}
+    config["ddp"] = {"extra": {"find_unused_parameters": True}} if mode == "ddp" else {}
+    training = {"batch_size": 8, "validate_every": 0}
+    whole = train(tmp_path / "whole", mode, trainers, **config, training={**training, "max_steps": 9})
+    first = train(tmp_path / "stopped", mode, trainers, **config, training={**training, "max_steps": 5})
+    second = resume(first, "--set", "training.max_steps=9")
+    assert second.code == 0, second.output
+    assert differing_tensors(whole.load("model"), second.load("model")) == []
+    assert differing_tensors(whole.load("optimizer"), second.load("optimizer")) == []
+    flags = second.load("trainer-0")["flags"]
+    assert flags == {"frozen": ["first.weight", "first.bias", "square.weight", "tied.weight"], "eval": ["bn"]}
+    again = resume(second, "--set", "training.max_steps=10", "--set", "cluster.num_trainers=3", "--mode", "rpc")
+    assert again.code == 0, again.output
+    assert [again.load(f"trainer-{trainer}")["flags"] for trainer in range(3)] == [flags] * 3
+
+
 def test_resume_starts_at_the_newest_checkpoint_and_supersedes_later_records(tmp_path):
     each = {**CONFIG["checkpoint"], "background": False}  # none is replaced by a later one
     first = train(tmp_path, "local", 1, **config_with(11, checkpoint=each))

@@ -73,3 +73,18 @@ def test_the_last_trainer_is_not_removed_and_other_records_are_ignored():
     assert reducer.add(log(1, 5, 1.0)) == []
     reducer.add(log(1, 0, 1.0))
     assert values(reducer.add(progress(2, 0))) == [(1, "gap", 1.0, 1)]
+
+
+def test_what_is_logged_at_the_end_waits_for_all_trainers():
+    """The checkpoint of the last step may be written when the records of one trainer only are here."""
+
+    def log(trainer, value, step=10, **fields):
+        return make_record("log", step, trainer=trainer, name="final", value=value, reduce="sum", **fields)
+
+    reducer = LogReducer([0, 1])
+    assert reducer.add(log(0, 3.0)) == []
+    assert reducer.add(log(0, 1.0, at_end=True)) == []
+    assert [record["value"] for record in reducer.flush(11)] == [3.0]
+    assert reducer.add(log(1, 2.0, at_end=True)) == []
+    assert [(record["step"], record["value"], record["trainers"]) for record in reducer.flush()] == [(10, 3.0, 2)]
+    assert reducer.flush() == []
