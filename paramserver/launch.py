@@ -156,8 +156,11 @@ class CommandParser(argparse.ArgumentParser):
             flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
             near = closest_match(flag, list(self._option_string_actions)) if flag else None
             cure = f"; did you mean {near}?" if near else ""
-            if settings and not near and getattr(parsed, "overrides", None):
-                cure = f"; --set takes one key, write {settings}"
+            if settings and not near and hasattr(parsed, "overrides"):
+                cure = f"; --set takes one key, write {settings}" if parsed.overrides else f"; write {settings}"
+            file = next((word for word in unknown if word.endswith((".yaml", ".yml"))), None)
+            if file is not None and not near and getattr(parsed, "config", file) is None:
+                cure = f"; did you mean --config {file}?"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{cure}")
         return parsed
 

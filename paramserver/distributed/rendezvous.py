@@ -375,7 +375,7 @@ class _Attempt:
             if late:
                 return late
             if missing and time.monotonic() >= noted_at:
-                log.info("waiting up to cluster.timeout_s (%g s) for %s", timeout_s, self.identity.name(*missing))
+                log.info("waiting up to %g s for %s", timeout_s, self.identity.name(*missing))
                 noted_at = math.inf
         return []
 
@@ -553,7 +553,7 @@ def open_store(
     try:
         reached = poll_until(min(deadline, time.monotonic() + _QUIET_S), reach, interrupted)
         if reached is None and not interrupted.is_set():
-            log.info("waiting up to cluster.timeout_s (%g s) for %s at %s", timeout_s, identity.name(0), where)
+            log.info("waiting up to %g s for %s at %s", timeout_s, identity.name(0), where)
             reached = poll_until(deadline, reach, interrupted)
     except NoStore as other:
         raise UnsupportedConfiguration(

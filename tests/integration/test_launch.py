@@ -315,6 +315,8 @@ def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path, beg
         (["launch", "--dry-run"], 2, "--config FILE is missing"),
         (["launch", "--confg", "x"], 2, "unrecognized arguments: --confg x; did you mean --config?\n"),
         (["launch", "--set", "a=1", "b=2", "--x"], 2, "b=2 --x; --set takes one key, write --set b=2\n"),
+        (["launch", "config.yaml"], 2, "arguments: config.yaml; did you mean --config config.yaml?\n"),
+        (["launch", "--config", "c.yaml", "seed=3"], 2, "arguments: seed=3; write --set seed=3\n"),
     ],
 )
 def test_the_console_script(words, code, expected):
