@@ -86,14 +86,17 @@ class RunDir:
     def log_file(self, global_rank: int) -> Path:
         return self.logs_dir / f"rank-{global_rank}.log"
 
-    def is_in_use(self) -> bool:
-        """Return whether a process uses the folder: one that lives on this host, or one of another host."""
+    def used_on(self) -> str | None:
+        """Return the host of the process that uses the folder; None if none lives on this host.
+
+        Whether one of another host lives is not known.
+        """
         for name in (".lock.json", ".reserved.json"):
             holder = read_mapping(self.path / name, json.loads)  # that of a process which was killed is left behind
             host, pid = (holder or {}).get("host"), (holder or {}).get("pid")
             if holder and (host != socket.gethostname() or (isinstance(pid, int) and is_alive(pid))):
-                return True
-        return False
+                return str(host)
+        return None
 
     def task_folders(self) -> list[Path]:
         """The folders in which the run looked for its task when it began."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,13 +106,14 @@ def _describe_or_error(folder: RunDir) -> dict[str, Any]:
 
 def _describe(folder: RunDir, run: Run) -> dict[str, Any]:
     """A run that is in progress is described by its newest records."""
-    running = folder.is_in_use()
-    summary = {} if running else run.summary
+    host = folder.used_on()
+    summary = {} if host is not None else run.summary
+    running = None if host is None else "running" if host == socket.gethostname() else f"running on {host}"
     last = run.of_kind("train")[-1:] or [{}]
     validations = run.curves["validation"]
     return {
         "path": str(folder.path),
-        "status": "running" if running else summary.get("status", "killed"),
+        "status": running or summary.get("status", "killed"),
         "mode": plain_name(run),
         "task": run.config.get("task"),
         "started": run.environment.get("started"),
