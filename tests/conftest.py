@@ -36,7 +36,7 @@ def pytest_xdist_auto_num_workers(config):
     """
     files = {file for argument in config.args for file in Path(argument.partition("::")[0]).rglob("test_*.py")}
     cores = os.cpu_count() or 1
-    workers = cores if config.option.markexpr == "fast" else cores * 2
+    workers = cores if config.option.markexpr == "fast" else max(cores * 3 // 2, 3)
     return min(workers, 8) if len(files) > 20 else 0
 
 
