@@ -144,13 +144,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def evaluate() -> None:
         found = evaluate_run(arguments.run, arguments.checkpoint, arguments.overrides)
-        print_output(_json(found) if arguments.json else _text(found))
+        print_output(json_text(asdict(found)) if arguments.json else _text(found))
 
     return run_command(evaluate)
-
-
-def _json(found: Evaluation) -> str:
-    return json_text(asdict(found))
 
 
 def _text(found: Evaluation) -> str:

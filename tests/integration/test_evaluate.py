@@ -129,6 +129,8 @@ def test_a_checkpoint_without_averages_names_the_cure(run, capsys):
     assert evaluate.main([str(run.run_dir), "--set", "training.ema_decay=null"]) == 0
 
 
-def test_its_json_is_strict(run, capsys):
+def test_its_json_is_strict(run, monkeypatch, capsys):
     found = evaluate.Evaluation("step-1", 1, 4, {"corr": float("nan")}, {})
-    assert json.loads(evaluate._json(found))["values"] == {"corr": None, "corr_text": "nan"}
+    monkeypatch.setattr(evaluate, "evaluate_run", lambda *arguments: found)
+    assert evaluate.main([str(run.run_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["values"] == {"corr": None, "corr_text": "nan"}
