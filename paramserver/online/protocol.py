@@ -378,6 +378,7 @@ class SimulationReport:
         first_refusals: kind -> the first message of this kind that was refused, and why.
         losses: simulation -> mean loss of its samples that were trained on since the last report.
         first_missing: simulation -> the first step for this trainer that it has not received, of those in ``received``.
+        parts: simulation -> parts that have arrived of samples of which other parts are missing.
     """
 
     received: Mapping[int, int]
@@ -388,9 +389,11 @@ class SimulationReport:
     first_refusals: Mapping[str, str] = field(default_factory=dict)
     losses: Mapping[int, float] = field(default_factory=dict)
     first_missing: Mapping[int, int] = field(default_factory=dict)
+    parts: Mapping[int, int] = field(default_factory=dict)
 
     def pack(self) -> bytes:
-        return pack_json({key: value for key, value in asdict(self).items() if key != "first_missing" or value})
+        optional = ("first_missing", "parts")
+        return pack_json({key: value for key, value in asdict(self).items() if key not in optional or value})
 
     @classmethod
     def unpack(cls, frame: bytes) -> SimulationReport:
@@ -406,6 +409,7 @@ class SimulationReport:
                 first_refusals={str(kind): str(text) for kind, text in body["first_refusals"].items()},
                 losses={int(key): float(loss) for key, loss in body["losses"].items()},
                 first_missing=_counts(body.get("first_missing", {})),
+                parts=_counts(body.get("parts", {})),
             )
 
 

@@ -77,6 +77,9 @@ class ReceivedLog:
             with self._lock:
                 self._lost.setdefault(simulation, set()).add(step)
 
+    def is_lost(self, simulation: int, step: int) -> bool:
+        return step in self._lost.get(simulation, ())
+
     def lost_counts(self) -> dict[int, int]:
         """{simulation: samples} that are lost."""
         return {simulation: len(steps) for simulation, steps in self._lost.items()}

@@ -326,7 +326,8 @@ class _ReceiverLoop:
             return
         if self._ready:
             report = self.stats.make_report(self.queue.pending_simulations())
-            report = replace(report, first_missing=self._first_missing(report.received))
+            missing, parts = self._first_missing(report.received), self.validator.assembly.num_parts()
+            report = replace(report, first_missing=missing, parts=parts)
             self._send_to_coordinator(MessageKind.REPORT, report.pack())
         self._reported_at, self._report_at = now, now + self.report_interval_s
         # Early reports do not count as unanswered, so the check keeps its own interval.

@@ -7,6 +7,7 @@ Pure: no sockets, processes or clocks. The coordinator reports each event with t
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,6 +42,7 @@ class Simulation:
         trainer: index of the trainer that receives all of its samples, with ``deal: simulation``.
         since_s: when it entered its state, or its attempt began.
         last_seen_s: member -> when it last sent a message in this attempt.
+        moved_s: when a report last had another number of its samples or parts than the one before, or pending ones.
         byes: member -> the number of samples in its BYE.
         reported_silent: whether its silence was reported and lasts.
         kill_reason: why the run ends its process; None = it does not.
@@ -62,6 +64,7 @@ class Simulation:
     process_alive: bool = False
     since_s: float = 0.0
     last_seen_s: dict[int, float] = field(default_factory=dict)
+    moved_s: float = 0.0
     byes: dict[int, int] = field(default_factory=dict)
     reported_silent: bool = False
     kill_reason: str | None = None
@@ -78,10 +81,10 @@ class Simulation:
         """A member sent a message. Has no effect on a simulation that is complete or being killed."""
         if not self.ended and self.kill_reason is None:
             self.last_seen_s[member] = now
-            self.reported_silent = False
 
     def start_attempt(self, now: float) -> None:
         self.set_state(SimulationState.RUNNING, now)
+        self.moved_s = now
         self.kill_reason = self.exit_error = None
         # Its clients send all of their samples again, or report which ones they cannot send.
         self.lost, self.closed_with = 0, None
@@ -204,6 +207,9 @@ class SimulationTracker(ABC):
         self._first_missing: list[dict[int, int]] = [{} for _ in range(num_trainers)]
         self._inherited: Mapping[int, int] = {}
         self._num_reports = [0] * num_trainers
+        # Of the last report of each trainer; infinitely long ago before it has sent one.
+        self._parts: list[Mapping[int, int]] = [{} for _ in range(num_trainers)]
+        self._reported_s = [-math.inf] * num_trainers
         # Whether samples that were acknowledged may be missing: with a trainer, or because of a return to a checkpoint.
         self._some_lost = False
 
@@ -227,6 +233,7 @@ class SimulationTracker(ABC):
     def on_trainer_replaced(self, index: int, joined: TrainerJoined) -> None:
         """Another process has taken the place of a trainer, with what was applied of it."""
         self._some_lost = True
+        self._parts[index], self._reported_s[index] = {}, -math.inf
         before, self._received[index] = self._received[index], dict(joined.received)
         lost, self._lost[index] = self._lost[index], joined.lost
         self._first_missing[index] = dict(joined.first_missing)
@@ -268,6 +275,14 @@ class SimulationTracker(ABC):
         self._lost[trainer_index] = report.lost
         self._first_missing[trainer_index].update(report.first_missing)
         self._num_reports[trainer_index] += 1
+        before, self._parts[trainer_index] = self._parts[trainer_index], report.parts
+        moved = {number for number, _ in before.items() ^ report.parts.items()}
+        # All, after a time in which the clients may have waited for this trainer.
+        starts = self._reported_s[trainer_index] == -math.inf
+        self._reported_s[trainer_index] = now
+        for number in self.simulations if starts else moved.union(report.received, report.pending):
+            if number in self.simulations:
+                self.simulations[number].moved_s = now
         for number, member in report.active:
             if number in self.simulations:
                 self.simulations[number].mark_seen(member, now)
@@ -278,6 +293,11 @@ class SimulationTracker(ABC):
 
     def on_exit(self, number: int, attempt: int, exit_code: int, now: float, last_line: str = "") -> None:
         """The process of a simulation ended, after this line of output; only for simulations that the run starts."""
+
+    def waits_for_parts(self, simulation: Simulation) -> bool:
+        """Whether its processes wait for each other: for long, there are parts of samples, and no others arrive."""
+        has_parts = any(simulation.id in parts for parts in self._parts)
+        return has_parts and min(self._reported_s) - simulation.moved_s > self.config.timeout_s
 
     @abstractmethod
     def poll(self, now: float) -> list[Action]:
@@ -491,11 +511,12 @@ class ExternalSimulations(SimulationTracker):
             if self._is_complete(simulation):
                 del self._open[simulation.id]
                 actions.append(self._complete(simulation, now))
-            elif (
-                not simulation.reported_silent
-                and now - simulation.silent_since(self.config.group_size) > self.config.timeout_s
-            ):
-                actions.append(self._report_silent(simulation))
+            else:
+                is_silent = now - simulation.silent_since(self.config.group_size) > self.config.timeout_s
+                waits = self.waits_for_parts(simulation)
+                if (is_silent or waits) and not simulation.reported_silent:
+                    actions.append(self._report_silent(simulation, "waited for parts of a sample" if waits else "been silent"))
+                simulation.reported_silent = is_silent or waits
         enough = self.config.count is not None and self.num_complete >= self.config.count
         self.done = enough or (self._finish_received and not self._open)
         timeout_s, key = self.config.timeout_s, "simulations.timeout_s"
@@ -508,14 +529,13 @@ class ExternalSimulations(SimulationTracker):
     def _get_or_add(self, number: int) -> Simulation:
         return self.simulations.setdefault(number, Simulation(number))
 
-    def _report_silent(self, simulation: Simulation) -> TrackerEvent:
-        simulation.reported_silent = True
+    def _report_silent(self, simulation: Simulation, what: str) -> TrackerEvent:
         got, of = self.num_received(simulation.id), self.config.steps or "an unknown number of"
         return TrackerEvent(
             "silent",
             simulation.id,
-            f"simulation {simulation.id} has been silent for {self.config.timeout_s:g} s, after {got} of {of} samples; "
-            "it is waited for",
+            f"simulation {simulation.id} has {what} for {self.config.timeout_s:g} s, after {got} of {of} samples; it is "
+            "waited for",
         )
 
     def _describe_missing(self, timeout_s: float, key: str) -> str:

@@ -157,10 +157,13 @@ class ManagedSimulations(SimulationTracker):
             return []
         complete = simulation.state is SimulationState.COMPLETE
         since_s = simulation.since_s if complete else simulation.silent_since(self.config.group_size)
-        if now - since_s <= limit_s:
+        waits = not complete and self.waits_for_parts(simulation)
+        if now - since_s <= limit_s and not waits:
             return []
         if complete:
             simulation.kill_reason = f"it continued for {limit_s:g} s after its last sample was received"
+        elif waits:
+            simulation.kill_reason = f"its processes waited for each other's parts of a sample for {limit_s:g} s"
         else:
             simulation.kill_reason = f"it was silent for {limit_s:g} s"
         simulation.since_s = now

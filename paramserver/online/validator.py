@@ -7,7 +7,7 @@ sample that the processes of a group send are collected by ``SampleAssembly``.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
@@ -51,16 +51,18 @@ Reason: TypeAlias = Literal[
     "values",  # not finite although the spec requires it, or no booleans
     "version",  # none of the model's
     "stale",  # a part of another attempt
-    "unfinished",  # a part of one unfinished sample too many
+    "unfinished",  # a part of one unfinished sample too many, or of one of which another part was refused
 ]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 """Why messages are refused; each is counted."""
+_OF_CONTENT: tuple[Reason, ...] = ("malformed", "field", "dtype", "shape", "size", "values", "version")
 
 Arrays: TypeAlias = "tuple[npt.NDArray[Any], ...]"
 """The fields of a sample or of a part, in the order of the spec, and the columns after them."""
 
 _MAX_SESSIONS = 65_536
 _MAX_SIMULATIONS = 65_536
+_MAX_GIVEN_UP = 1_000_000  # samples of one simulation
 _MAX_DESCRIPTORS = 16
 _MAX_TEXT = 400
 
@@ -243,7 +245,14 @@ class MessageValidator:
                 return self._had(session, header, frames)
             return self._heartbeat(session, header, frames)
         except (MalformedMessage, Refusal) as refusal:
-            return _refused(session, counted, refusal.reason, str(refusal), header=header)
+            dropped = self._give_up(header, refusal.reason) if header is not None and counted else []
+            return _refused(session, counted, refusal.reason, str(refusal), _count_processed(dropped), header)
+
+    def _give_up(self, header: Header, reason: Reason) -> list[SamplePart]:
+        """Drop the parts of the other members if one is refused for what it holds: they do not wait for it."""
+        if self.assembly.members == 1 or reason not in _OF_CONTENT:
+            return []
+        return self.assembly.give_up(header.simulation, header.attempt, [header.step])
 
     def is_current(self, session: ClientSession) -> bool:
         """Whether the peer has not opened the simulation anew since, so that the counts are those of the client."""
@@ -327,7 +336,8 @@ class MessageValidator:
             raise Refusal("step", f"step ({max(numbers)}) must be below simulations.steps ({steps})")
         for number in numbers:
             self.received_log.mark_lost(header.simulation, number)
-        return StepsReported(session)
+        dropped = self.assembly.give_up(header.simulation, header.attempt, numbers)
+        return StepsReported(session, _count_processed(dropped))
 
     def _heartbeat(self, session: ClientSession | None, header: Header, frames: Frames) -> Outcome:
         if header.kind is not MessageKind.HEARTBEAT:
@@ -379,6 +389,10 @@ class MessageValidator:
                 "stale",
                 f"attempt ({header.attempt}) of simulation {header.simulation} must be that which was opened last",
             )
+        if parts is PartOutcome.GIVEN_UP and self.received_log.is_lost(*key):
+            return _duplicate(session)  # a trainer that this one replaces had the whole sample
+        if parts is PartOutcome.GIVEN_UP:
+            raise Refusal("unfinished", f"another part of step {header.step} was refused")
         if parts is PartOutcome.FULL:
             raise Refusal("unfinished", f"at most {self.assembly.limit} samples of a simulation may be unfinished")
         assert isinstance(parts, list)
@@ -540,6 +554,7 @@ class PartOutcome(Enum):
     DUPLICATE = "the part was received before"
     STALE = "the part is of another attempt"
     FULL = "the part begins one sample too many"
+    GIVEN_UP = "another part of the sample does not come"
 
 
 @dataclass(frozen=True)
@@ -563,6 +578,7 @@ class SampleAssembly:
         self.limit = limit
         self._attempts: OrderedDict[int, int] = OrderedDict()
         self._unfinished: dict[int, dict[int, dict[int, SamplePart]]] = {}
+        self._given_up: dict[int, set[int]] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -574,20 +590,44 @@ class SampleAssembly:
         known = self._attempts.pop(simulation, attempt)
         self._attempts[simulation] = current = attempt if newest else max(known, attempt)
         if len(self._attempts) > _MAX_SIMULATIONS:
-            self._attempts.popitem(last=False)
+            self._given_up.pop(self._attempts.popitem(last=False)[0], None)
         return self.drop(simulation) if current != known else []
 
     def drop(self, simulation: int) -> list[SamplePart]:
         """Drop the unfinished samples of a simulation; returns their parts."""
+        self._given_up.pop(simulation, None)
         steps = self._unfinished.pop(simulation, {})
         self._count -= len(steps)
         return [part for parts in steps.values() for part in parts.values()]
+
+    def give_up(self, simulation: int, attempt: int, steps: Iterable[int]) -> list[SamplePart]:
+        """Drop the parts of these samples, now and later in this attempt; returns those that are dropped now."""
+        if attempt != self._attempts.get(simulation, attempt):
+            return []
+        given_up = self._given_up.setdefault(simulation, set())
+        unfinished = self._unfinished.get(simulation, {})
+        dropped: list[SamplePart] = []
+        for step in steps:
+            if len(given_up) < _MAX_GIVEN_UP:
+                given_up.add(step)
+            if step in unfinished:
+                dropped += unfinished.pop(step).values()
+                self._count -= 1
+        if not unfinished:
+            self._unfinished.pop(simulation, None)
+        return dropped
+
+    def num_parts(self) -> dict[int, int]:
+        """{simulation: parts} of unfinished samples."""
+        return {one: sum(map(len, steps.values())) for one, steps in self._unfinished.items()}
 
     def add(self, key: Key, attempt: int, member: int, part: SamplePart) -> PartOutcome | list[SamplePart]:
         """Add one part; returns all parts of the sample, ordered by member, if this is the last one."""
         simulation, step = key
         if attempt != self._attempts.get(simulation, attempt):
             return PartOutcome.STALE
+        if step in self._given_up.get(simulation, ()):
+            return PartOutcome.GIVEN_UP
         steps = self._unfinished.setdefault(simulation, {})
         if step not in steps and len(steps) >= self.limit:
             return PartOutcome.FULL

@@ -52,6 +52,20 @@ def test_a_new_attempt_drops_what_the_older_left():
     assert [one.session for one in assembly.add((0, 0), 1, 0, part(6, session="newer"))] == ["newer", "new"]
 
 
+def test_parts_of_a_sample_that_was_given_up_are_dropped_in_that_attempt():
+    assembly = SampleAssembly(2, 4)
+    assembly.start_attempt(0, 0)
+    assembly.add((0, 3), 0, 0, part(1, session="waits"))
+    assert assembly.num_parts() == {0: 1}
+    assert [one.session for one in assembly.give_up(0, 0, [3, 5])] == ["waits"]
+    assert (len(assembly), assembly.num_parts()) == (0, {})
+    assert [assembly.add((0, step), 0, 1, part(1)) for step in (3, 5)] == [PartOutcome.GIVEN_UP] * 2
+    assert assembly.give_up(0, 7, [4]) == []  # of another attempt
+    assert assembly.add((0, 4), 0, 0, part(1)) is PartOutcome.WAITING
+    assembly.start_attempt(0, 1)
+    assert assembly.add((0, 3), 1, 0, part(1)) is PartOutcome.WAITING
+
+
 def test_unfinished_samples_are_limited():
     assembly = SampleAssembly(2, 3)
     for simulation in (0, 1):

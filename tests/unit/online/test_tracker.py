@@ -250,6 +250,56 @@ def test_one_silent_member_is_silence_although_the_others_send_heartbeats():
         assert bool(of(KillProcess, tracker.poll(float(now)))) == (now == 61)
 
 
+ALIVE = [(0, 0), (0, 1)]
+
+
+def group_report(tracker, trainer, now, **fields):
+    tracker.on_report(trainer, SimulationReport(fields.pop("received", {}), ALIVE, **fields), now)
+
+
+@pytest.mark.parametrize("managed", [True, False])
+@pytest.mark.parametrize("moves", [{"received": {0: 4}}, {"pending": [0]}, {"parts": {0: 3}}])
+def test_a_group_whose_members_wait_for_each_other_is_ended_or_reported(managed, moves):
+    """They send heartbeats; a full buffer, for which they may wait, shows by samples that are pending."""
+    make = started if managed else outside
+    tracker = make(trainers=2, count=1, group_size=2)
+    for member in range(2 if not managed else 0):
+        hello(tracker, 0, 0.0, members=2, member=member)
+    tracker.poll(0.0)
+    found = []
+    for now in range(1, 200):
+        group_report(tracker, 0, float(now), parts={0: 2})
+        group_report(tracker, 1, float(now), **(moves if now == 30 else {}))
+        found += [(now, action) for action in tracker.poll(float(now))]
+    [(now, action)] = [one for one in found if not isinstance(one[1], StartProcess)]
+    assert now == (92 if "parts" in moves else 91)
+    waited = "its processes waited for each other's parts of a sample for 60 s"
+    assert action == KillProcess(0, waited) if managed else "has waited for parts of a sample for 60 s" in action.text
+
+
+def test_a_group_that_waits_for_the_replacement_of_a_trainer_is_not_ended():
+    tracker = started(trainers=2, count=1, group_size=2)
+    tracker.poll(0.0)
+    for now in range(1, 300):
+        group_report(tracker, 0, float(now), parts={0: 2})
+        if now < 50 or now >= 250:
+            group_report(tracker, 1, float(now))
+        if now == 248:
+            tracker.on_trainer_replaced(1, NOTHING_RECEIVED)
+        assert tracker.poll(float(now)) == []
+
+
+def test_outside_a_group_with_a_missing_member_is_reported_once():
+    tracker = outside(count=1, group_size=2)
+    hello(tracker, 0, 0.0, members=2)
+    found = []
+    for now in range(1, 200):
+        tracker.on_report(0, SimulationReport({}, [(0, 0)]), float(now))
+        found += notes(tracker, float(now))
+    assert found == [("silent", 0)]
+    assert tracker.failure is None
+
+
 def test_a_process_that_cannot_be_killed_fails_the_run():
     tracker = started(timeout_s=1.0)
     tracker.poll(0.0)

@@ -274,6 +274,31 @@ def test_parts_of_an_older_attempt_are_dropped_and_refused():
     assert reason(validate(new[0], parts[0])) is SampleAccepted
 
 
+def test_no_part_waits_for_one_that_is_refused():
+    validate = validator(group_size=2, fields={"u": {"shape": [4, 3], "finite": True}}).validate
+    givers = [validate(peer, open_message(0, member=i, members=2)).session for i, peer in enumerate((PEER, OTHER))]
+    bad = {"u": np.full((2, 3), np.nan, np.float32)}
+    assert reason(validate(PEER, halves(0, 0)[0])) is PartReceived
+    outcome = validate(OTHER, sample_message(0, 0, bad, member=1, members=2))
+    assert (outcome.reason, set(outcome.to_ack)) == ("values", set(givers))
+    assert reason(validate(OTHER, sample_message(0, 1, bad, member=1, members=2))) == "values"
+    late = validate(PEER, halves(0, 1)[0])
+    assert (late.reason, late.text) == ("unfinished", "another part of step 1 was refused")
+    assert [(one.received, one.processed) for one in givers] == [(2, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("had_first", [True, False])
+def test_no_part_waits_for_one_that_an_earlier_receiver_had(had_first):
+    """Both parts had arrived there, and one member has received the ACK before the trainer died."""
+    made = validator(group_size=2)
+    for member, peer in enumerate((PEER, OTHER)):
+        made.validate(peer, open_message(0, member=member, members=2))
+    had, part = had_message(0, [0], member=0, members=2), halves(0, 0)[1]
+    outcomes = [made.validate(*one) for one in ([(PEER, had), (OTHER, part)][:: 1 if had_first else -1])]
+    assert [session.header.member for one in outcomes for session in one.to_ack] == [1]
+    assert (made.assembly.num_parts(), made.received_log.lost_counts()) == ({}, {0: 1})
+
+
 def test_an_ack_releases_what_is_processed_without_a_gap():
     """A duplicate is processed at once, a new sample when it is stored: the client must not forget the new one."""
     made = validator()
