@@ -111,7 +111,10 @@ def _signal_without(parent: int, number: int) -> None:
 
 @contextmanager
 def adopt_orphans() -> Iterator[None]:
-    """Make this process the parent of descendants whose parent ends meanwhile (prctl(2)). See ``FORKS_RANKS``."""
+    """Make this process the parent of descendants whose parent ends meanwhile, where that can be done (prctl(2))."""
+    if PORTABLE:
+        yield
+        return
     prctl, before = ctypes.CDLL(None, use_errno=True).prctl, ctypes.c_int()
     with _subreaper_lock:
         prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
@@ -120,6 +123,21 @@ def adopt_orphans() -> Iterator[None]:
             yield
         finally:
             prctl(_PR_SET_CHILD_SUBREAPER, before.value)
+
+
+def descendants() -> list[int]:
+    """Return the processes that run below this one; none where the system does not list them (proc(5))."""
+    parents: dict[int, int] = {}
+    for pid in [] if PORTABLE else [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]:
+        with suppress(OSError):  # it has ended meanwhile
+            state, parent = _stat(pid)[:2]
+            if state != "Z":
+                parents[pid] = int(parent)
+    found: list[int] = []
+    level = {os.getpid()}
+    while level := {pid for pid, parent in parents.items() if parent in level}:
+        found += level
+    return found
 
 
 def other_threads() -> list[str]:

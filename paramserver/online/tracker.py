@@ -515,7 +515,9 @@ class ExternalSimulations(SimulationTracker):
                 is_silent = now - simulation.silent_since(self.config.group_size) > self.config.timeout_s
                 waits = self.waits_for_parts(simulation)
                 if (is_silent or waits) and not simulation.reported_silent:
-                    actions.append(self._report_silent(simulation, "waited for parts of a sample" if waits else "been silent"))
+                    actions.append(
+                        self._report_silent(simulation, "waited for parts of a sample" if waits else "been silent")
+                    )
                 simulation.reported_silent = is_silent or waits
         enough = self.config.count is not None and self.num_complete >= self.config.count
         self.done = enough or (self._finish_received and not self._open)
@@ -534,8 +536,8 @@ class ExternalSimulations(SimulationTracker):
         return TrackerEvent(
             "silent",
             simulation.id,
-            f"simulation {simulation.id} has {what} for {self.config.timeout_s:g} s, after {got} of {of} samples; it is "
-            "waited for",
+            f"simulation {simulation.id} has {what} for {self.config.timeout_s:g} s, after {got} of {of} samples; "
+            "it is waited for",
         )
 
     def _describe_missing(self, timeout_s: float, key: str) -> str:

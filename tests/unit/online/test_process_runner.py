@@ -18,6 +18,7 @@ from paramserver.errors import UnsupportedConfiguration
 from paramserver.online.process_runner import LaunchCommand, ProcessRunner
 from paramserver.online.spec import IngestSpec
 from paramserver.online.tracker import StartProcess
+from paramserver.platform import PORTABLE
 
 ROOT = Path(__file__).parents[3]
 PARAMETERS = {"left": [0, 1], "right": [0, 1]}
@@ -296,6 +297,41 @@ def test_what_a_program_leaves_behind_is_ended_with_it(runner_of, tmp_path):
     wait_until_ended(pids_in(tmp_path, 2))
 
 
+LEAVES_THE_GROUP = """
+import os, signal, sys
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        if "deaf" in sys.argv:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.write(1, b"%d\\n" % os.getpid())
+        signal.pause()
+    os._exit(0)
+os.wait()
+if "waits" in sys.argv:
+    signal.pause()
+"""
+
+
+@pytest.mark.skipif(PORTABLE, reason="only Linux lists the descendants of a process")
+@pytest.mark.parametrize("how", ["", " waits", " waits deaf"])
+def test_no_process_outlives_its_attempt_in_a_group_of_its_own(runner_of, tmp_path, how):
+    runner = runner_of(command=script(tmp_path, LEAVES_THE_GROUP) + how)
+    start(runner)
+    if how:
+        pids_in(tmp_path, 1)
+        runner.kill(0)
+    assert wait_for(runner) == [(0, 0, ENDED if how else 0)]
+    wait_until_ended(pids_in(tmp_path, 1) if how else [int(word) for word in log(tmp_path).partition("\n")[2].split()])
+
+
+def test_a_program_starts_with_the_signals_of_a_shell(runner_of, tmp_path):
+    runner = runner_of(command="sh -c 'yes | head -1; grep SigIgn /proc/self/status'")
+    start(runner)
+    assert wait_for(runner) == [(0, 0, 0)]
+    assert log(tmp_path).split()[-3:] == ["y", "SigIgn:", "0000000000000000"]
+
+
 def test_a_frozen_guard_is_ended_with_its_program(runner_of, tmp_path, monkeypatch):
     monkeypatch.setattr("paramserver.online.process_runner._GUARD_GRACE_S", 0.3)
     runner = runner_of(command=script(tmp_path, FAMILY))
@@ -323,6 +359,7 @@ from paramserver.config import SimulationsConfig
 from paramserver.online.spec import IngestSpec
 from paramserver.online.process_runner import LaunchCommand, ProcessRunner
 from paramserver.online.tracker import StartProcess
+from paramserver.platform import PORTABLE
 config = SimulationsConfig(command=sys.argv[1], count=1, fields={"t": [2]}, launcher="local")
 runner = ProcessRunner(IngestSpec.from_config(config), Path(sys.argv[2]))
 runner.start(StartProcess(0, 0, ()), "tcp://127.0.0.1:5", "a secret")
