@@ -23,6 +23,7 @@ from typing import Any
 from paramserver.cluster.simulation import VARIABLES, SimulationEnvironment
 from paramserver.errors import ClientError, RunOver
 from paramserver.online.connections import zmq
+from paramserver.online.encoder import check_version
 from paramserver.online.protocol import Header, MalformedMessage, MessageKind
 from paramserver.online.sender import ClientConnection, decode_text
 from paramserver.online.weights import (
@@ -126,7 +127,7 @@ class Subscriber:
         if self._newest is None:
             raise ClientError(
                 f"{self._connection} has sent no version of the model within {timeout_s:g} s; see that the run trains, "
-                "has the section publish, and prints this address"
+                f"has the section publish, and prints this address{self._connection.hint_of_keys()}"
             )
         return self._newest
 
@@ -136,10 +137,10 @@ class Subscriber:
         With a timeout of 0 it is what has arrived since the last call, which asked for it.
 
         Raises:
-            ClientError: the publisher refused the request.
+            ClientError: it is no version, or the publisher refused the request.
             RunOver: the run has ended.
         """
-        asked, before = Version(*version), self._newest
+        asked, before = Version(*check_version(version)), self._newest
         self._request(asked, timeout_s, waits=before is None or before.version <= asked)
         return self._newest if self._is_newer(asked, before) else None
 
@@ -156,6 +157,8 @@ class Subscriber:
         There is one request at a time: replies to many would pile up on a slow connection, and the requests without
         one. ``waits`` includes versions that are not made yet.
         """
+        if not self._finalizer.alive:
+            raise ClientError("this subscriber is closed; make another one")
         if not 0 <= timeout_s < math.inf:
             raise ClientError(f"timeout_s ({timeout_s}) must be a number of seconds, at least 0; correct it")
         deadline = time.monotonic() + timeout_s
@@ -169,8 +172,8 @@ class Subscriber:
             # Another publisher, after a lost connection, has not received the request. With a timeout of 0 the next
             # call returns what is asked for now.
             if connection.num_connections > self._asked_on and (not is_done or timeout_s == 0):
-                self._asked_on, is_own = connection.num_connections, True
                 self._send(have, max(0.0, _PUBLISHERS_SHARE * left_s), waits)
+                self._asked_on, is_own = connection.num_connections, True
             if is_done or left_s <= 0:
                 return
             connection.socket.poll(1 + 1000 * min(left_s, _POLL_S), zmq.POLLIN)
@@ -197,6 +200,7 @@ class Subscriber:
         try:
             for header, frames in self._connection.receive():
                 if header.kind is MessageKind.REFUSED:
+                    self._asked_on = 0
                     raise ClientError(f"{self._connection} refused this subscriber: {decode_text(frames)}")
                 taken = header.kind is not MessageKind.WEIGHTS or self._take(
                     Version(header.simulation, header.step), frames

@@ -47,13 +47,7 @@ class SampleEncoder:
             raise ClientError(
                 f"version ({version}) must be left out, as this run takes none: it has no section publish"
             )
-        try:
-            generation, step = version
-        except (TypeError, ValueError):
-            raise ClientError(
-                f"version ({version}) must be a pair of generation and step; give the weights.version of a Subscriber"
-            ) from None
-        return {**fields, name: [check_integer("generation", generation), check_integer("step", step)]}
+        return {**fields, name: [*check_version(version)]}
 
     def encode(self, fields: Mapping[str, Any]) -> list[Any]:
         """Return the descriptor and one frame per field. The frames are views of the arrays, copied only to convert.
@@ -146,6 +140,21 @@ def check_integer(name: str, value: Any, least: int = 0) -> int:
     if isinstance(value, bool) or not least <= number < _LIMITS[name]:
         raise ClientError(f"{name} ({value}) must be a whole number from {least}, below {_LIMITS[name]}; correct it")
     return number
+
+
+def check_version(value: Any) -> tuple[int, int]:
+    """Return generation and step of a version of the model.
+
+    Raises:
+        ClientError: it is none.
+    """
+    try:
+        generation, step = value
+    except (TypeError, ValueError):
+        raise ClientError(
+            f"version ({value}) must be a pair of generation and step; give the weights.version of a Subscriber"
+        ) from None
+    return check_integer("generation", generation), check_integer("step", step)
 
 
 class SentSteps:

@@ -341,6 +341,12 @@ class ClientConnection:
         self._monitor.disconnected_s()
         return max(1, self._monitor.num_connections)
 
+    def hint_of_keys(self) -> str:
+        """What else may be wrong where nothing comes: with keys no peer says that it does not know those of another."""
+        if self.socket.mechanism != zmq.CURVE:
+            return ""
+        return ", and that the public key of this client is in the folder clients of its keys"
+
     def __str__(self) -> str:
         return f"{self.name} at {self.address}"
 
@@ -594,10 +600,10 @@ class CoordinatorConnection(ClientConnection):
         if gone and (self._run_started or self._monitor.num_connections):
             raise ClientError(f"{self} is gone, no process has listened there for {disconnected_s:.0f} s; see its log")
         if silent_s >= timeout_s:
-            text = f"{self} gave no sign of life for {timeout_s:g} s; see that it runs and that this is its address"
-            if self.socket.mechanism == zmq.CURVE:
-                text += ", and that the public key of this client is in the folder clients of its keys"
-            raise ClientError(text)
+            raise ClientError(
+                f"{self} gave no sign of life for {timeout_s:g} s; see that it runs and that this is its address"
+                f"{self.hint_of_keys()}"
+            )
         if waited_s >= limit_s:
             raise ClientError(
                 f"{self} lives, but its trainers were not ready within {waited_s:.0f} s; see the log of the run"

@@ -261,6 +261,10 @@ class Weights(Mapping[str, Array]):
         self._begins = {tensor.name: (tensor, begin) for tensor, begin in zip(self.tensors, begins, strict=True)}
         self._arrays: dict[str, Array] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the values itself: what they are mapped from is on this machine only."""
+        return {**vars(self), "data": bytes(self.data), "_arrays": {}}
+
     @property
     def step(self) -> int:
         """The number of updates that the version has."""

@@ -1,9 +1,11 @@
 """The publisher and its subscribers over real sockets: what is delivered, copied, refused, and found again."""
 
+import copy
 import errno
 import json
 import mmap
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -470,6 +472,43 @@ def test_a_timeout_is_a_number_of_seconds(timeout_s):
         model.latest(timeout_s)
 
 
+@pytest.mark.parametrize("version", [(1, 2**70), (-1, 0), (1,), None, "ab", (1, True)])
+def test_what_is_no_version_is_refused_and_the_next_call_works(tmp_path, version):
+    with published(tmp_path) as publisher, Subscriber(publisher.address) as model:
+        train(publisher, Model(), 4)
+        with pytest.raises(ClientError, match=r"version|generation|step"):
+            model.newer_than(version, 0.1)
+        assert model.latest(TIMEOUT_S).step == 4
+
+
+def test_a_request_that_is_refused_is_not_waited_for(tmp_path, monkeypatch):
+    with published(tmp_path) as publisher, Subscriber(publisher.address) as model:
+        train(publisher, Model(), 4)
+        with monkeypatch.context() as patched:
+            patched.setattr(WeightsRequest, "pack", lambda self: b"[]")
+            with pytest.raises(ClientError, match=r"refused this subscriber: .* must be a JSON object"):
+                model.latest(TIMEOUT_S)
+        assert model.latest(TIMEOUT_S).step == 4
+
+
+def test_a_subscriber_that_is_closed_says_so():
+    with Subscriber("tcp://127.0.0.1:1") as model:
+        pass
+    for call in (lambda: model.latest(1), lambda: model.newer_than((0, 0), 1)):
+        with pytest.raises(ClientError, match="this subscriber is closed; make another one"):
+            call()
+
+
+@pytest.mark.parametrize("encoding", ["exact", "bfloat16"])
+def test_weights_can_be_copied_and_sent_to_another_process(tmp_path, encoding):
+    with published(tmp_path) as publisher, Subscriber(publisher.address, encoding=encoding) as model:
+        train(publisher, Model(), 4)
+        weights = model.latest(TIMEOUT_S)
+        for copied in (pickle.loads(pickle.dumps(weights)), copy.deepcopy(weights)):
+            assert (copied.version, list(copied)) == (weights.version, list(weights))
+            assert_whole(copied)
+
+
 @pytest.mark.parametrize(
     ("address", "options", "text"),
     [
@@ -497,7 +536,8 @@ def test_with_keys_only_their_owners_subscribe(tmp_path):
         train(publisher, Model(), 0)
         with Subscriber(publisher.address, keys=tmp_path / "keys") as model:
             assert_whole(model.latest(TIMEOUT_S))
-        with Subscriber(publisher.address, keys=tmp_path / "others") as model, pytest.raises(ClientError):
+        hint = "the public key of this client is in the folder clients of its keys"
+        with Subscriber(publisher.address, keys=tmp_path / "others") as model, pytest.raises(ClientError, match=hint):
             model.latest(2.0)
         with Subscriber(publisher.address) as model, pytest.raises(ClientError):
             model.latest(1.0)
