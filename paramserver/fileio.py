@@ -5,9 +5,12 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
+
+from paramserver.errors import StorageError
 
 # Errors of file systems that do not support fsync of a folder, such as some network file systems. Nothing else helps.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
@@ -46,6 +49,16 @@ def then_resume(path: Path) -> str:
     except OSError:  # a disk that cannot be read either
         return "then --resume"
     return "then start it again under another logging.name, as it has no checkpoint to resume from"
+
+
+@contextmanager
+def explain_disk_errors(path: Path, what: str = "checkpoint") -> Iterator[None]:
+    """Turn an ``OSError`` about ``path`` into a ``StorageError`` with its cure."""
+    try:
+        yield
+    except OSError as error:
+        cure = DISK_CURES.get(error.errno or 0, "check that disk")
+        raise StorageError(f"{what} {path} could not be written ({error}); {cure}, {then_resume(path)}") from error
 
 
 class Writable(Protocol):

@@ -15,9 +15,9 @@ from typing import Any
 
 from paramserver.checkpoint.format import LATEST, check_sizes, read_manifest, read_pointer, remove, step_of
 from paramserver.checkpoint.load import find_checkpoint, read_checkpoint
-from paramserver.checkpoint.save import ChunkedFile, explain_disk_errors, write_checkpoint
+from paramserver.checkpoint.save import ChunkedFile, write_checkpoint
 from paramserver.errors import CheckpointError, StorageError
-from paramserver.fileio import atomic_write_text
+from paramserver.fileio import atomic_write_text, explain_disk_errors
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +31,8 @@ from paramserver.checkpoint.format import (
     unfinished_writes,
     why_incomplete,
 )
-from paramserver.errors import ParamserverError, StorageError, TrainingError, UnsupportedConfiguration, kind_and_message
-from paramserver.fileio import DISK_CURES, HashingFile, atomic_rename, atomic_write_text, fsync_folder, then_resume
+from paramserver.errors import ParamserverError, TrainingError, UnsupportedConfiguration, kind_and_message
+from paramserver.fileio import HashingFile, atomic_rename, atomic_write_text, explain_disk_errors, fsync_folder
 from paramserver.platform import is_alive
 
 if TYPE_CHECKING:
@@ -167,16 +166,6 @@ def _restore_replaced(replaced: Path, final: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
     else:
         atomic_rename(replaced, final)
-
-
-@contextmanager
-def explain_disk_errors(path: Path, what: str = "checkpoint") -> Iterator[None]:
-    """Turn an ``OSError`` about ``path`` into a ``StorageError`` with its cure."""
-    try:
-        yield
-    except OSError as error:
-        cure = DISK_CURES.get(error.errno or 0, "check that disk")
-        raise StorageError(f"{what} {path} could not be written ({error}); {cure}, {then_resume(path)}") from error
 
 
 def mark_best(folder: Path, step: int) -> None:

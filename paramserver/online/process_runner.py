@@ -18,7 +18,8 @@ from paramserver.cluster import process_environ
 from paramserver.cluster.network import producer_environment
 from paramserver.cluster.simulation import SimulationEnvironment
 from paramserver.cluster.slurm import step_command
-from paramserver.errors import UnsupportedConfiguration
+from paramserver.errors import TrainingError, UnsupportedConfiguration
+from paramserver.fileio import explain_disk_errors
 from paramserver.importing import load_object
 from paramserver.online.process_guard import GRACE_S
 from paramserver.online.spec import IngestSpec
@@ -57,7 +58,12 @@ class ProcessRunner:
         self._running: dict[int, _Running] = {}
 
     def start(self, start: StartProcess, address: str, secret: str) -> None:
-        """Start all processes of a simulation, which open it with ``secret`` at the coordinator at ``address``."""
+        """Start all processes of a simulation, which open it with ``secret`` at the coordinator at ``address``.
+
+        Raises:
+            StorageError: its log cannot be written.
+            TrainingError: the system starts no process.
+        """
         arguments = self._command.arguments(start)
         keys = self._config.keys
         environment = SimulationEnvironment(
@@ -70,12 +76,16 @@ class ProcessRunner:
             secret=secret,
             publisher=self._publisher,
         )
-        self._logs.mkdir(parents=True, exist_ok=True)
-        # Registered before the first process starts: if a later one fails to start, kill_all() finds the others.
-        self._running[start.simulation] = running = _Running(start, [])
-        with log_file(self._logs, start.simulation).open("ab", buffering=0) as log:
+        file = log_file(self._logs, start.simulation)
+        with explain_disk_errors(file, "log"):
+            self._logs.mkdir(parents=True, exist_ok=True)
+            log = file.open("ab", buffering=0)
+        with log:
             title = f"{_title(start.simulation)} {start.attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
-            log.write(f"{title}: {shlex.join(arguments)}\n".encode())
+            with explain_disk_errors(file, "log"):
+                log.write(f"{title}: {shlex.join(arguments)}\n".encode())
+            # Registered before the first process starts: if a later one fails to start, kill_all() finds the others.
+            self._running[start.simulation] = running = _Running(start, [])
             if self._command.starts_all:
                 running.guards.append(self._spawn(arguments, environment, log.fileno()))
                 return
@@ -83,6 +93,15 @@ class ProcessRunner:
                 running.guards.append(self._spawn(arguments, replace(environment, member=member), log.fileno()))
 
     def _spawn(self, arguments: Sequence[str], environment: SimulationEnvironment, log: int) -> _Guard:
+        try:
+            return self._spawn_guard(arguments, environment, log)
+        except OSError as error:
+            raise TrainingError(
+                f"simulation {environment.simulation} cannot be started ({error}); correct that on the host of rank 0, "
+                "then --resume"
+            ) from error
+
+    def _spawn_guard(self, arguments: Sequence[str], environment: SimulationEnvironment, log: int) -> _Guard:
         reading, writing = os.pipe()
         guard = [sys.executable, "-m", "paramserver.online.process_guard", str(os.getpid()), str(writing)]
         try:

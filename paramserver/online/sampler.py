@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -125,7 +126,7 @@ class Importance:
         power: float = 1.0,
         window: int = 200,
     ) -> None:
-        # Beyond these limits of sigma the density of a draw may be no finite number above 0.
+        # Beyond these limits of sigma the density of a draw around one simulation may be no finite number above 0.
         checks: tuple[tuple[str, Any, type, Callable[[Any], bool], str], ...] = (
             ("share", share, Real, lambda n: 0 < n <= 1, "a number above 0 and at most 1"),
             ("sigma", sigma, Real, lambda n: 1e-3 <= n <= 10, "a number from 0.001 to 10"),
@@ -155,9 +156,14 @@ class Importance:
                 # A quantile of 0 or 1 has no finite deviate; the next number does.
                 deviates = map(NormalDist().inv_cdf, np.clip(quantiles, 1e-300, 1 - 2**-53).tolist())
                 unit = np.clip(centers[chosen] + self._sigma * np.fromiter(deviates, np.float64), 0.0, 1.0)
-            heights = np.exp(-0.5 * ((unit - centers) / self._sigma) ** 2) / (self._sigma * math.sqrt(2 * math.pi))
-            density = float(weights @ (heights / (high - low)).prod(axis=1))
-            self._ratio = 1.0 / (self._share + (1.0 - self._share) * density)
+            # Logarithms: with many parameters the product over them is beyond what a float can hold.
+            heights = -0.5 * ((unit - centers) / self._sigma) ** 2 - np.log(self._sigma * math.sqrt(2 * math.pi))
+            logs = (heights - np.log(high - low)).sum(axis=1)
+            top = logs.max()
+            log_density = top + np.log(weights @ np.exp(logs - top))
+            with np.errstate(divide="ignore"):  # a share of 1
+                drawn = np.log(1.0 - self._share) + log_density
+            self._ratio = max(float(np.exp(-np.logaddexp(np.log(self._share), drawn))), sys.float_info.min)
         else:
             self._ratio = 1.0
         self._points[index] = unit.tolist()
@@ -220,6 +226,8 @@ class CheckedSampler:
         self._sampler, self._size, self.reference = sampler, len(ranges), reference
         self.record: Callable[[Mapping[str, Any]], None] = lambda entry: None
         self.learns = hasattr(sampler, "observe")
+        # Methods after which the state is looked at once, so that one that cannot be stored is no surprise later.
+        self._unchecked = {"draw", "observe"} if self.learns else set()
         self.gives_density_ratio = hasattr(sampler, "density_ratio")
         lacking = [name for name in ("state_dict", "load_state_dict") if self.learns and not hasattr(sampler, name)]
         if lacking:
@@ -253,6 +261,7 @@ class CheckedSampler:
             ratio = float(ratio)
         if self.learns:
             self.record({"draw": index, "parameters": parameters, "density_ratio": ratio})
+        self._check_state_after("draw")
         return parameters, ratio
 
     def observe(self, losses: Mapping[int, float]) -> None:
@@ -261,6 +270,12 @@ class CheckedSampler:
             self.record({"observe": [*losses.items()]})
             for simulation, loss in losses.items():
                 self._call("observe", simulation, loss)
+            self._check_state_after("observe")
+
+    def _check_state_after(self, method: str) -> None:
+        if method in self._unchecked:
+            self._unchecked.remove(method)
+            self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state that a checkpoint can store."""

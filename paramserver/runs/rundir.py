@@ -22,10 +22,9 @@ import yaml
 from filelock import FileLock, Timeout
 
 from paramserver.checkpoint.memory import newer_in_memory
-from paramserver.checkpoint.save import explain_disk_errors
 from paramserver.cluster import find_job, process_environ
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
-from paramserver.fileio import TEMPORARY, atomic_write_bytes, atomic_write_text, json_text
+from paramserver.fileio import TEMPORARY, atomic_write_bytes, atomic_write_text, explain_disk_errors, json_text
 from paramserver.platform import is_alive
 from paramserver.version import __version__
 

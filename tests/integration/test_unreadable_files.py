@@ -21,9 +21,8 @@ from tasks import ReferenceTask
 
 import paramserver
 from paramserver.checkpoint.format import _manifest_digest
-from paramserver.checkpoint.save import explain_disk_errors
 from paramserver.errors import StorageError, UnsupportedConfiguration
-from paramserver.fileio import DISK_CURES
+from paramserver.fileio import DISK_CURES, explain_disk_errors
 from paramserver.online.coordinator import CoordinatorJournal
 from paramserver.runtime.supervisor import describe_error
 

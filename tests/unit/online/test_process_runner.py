@@ -1,5 +1,6 @@
 """Real children: their arguments, their exit codes, and that nothing of them is left."""
 
+import errno
 import json
 import os
 import select
@@ -9,12 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from process_states import is_alive, wait_until_ended
 
 from paramserver.config import SimulationsConfig
-from paramserver.errors import UnsupportedConfiguration
+from paramserver.errors import StorageError, TrainingError, UnsupportedConfiguration
 from paramserver.online.process_runner import LaunchCommand, ProcessRunner
 from paramserver.online.spec import IngestSpec
 from paramserver.online.tracker import StartProcess
@@ -219,6 +221,27 @@ def test_a_command_that_cannot_work_is_refused_at_once(runner_of, tmp_path, opti
 
 
 # Exits.
+
+
+def test_what_the_system_refuses_at_a_start_is_one_sentence(runner_of, tmp_path, monkeypatch):
+    runner = runner_of(command="true")
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", Mock(side_effect=OSError(errno.E2BIG, "Argument list too long")))
+        with pytest.raises(TrainingError, match=r"^simulation 0 cannot be started \(.*Argument list too long"):
+            start(runner)
+    wait_for(runner)
+    (tmp_path / "logs" / "simulation-1.log").mkdir()
+    with pytest.raises(StorageError, match=r"^log .*simulation-1.log could not be written \(.*Is a directory"):
+        start(runner, simulation=1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk")
+def test_a_full_disk_is_named(runner_of, tmp_path):
+    runner = runner_of(command="true")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "simulation-0.log").symlink_to("/dev/full")
+    with pytest.raises(StorageError, match=r"^log .*simulation-0.log could not be written \(.*No space left.*; free"):
+        start(runner)
 
 
 @pytest.mark.parametrize(("code", "seen"), [("exit(0)", 0), ("exit(5)", 5), ("os.kill(os.getpid(), 9)", 137)])

@@ -260,6 +260,28 @@ def test_what_a_sampler_does_wrong_is_reported_by_name(methods, call, sentence):
         call(own(**methods))
 
 
+@pytest.mark.parametrize("method", ["draw", "observe"])
+def test_a_state_that_cannot_be_stored_is_reported_at_once(method):
+    """Not when the first checkpoint is written, by which time all may have been trained."""
+    calls = {"draw": lambda one: one.draw_with_ratio(0), "observe": lambda one: one.observe({0: 1.0})}
+    seen = []
+    sampler = own(state_dict=lambda self: seen.append(1) or {"x": (1, 2)})
+    with pytest.raises(TaskError, match=r"state_dict\(\) must give lists, dicts with texts as keys"):
+        calls[method](sampler)
+    calls[method](sampler)
+    assert len(seen) == 1  # it is looked at once, as it may be large
+
+
+@pytest.mark.parametrize("sigma", [1e-3, 0.1, 10.0])
+def test_any_number_of_parameters_has_a_density(sigma):
+    ranges = tuple((f"p{i}", 0.0, 1.0) for i in range(1500))
+    sampler = make_sampler("importance", ranges, 7, COUNT, options={"share": 0.1, "sigma": sigma})
+    for index in range(20):
+        _, ratio = sampler.draw_with_ratio(index)
+        assert 0 < ratio <= 10 * (1 + 1e-9)
+        sampler.observe({index: 1.0 + index})
+
+
 @pytest.mark.parametrize("ratio", [2, np.float32(2), np.int64(2), Fraction(2)])
 def test_a_ratio_is_any_kind_of_number(ratio):
     assert own(density_ratio=lambda self, index: ratio).draw_with_ratio(0) == ([0.0, 0.0], 2.0)
@@ -273,8 +295,8 @@ def test_the_state_of_another_sampler_is_refused():
 # In a run.
 
 
-def started(sampler, state=None, count=6):
-    config = SimulationsConfig(function="x.py:f", count=count, at_once=2, steps=2, sampler="importance")
+def started(sampler, state=None, count=6, **options):
+    config = SimulationsConfig(function="x.py:f", count=count, at_once=2, steps=2, sampler="importance", **options)
     tracker = ManagedSimulations(config, 1, sampler, None)
     if state is not None:
         tracker.load_state_dict(state)
@@ -284,6 +306,17 @@ def started(sampler, state=None, count=6):
 
 def starts(tracker):
     return [action for action in tracker.poll(0.0) if isinstance(action, StartProcess)]
+
+
+@pytest.mark.parametrize("names", [["b", "a"], ["a"], ["a", "b", "c"]])
+def test_parameters_that_were_drawn_keep_their_names(names):
+    """A resumed run would give a simulation that starts again the values of other parameters."""
+    ranges = {"a": [0, 1], "b": [100, 500]}
+    state = started(make(), parameters=ranges)
+    starts(state)
+    with pytest.raises(CheckpointError, match=r"simulations.parameters \(.*\) must be those of .* order \(a, b\), as"):
+        started(make(), state.state_dict(), parameters={name: [0, 1] for name in names})
+    started(make(), state.state_dict(), parameters={"a": [0, 2], "b": [7, 8]})
 
 
 def test_a_simulation_is_drawn_when_it_first_starts_and_keeps_its_parameters_and_ratio():

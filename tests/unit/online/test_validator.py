@@ -372,7 +372,7 @@ class Truth:
         if not frames or len(frames[0]) != 28:
             return "malformed"
         magic, version, kind, simulation, step, member, members, attempt = struct.unpack("!2sBBqqHHI", frames[0])
-        known = {1, 2, 3, 4, 17, 18, 19, 20, 33, 34, 35, 36, 49, 65, 66, 67, 68}
+        known = {int(kind) for kind in MessageKind}
         if magic != b"ps" or version != 1 or kind not in known or min(simulation, step) < 0 or member >= members:
             return "malformed"
         if kind == 33:
