@@ -194,7 +194,7 @@ def test_samples_reported_by_the_task_and_an_outside_clock_agree_with_the_record
     assert outside_clock.phase_share(record) == pytest.approx(1, rel=1e-3)
 
 
-@pytest.mark.processes
+@pytest.mark.nightly
 def test_trainers_without_communication_train_at_once_and_a_slow_one_is_slow(tmp_path):
     case = cases_of(tmp_path, slow=SlowdownSpec(1, 20.0))["no communication 2 trainers, trainer 1 slowed 20 times"]
     record = measure(case, 0, outside_clock.method_of(tmp_path / "out", 2.0, 0.2))

@@ -122,6 +122,7 @@ def test_a_fault_that_does_not_fire_fails_the_check_unless_it_is_random(tmp_path
     assert [name for name, passed in checks(finished).items() if not passed] == ["every fault fired"]
 
 
+@pytest.mark.nightly
 def test_the_console_command_in_ddp_leaves_nothing_behind(tmp_path):
     """Fresh interpreters: a process that is left would be found by its environment."""
     file = config_file(tmp_path, mode="ddp")

@@ -261,6 +261,7 @@ def test_killed_at_every_change_of_the_disk(tmp_path, what, fewest_points):
     assert ("(10, 1)" in outcome["found"]) == (what == "bytes-20")
 
 
+@pytest.mark.nightly
 def test_killed_at_random_moments_of_a_background_write(tmp_path):
     outcome = run("random-7", tmp_path)
     assert sum(outcome["stages"].values()) == sum(outcome["found"].values()) == 50

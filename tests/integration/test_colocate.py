@@ -129,6 +129,7 @@ def test_a_host_whose_server_is_killed_continues_with_its_command_started_again(
         assert differing_tensors(ddp.load("optimizer"), hosts.run.load("optimizer")) == []
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_is_killed_is_started_again_by_the_server_of_its_host(tmp_path, ddp):
     config = {"task_args": DATA, "training": STEPS, "checkpoint": {"every": 10}, "server": {"on_loss": "rollback"}}
     with Hosts(tmp_path / "hosts", **config) as hosts:

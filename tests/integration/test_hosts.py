@@ -362,7 +362,7 @@ def test_a_link_that_does_not_return_ends_the_run_on_both_sides(mode):
 # Launchers.
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("mode", "ipv6"), [("ddp", False), ("rpc", True)])
 def test_torchrun_over_two_hosts(one_host, mode, ipv6):
     trainers = 4 if mode == "ddp" else 3

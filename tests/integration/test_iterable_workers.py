@@ -19,6 +19,7 @@ def trained(folder, mode, trainers, kind="placed", workers=2, in_loader=True, sa
     return train(folder, mode, trainers, task=TASK, task_args=args, training=training, **sections)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("in_loader", [True, False])
 def test_one_trainer_is_the_same_in_every_mode(tmp_path, in_loader):
     first, *others = (trained(tmp_path, mode, 1, in_loader=in_loader) for mode in ("local", "ddp", "rpc"))

@@ -63,6 +63,7 @@ def python(words, program, folder):
     return done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["ddp", "rpc"])
 def test_a_program_from_standard_input_runs_with_several_processes_and_resumes(tmp_path, mode):
     """Bit for bit as the same class in a file; the run has its task, so any command finds it later."""

@@ -88,6 +88,7 @@ def test_shared_memory_is_refused_where_it_is_asked_for(tmp_path, portable):
     assert "server.transport (shared_memory) must have all ranks on one host" in output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["rpc", "ddp"])
 def test_the_commands_of_the_readme_run(tmp_path, portable, mode):
     arguments = ["--config", ROOT / "examples/digits/config.yaml", "--mode", mode]

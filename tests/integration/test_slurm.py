@@ -55,6 +55,7 @@ def test_two_tasks_on_each_of_two_nodes(tmp_path, slurm):
     assert finished.summary["steps"] == 12
 
 
+@pytest.mark.nightly
 def test_a_heterogeneous_job_has_its_server_in_the_first_group(tmp_path, slurm):
     """The tasks of all groups are one world, so this needs neither ranks nor roles."""
     group = [sys.executable, "-m", "paramserver.launch", "--config", "config.yaml", "--master_addr", "127.0.0.1"]

@@ -157,7 +157,7 @@ def differing_twins(run):
 
 
 @pytest.mark.claim("tables")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("transport", "servers"), [("auto", 1), ("auto", 2), ("rpc", 3)])
 @pytest.mark.parametrize("background", [True, False])
 def test_a_table_that_changes_while_it_is_written_is_of_one_version(tmp_path, transport, servers, background):

@@ -153,7 +153,7 @@ def test_a_file_that_others_can_read_is_refused_before_a_rank_starts(tmp_path):
     assert not (tmp_path / "runs" / "run").exists()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("kill", ["server", "trainer"])
 def test_ranks_that_start_again_prove_the_token_again(tmp_path, kill):
     finished = launch(

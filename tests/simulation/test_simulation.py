@@ -10,7 +10,7 @@ from paramserver.consistency.free_running import FreeRunning
 from paramserver.server.quorum import Validations
 from tests.simulation.simulation import simulate
 
-SEEDS = range(600)
+SEEDS = range(200)
 
 
 def failing(seeds):

@@ -77,6 +77,7 @@ def test_whatever_happens_while_trainers_leave_and_join_the_run_ends_as_it_must(
     assert any(len(run.trainers) > 6 for run in runs), "one joined beyond the first world"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_is_skipped_the_run_ends_as_it_must(kind):
     """Limits, barriers and validations hold; what is skipped is in no version."""
@@ -85,6 +86,7 @@ def test_whatever_is_skipped_the_run_ends_as_it_must(kind):
     assert sum(run.skipped for run in runs) > 100
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_runs_reach_what_they_are_to_test(kind):
     runs = runs_of(kind)
