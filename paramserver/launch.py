@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry_run", action="store_true", help="show what would be done, start nothing")
     # Set by a supervisor for its ranks.
-    for name in ("supervised", "listener", "spare", "fork_server"):
+    for name in ("supervised", "listener", "spare", "fork_server", "parent"):
         parser.add_argument(f"--{name}", type=int, help=argparse.SUPPRESS)
     for name, kind in (("began", float), ("run_folder", Path), ("shown_command", str)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
@@ -193,9 +193,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         mode = MODES[arguments.mode]
         if arguments.spare is None:
-            role = serve_forks(arguments.fork_server, mode)
+            role = serve_forks(arguments.fork_server, mode, arguments.parent)
         else:
-            role = wait_for_role(arguments.spare, mode)
+            role = wait_for_role(arguments.spare, mode, arguments.parent)
         if role is None:
             return 0
         sys.argv[1:] = role
@@ -255,7 +255,7 @@ def _print_error(text: str) -> None:
 
 def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -> None:
     if arguments.colocated:
-        die_with_parent(number=signal.SIGKILL)
+        die_with_parent(arguments.parent, signal.SIGKILL)
     environ = dict(process_environ())  # with the job token
     config, run, folders = resolve_run(arguments)
     config, identity = resolve_world(arguments, config)
@@ -279,7 +279,7 @@ def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -
     else:
         with ExitStack() as stack:
             if is_colocated(config) and identity.global_rank < num_servers_of(config):
-                stack.enter_context(ColocatedTrainer([*command, "--colocated"], environ, config))
+                stack.enter_context(ColocatedTrainer(command, environ, config))
             _run_rank_here(config, identity, run, folders, command, arguments.again, continues=earlier is not None)
 
 
@@ -540,7 +540,7 @@ def _run_supervised_rank(arguments: argparse.Namespace) -> int:
 
     try:
         # Before the seconds of importing torch: a supervisor that dies meanwhile must not leave this rank behind.
-        die_with_parent()
+        die_with_parent(arguments.parent)
         on_task = _call_plugin(arguments.rank)
         with torch_import_without_gc():
             from paramserver.runtime.rank import RankPlan, run_rank

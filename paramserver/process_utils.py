@@ -131,22 +131,22 @@ def _limit_handlers(exit_code: int, done: threading.Event) -> None:
             os._exit(exit_code)
 
 
-def die_with_parent(parent: int | None = None, number: signal.Signals = signal.SIGTERM) -> None:
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGTERM) -> None:
     """Let this process receive a signal when the parent dies; at SIGTERM a rank saves and ends.
 
     The kernel's parent is the thread that started this process, so that thread must live as long as its process.
-    ``parent`` is its process id, if that is known; None = the current parent, unless that is the first process.
+    ``parent`` is the process id that the parent has passed to this process. ``os.getppid()`` alone does not tell a dead
+    parent from one that lives: 1 is the process that adopts orphans, and in a container the command itself.
 
     Raises:
         TrainingError: the parent is dead already.
     """
-    expected = os.getppid() if parent is None else parent
     try:
         signal_at_end_of_parent(number)
     except OSError as error:
         raise TrainingError(f"prctl failed: {error.strerror}") from error
     # It may have died before the call above; then no signal comes.
-    if os.getppid() != expected or (parent is None and expected == 1):
+    if os.getppid() != parent:
         raise TrainingError("the parent died before this process began")
 
 

@@ -1,6 +1,6 @@
 """A run on the hosts of a Ray cluster, with one actor for each rank: ``paramserver ray`` (extra ``ray``).
 
-The process of a rank is a child of its actor, ``python -m paramserver.ray_actors``, and dies with it.
+The process of a rank is a child of its actor, ``python -m paramserver.ray_actors PID``, and dies with it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class RankActor:
     def run(self, arguments: Sequence[str], variables: Mapping[str, str], folder: str) -> tuple[int, list[str]]:
         """Run the rank to its end; return its exit code and the last line of its output."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "paramserver.ray_actors", *arguments],
+            [sys.executable, "-m", "paramserver.ray_actors", str(os.getpid()), *arguments],
             env={**process_environ(), **variables},
             cwd=folder if Path(folder).is_dir() else None,  # else in the working_dir of the Ray job
             stdin=subprocess.DEVNULL,
@@ -311,5 +311,6 @@ def _show(text: str) -> None:
 if __name__ == "__main__":
     # Ray starts its processes with SIGINT blocked.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
-    die_with_parent(number=signal.SIGKILL)
-    exit_process(launch.main(sys.argv[1:]))
+    actor, *words = sys.argv[1:]
+    die_with_parent(int(actor), signal.SIGKILL)
+    exit_process(launch.main(words))

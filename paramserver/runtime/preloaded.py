@@ -49,7 +49,7 @@ _GO = b"1"
 def start_importing(
     flag: str, mode: Mode, environ: Mapping[str, str], log_file: Path
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start ``paramserver.launch --mode MODE FLAG DESCRIPTOR``; return the process, and the socket to it.
+    """Start ``paramserver.launch --mode MODE --parent PID FLAG DESCRIPTOR``; return the process, and the socket to it.
 
     With the flag the process calls ``import_modules`` and waits for roles. The log receives its output until it has
     one.
@@ -59,7 +59,7 @@ def start_importing(
         try:
             process = subprocess.Popen(
                 # Long enough for ``show_arguments`` to put a rank there.
-                [*_COMMAND, "--mode", mode.name, flag, f"{child_link.fileno():010d}"],
+                [*_COMMAND, "--mode", mode.name, "--parent", str(os.getpid()), flag, f"{child_link.fileno():010d}"],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -87,9 +87,9 @@ def role_arguments(config: int, pipe: int, listener: int | None = None) -> list[
     return arguments if listener is None else [*arguments, "--listener", str(listener)]
 
 
-def import_modules(mode: Mode) -> None:
+def import_modules(mode: Mode, parent: int) -> None:
     """Import what a rank of the mode needs, and no module of the user. The process ends with its parent from now on."""
-    die_with_parent()
+    die_with_parent(parent)
     with torch_import_without_gc():
         for name in (*MODULES, *mode.modules):
             import_module(name)
@@ -216,13 +216,13 @@ class ForkServer:
 # In the fork server.
 
 
-def serve_forks(descriptor: int, mode: Mode) -> list[str] | None:
+def serve_forks(descriptor: int, mode: Mode, parent: int) -> list[str] | None:
     """Be the fork server until the supervisor closes the socket; return in each fork the arguments of the rank to be.
 
     Return None in the fork server at its end.
     """
     with socket.socket(fileno=descriptor) as link:
-        import_modules(mode)
+        import_modules(mode, parent)
         # A fork has only the thread that called it; what another thread holds would stay locked in it for ever.
         _end_library_threads()
         if names := other_threads():
@@ -364,13 +364,13 @@ class Spares:
         return spare.process.wait()
 
 
-def wait_for_role(descriptor: int, mode: Mode) -> list[str] | None:
+def wait_for_role(descriptor: int, mode: Mode, parent: int) -> list[str] | None:
     """Be a spare process: import what a rank needs, wait, and return the arguments of the rank to be.
 
     Return None if the supervisor is gone.
     """
     with socket.socket(fileno=descriptor) as link:
-        import_modules(mode)
+        import_modules(mode, parent)
         log.info("process %d waits for a role", os.getpid())
         role = receive_role(link)
     return None if role is None else assume_role(*role)

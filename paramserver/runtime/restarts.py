@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import threading
@@ -45,12 +46,13 @@ class RestartPolicy:
 class ColocatedTrainer:
     """A context manager that runs the trainer of this host, and starts it again if a signal ends it.
 
-    The trainer asks the kernel to kill it when this process dies, so that a command that starts again starts both. An
-    error of the trainer ends the run by its own report.
+    ``command`` is that of this process. The trainer asks the kernel to kill it when this process dies, so that a
+    command that starts again starts both. An error of the trainer ends the run by its own report.
     """
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], config: Config) -> None:
-        self._command, self._environ = list(command), dict(environ)
+        self._command = [*command, "--colocated", "--parent", str(os.getpid())]
+        self._environ = dict(environ)
         self._restarts = RestartPolicy(0 if config.server.on_loss == "fail" else config.cluster.max_restarts)
         self._limit_s = Deadlines.of(config).ended_s
         self._ends = threading.Event()

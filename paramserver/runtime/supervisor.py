@@ -225,7 +225,7 @@ class Supervisor:
         command = ["--rank", str(role.global_rank), "--world_size", str(world_size_of(self.config))]
         port = listener.getsockname()[1]
         command += ["--master_addr", self.config.cluster.master_addr, "--master_port", str(port)]
-        command += ["--run_folder", str(self.run.path), "--began", repr(began)]
+        command += ["--run_folder", str(self.run.path), "--began", repr(began), "--parent", str(os.getpid())]
         command += [part for folder in self.folders for part in ("--folder", str(folder))]
         command += ["--resume"] if (self.run.has_checkpoint() if again else self.resume) else []
         command += ["--again"] if again or self.restarted else []

@@ -176,6 +176,7 @@ def _run(connection: Connection, errors: Connection) -> None:
     """Read what the rank asks for, until the end. Does not return."""
     rank = multiprocessing.parent_process()
     assert rank is not None
+    assert rank.pid is not None
     try:
         die_with_parent(rank.pid, signal.SIGKILL)
         _ignore_signals()
@@ -277,6 +278,7 @@ def pickle_result(result: tuple[Any, ...], without_samples: tuple[Any, ...]) -> 
 def _init_worker(init_fn: Callable[[int], None] | None, worker_id: int) -> None:
     loader = multiprocessing.parent_process()
     assert loader is not None
+    assert loader.pid is not None
     try:
         die_with_parent(loader.pid, signal.SIGKILL)
     except TrainingError:

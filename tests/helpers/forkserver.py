@@ -238,12 +238,12 @@ def enter_host(holder):
         os.close(descriptor)
 
 
-def run_supervisor(request, status):
+def run_supervisor(parent, request, status):
     """Be a supervisor until it ends, and write its pid and its exit code to ``status``. Does not return."""
     from paramserver import process_utils
     from paramserver.runtime import restarts, supervisor
 
-    process_utils.die_with_parent()
+    process_utils.die_with_parent(parent)
     os.setsid()
     if request["host"] is not None:
         enter_host(request["host"])
@@ -277,7 +277,7 @@ def main():
     # A fork has only the thread that called it; whatever another thread holds stays locked in the child for ever.
     assert len(list(Path("/proc/self/task").iterdir())) == 1
 
-    link = socket.socket(fileno=int(sys.argv[1]))
+    own, link = os.getpid(), socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(link.fileno(), False)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors report their ends through their pipes
     link.send(READY)
@@ -287,7 +287,7 @@ def main():
             return
         if os.fork() == 0:
             link.close()
-            run_supervisor(json.loads(message), descriptors[0])
+            run_supervisor(own, json.loads(message), descriptors[0])
         os.close(descriptors[0])
 
 

@@ -21,6 +21,7 @@ from launching import (
     fork_server,
     free_port,
     launch,
+    run_concurrently,
     run_in_process,
     train,
     write_config,
@@ -38,6 +39,18 @@ def start(folder, *arguments, **env):
         env=environment(**env),
         cwd=folder,
     )
+
+
+def as_first_process(*words):
+    """A command that is process 1 for its children, as in a container; the test is skipped where that is not allowed.
+
+    All that it starts ends with it.
+    """
+    namespace = ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    refused = subprocess.run([*namespace, "true"], capture_output=True, text=True, check=False)
+    if refused.returncode:
+        pytest.skip(f"no process namespace can be made here: {refused.stderr.strip()}")
+    return [*namespace, *words]
 
 
 @pytest.fixture
@@ -145,6 +158,22 @@ def test_world_size_without_a_rank_starts_that_many_ranks(tmp_path):
     finished = launch(tmp_path, "--world_size", "2", mode="rpc")
     assert finished.code == 0, finished.output
     assert finished.summary["num_trainers"] == 1  # the config has 2
+
+
+def test_a_command_may_be_the_first_process_of_a_container(tmp_path):
+    """It starts all ranks, by a fork server, or the trainer of its host."""
+
+    def run(name, *flags):
+        words = as_first_process(*command("--config", file, "--set", f"logging.name={name}", *flags))
+        return subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=90, check=False)
+
+    file = write_config(tmp_path, mode="rpc", cluster={"num_trainers": 1}, training={"max_steps": 3})
+    host = ["--set", "cluster.colocate=true", "--rank", 0, "--world_size", 1, "--master_port", free_port()]
+    for done in run_concurrently(lambda: run("all"), lambda: run("host", *host)):
+        assert done.returncode == 0, done.stderr
+        assert "each rank imports torch itself" not in done.stderr
+    for name in ("all", "host"):
+        assert FinishedRun(0, "", tmp_path / "runs" / name).summary["steps"] == 3
 
 
 def test_flags_override_set_which_overrides_the_file(tmp_path):

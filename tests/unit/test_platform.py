@@ -93,14 +93,15 @@ def test_a_wakeup_is_readable_until_it_is_cleared(portable):
 @pytest.mark.parametrize("forced", ["", "1"])
 def test_a_process_receives_a_signal_at_the_end_of_its_parent(tmp_path, forced):
     program = """
-import signal, subprocess, sys
+import os, signal, subprocess, sys
 from paramserver.process_utils import die_with_parent
 if len(sys.argv) == 2:
-    child = subprocess.Popen([sys.executable, "-c", open(sys.argv[1]).read(), "", "child"], stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", open(sys.argv[1]).read(), "", str(os.getpid())]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE)
     child.stdout.readline()
     print(child.pid, flush=True)
 else:
-    die_with_parent(number=signal.SIGTERM)
+    die_with_parent(int(sys.argv[2]))
     print("ready", flush=True)
     signal.pause()
 """

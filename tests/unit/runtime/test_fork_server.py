@@ -32,7 +32,7 @@ if os.environ["MARK"] == "raises":
 if os.environ["MARK"] == "numpy":
     os.environ.update(OMP_NUM_THREADS="2", OPENBLAS_NUM_THREADS="2")
     import numpy
-role = preloaded.serve_forks(int(sys.argv[4]), Mode('none', '', ''))
+role = preloaded.serve_forks(int(sys.argv[6]), Mode('none', '', ''), int(sys.argv[4]))
 if role is not None:
     config = open(role[role.index("--config") + 1]).read()
     opened = sorted(int(name) for name in os.listdir("/proc/self/fd"))[3:-1]

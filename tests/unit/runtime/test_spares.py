@@ -26,7 +26,7 @@ from paramserver.config.modes import Mode
 from paramserver.runtime import preloaded
 logging.basicConfig(level=logging.INFO)
 preloaded.MODULES, preloaded.find_spec = (), lambda name: None
-role = preloaded.wait_for_role(int(sys.argv[4]), Mode('none', '', ''))
+role = preloaded.wait_for_role(int(sys.argv[6]), Mode('none', '', ''), int(sys.argv[4]))
 if role is not None:
     config = open(role[role.index("--config") + 1]).read()
     words = [os.getpid(), role[0], config, os.environ["MARK"], "torch" in sys.modules, os.getpgrp() == os.getpid()]
@@ -179,7 +179,8 @@ def test_the_next_spare_takes_the_role_of_one_that_is_dead_or_stopped(make, tmp_
 
 def test_a_spare_whose_supervisor_is_gone_ends(tmp_path):
     link, child_link = socket.socketpair()
-    command = [sys.executable, "-c", SPARE, "--mode", "rpc", "--spare", str(child_link.fileno())]
+    command = [sys.executable, "-c", SPARE, "--mode", "rpc", "--parent", str(os.getpid())]
+    command += ["--spare", str(child_link.fileno())]
     with child_link, link:
         process = subprocess.Popen(command, pass_fds=[child_link.fileno()], start_new_session=True)
     assert process.wait(LIMIT_S) == 0
