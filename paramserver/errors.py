@@ -8,6 +8,7 @@
     │   │   ├── ModelIsElsewhere      a step uses the model other than by a call, and the model is on the server
     │   │   └── NoSuchMember          a LightningModule uses a member of self.trainer that a LightningTask does not have
     │   ├── CheckpointError           a checkpoint is missing, incomplete, damaged or does not fit
+    │   ├── FolderInUse               another process holds the run folder
     │   └── PeerRefused               another process of the run refused the input; the message states why
     ├── TrainingError                 exit 1: the run failed
     │   ├── SourceError               a source of samples raised
@@ -89,6 +90,10 @@ class NoSuchMember(TaskError, AttributeError):  # noqa: N818 - likewise
 
 
 class CheckpointError(UnsupportedConfiguration):
+    pass
+
+
+class FolderInUse(UnsupportedConfiguration):
     pass
 
 

@@ -20,7 +20,7 @@ from paramserver.checkpoint import find_checkpoint, read_checkpoint
 from paramserver.checkpoint.format import BEST, LATEST, read_pointer, remove, step_of
 from paramserver.checkpoint.memory import move_to_disk, newer_in_memory, remove_memory
 from paramserver.config import Config
-from paramserver.errors import CheckpointError, UnsupportedConfiguration
+from paramserver.errors import CheckpointError, FolderInUse, UnsupportedConfiguration
 from paramserver.importing import PICKLED_TASK
 from paramserver.metrics.sinks import read_records
 from paramserver.runs.losses import LossLog
@@ -53,7 +53,7 @@ def reserve_folder(base: Path, name: str | None, default_name: str) -> Iterator[
 
     Raises:
         UnsupportedConfiguration: ``name`` exists already, or is not the name of a folder, or ``base`` cannot be
-            written to.
+            written to, or the folder not reserved.
     """
     wanted = default_name if name is None else name
     if wanted in ("", ".", "..") or Path(wanted).name != wanted:
@@ -79,16 +79,18 @@ def reserve_folder(base: Path, name: str | None, default_name: str) -> Iterator[
 
 def _reserve(path: Path, reservation: ExitStack, may_exist: bool) -> bool:
     """Reserve ``path``: a new folder, or one in which no run ever began. False where another process has it."""
+    exists = False
     try:
         # The test and the reservation in one call: of several processes, one makes the folder.
         path.mkdir()
     except FileExistsError:
-        if not may_exist or not _never_began(path):
-            return False
+        exists = True
+    if exists and not (may_exist and _never_began(path)):
+        return False
     try:
         # Entered in the caller's stack: the reservation lasts as long as the attempt.
         reservation.enter_context(RunDir(path).reserve())
-    except UnsupportedConfiguration:
+    except FolderInUse:
         return False
     if not _never_began(path):  # another process used it between the check above and the reservation
         reservation.close()
@@ -120,7 +122,7 @@ def _never_began(path: Path) -> bool:
     try:
         with run.lock():
             return True
-    except UnsupportedConfiguration:
+    except FolderInUse:
         return False
 
 
@@ -151,7 +153,8 @@ def resume_transaction(run: RunDir) -> Iterator[None]:
 
     Raises:
         CheckpointError: there is no complete checkpoint, or the chosen one is damaged.
-        UnsupportedConfiguration: another process uses the folder; nothing in it was changed.
+        FolderInUse: another process uses the folder; nothing in it was changed.
+        UnsupportedConfiguration: the folder cannot be written to.
     """
     journal = ResumeJournal(run)
     with run.reserve(resuming=True):
@@ -195,7 +198,7 @@ def recover(run: RunDir) -> None:
     try:
         with run.reserve(), run.lock():
             journal.roll_back()
-    except UnsupportedConfiguration:
+    except FolderInUse:
         return  # the attempt is alive: another process resumes the run, and ``resume_transaction`` reports that
 
 

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from paramserver.checkpoint.memory import newer_in_memory
 from paramserver.cluster import find_job, process_environ
-from paramserver.errors import CheckpointError, UnsupportedConfiguration
+from paramserver.errors import CheckpointError, FolderInUse, UnsupportedConfiguration
 from paramserver.fileio import TEMPORARY, atomic_write_bytes, atomic_write_text, explain_disk_errors, json_text
 from paramserver.platform import is_alive
 from paramserver.version import __version__
@@ -107,8 +107,8 @@ class RunDir:
         """Lock the folder for its only writer, rank 0; ``resuming`` selects the cure in the message.
 
         Raises:
-            UnsupportedConfiguration: another process holds the lock; names it and its host. Or the folder cannot be
-                written to.
+            FolderInUse: another process holds the lock; names it and its host.
+            UnsupportedConfiguration: the folder cannot be written to, or its file system has no locks.
         """
         return _locked(self.path, ".lock", resuming)
 
@@ -120,7 +120,7 @@ class RunDir:
         releases the reservation of a process that is killed.
 
         Raises:
-            UnsupportedConfiguration: as ``lock``.
+            FolderInUse, UnsupportedConfiguration: as ``lock``.
         """
         with _locked(self.path, ".reserved", resuming):
             try:
@@ -142,7 +142,7 @@ def _locked(folder: Path, name: str, resuming: bool) -> Iterator[None]:
         # Read only while the lock is held: the file of a killed process is left behind and describes no holder.
         holder = _holder(holder_file) or "a process that has not written its id yet"
         cure = "wait until it has ended, or stop it" if resuming else "stop that one, or choose another logging.name"
-        raise UnsupportedConfiguration(f"run folder {folder} is in use by another run ({holder}); {cure}") from None
+        raise FolderInUse(f"run folder {folder} is in use by another run ({holder}); {cure}") from None
     except OSError as error:
         raise not_writable(f"run folder {folder}", error) from error
     try:

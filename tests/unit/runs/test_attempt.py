@@ -1,5 +1,7 @@
 """The folder of a new run: made once, held until the start is over, and taken over where a start never began a run."""
 
+import errno
+import fcntl
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,7 @@ from lock_holder import hold_in_subprocess
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.runs.attempt import reserve_folder
 from paramserver.runs.rundir import RunDir
+from paramserver.runtime.supervisor import first_error
 
 
 def reserved(base, name, default="default"):
@@ -46,6 +49,24 @@ def test_a_name_that_exists_is_refused_and_a_default_one_counts_on(tmp_path):
     with pytest.raises(UnsupportedConfiguration, match=cure):
         reserved(tmp_path, "first")
     assert [reserved(tmp_path, None).name for _ in range(3)] == ["default", "default-2", "default-3"]
+
+
+def test_a_folder_that_cannot_be_reserved_is_not_taken_for_one_that_is_in_use(tmp_path, monkeypatch):
+    """As on a full disk, or where the file system has no locks. It refuses once: another name would be reserved."""
+    flock = fcntl.flock
+
+    def refuse_once(descriptor, operation):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "first").mkdir()
+    for name in (None, "first"):
+        monkeypatch.setattr(fcntl, "flock", refuse_once)
+        with pytest.raises(UnsupportedConfiguration) as raised:
+            reserved(tmp_path, name)
+        assert str(first_error(raised.value)).startswith(
+            f"run folder {tmp_path / (name or 'default')} must be a folder that this user can write to (No space left"
+        )
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".", "/abs"])
