@@ -51,6 +51,7 @@ from paramserver.metrics import FanOut, Sink
 from paramserver.process_utils import (
     die_with_parent,
     exit_process,
+    flush_output,
     print_output,
     recording_signals,
     write_stacks_on_signal,
@@ -246,9 +247,8 @@ def report_error(error: BaseException) -> int:
 
 def _print_error(text: str) -> None:
     """Print to standard error, unless that is closed or full: the exit code is the same."""
-    with suppress(AttributeError, OSError, ValueError):
-        # Standard output first: where both streams go to one place, the error is the last thing printed.
-        sys.stdout.flush()
+    # Standard output first: where both streams go to one place, the error is the last thing printed.
+    flush_output()
     with suppress(AttributeError, OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 

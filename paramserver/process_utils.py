@@ -71,6 +71,16 @@ def print_output(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def flush_output() -> None:
+    """Write what standard output and error have buffered, unless they are closed, full or no longer read.
+
+    Call it before ``os._exit``: the exit code is that of the work, and does not depend on who reads the output.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+
+
 def exit_process(exit_code: int) -> NoReturn:
     """End this process with ``exit_code``; if torch is loaded, without finalizing the interpreter.
 
@@ -105,8 +115,7 @@ def exit_process(exit_code: int) -> NoReturn:
     threading.Thread(target=_limit_handlers, args=(exit_code, done), name="exit-limit", daemon=True).start()
     atexit._run_exitfuncs()
     done.set()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(exit_code)
 
 

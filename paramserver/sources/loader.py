@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from paramserver.errors import (
     kind_and_message,
     message_of,
 )
-from paramserver.process_utils import LOADER_NAME, die_with_parent
+from paramserver.process_utils import LOADER_NAME, die_with_parent, flush_output
 from paramserver.sources.reader import SampleReader
 
 Request: TypeAlias = tuple[int, Sequence[int], int]
@@ -188,8 +187,7 @@ def _run(connection: Connection, errors: Connection) -> None:
     except BaseException as error:  # noqa: BLE001 - raised in the rank
         errors.send(_explain(error)[-_ERROR_CHARACTERS:])
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         # At once: the kernel ends the workers, whatever they are doing.
         os._exit(0)
 

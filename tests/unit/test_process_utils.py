@@ -1,5 +1,6 @@
 """The exit of a process: threads, handlers and output complete, and no native thread turns success into SIGABRT."""
 
+import os
 import subprocess
 import sys
 
@@ -25,6 +26,27 @@ exit_process(3)
     )
     assert done.returncode == 3, done.stderr
     assert done.stdout.split() == ["work", "thread", "handler"]
+
+
+def test_output_that_cannot_be_written_does_not_change_the_exit_code():
+    program = """
+import sys
+from paramserver.process_utils import exit_process
+sys.modules["torch"] = sys  # as if it were loaded
+print("left in the buffer", file=sys.stdout or sys.stderr, end="")
+exit_process(3)
+"""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reading, unread = os.pipe()
+    os.close(reading)
+    with os.fdopen(unread, "w") as output:
+        for redirection in (">&-", ">/dev/full", "", "2>&-"):
+            words = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-c", program]
+            done = subprocess.run(
+                words, stdout=output, stderr=subprocess.PIPE, env=environ, text=True, timeout=60, check=False
+            )
+            assert done.returncode == 3, (redirection, done.stderr)
+            assert "Traceback" not in done.stderr
 
 
 def test_a_daemon_thread_that_waits_for_a_store_does_not_abort_the_exit():
