@@ -342,7 +342,7 @@ class Supervisor:
             return
 
         # A rank that is lost: another process takes its place, or the others continue without it.
-        if self._is_lost(rank, exit_code) and self._follow_loss(rank, exit_code):
+        if self._is_lost(rank) and self._follow_loss(rank, exit_code):
             return
 
         # An interruption that the other ranks do not know of: they would wait.
@@ -350,19 +350,19 @@ class Supervisor:
         if self._trainers_were_interrupted and starts_again and self._signal is None:
             self._signal = signal.SIGTERM
             self._signal_ranks(self._signal)
-        if rank.global_rank == 0 and exit_code == Interrupted.exit_code and self._summary is None:
+        if rank.global_rank == 0 and _was_interrupted(rank) and self._summary is None:
             self._limit(GRACE_S)  # between two generations
 
         # A failure ends the run. The other ranks detect it, and end with their own errors; this ends those that cannot.
-        if rank.failure is not None and exit_code != Interrupted.exit_code and not self._is_failing:
+        if rank.failure is not None and not _was_interrupted(rank) and not self._is_failing:
             self._is_failing = True
             self._limit(self._deadlines.failed_s)
             self._signal_ranks(signal.SIGTERM)
 
-    def _is_lost(self, rank: _RankProcess, exit_code: int) -> bool:
+    def _is_lost(self, rank: _RankProcess) -> bool:
         """Return whether a rank that has ended was to continue, and reported no error of its own."""
         if rank.failure is None:
-            return not rank.done and exit_code != Interrupted.exit_code
+            return not rank.done
         # In ddp the report of a loss may arrive before the end of the lost rank.
         return rank.failure["kind"] in ("Evicted", *(() if mode_of(self.config).has_servers else ("PeerLost",)))
 
@@ -422,7 +422,7 @@ class Supervisor:
         concluded = self._summary is not None and self._summary["status"] == "interrupted"
         if self._signal is None and not concluded and any(signal.SIGTERM in rank.sent for rank in trainers):
             return False
-        return bool(trainers) and all(rank.exit_code == Interrupted.exit_code for rank in trainers)
+        return bool(trainers) and all(map(_was_interrupted, trainers))
 
     def _continues_without(self, rank: _RankProcess) -> bool:
         """Return whether trainers may remain that continue without a lost one, which is not started again."""
@@ -694,6 +694,11 @@ class Supervisor:
     def _latest_checkpoint(self) -> str | None:
         latest = self.run.checkpoints_dir / "latest"
         return latest.read_text().strip() if latest.is_file() else None
+
+
+def _was_interrupted(rank: _RankProcess) -> bool:
+    """Return whether a rank reported that a signal ended it; the task may end its process with any exit code."""
+    return rank.failure is not None and rank.failure["kind"] == Interrupted.__name__
 
 
 def _describe_exit(exit_code: int) -> str:

@@ -166,6 +166,16 @@ def test_a_signal_between_two_views_leaves_a_summary_of_an_interrupted_run(tmp_p
     assert summary["error"] == str(caught.value)
 
 
+@pytest.mark.parametrize("mode", ["rpc", "ddp"])
+def test_a_rank_that_ends_with_the_code_of_an_interruption_but_reports_none_is_lost(tmp_path, mode):
+    """The task may call ``os._exit`` with any code."""
+    run = Run(tmp_path, trainers=1, mode=mode, max_restarts=1)
+    rank = run.supervisor._ranks[-1].global_rank
+    run.end(rank, Interrupted.exit_code)
+    assert [role.global_rank for _, role in run.supervisor._starts_due] == [rank]
+    assert "is lost (ended with exit code 3)" in run.records[0]["text"]
+
+
 @pytest.mark.claim("dead-rank-0")
 def test_a_rank_0_that_is_dead_for_good_is_the_error_whatever_the_others_report(tmp_path):
     """The supervisor signals them, while they wait at the port of rank 0, which it keeps open."""
