@@ -308,6 +308,8 @@ class Supervisor:
             self._has_started = True
         if record["kind"] == "end":
             self._summary = record["summary"]
+            if self._summary["status"] == "interrupted":
+                self._interrupt()
             if self._summary["status"] == "failed" and not mode_of(self.config).has_servers:
                 self._failed_end = record  # not the end of the run if all ranks start again
                 return
@@ -323,6 +325,20 @@ class Supervisor:
     def _on_error(self, rank: _RankProcess, failure: dict[str, Any]) -> None:
         rank.failure = failure
         self._failed.append(rank)
+        # With cluster.elastic a signal asks a trainer to leave a run that trains, which continues with the others.
+        leaves = self.config.cluster.elastic and rank.role.kind == "trainer" and self._ranks[0].trains
+        if _was_interrupted(rank) and (not leaves or self._trainers_were_interrupted):
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        """End the run for a signal that a single rank has received, as for one to this process."""
+        # Once a rank has failed, this process signals the others: what they report then is a consequence.
+        if self._signal is not None or self._is_failing:
+            return
+        self._signal, self._signalled_at = signal.SIGTERM, time.monotonic()
+        # Ranks that make steps agree to end, and a second signal would hurry them. Others would wait for this one.
+        if self._starts_due or not all(rank.trains for rank in self._ranks):
+            self._signal_ranks(self._signal)
 
     def _on_exit(self, rank: _RankProcess, exit_code: int) -> None:
         """Conclude what follows from the end of a rank."""
@@ -345,11 +361,6 @@ class Supervisor:
         if self._is_lost(rank) and self._follow_loss(rank, exit_code):
             return
 
-        # An interruption that the other ranks do not know of: they would wait.
-        starts_again = self._starts_due or not self._ranks[0].trains
-        if self._trainers_were_interrupted and starts_again and self._signal is None:
-            self._signal = signal.SIGTERM
-            self._signal_ranks(self._signal)
         if rank.global_rank == 0 and _was_interrupted(rank) and self._summary is None:
             self._limit(GRACE_S)  # between two generations
 
@@ -389,8 +400,8 @@ class Supervisor:
 
         An error that it reported would come again.
         """
-        # The run ends: by a signal, a failure or its own conclusion, or as a signal has ended all trainers.
-        if self._signal is not None or self._is_failing or self._has_concluded or self._trainers_were_interrupted:
+        # The run ends: by a signal, a failure or its own conclusion.
+        if self._signal is not None or self._is_failing or self._has_concluded:
             return False
         is_trainer, rpc = rank.role.kind == "trainer", mode_of(self.config).has_servers
         if rpc and is_trainer and self.config.server.on_loss == "fail":
@@ -415,13 +426,8 @@ class Supervisor:
 
     @property
     def _trainers_were_interrupted(self) -> bool:
-        """Whether a signal to a rank has ended all trainers, so that none waits for a server."""
+        """Whether a signal has ended all trainers, so that none waits for a server."""
         trainers = [rank for rank in self._ranks if rank.role.kind == "trainer"]
-        # With another failure the supervisor signals the ranks itself: that is a consequence, unless rank 0 had stored
-        # that a signal ended the run.
-        concluded = self._summary is not None and self._summary["status"] == "interrupted"
-        if self._signal is None and not concluded and any(signal.SIGTERM in rank.sent for rank in trainers):
-            return False
         return bool(trainers) and all(map(_was_interrupted, trainers))
 
     def _continues_without(self, rank: _RankProcess) -> bool:
@@ -449,6 +455,7 @@ class Supervisor:
             f"({number} of {self._restarts.max_restarts})",
             lost_rank=rank.global_rank,
         )
+        self._kill_at = None  # else a limit that has ended this process ends the next one too
         if has_servers:
             self._starts_due.append((time.monotonic() + delay_s, rank.role))
             return
@@ -620,7 +627,8 @@ class Supervisor:
 
     def _raise_outcome(self) -> NoReturn:
         failure = self._ranks[0].failure
-        if self._trainers_were_interrupted and (failure is None or "signal" in failure):
+        by_signal = self._signal is not None and self._trainers_were_interrupted
+        if by_signal and (failure is None or "signal" in failure):
             if failure is not None:
                 self._note(f"warning: {self._ranks[0].title} failed when the run was interrupted: {failure['message']}")
             by = (self._ranks[-1].failure or {}).get("message", "a signal")

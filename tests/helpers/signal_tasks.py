@@ -25,6 +25,22 @@ class RestartingIterable:
         return (self.data[i] for i in range(len(self.data)))
 
 
+class SignalledAtItsStart(ReferenceTask):
+    """SIGTERM reaches one rank while its task is created, before it joins the others.
+
+    Args:
+        rank: which.
+        mark: a file that is written just before; no later process is sent a signal.
+    """
+
+    def __init__(self, rank, mark, **options):
+        super().__init__(**options)
+        log = Path("/proc/self/fd/1").readlink()
+        if log.name == f"rank-{rank}.log" and not Path(mark).exists():
+            Path(mark).touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 class StopsBySignal(ReferenceTask):
     """Sends signals when certain batches begin, and scores each validation by the step that it comes after.
 

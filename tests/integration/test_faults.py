@@ -6,10 +6,12 @@ import re
 import signal
 import subprocess
 import time
+from functools import partial
 
 import psutil
 import pytest
 from launching import (
+    SIGNAL_TASKS,
     FinishedRun,
     command,
     environment,
@@ -234,6 +236,26 @@ def test_an_interrupt_while_ranks_start_is_an_interruption(tmp_path, later_s):
     assert run.returncode == 3, output
     assert "interrupted" in output.splitlines()[-1]
     assert finished.summary["status"] == "interrupted"
+
+
+def test_a_signal_to_one_rank_that_starts_ends_the_run(tmp_path):
+    """The others waited for it until ``cluster.timeout_s``, or were killed and started again."""
+
+    def signalled(mode, rank):
+        folder = tmp_path / f"{mode}-{rank}"
+        return launch(
+            folder,
+            mode=mode,
+            task=f"{SIGNAL_TASKS}:SignalledAtItsStart",
+            task_args={"rank": rank, "mark": str(folder / "mark")},
+            cluster={"num_trainers": 2, "timeout_s": 30},
+            training={"max_steps": 20},
+        )
+
+    for finished in run_concurrently(*(partial(signalled, mode, rank) for mode in ("rpc", "ddp") for rank in (0, 1))):
+        assert finished.code == 3, finished.output
+        assert finished.summary["status"] == "interrupted"
+        assert "starts again" not in finished.output
 
 
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path):

@@ -167,6 +167,55 @@ def test_a_signal_between_two_views_leaves_a_summary_of_an_interrupted_run(tmp_p
 
 
 @pytest.mark.parametrize("mode", ["rpc", "ddp"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_interrupted_while_it_starts_interrupts_the_others(tmp_path, mode, rank):
+    run = Run(tmp_path, mode=mode, max_restarts=3)
+    ranks = run.supervisor._ranks
+    run.end(rank, Interrupted.exit_code, "Interrupted", "interrupted while waiting for the other ranks")
+    assert {(other.global_rank, signal.SIGTERM) for other in ranks} == set(run.signals)
+    for other in ranks:
+        if other.global_rank != rank:
+            other.sent.add(signal.SIGKILL)  # its constructor does not react
+            run.end(other.global_rank, -signal.SIGKILL)
+    assert run.supervisor._starts_due == []
+    with pytest.raises(Interrupted, match="interrupted while waiting for the other ranks; nothing was saved yet"):
+        run.supervisor._raise_outcome()
+
+
+def test_ranks_that_make_steps_are_not_signalled_for_one_that_is_interrupted(tmp_path):
+    """They have agreed to end; a second signal would end the hooks of the rank that has received the first."""
+    run = Run(tmp_path, max_restarts=3)
+    for rank in run.supervisor._ranks:
+        rank.trains = True
+    run.end(1, Interrupted.exit_code, "Interrupted", "interrupted (signal SIGTERM)")
+    assert run.signals == []
+    run.end(2, -signal.SIGKILL)
+    assert run.supervisor._starts_due == [], "the run ends"
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_trainer_of_an_elastic_run_leaves_once_the_run_trains(tmp_path, trains):
+    run = Run(tmp_path, elastic=True)
+    run.supervisor._ranks[0].trains = trains
+    run.end(2, Interrupted.exit_code, "Interrupted", "interrupted while waiting for rank 0")
+    assert run.supervisor._is_ending is not trains
+    run.end(1, Interrupted.exit_code, "Interrupted", "interrupted while waiting for rank 0")
+    assert run.supervisor._is_ending, "no trainer is left"
+
+
+def test_rank_0_that_is_killed_at_the_limit_for_its_last_checkpoint_is_not_killed_again_at_its_start(tmp_path):
+    run = Run(tmp_path, max_restarts=1)
+    for rank in run.supervisor._ranks[1:]:
+        rank.done = True
+        run.end(rank.global_rank, 0)
+    run.supervisor._limit_end()
+    assert run.supervisor._kill_at is not None
+    run.end(0, -signal.SIGKILL)
+    assert [role.global_rank for _, role in run.supervisor._starts_due] == [0]
+    assert run.supervisor._kill_at is None
+
+
+@pytest.mark.parametrize("mode", ["rpc", "ddp"])
 def test_a_rank_that_ends_with_the_code_of_an_interruption_but_reports_none_is_lost(tmp_path, mode):
     """The task may call ``os._exit`` with any code."""
     run = Run(tmp_path, trainers=1, mode=mode, max_restarts=1)
