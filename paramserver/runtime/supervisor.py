@@ -6,6 +6,7 @@ A rank reports through a pipe, one JSON line per event (:class:`EventPipe`): rec
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -13,8 +14,10 @@ import select
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -739,8 +742,10 @@ _SENT_KINDS = frozenset(
 )
 
 
-# Only for the display; left out while the supervisor does not read.
+# Only for the display; left out while the supervisor does not read, as signs of life are.
 _DISPLAYED = frozenset({"train", "validation"})
+# Half of what a pipe holds: the rest is for events that must arrive, such as the last ones of a rank.
+_MAX_UNREAD_BYTES = 1 << 15
 # A rank that ends waits this long for the supervisor to read its last event.
 _LAST_EVENT_S = 10.0
 
@@ -761,7 +766,7 @@ class EventPipe(Sink):
 
     def write(self, record: Record) -> None:
         kind = record["kind"]
-        if kind in _SENT_KINDS and not (kind in _DISPLAYED and self._unsent):
+        if kind in _SENT_KINDS and not (kind in _DISPLAYED and self._is_unread()):
             self._send("record", dict(record), _LAST_EVENT_S if kind == "end" else 0.0)
 
     def start_heartbeat(self, interval_s: float) -> None:
@@ -771,7 +776,7 @@ class EventPipe(Sink):
 
     def _beat(self, interval_s: float) -> None:
         while True:
-            if not self._unsent:
+            if not self._is_unread():
                 self._send("alive", None, 0.0)
             self._stopped.wait(interval_s)
 
@@ -780,6 +785,11 @@ class EventPipe(Sink):
 
     def send_error(self, error: BaseException) -> None:
         self._send("error", describe_error(error), _LAST_EVENT_S)
+
+    def _is_unread(self) -> bool:
+        """Return whether the supervisor does not read, or not as fast as this process writes."""
+        unread = fcntl.ioctl(self._descriptor, termios.FIONREAD, struct.pack("i", 0))
+        return bool(self._unsent) or struct.unpack("i", unread)[0] > _MAX_UNREAD_BYTES
 
     def _send(self, event: str, body: dict[str, Any] | None, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s

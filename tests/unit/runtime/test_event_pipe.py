@@ -22,16 +22,17 @@ def pipe():
 
 
 def received(reading):
-    """The events in the pipe."""
+    """The bodies of the events in the pipe; of one without a body its kind."""
     content = b""
     with contextlib.suppress(BlockingIOError):
         while chunk := os.read(reading, 1 << 16):
             content += chunk
-    return [json.loads(line)["body"] for line in content.splitlines()]
+    events = [json.loads(line) for line in content.splitlines()]
+    return [event["body"] or event["event"] for event in events]
 
 
-def write_until_full(events, count=2000):
-    """More than a pipe holds; in a thread, because a rank that is held here would never come back."""
+def write_for_display(events, count=2000):
+    """More for the display than a pipe holds; in a thread, because a rank that is held here would never come back."""
 
     def write():
         for step in range(count):
@@ -44,17 +45,25 @@ def write_until_full(events, count=2000):
     return not thread.is_alive()
 
 
+def write_backlog(events):
+    """More events of those that must arrive than a pipe holds."""
+    while not events._unsent:
+        events.write(make_record("note", 0, text="kept"))
+
+
 def test_a_supervisor_that_does_not_read_does_not_hold_the_rank(pipe):
     events, reading = pipe
-    assert write_until_full(events), "the rank waits for its supervisor"
-    steps = [record["step"] for record in received(reading)]
+    assert write_for_display(events), "the rank waits for its supervisor"
+    *train, note = received(reading)
+    assert note["text"] == "kept"
+    steps = [record["step"] for record in train]
     assert steps == list(range(len(steps)))
     assert 100 < len(steps) < 2000, "the rest was left out"
 
 
 def test_after_a_backlog_nothing_but_the_display_is_missing(pipe):
     events, reading = pipe
-    assert write_until_full(events)
+    write_backlog(events)
     received(reading)
     events.send_error(TrainingError("the cause"))
     *_, note, error = received(reading)
@@ -62,9 +71,18 @@ def test_after_a_backlog_nothing_but_the_display_is_missing(pipe):
     assert error["message"] == "the cause"
 
 
+def test_the_last_events_find_room_however_long_the_supervisor_does_not_read(pipe):
+    events, reading = pipe
+    assert write_for_display(events)
+    events.write(make_record("end", 2000, summary={"status": "completed"}))
+    events.send_done()
+    *_, end, done = received(reading)
+    assert (end["kind"], done) == ("end", "done")
+
+
 def test_the_last_event_waits_until_the_supervisor_reads(pipe):
     events, reading = pipe
-    assert write_until_full(events)
+    write_backlog(events)
     sending = threading.Thread(target=events.send_error, args=(TrainingError("the cause"),), daemon=True)
     sending.start()
     sending.join(0.2)
