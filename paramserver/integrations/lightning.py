@@ -103,7 +103,8 @@ class LightningTask(Task):
         self._in_batch = False
         self._epoch = -1
         self._first_batch: int | None = None  # of the epoch
-        self._sums: dict[str, tuple[str, float, float]] = {}  # of the epoch: reduction, value and weight by name
+        # Of the epoch: reduction, value and weight, by the name that was logged and the one that is recorded.
+        self._sums: dict[tuple[str, str], tuple[str, float, float]] = {}
         self._validation_values: dict[str, Any] | None = None
         self._train_outputs: tuple[Any, Any, int] | None = None
 
@@ -315,9 +316,10 @@ class LightningTask(Task):
         self.is_validating = False
 
     def on_epoch_end(self, epoch: int) -> None:
-        for name, (reduction, value, weight) in self._sums.items():
-            self.values[name] = value / weight if reduction == "mean" else value
-            self.log(name, self.values[name], cast(Reduction, reduction))
+        for (name, recorded), (reduction, value, weight) in self._sums.items():
+            of_epoch = value / weight if reduction == "mean" else value
+            self.values[name] = self.values[recorded] = of_epoch
+            self.log(recorded, of_epoch, cast(Reduction, reduction))
         self._call("on_train_epoch_end")
 
     def on_checkpoint(self, state: dict[str, Any]) -> None:
@@ -394,18 +396,27 @@ class LightningTask(Task):
                 "example what a call of it returns for the batch"
             )
         number = float(value.detach() if isinstance(value, Tensor) else value)
-        self.values[name] = number
-        if self._in_batch and on_epoch:
+        is_of_epoch = bool(self._in_batch and on_epoch)
+        is_of_step = not self._in_batch or on_step is not False
+        if not (is_of_epoch or is_of_step):
+            raise TaskError(
+                f"self.log({name!r}, on_step=False) in a step must be given on_epoch=True; otherwise the value has no "
+                "record"
+            )
+        if is_of_epoch:
             weight = float(batch_size or self.trainer.batch_samples)
-            key = f"{name}_epoch" if on_step is not False else name
+            key = name, f"{name}_epoch" if is_of_step else name
             _, total, weights = self._sums.get(key, (reduction, -math.inf if reduction == "max" else 0.0, 0.0))
             if reduction == "max":
                 total = max(total, number)
             else:
                 total += number * weight if reduction == "mean" else number
             self._sums[key] = reduction, total, weights + weight
-        if logger is not False and (on_step is not False or not self._in_batch):
-            self.log(f"{name}_step" if self._in_batch and on_epoch else name, number, cast(Reduction, reduction))
+        if is_of_step:
+            recorded = f"{name}_step" if is_of_epoch else name
+            self.values[name] = self.values[recorded] = number
+            if logger is not False:
+                self.log(recorded, number, cast(Reduction, reduction))
 
 
 class TrainerStandIn:

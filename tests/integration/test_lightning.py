@@ -159,6 +159,40 @@ def test_hooks_are_called_as_by_lightning(tmp_path):
     assert {call[0] for call in calls} == {call[0] for call in by_lightning} == set(tasks.HOOKS)
 
 
+def test_callback_metrics_are_those_of_lightning_in_every_hook(tmp_path):
+    seen = []
+
+    def see(hook):
+        def call(self, *_):
+            metrics = (self.trainer.callback_metrics, self.trainer.logged_metrics)
+            seen.append((hook, *({name: float(value) for name, value in one.items()} for one in metrics)))
+
+        return call
+
+    class Logs(tasks.WithData):
+        on_train_epoch_start, on_train_epoch_end = see("epoch start"), see("epoch end")
+        on_train_batch_start, on_train_batch_end = see("batch start"), see("batch end")
+        on_validation_end = see("validation end")
+
+        def training_step(self, batch, batch_idx):
+            outputs = super().training_step(batch, batch_idx)
+            self.log("of_epoch", outputs["loss"], on_step=False, on_epoch=True)
+            self.log("most", outputs["loss"], on_step=False, on_epoch=True, reduce_fx="max")
+            return outputs
+
+    seed_all(Config().seed, CONSTRUCTOR)
+    fit(Logs())
+    by_lightning = list(seen)
+    del seen[:]
+    seed_all(Config().seed, CONSTRUCTOR)
+    paramserver.run(LightningTask(Logs()), quiet(tmp_path, training=EPOCHS))
+    assert [hook for hook, *_ in seen] == [hook for hook, *_ in by_lightning]
+    for (hook, callback, logged), (_, expected, logged_there) in zip(seen, by_lightning, strict=True):
+        assert callback == pytest.approx(expected, rel=1e-6), hook
+        assert {name: logged.get(name) for name in logged_there} == pytest.approx(logged_there, rel=1e-6), hook
+    assert {"train_loss", "train_loss_step", "train_loss_epoch", "of_epoch", "most", "val_loss"} <= set(expected)
+
+
 # Modes.
 
 
@@ -632,6 +666,10 @@ def two_loaders(self):
         ({"on_train_start": lambda self: self.trainer.fit_loop}, "self.trainer has no fit_loop in a LightningTask"),
         ({"on_train_start": lambda self: self.optimizers()}, "self.trainer has no strategy in a LightningTask"),
         ({"on_train_start": lambda self: setattr(self.trainer, "limit", 1)}, "self.trainer.limit cannot be set"),
+        (
+            {"training_step": lambda self, *_: self.log("x", 1.0, on_step=False)},
+            r"self.log\('x', on_step=False\) in a step must be given on_epoch=True",
+        ),
         ({"on_train_start": lambda self: self.log("x", 1.0, reduce_fx="min")}, "reduce_fx must be one of"),
         (
             {"on_train_start": lambda self: self.log("x", MeanMetric())},
