@@ -24,6 +24,7 @@ import lightning_tasks as tasks
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from torchmetrics import MeanMetric, R2Score
 
 import paramserver
@@ -134,6 +135,32 @@ def test_clipping_and_accumulation_are_the_same(tmp_path):
     training = {**EPOCHS, "accumulate_batches": 2, "clip_grad_norm": 0.1, "validate_every": tasks.STEPS // 2}
     run = train(tmp_path, "local", 1, task=TASK, training=training)
     assert differing_tensors(run.load("model"), module.state_dict()) == []
+
+
+@pytest.mark.parametrize(
+    ("loader", "accumulate", "steps", "steps_here"),
+    [
+        (lambda data: DataLoader(data, 5), 2, 3, 3),
+        (lambda data: DataLoader(data, 4, drop_last=True), 1, 6, 6),
+        (lambda data: DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 4, False)), 1, 9, 9),
+        # Where a pass does not end with a whole step, it ends with a smaller one in Lightning only.
+        (lambda data: DataLoader(data, 4), 1, 9, 8),
+        (lambda data: DataLoader(data, 2), 2, 9, 8),
+    ],
+)
+def test_only_passes_of_whole_steps_are_the_same(tmp_path, loader, accumulate, steps, steps_here):
+    class Ten(tasks.WithData):
+        def train_dataloader(self):
+            return loader(Subset(self.points.train, range(10)))
+
+    seed_all(Config().seed, CONSTRUCTOR)
+    module = Ten()
+    task = LightningTask(copy.deepcopy(module))
+    trainer, _ = fit(module, accumulate_grad_batches=accumulate)
+    training = {"max_epochs": tasks.EPOCHS, "accumulate_batches": accumulate}
+    result = paramserver.run(task, quiet(tmp_path, training=training))
+    assert (trainer.global_step, result.summary["steps"]) == (steps, steps_here)
+    assert (differing_tensors(result.model().state_dict(), module.state_dict()) == []) == (steps == steps_here)
 
 
 def test_hooks_are_called_as_by_lightning(tmp_path):
