@@ -5,7 +5,7 @@ Environment variables are read in this folder only.
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,6 +30,7 @@ class ProcessIdentity:
         token: the job token; None = the store is open to all that reach it.
         restarts_all: the launcher starts all ranks again after the loss of one, so none continues without it.
         servers: how many of the ranks are servers, if this process was started by ``--role``; None = by its rank.
+        host_ranks: the ranks of this host in the order of their local ranks; empty = consecutive ones.
     """
 
     global_rank: int
@@ -46,6 +47,13 @@ class ProcessIdentity:
     token: JobToken | None = None
     restarts_all: bool = False
     servers: int | None = None
+    host_ranks: tuple[int, ...] = ()
+
+    @property
+    def ranks_here(self) -> Sequence[int]:
+        """The ranks of this host, in the order of their local ranks."""
+        first = self.global_rank - self.local_rank
+        return self.host_ranks or range(first, first + self.local_world_size)
 
     def name(self, *global_ranks: int) -> str:
         """Return ranks, or without arguments this one, as they were started: by their roles, or by their ranks."""
@@ -192,6 +200,11 @@ class ClusterEnvironment(ABC):
         return infer_placement(self.global_rank, self.world_size, self.master_addr)[2]
 
     @property
+    def host_ranks(self) -> tuple[int, ...]:
+        """The ranks of this host where they may not be consecutive; empty where they are."""
+        return ()
+
+    @property
     def store_is_hosted(self) -> bool:
         """Whether the environment serves a TCPStore at ``master_addr:master_port``; if not, rank 0 does."""
         return False
@@ -230,6 +243,7 @@ class ClusterEnvironment(ABC):
             source=self.source,
             launch=self.launch,
             restarts_all=self.restarts_all,
+            host_ranks=self.host_ranks,
         )
 
 
@@ -257,6 +271,20 @@ class VariableEnvironment(ClusterEnvironment):
     @property
     def node_rank(self) -> int:
         return self._number("node_rank")
+
+    def identity(self) -> ProcessIdentity:
+        identity = super().identity()
+        here = identity.ranks_here
+        if here[0] < 0 or here[-1] >= identity.world_size:
+            local_rank, local_world_size, rank, world_size = (
+                f"{self.variables.get(key, key)} ({getattr(identity, key)})"
+                for key in ("local_rank", "local_world_size", "global_rank", "world_size")
+            )
+            raise UnsupportedConfiguration(
+                f"{local_rank} and {local_world_size} must agree with {rank} and {world_size}, and put ranks {here[0]} "
+                f"to {here[-1]} on this host; correct them, and give the ranks of a host consecutive numbers"
+            )
+        return identity
 
 
 def infer_placement(global_rank: int, world_size: int, master_addr: str) -> tuple[int, int, int]:

@@ -4,8 +4,9 @@ To add an environment (Kubernetes, MPI):
 
 1. Write one file in this folder with a subclass of :class:`~paramserver.cluster.base.ClusterEnvironment`: a table
    ``variables`` of what it sets, ``detect``, ``global_rank``, ``world_size``, ``master_addr`` and ``master_port``;
-   ``local_rank``, ``local_world_size`` and ``node_rank`` if it provides them; ``store_is_hosted`` and ``job`` if it
-   serves a store. Of a scheduler ``job_id``, ``restart_count`` in the table, ``allocated_gpus`` and ``unused_tasks``.
+   ``local_rank``, ``local_world_size`` and ``node_rank`` if it provides them; ``host_ranks`` if the ranks of a host may
+   not be consecutive; ``store_is_hosted`` and ``job`` if it serves a store. Of a scheduler ``job_id``,
+   ``restart_count`` in the table, ``allocated_gpus`` and ``unused_tasks``.
    Read variables with ``read_variable`` and ``read_number``, whose errors name the variable.
 2. Add the class to ``ENVIRONMENTS``, before environments whose variables it sets too.
 
@@ -161,7 +162,8 @@ def _with_servers(identity: ProcessIdentity, flags: RankFlags, config: Config) -
     servers = world_size - identity.world_size
     is_server = identity.global_rank < servers and not flags.is_colocated_trainer
     rank = identity.global_rank if is_server else identity.global_rank + servers
-    return dataclasses.replace(identity, global_rank=rank, world_size=world_size)
+    host_ranks = tuple(other + rank - identity.global_rank for other in identity.host_ranks)
+    return dataclasses.replace(identity, global_rank=rank, world_size=world_size, host_ranks=host_ranks)
 
 
 def _with_flags(identity: ProcessIdentity, flags: RankFlags) -> ProcessIdentity:

@@ -9,7 +9,7 @@ import re
 import shutil
 from itertools import product
 
-from paramserver.cluster.base import Environ, RankFlags, VariableEnvironment, read_variable
+from paramserver.cluster.base import Environ, RankFlags, VariableEnvironment, read_number, read_variable
 from paramserver.cluster.network import is_loopback
 from paramserver.errors import UnsupportedConfiguration
 
@@ -29,6 +29,11 @@ VARIABLES = {
     "restart_count": "SLURM_RESTART_COUNT",
     # Optional: of this host.
     "num_gpus": "SLURM_GPUS_ON_NODE",
+    # Optional: in which order the tasks are on the nodes.
+    "distribution": "SLURM_DISTRIBUTION",
+    "plane_size": "SLURM_DIST_PLANESIZE",
+    # Only in a heterogeneous job.
+    "num_groups": "SLURM_HET_SIZE",
 }
 
 # Below the ports that Linux gives to outgoing connections.
@@ -75,15 +80,45 @@ class SlurmEnvironment(VariableEnvironment):
         return ""
 
     @property
+    def _tasks_per_node(self) -> str:
+        return read_variable(self.environ, self.variables["local_world_size"], self.source)
+
+    @property
     def local_world_size(self) -> int:
-        name = self.variables["local_world_size"]
-        text = read_variable(self.environ, name, self.source)
-        counts = expand_counts(text)
+        counts = expand_counts(self._tasks_per_node)
         if self.node_rank >= len(counts):
             raise UnsupportedConfiguration(
-                f"{name} ({text}) must have a count for node {self.node_rank}; start the ranks with srun, which sets it"
+                f"{self.variables['local_world_size']} ({self._tasks_per_node}) must have a count for node "
+                f"{self.node_rank}; start the ranks with srun, which sets it"
             )
         return counts[self.node_rank]
+
+    @property
+    def host_ranks(self) -> tuple[int, ...]:
+        variables, tasks_per_node = self.variables, self._tasks_per_node
+        distribution = self.environ.get(variables["distribution"], "block")
+        # Such as cyclic:block, whose second word is about the cores of a node.
+        kind = re.split("[:,=]", distribution)[0]
+        if variables["num_groups"] in self.environ:
+            kind = "block"  # the groups follow one another, and the variable may be that of another group
+        # Each node takes so many tasks in turn: in a block all of its own.
+        at_once = self.world_size
+        if kind == "cyclic":
+            at_once = 1
+        elif kind == "plane":
+            at_once = read_number(self.environ, variables["plane_size"], self.source, minimum=1)
+        counts = enumerate(expand_counts(tasks_per_node))
+        turns = sorted((index // at_once, node) for node, count in counts for index in range(count))
+        here = tuple(rank for rank, (_, node) in enumerate(turns) if node == self.node_rank)
+        if here[self.local_rank] != self.global_rank:
+            raise UnsupportedConfiguration(
+                f"{variables['global_rank']} ({self.global_rank}) must follow from {variables['local_rank']} "
+                f"({self.local_rank}) and {variables['node_rank']} ({self.node_rank}) by "
+                f"{variables['local_world_size']} ({tasks_per_node}) and {variables['distribution']} ({distribution}), "
+                "which may be block, cyclic or plane, and block in a heterogeneous job; start the ranks with srun "
+                "--distribution=block"
+            )
+        return here
 
     @property
     def master_addr(self) -> str:

@@ -455,8 +455,8 @@ def _trainer_of(task: Task) -> Any:
 
 def _local_rank(task: Task) -> int:
     identity = _trainer_of(task).process.identity
-    servers_here = num_servers_of(task.config) - (identity.global_rank - identity.local_rank)
-    return int(identity.local_rank - max(servers_here, 0))
+    servers_here = sum(rank < num_servers_of(task.config) for rank in identity.ranks_here)
+    return int(identity.local_rank - servers_here)
 
 
 # ``paramserver evaluate`` has the progress that the checkpoint stored.

@@ -547,10 +547,8 @@ def place_rank(identity: ProcessIdentity, ranks: Sequence[Role], config: Config)
     require_visible_gpus(config, allocated_gpus(process_environ()))
     if ranks[identity.global_rank].kind == "server":
         return place_server(config)
-    first_here = identity.global_rank - identity.local_rank
-    here = ranks[first_here : first_here + identity.local_world_size]
     # Servers of this host do not count: the trainers divide its GPUs.
-    trainers_here = [r.global_rank for r in here if r.kind == "trainer"]
+    trainers_here = [rank for rank in identity.ranks_here if ranks[rank].kind == "trainer"]
     return place_trainer(config, trainers_here.index(identity.global_rank), len(trainers_here))
 
 

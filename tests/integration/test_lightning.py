@@ -28,7 +28,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from torchmetrics import MeanMetric, R2Score
 
 import paramserver
-from paramserver.config import Config
+from paramserver.cluster import ProcessIdentity
+from paramserver.config import ClusterConfig, Config
 from paramserver.errors import NoSuchMember, TaskError
 from paramserver.integrations.lightning import _NOT_CALLED, MEMBERS, LightningTask
 from paramserver.rng import CONSTRUCTOR, seed_all
@@ -770,6 +771,15 @@ def test_other_members_of_the_trainer_are_missing_by_name():
     assert set(MEMBERS) <= set(dir(lightnings_trainer()))
     assert copy.deepcopy(module)._trainer is None
     assert pickle.loads(pickle.dumps(module.trainer)) is None
+
+
+def test_the_local_rank_counts_the_trainers_of_the_host():
+    task = LightningTask(BoringModel())
+    task.config = Config(cluster=ClusterConfig(num_servers=2))
+    # Ranks 0, 2 and 4 are on this host, where rank 0 is a server.
+    identity = ProcessIdentity(4, 5, 2, 3, 0, "node0", 29500, False, "job", "srun", host_ranks=(0, 2, 4))
+    task.trainer = SimpleNamespace(process=SimpleNamespace(identity=identity))
+    assert MEMBERS["local_rank"](task) == 1
 
 
 def test_a_metric_is_passed_on_to_the_validation():

@@ -55,6 +55,28 @@ def test_two_tasks_on_each_of_two_nodes(tmp_path, slurm):
     assert finished.summary["steps"] == 12
 
 
+PRINT_RANKS = """
+import os
+from paramserver.cluster import RankFlags, resolve_identity
+from paramserver.config import Config
+identity = resolve_identity(RankFlags(), os.environ, Config(mode="ddp"))
+print(identity.node_rank, identity.global_rank, *identity.ranks_here)
+"""
+
+
+@pytest.mark.parametrize("groups", ["-N2 -n4 -m cyclic", "-N2 -n4 -m plane=2", "-N2 -n3 -m block", "-N1 -n2 : -N1 -n1"])
+def test_each_task_knows_the_ranks_of_its_node(tmp_path, slurm, groups):
+    """The last step is of two groups; in the second srun distributes one task for each node, in turns."""
+    printing = [sys.executable, "-c", PRINT_RANKS]
+    command = [word for group in groups.split(":") for word in (":", *group.split(), *printing)]
+    done = slurm.run("srun", *command[1:], folder=tmp_path, **environment())
+    assert done.returncode == 0, done.stderr
+    places = [list(map(int, line.split())) for line in done.stdout.splitlines()]
+    for node, _, *here in places:
+        assert here == sorted(rank for other, rank, *_ in places if other == node)
+    assert len({node for node, *_ in places}) == 2
+
+
 @pytest.mark.nightly
 def test_a_heterogeneous_job_has_its_server_in_the_first_group(tmp_path, slurm):
     """The tasks of all groups are one world, so this needs neither ranks nor roles."""

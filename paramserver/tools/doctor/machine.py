@@ -441,9 +441,8 @@ def _threads(subject: Subject, config: Config, identity: ProcessIdentity | None,
     if identity is None:
         here = num_trainers_of(config)
     else:
-        first = identity.global_rank - identity.local_rank
-        ranks = roles(config, world_size_of(config))[first : first + identity.local_world_size]
-        here = sum(role.kind == "trainer" for role in ranks)
+        ranks = roles(config, world_size_of(config))
+        here = sum(ranks[rank].kind == "trainer" for rank in identity.ranks_here)
     threads = child_environment(environ, num_trainers=max(1, here))["OMP_NUM_THREADS"]
     if "OMP_NUM_THREADS" in environ:
         subject.add(

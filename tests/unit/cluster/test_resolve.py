@@ -295,6 +295,18 @@ def test_variables_set_by_hand_override_the_config():
     assert "LOCAL_RANK (2) must be below 2" in refused(NO_FLAGS, {**given, **place, "LOCAL_RANK": "2"}, config())
 
 
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "here"), [("1", "2", "-1 to 1"), ("1", "0", "1 to 3"), ("2", "0", "2 to 4")]
+)
+def test_variables_must_put_consecutive_ranks_of_the_run_on_this_host(rank, local_rank, here):
+    place = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": "3"}
+    message = refused(NO_FLAGS, {"RANK": rank, "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", **place}, config())
+    assert message == (
+        f"LOCAL_RANK ({local_rank}) and LOCAL_WORLD_SIZE (3) must agree with RANK ({rank}) and WORLD_SIZE (3), and put "
+        f"ranks {here} on this host; correct them, and give the ranks of a host consecutive numbers"
+    )
+
+
 def test_a_rank_flag_overrides_torchrun():
     identity = resolve_identity(RankFlags(0, 2), torchrun(), config())
     assert (identity.global_rank, identity.world_size, identity.source) == (0, 2, "flags")

@@ -2,10 +2,12 @@
 
 import pytest
 
+from paramserver import devices
 from paramserver.cluster import RankFlags, resolve_identity
 from paramserver.cluster.slurm import SlurmEnvironment, expand_counts, expand_hosts
-from paramserver.config import ClusterConfig, Config
+from paramserver.config import ClusterConfig, Config, roles, with_world_size
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.runtime.rank import place_rank
 
 NO_FLAGS = RankFlags()
 
@@ -64,6 +66,63 @@ def test_tasks_of_one_host_use_the_loopback():
     one = {"SLURM_STEP_NODELIST": "node9", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_LOCALID": "3"}
     identity = resolve_identity(NO_FLAGS, task(**one), Config(mode="ddp"))
     assert (identity.master_addr, identity.local_rank) == ("127.0.0.1", 3)
+
+
+def tasks_of(counts, nodes, **changes):
+    """The identities of all tasks of a step by node: ``nodes`` has the ranks of each."""
+    number = sum(map(len, nodes))
+    for node, ranks in enumerate(nodes):
+        for local_rank, rank in enumerate(ranks):
+            place = {"SLURM_NODEID": str(node), "SLURM_LOCALID": str(local_rank), "SLURM_STEP_TASKS_PER_NODE": counts}
+            yield ranks, task(rank, **{"SLURM_STEP_NUM_TASKS": str(number), **place, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts", "nodes"),
+    [
+        ({}, "3,1", [[0, 1, 2], [3]]),
+        ({"SLURM_DISTRIBUTION": "block:cyclic"}, "1,3", [[0], [1, 2, 3]]),
+        ({"SLURM_DISTRIBUTION": "block,nopack"}, "2(x2)", [[0, 1], [2, 3]]),
+        ({"SLURM_DISTRIBUTION": "cyclic"}, "2(x2)", [[0, 2], [1, 3]]),
+        ({"SLURM_DISTRIBUTION": "cyclic:block"}, "3,1,2", [[0, 3, 5], [1], [2, 4]]),
+        ({"SLURM_DISTRIBUTION": "plane", "SLURM_DIST_PLANESIZE": "2"}, "4,3", [[0, 1, 4, 5], [2, 3, 6]]),
+        ({"SLURM_DISTRIBUTION": "arbitrary"}, "2,1", [[0, 1], [2]]),
+        # Two groups, the second of one task for each node, which srun distributes in turns.
+        ({"SLURM_DISTRIBUTION": "cyclic", "SLURM_HET_SIZE": "2"}, "2,1(x2)", [[0, 1], [2], [3]]),
+    ],
+)
+def test_the_ranks_of_a_host_follow_from_the_distribution(changes, counts, nodes):
+    for ranks, environ in tasks_of(counts, nodes, **changes):
+        assert list(resolve_identity(NO_FLAGS, environ, Config(mode="ddp")).ranks_here) == ranks
+
+
+def test_trainers_of_a_cyclic_distribution_have_gpus_of_their_own(monkeypatch):
+    monkeypatch.setattr(devices, "num_gpus", lambda: 2)
+    found = {}
+    for _, environ in tasks_of("3,2", [[0, 2, 4], [1, 3]], SLURM_DISTRIBUTION="cyclic"):
+        identity = resolve_identity(NO_FLAGS, environ, Config())
+        config = with_world_size(Config(), identity.world_size)
+        device = place_rank(identity, roles(config, identity.world_size), config).device
+        found[identity.global_rank] = str(device)
+    assert found == {0: "cpu", 2: "cuda:0", 4: "cuda:1", 1: "cuda:0", 3: "cuda:1"}
+
+
+def test_trainers_of_colocated_hosts_are_counted_after_the_servers():
+    config = Config(cluster=ClusterConfig(colocate=True, num_servers=2))
+    for ranks, environ in tasks_of("2(x2)", [[0, 2], [1, 3]], SLURM_DISTRIBUTION="cyclic"):
+        identity = resolve_identity(RankFlags(is_colocated_trainer=True), environ, config)
+        assert list(identity.ranks_here) == [rank + 2 for rank in ranks]
+
+
+def test_a_task_that_its_distribution_does_not_place_is_refused():
+    cyclic = {"SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
+    assert refused(task(2, **cyclic)) == (
+        "SLURM_PROCID (2) must follow from SLURM_LOCALID (1) and SLURM_NODEID (0) by SLURM_STEP_TASKS_PER_NODE (2(x2)) "
+        "and SLURM_DISTRIBUTION (block), which may be block, cyclic or plane, and block in a heterogeneous job; start "
+        "the ranks with srun --distribution=block"
+    )
+    assert "and SLURM_DISTRIBUTION (arbitrary), which" in refused(task(2, **cyclic, SLURM_DISTRIBUTION="arbitrary"))
+    assert refused(task(SLURM_DISTRIBUTION="plane")).startswith("SLURM_DIST_PLANESIZE must be set")
 
 
 @pytest.mark.parametrize(
