@@ -23,6 +23,7 @@ from paramserver.online.tracker import (
     format_simulations,
     log_file,
 )
+from paramserver.process_utils import signal_name
 
 MAX_GIVEN_UP_IN_A_ROW = 3
 """This many simulations given up in a row, with none complete in between, fail the run: the cause is not the
@@ -282,6 +283,6 @@ class ManagedSimulations(SimulationTracker):
 def describe_exit(exit_code: int) -> str:
     """How a process ended, from its exit code. As in a shell, 128 + n stands for signal n."""
     number = -exit_code if exit_code < 0 else exit_code - 128
-    if number in set(signal.Signals):
-        return f"it was killed by {signal.Signals(number).name}"
+    if exit_code < 0 or number in set(signal.Signals):
+        return f"it was killed by {signal_name(number)}"
     return f"it ended with exit code {exit_code}"

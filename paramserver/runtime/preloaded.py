@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from paramserver.config.modes import Mode
 from paramserver.errors import kind_and_message
 from paramserver.importing import torch_import_without_gc
 from paramserver.platform import CLOSE_ON_EXEC, FORKS_RANKS, adopt_orphans, is_stopped, other_threads, show_arguments
-from paramserver.process_utils import OWN_GROUP, die_with_parent, kill_group
+from paramserver.process_utils import OWN_GROUP, describe_exit, die_with_parent, kill_group
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
 
@@ -326,7 +325,7 @@ class Spares:
 
     def _replace_dead(self, spare: _Spare) -> None:
         exit_code = self._end(spare)
-        how = f"a spare process is lost ({signal.Signals(-exit_code).name if exit_code < 0 else f'code {exit_code}'})"
+        how = f"a spare process is lost ({describe_exit(exit_code)})"
         if self._policy.allows(0):
             delay_s, number = self._policy.next_delay(0, time.monotonic() - spare.started_at)
             self._start_at = time.monotonic() + delay_s

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
 
 from paramserver.config import Config, Deadlines
+from paramserver.process_utils import describe_exit
 
 log = logging.getLogger("paramserver")
 
@@ -81,7 +81,7 @@ class ColocatedTrainer:
                 return
             if process.returncode >= 0:
                 return
-            how = f"the trainer of this host was killed by {signal.Signals(-process.returncode).name}"
+            how = f"the trainer of this host was {describe_exit(process.returncode)}"
             if not self._restarts.allows(0):
                 log.warning("%s, and is not started again", how)
                 return

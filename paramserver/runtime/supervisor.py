@@ -38,7 +38,7 @@ from paramserver.fileio import DISK_CURES
 from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
 from paramserver.platform import cpu_ticks, has_ended, is_stopped, memory_file, open_process, signal_process
-from paramserver.process_utils import OWN_GROUP, STACKS_SIGNAL, kill_group
+from paramserver.process_utils import OWN_GROUP, STACKS_SIGNAL, describe_exit, kill_group, signal_name
 from paramserver.runs.rundir import RunDir, read_mapping, write_json
 from paramserver.runtime.preloaded import ForkedProcess, ForkServer, Spares, role_arguments
 from paramserver.runtime.rank_guard import RankGuard
@@ -454,7 +454,7 @@ class Supervisor:
         delay = f" in {delay_s:g} s" if delay_s else ""
         what = f"all ranks start again{delay}, from the last checkpoint if there is one"
         self._note(
-            f"{rank.title} is lost ({_describe_exit(exit_code)}); {f'it starts again{delay}' if has_servers else what} "
+            f"{rank.title} is lost ({describe_exit(exit_code)}); {f'it starts again{delay}' if has_servers else what} "
             f"({number} of {self._restarts.max_restarts})",
             lost_rank=rank.global_rank,
         )
@@ -572,10 +572,10 @@ class Supervisor:
     def _failure_from_exit(self, rank: _RankProcess, exit_code: int) -> dict[str, Any]:
         """Describe the failure of a rank that reported none."""
         log = self.run.log_file(rank.global_rank)
-        kind, how = "TrainingError", _describe_exit(exit_code)
+        kind, how = "TrainingError", describe_exit(exit_code)
         if -exit_code in rank.sent:
             # The supervisor ended it because another rank had failed or a signal came: a consequence, not the cause.
-            kind, how = "PeerLost", f"did not react and was ended by {signal.Signals(-exit_code).name}"
+            kind, how = "PeerLost", f"did not react and was ended by {signal_name(-exit_code)}"
         last_lines = "" if -exit_code in _SUDDEN else _end_of(log)
         message = f"{how}; see the end of its log, {log}{last_lines}"
         return {"kind": kind, "message": message, "exit_code": 1, "traceback": "", "signal": -exit_code}
@@ -710,10 +710,6 @@ class Supervisor:
 def _was_interrupted(rank: _RankProcess) -> bool:
     """Return whether a rank reported that a signal ended it; the task may end its process with any exit code."""
     return rank.failure is not None and rank.failure["kind"] == Interrupted.__name__
-
-
-def _describe_exit(exit_code: int) -> str:
-    return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
 def _end_of(log: Path) -> str:

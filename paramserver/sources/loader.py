@@ -30,7 +30,7 @@ from paramserver.errors import (
     kind_and_message,
     message_of,
 )
-from paramserver.process_utils import LOADER_NAME, die_with_parent, flush_output
+from paramserver.process_utils import LOADER_NAME, describe_exit, die_with_parent, flush_output
 from paramserver.sources.reader import SampleReader
 
 Request: TypeAlias = tuple[int, Sequence[int], int]
@@ -117,7 +117,7 @@ class Loader:
             pass
         self._process.join()
         code = self._process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"was {describe_exit(code)}" if code < 0 else describe_exit(code)
         return (
             f"the process that reads its data set (pid {self._process.pid}) {how}; if the machine ran out of memory, "
             f"use fewer training.loader_workers ({self._options.count})"

@@ -497,12 +497,13 @@ def test_only_simulations_that_run_are_accepted():
 
 
 def test_how_a_process_ended():
-    assert [describe_exit(code) for code in (0, 1, 128, 255, 130)] == [
+    assert [describe_exit(code) for code in (0, 1, 128, 255, 130, -40)] == [
         "it ended with exit code 0",
         "it ended with exit code 1",
         "it ended with exit code 128",
         "it ended with exit code 255",
         "it was killed by SIGINT",
+        "it was killed by signal 40",
     ]
     assert format_simulations(list(range(12))) == "simulations 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"
 

@@ -146,8 +146,8 @@ def test_a_dead_spare_gets_no_role_and_is_replaced_a_limited_number_of_times(mak
         spares.fill()
     assert not children()
     assert len(notes) == 2
-    assert notes[0] == "a spare process is lost (SIGKILL); another one starts (1 of 1)"
-    assert notes[1].startswith("a spare process is lost (SIGKILL); it is not replaced. See ")
+    assert notes[0] == "a spare process is lost (killed by SIGKILL); another one starts (1 of 1)"
+    assert notes[1].startswith("a spare process is lost (killed by SIGKILL); it is not replaced. See ")
     assert give_role(spares, tmp_path) == (None, "")
 
 

@@ -225,6 +225,15 @@ def test_a_rank_that_ends_with_the_code_of_an_interruption_but_reports_none_is_l
     assert "is lost (ended with exit code 3)" in run.records[0]["text"]
 
 
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (40, "signal 40")])
+def test_a_rank_that_any_signal_kills_starts_again(tmp_path, number, name):
+    """A real-time signal has no name."""
+    run = Run(tmp_path, max_restarts=1)
+    run.end(1, -number)
+    assert [role.global_rank for _, role in run.supervisor._starts_due] == [1]
+    assert f"rank 1 (trainer 0) is lost (killed by {name}); it starts again" in run.records[0]["text"]
+
+
 @pytest.mark.claim("dead-rank-0")
 def test_a_rank_0_that_is_dead_for_good_is_the_error_whatever_the_others_report(tmp_path):
     """The supervisor signals them, while they wait at the port of rank 0, which it keeps open."""
