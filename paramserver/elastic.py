@@ -16,7 +16,7 @@ from typing import Any
 
 from paramserver.cluster import ProcessIdentity, RankFlags, host_and_port, process_environ, quiet_torch_log
 from paramserver.cluster.base import DEFAULT_JOB, infer_placement
-from paramserver.cluster.network import hide_token, read_token
+from paramserver.cluster.network import check_master_addr, hide_token, read_token
 from paramserver.config import Config, load_config, mode_of, num_servers_of, with_world_size
 from paramserver.errors import DeadlineExceeded, PeerLost, UnsupportedConfiguration
 from paramserver.importing import code_folders, torch_import_without_gc
@@ -101,6 +101,7 @@ def _find_run(arguments: argparse.Namespace) -> tuple[Config, ProcessIdentity, l
         raise UnsupportedConfiguration(
             f"the address of rank 0 is missing in {arguments.run}; give --master_addr and --master_port"
         )
+    check_master_addr(address)
     token = read_token(config.cluster.token_file, process_environ())
     hide_token(process_environ())
     identity = ProcessIdentity(

@@ -83,12 +83,29 @@ def code_folders(
 
     A reference in a file is relative to the folder of that file, one on the command line to the current folder. Without
     ``config_file`` (None) none is given, or it is that of a run that is resumed, whose folders are ``recorded``.
+
+    Raises:
+        UnsupportedConfiguration: the current folder was removed.
     """
+    current = [current_folder()]
     files = [] if config_file is None else [config_file.resolve().parent]
-    current = [Path.cwd()]
     is_named_here = any(override.partition("=")[0].strip() in _REFERENCES for override in overrides)
     folders = [*current, *files, *recorded] if is_named_here else [*files, *recorded, *current]
     return list(dict.fromkeys(folders))
+
+
+def current_folder() -> Path:
+    """Return the current folder.
+
+    Raises:
+        UnsupportedConfiguration: it was removed.
+    """
+    try:
+        return Path.cwd()
+    except FileNotFoundError as error:
+        raise UnsupportedConfiguration(
+            "the current folder must exist, and was removed; change to another one"
+        ) from error
 
 
 def source_file(user_class: type) -> str | None:

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.evaluate import Restored, add_checkpoint_arguments, restore
 from paramserver.fileio import TEMPORARY, atomic_rename
-from paramserver.importing import load_object, name_user_error
+from paramserver.importing import current_folder, load_object, name_user_error
 from paramserver.launch import CommandParser, add_overrides, run_command
 from paramserver.process_utils import exit_process, print_output
 
@@ -91,7 +91,7 @@ def predict_run(run_dir: Path, source: str, out: Path, which: str = "latest", ov
 
 def source_batches(restored: Restored, source: str) -> Iterator[Any]:
     """Return the batches of the samples that the function ``source`` returns, for a model of ``restored``."""
-    samples = load_object(source, "--source", [Path.cwd(), *restored.folders])
+    samples = load_object(source, "--source", [current_folder(), *restored.folders])
     try:
         inspect.signature(samples).bind()
     except TypeError as error:

@@ -37,6 +37,7 @@ from paramserver.config import (
 )
 from paramserver.config.deadlines import Deadlines
 from paramserver.errors import Interrupted, TrainingError, UnsupportedConfiguration
+from paramserver.importing import current_folder
 from paramserver.process_utils import die_with_parent, exit_process
 
 log = logging.getLogger("paramserver")
@@ -265,7 +266,7 @@ class _Run:
             variables = [{name: str(value) for name, value in {**of_all, **own}.items()} for own in of_each]
             job = {JOB_VARIABLE: self._job}
             running = [
-                actor.run.remote(self._flags, {**own, **job}, str(Path.cwd()))
+                actor.run.remote(self._flags, {**own, **job}, str(current_folder()))
                 for actor, own in zip(actors, variables, strict=True)
             ]
             return self._wait(actors, {future: rank for rank, future in enumerate(running)})

@@ -57,6 +57,21 @@ def is_loopback(host: str) -> bool:
         return host.lower() in ("localhost", "localhost.localdomain", "ip6-localhost")
 
 
+def check_master_addr(host: str) -> None:
+    """Check the address of rank 0, before any rank uses it. Names are not resolved.
+
+    Raises:
+        UnsupportedConfiguration: it is an address of IPv6 that is valid on one link only.
+    """
+    with suppress(ValueError):  # a name
+        address = ipaddress.ip_address(host.strip("[]"))
+        if address.version == 6 and address.is_link_local:
+            raise UnsupportedConfiguration(
+                f"cluster.master_addr ({host}) must be valid on more than one link; give another address of rank 0's "
+                "host, or its name"
+            )
+
+
 def bind_interface(environ: MutableMapping[str, str], name: str) -> None:
     """Make TensorPipe and gloo listen on this interface only. Call it before either starts."""
     environ.update(dict.fromkeys(_INTERFACE_VARIABLES, name))
@@ -270,8 +285,9 @@ def bind_listener(
     in the config.
 
     Raises:
-        UnsupportedConfiguration: the address is not this machine's, or the port is taken.
+        UnsupportedConfiguration: the address is not this machine's or of one link only, or the port is taken.
     """
+    check_master_addr(host)
     try:
         family, address = _resolve(host, port)[0]
         if not is_loopback(host) and is_loopback(address[0]) and interface not in (None, LOOPBACK):

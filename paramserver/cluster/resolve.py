@@ -18,7 +18,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from paramserver.cluster.base import ClusterEnvironment, Environ, ProcessIdentity, RankFlags
-from paramserver.cluster.network import DEFAULT_PORT, read_token
+from paramserver.cluster.network import DEFAULT_PORT, check_master_addr, read_token
 from paramserver.cluster.slurm import SlurmEnvironment
 from paramserver.cluster.torchrun import EnvVarEnvironment, TorchrunEnvironment
 from paramserver.config import (
@@ -126,10 +126,12 @@ def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> Proc
     token = read_token(config.cluster.token_file, environ)
     environment = next((e for e in ENVIRONMENTS if e.detect(environ, flags)), None)
     if environment is None:
+        check_master_addr(config.cluster.master_addr)
         if flags.world_size is not None:  # refused here, before any rank is started
             _check_world(config, flags, num_ranks_started(config, flags.world_size), "--world_size")
         return None
     identity = _with_flags(environment(environ, config, flags).identity(), flags)
+    check_master_addr(identity.master_addr)
     if not flags.supervised:
         identity = _with_servers(identity, flags, config)
     started_by = "--world_size" if identity.source == FlagEnvironment.source else identity.source

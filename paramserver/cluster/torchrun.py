@@ -97,6 +97,9 @@ class EnvVarEnvironment(TorchrunEnvironment):
         super().__init__(environ, config, flags)
         place = infer_placement(self.global_rank, self.world_size, self.master_addr)
         defaults = dict(zip(("local_rank", "local_world_size", "node_rank"), place, strict=True))
+        # A further rank of a host contradicts the assumption of one for each, and how many there are is not known.
+        if place[1] == 1 and environ.get(VARIABLES["local_rank"], "0").strip() != "0":
+            del defaults["local_world_size"]
         defaults["master_port"] = config.cluster.master_port or DEFAULT_PORT
         self.environ = {**{VARIABLES[key]: str(value) for key, value in defaults.items()}, **environ}
 

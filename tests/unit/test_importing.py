@@ -329,3 +329,12 @@ def test_torch_without_metadata_is_of_an_unknown_release(monkeypatch):
     monkeypatch.setattr(importing.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedConfiguration, match="torch must be installed; run: "):
         check_torch_version()
+
+
+def test_a_current_folder_that_was_removed_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    for config_file in (None, Path("config.yaml"), tmp_path / "config.yaml"):
+        with pytest.raises(UnsupportedConfiguration, match=r"^the current folder must exist, and was removed; change"):
+            code_folders(config_file)

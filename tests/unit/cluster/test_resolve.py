@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import paramserver.cluster
-from paramserver.cluster import ProcessIdentity, RankFlags, resolve_identity
+from paramserver.cluster import ProcessIdentity, RankFlags, bind_listener, resolve_identity
 from paramserver.cluster.resolve import ENVIRONMENTS
 from paramserver.cluster.torchrun import VARIABLES, EnvVarEnvironment
 from paramserver.config import ClusterConfig, Config
@@ -178,6 +178,20 @@ def test_an_address_of_ipv6_may_have_brackets(address):
     assert [one.master_addr for one in (by_flag, by_key, by_variable)] == ["fd00::1"] * 3
 
 
+def test_an_address_of_one_link_is_refused():
+    address = "fe80::1%eth0"
+    message = (
+        f"cluster.master_addr ({address}) must be valid on more than one link; give another address of rank 0's host, "
+        "or its name"
+    )
+    assert refused(RankFlags(1, 3, master_addr=f"[{address}]"), {}, config()) == message
+    assert refused(NO_FLAGS, torchrun() | {"MASTER_ADDR": address}, config("ddp")) == message
+    assert refused(NO_FLAGS, {}, config(master_addr=address)) == message
+    with pytest.raises(UnsupportedConfiguration) as raised:
+        bind_listener(address, 0)
+    assert str(raised.value) == message
+
+
 @pytest.mark.parametrize("global_rank", range(6))
 def test_torchrun_on_several_nodes(global_rank):
     identity = resolve_identity(NO_FLAGS, torchrun(global_rank, nodes=3, per_node=2, restarts=1), config())
@@ -285,6 +299,16 @@ def test_variables_set_by_hand_are_completed_from_the_config():
     assert identity == ProcessIdentity(1, 2, 1, 2, 0, "127.0.0.1", 29500, False, "job", "environment")
     identity = resolve_identity(NO_FLAGS, environ, config("ddp", master_addr="node0", master_port=1111))
     assert identity == ProcessIdentity(1, 2, 0, 1, 1, "node0", 1111, False, "job", "environment")
+
+
+def test_a_local_rank_set_by_hand_needs_the_number_of_ranks_of_its_host():
+    """Where each rank cannot be the only one of its host, as without LOCAL_RANK."""
+    given = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}
+    message = "LOCAL_WORLD_SIZE must be set, as torchrun does; start the ranks with it, or give --rank"
+    assert refused(NO_FLAGS, {**given, "LOCAL_RANK": "1"}, config("ddp")) == message
+    for place in ({}, {"LOCAL_RANK": "0"}):
+        identity = resolve_identity(NO_FLAGS, {**given, **place}, config("ddp"))
+        assert (identity.local_rank, identity.local_world_size) == (0, 1)
 
 
 def test_variables_set_by_hand_override_the_config():
