@@ -336,7 +336,9 @@ class LightningTask(Task):
 
     def on_resume(self, state: dict[str, Any]) -> None:
         self.values, self.resumed = state["values"], state["module"]
-        self._epoch, self._first_batch, self._sums = state["epoch"]
+        self._epoch, self._first_batch, sums = state["epoch"]
+        # An earlier release stored the recorded names alone.
+        self._sums = {(k.removesuffix("_epoch"), k) if isinstance(k, str) else k: sums[k] for k in sums}
         for callback in self._callbacks:
             if stored := state.get("callbacks", {}).get(callback.state_key):
                 callback.load_state_dict(stored)

@@ -221,6 +221,17 @@ def test_callback_metrics_are_those_of_lightning_in_every_hook(tmp_path):
     assert {"train_loss", "train_loss_step", "train_loss_epoch", "of_epoch", "most", "val_loss"} <= set(expected)
 
 
+def test_values_of_an_epoch_that_an_earlier_release_began_continue():
+    """Its checkpoint has the names that are recorded alone."""
+    task = LightningTask(tasks.WithData())
+    task.module = tasks.WithData()
+    sums = {"both_epoch": ("mean", 6.0, 3.0), "most": ("max", 2.0, 1.0)}
+    task.on_resume({"values": {}, "module": {}, "epoch": (0, 0, sums)})
+    task.log = lambda *value: None
+    task.on_epoch_end(0)
+    assert task.values == {"both": 2.0, "both_epoch": 2.0, "most": 2.0}
+
+
 # Modes.
 
 
