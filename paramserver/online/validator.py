@@ -250,7 +250,7 @@ class MessageValidator:
 
     def _give_up(self, header: Header, reason: Reason) -> list[SamplePart]:
         """Drop the parts of the other members if one is refused for what it holds: they do not wait for it."""
-        if self.assembly.members == 1 or reason not in _OF_CONTENT:
+        if reason not in _OF_CONTENT:
             return []
         return self.assembly.give_up(header.simulation, header.attempt, [header.step])
 
@@ -602,7 +602,7 @@ class SampleAssembly:
 
     def give_up(self, simulation: int, attempt: int, steps: Iterable[int]) -> list[SamplePart]:
         """Drop the parts of these samples, now and later in this attempt; returns those that are dropped now."""
-        if attempt != self._attempts.get(simulation, attempt):
+        if self.members == 1 or attempt != self._attempts.get(simulation, attempt):
             return []
         given_up = self._given_up.setdefault(simulation, set())
         unfinished = self._unfinished.get(simulation, {})
