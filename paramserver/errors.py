@@ -211,6 +211,11 @@ def kind_and_message(error: BaseException) -> str:
     return f"{type(error).__name__}: {message_of(error)}"
 
 
+def text_of(error: BaseException) -> str:
+    """Return the message of an error of this package, and of any other its class too."""
+    return str(error) if isinstance(error, ParamserverError) else kind_and_message(error)
+
+
 def as_peer_error(error: ParamserverError) -> ParamserverError:
     """Return the error that the other processes of a run raise because this process failed with ``error``."""
     if isinstance(error, GenerationChanged):

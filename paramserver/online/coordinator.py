@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.config import SimulationsConfig
-from paramserver.errors import ParamserverError, TrainingError, kind_and_message
+from paramserver.errors import TrainingError, text_of
 from paramserver.fileio import end_last_line, explain_disk_errors
 from paramserver.online.connections import peer_host
 from paramserver.online.coordinator_protocol import RequestHandler
@@ -240,7 +240,7 @@ class SimulationCoordinator(RouterThread):
             try:
                 self._serve(self._router)
             except BaseException as error:
-                self._router.send(self._handler.fail(_text_of(error)))
+                self._router.send(self._handler.fail(text_of(error)))
                 raise
             finally:
                 try:
@@ -325,10 +325,6 @@ class SimulationCoordinator(RouterThread):
             router.poll(self._runner.exit_pipes, _POLL_INTERVAL_S)
             self._handle_messages(router)
             self._runner.poll_exited()
-
-
-def _text_of(error: BaseException) -> str:
-    return str(error) if isinstance(error, ParamserverError) else kind_and_message(error)
 
 
 # What a trainer sends grows with the number of simulations that it knows, by some 20 bytes each; it also knows those in

@@ -342,7 +342,7 @@ class ClientConnection:
         return max(1, self._monitor.num_connections)
 
     def hint_of_keys(self) -> str:
-        """What else may be wrong where nothing comes: with keys no peer says that it does not know those of another."""
+        """What else may be wrong where nothing comes: no peer reports that it does not know the keys of another."""
         if self.socket.mechanism != zmq.CURVE:
             return ""
         return ", and that the public key of this client is in the folder clients of its keys"

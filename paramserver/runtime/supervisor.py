@@ -33,7 +33,7 @@ from paramserver import errors
 from paramserver.cluster import SUPERVISED, bind_listener, child_environment, process_environ
 from paramserver.config import Config, Deadlines, Role, dump_yaml, mode_of, num_trainers_of, roles, world_size_of
 from paramserver.config.deadlines import GRACE_S, SAME_SIGNAL_S
-from paramserver.errors import Interrupted, ParamserverError, StorageError, TrainingError, kind_and_message, message_of
+from paramserver.errors import Interrupted, ParamserverError, StorageError, TrainingError, message_of, text_of
 from paramserver.fileio import DISK_CURES
 from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
@@ -845,7 +845,11 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     exit_code = error.exit_code if isinstance(error, ParamserverError) else 1
     if (shortage := _descriptor_shortage(error)) is not None:
         return {"kind": "TrainingError", "message": shortage, "exit_code": 1, "traceback": ""}
-    text = str(error) if isinstance(error, ParamserverError) else kind_and_message(error)
     self_explanatory = exit_code != 1 or (isinstance(error, ParamserverError) and error.self_explanatory)
     lines = [] if self_explanatory else traceback.format_exception(error)
-    return {"kind": type(error).__name__, "message": text, "exit_code": exit_code, "traceback": "".join(lines)}
+    return {
+        "kind": type(error).__name__,
+        "message": text_of(error),
+        "exit_code": exit_code,
+        "traceback": "".join(lines),
+    }
