@@ -90,6 +90,7 @@ class LocalCallServer(CallServer[_PacketConnection]):
         """
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (own, theirs):
+            end.settimeout(None)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         connection = _PacketConnection(own)
         with self._lock:
@@ -107,6 +108,7 @@ class LocalConnection:
     """
 
     def __init__(self, connected: socket.socket) -> None:
+        connected.settimeout(None)  # the task may have set ``socket.setdefaulttimeout``
         self._socket = connected
         self._number = 0
         self._waiting: dict[int, torch.futures.Future[Any]] = {}

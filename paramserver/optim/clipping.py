@@ -109,8 +109,10 @@ class ValueClipping(Clipping):
         return largest
 
     def clip_shard(self, parameters: Sequence[Tensor], merged: Tensor) -> None:
-        if merged > self._max_value:
-            nn.utils.clip_grad_value_(map(_as_real, map(with_values, parameters)), self._max_value)
+        # A shard may have no gradient where another has the largest value; torch refuses an empty list.
+        present = [p for p in map(with_values, parameters) if p.grad is not None]
+        if present and merged > self._max_value:
+            nn.utils.clip_grad_value_(map(_as_real, present), self._max_value)
 
 
 def _as_real(parameter: Tensor) -> Tensor:

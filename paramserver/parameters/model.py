@@ -39,14 +39,14 @@ def build_model(task: Task, seed: int, placement: Placement, owns_tables: bool =
         raise TaskError(
             f"{type(task).__name__}.build_model returned {type(model).__name__}; it must return a torch.nn.Module"
         )
-    if allocate_untrained is not None:
-        allocate_untrained(model)
     lazy = next((name for name, t in chain(model.named_parameters(), model.named_buffers()) if is_lazy(t)), None)
     if lazy is not None:
         raise TaskError(
             f"{type(task).__name__}.build_model returned a model whose {lazy} has no shape yet; call the model once "
             "with an example input in build_model, or give the lazy module its sizes"
         )
+    if allocate_untrained is not None:
+        allocate_untrained(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise TaskError(
             f"{type(task).__name__}.build_model returned a model without a parameter that requires a gradient"
@@ -130,22 +130,26 @@ def extra_state_dict(model: nn.Module) -> dict[str, Any]:
     return {
         f"{name}.{_EXTRA_STATE}".lstrip("."): module.get_extra_state()
         for name, module in model.named_modules(remove_duplicate=False)
-        if getattr(type(module), "get_extra_state", nn.Module.get_extra_state) is not nn.Module.get_extra_state
+        if _has_extra_state(module)
     }
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return getattr(type(module), "get_extra_state", nn.Module.get_extra_state) is not nn.Module.get_extra_state
 
 
 @torch.no_grad()
 def load_part_of_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load some parameters and extra state of modules; a ``load_state_dict`` of the user may need a whole state.
 
-    Extra state of modules that the model lacks is left out: a trainer without a model has none.
+    Extra state that the model has no module for is left out: a trainer without a model has none.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, value in state.items():
         module, _, last = name.rpartition(".")
         if last == _EXTRA_STATE:
-            if module in modules:
+            if module in modules and _has_extra_state(modules[module]):
                 modules[module].set_extra_state(value)
         else:
             parameters[name].copy_(value)

@@ -157,8 +157,8 @@ class ModelTree:
         buffers = self.buffers()
         kinds = _kinds(buffers)
         if kinds != self._packed_kinds:
-            self._packed_kinds = kinds
             self._layout, self._description = self._describe(buffers)
+            self._packed_kinds = kinds  # last: what cannot be described is refused again
         return PackedBuffers(self._description, _copy(buffers, self._layout) if buffers else ())
 
     def pack_changed_buffers(self, since: PackedBuffers) -> PackedBuffers | None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 import threading
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -43,6 +44,26 @@ def test_replies_come_when_they_are_ready_in_any_order_and_from_any_thread():
         calls = [caller.call((*TARGET, number), {"twice": True}) for number in range(3)]
         receive_all(caller)
         assert [call.value() for call in calls] == [0, 10, 20]
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_default_timeout_that_the_task_sets_ends_no_wait(passed):
+    """A reply may take as long as the slowest trainer; the trainer's process wraps the socket anew."""
+    before, reply, replies = socket.getdefaulttimeout(), torch.futures.Future(), threading.Event()
+    socket.setdefaulttimeout(0.05)
+    try:
+        with LocalCallServer(lambda *call: replies.set() or reply, TIMEOUT_S) as server:
+            end = server.connect("trainer 0")
+            with closing(LocalConnection(socket.socket(fileno=end.detach()) if passed else end)) as caller:
+                call = caller.call(TARGET, {})
+                assert replies.wait(TIMEOUT_S)
+                timer = threading.Timer(0.3, reply.set_result, [4])
+                timer.start()
+                receive_all(caller)
+                timer.join()
+                assert call.value() == 4
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 @pytest.mark.parametrize(

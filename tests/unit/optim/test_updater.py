@@ -122,6 +122,13 @@ def test_rows_and_complex_numbers_are_clipped_by_value():
     assert weight.grad.tolist() == [-0.25 + 0.5j]
 
 
+@pytest.mark.parametrize("key", ["clip_grad_value", "clip_grad_norm"])
+def test_a_shard_without_gradients_is_not_clipped_where_another_is(key):
+    weight = nn.Parameter(torch.ones(2))
+    clipping_of(TrainingConfig(**{key: 0.5})).clip_shard([weight], torch.tensor(3.0))
+    assert weight.grad is None
+
+
 # Schedules.
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from paramserver import Task
 from paramserver.devices import CPU
 from paramserver.errors import TaskError
-from paramserver.parameters.model import build_model, load_weights
+from paramserver.parameters.model import build_model, extra_state_dict, load_part_of_state, load_weights
 from paramserver.parameters.numerics import check_parameters_finite
 
 
@@ -31,9 +31,30 @@ class Builds(Task):
         ),
     ],
 )
-def test_a_model_that_cannot_be_trained_is_refused(module, message):
+@pytest.mark.parametrize("owns_tables", [True, False])
+def test_a_model_that_cannot_be_trained_is_refused(module, message, owns_tables):
     with pytest.raises(TaskError, match=f"^Builds.*{message}"):
-        build_model(Builds(module), 0, CPU)
+        build_model(Builds(module), 0, CPU, owns_tables=owns_tables)
+
+
+class Counts(nn.Module):
+    count = 0
+
+    def get_extra_state(self):
+        return self.count
+
+    def set_extra_state(self, state):
+        self.count = state
+
+
+@pytest.mark.parametrize("name", ["", "0."])
+def test_extra_state_is_given_to_the_modules_that_have_it(name):
+    """A trainer of a model on the server has a stand-in in the place of the outermost module."""
+    model, stand_in = nn.Sequential(Counts()) if name else Counts(), nn.Sequential(nn.ReLU())
+    for one in (model, stand_in):
+        load_part_of_state(one, {f"{name}_extra_state": 7})
+    assert extra_state_dict(model) == {f"{name}_extra_state": 7}
+    assert extra_state_dict(stand_in) == {}
 
 
 def test_an_expanded_module_buffer_can_be_loaded():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver.errors import CheckpointError, TaskError
+from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration
 from paramserver.parameters.model import load_weights
 from paramserver.parameters.model_tree import ModelTree, buffer_kinds, changed_kinds, mean_buffers
 
@@ -21,6 +21,15 @@ def build():
 def assign(model, name, value):
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, value)
+
+
+def test_a_buffer_that_cannot_be_packed_is_refused_each_time():
+    model = nn.Linear(1, 1)
+    model.register_buffer("a", torch.eye(2).to_sparse())
+    tree = ModelTree(model)
+    for _ in range(2):
+        with pytest.raises(UnsupportedConfiguration, match="a is a sparse tensor; parameters"):
+            tree.pack_buffers()
 
 
 class Mean(nn.Module):
