@@ -121,12 +121,14 @@ class DdpTrainer(ReplicaTrainer):
         self._broadcast_late_buffers(model)
         _separate_elements(model)
         # DDP would end with an error of the collective. What the task excludes itself stays excluded.
-        own = {name: buffer for name, buffer in model.named_buffers() if buffer.dtype not in _COLLECTIVE_DTYPES}
+        fixed = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        tensors = {**fixed, **dict(model.named_buffers())}
+        own = {name: tensor for name, tensor in tensors.items() if tensor.dtype not in _COLLECTIVE_DTYPES}
         if own:
             model._ddp_params_and_buffers_to_ignore = [*getattr(model, _IGNORED, ()), *own]  # type: ignore[assignment]
-            for buffer in own.values():
-                _broadcast_buffer(buffer, 0)
-        self._sends_bytes = bool(own)
+            for tensor in own.values():
+                _broadcast(tensor, 0)
+        self._sends_bytes = any(buffer.dtype not in _COLLECTIVE_DTYPES for buffer in model.buffers())
         self._wrapped_without_buffers = not any(True for _ in model.buffers())
         device_ids = [placement.device] if placement.device.type != "cpu" and len(placement.devices) == 1 else None
         self.model = model
@@ -140,9 +142,9 @@ class DdpTrainer(ReplicaTrainer):
             # Not wrapped: a loss has gradients for a part of the model, or for a local step of this rank alone. What
             # all ranks share is reduced afterwards.
             for parameter in model.parameters():  # what the constructor of DDP does
-                dist.broadcast(parameter.data, src=0)
+                _broadcast(parameter, 0)
             for buffer in model.buffers():
-                _broadcast_buffer(buffer, 0)
+                _broadcast(buffer, 0)
             self._may_be_idle = self._broadcasts_buffers = is_fed or self._uneven_inputs == "join"
             return
         self.model = wrapped = self.configure_ddp(model, device_ids)
@@ -396,7 +398,7 @@ class DdpTrainer(ReplicaTrainer):
             with translate_peer_loss():
                 for buffer in self.unwrapped_model.buffers():
                     if everything or buffer.dtype not in _COLLECTIVE_DTYPES:
-                        _broadcast_buffer(buffer, source)
+                        _broadcast(buffer, source)
 
     def _send_buffers(self, source: int) -> None:
         """Give all ranks the module buffers of one, which forwards may have reshaped or registered since."""
@@ -673,13 +675,13 @@ class DdpTrainer(ReplicaTrainer):
         _separate_elements(self.unwrapped_model)
         with translate_peer_loss():
             for buffer in () if self._may_be_idle else self.unwrapped_model.buffers():
-                _broadcast_buffer(buffer, source)
+                _broadcast(buffer, source)
             if not self._idle_ranks:
                 self._compare_parameters()
                 return
             # Ranks without data made no updates; they receive those of the others, of which the source is one.
             for parameter in self.unwrapped_model.parameters():
-                dist.broadcast(parameter.data, src=source)
+                _broadcast(parameter, source)
             # On the CPU: a tensor of a GPU would be made again on that one, which belongs to another rank.
             own = stage_copy(self.updater.state_dict()) if self.trainer_index == source else None
             state = self.control.broadcast(own, source)
@@ -726,22 +728,28 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 @torch.no_grad()
-def _broadcast_buffer(buffer: Tensor, source: int) -> None:
-    if buffer.dtype in _COLLECTIVE_DTYPES:
-        dist.broadcast(buffer, src=source)
+def _broadcast(tensor: Tensor, source: int) -> None:
+    tensor = tensor.detach()
+    if tensor.dtype in _COLLECTIVE_DTYPES:
+        dist.broadcast(tensor, src=source)
         return
-    flat = buffer.flatten().contiguous()
+    flat = tensor.flatten().contiguous()
     dist.broadcast(flat.view(torch.uint8), src=source)
-    buffer.copy_(flat.view(buffer.shape))
+    tensor.copy_(flat.view(tensor.shape))
 
 
 def _separate_elements(model: nn.Module) -> None:
     """Give each element of an expanded module buffer memory of its own, as a collective writes to it.
 
     And to a buffer that was made in ``torch.inference_mode()``, which nothing else may write to.
+
+    Raises:
+        UnsupportedConfiguration: a module buffer is sparse.
     """
     copies: dict[Tensor, Tensor] = {}
     for name, buffer in [*model.named_buffers(remove_duplicate=False)]:
+        if buffer.layout is not torch.strided:
+            raise UnsupportedConfiguration(f"{name} is a sparse tensor; parameters and buffers must be dense")
         if buffer.is_inference():
             set_buffer(model, name, copies.setdefault(buffer, buffer.clone()))
         elif any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):

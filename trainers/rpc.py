@@ -17,13 +17,7 @@ from paramserver.checkpoint import stage_copy, unpack
 from paramserver.consistency import Decision, Verdict, module_buffer_owner
 from paramserver.metrics.profile import span
 from paramserver.metrics.records import StepReport, StepResult, StepTotals, TableUse
-from paramserver.parameters.model import (
-    TrainingFlags,
-    build_model,
-    detached_state_dict,
-    load_part_of_state,
-    load_weights,
-)
+from paramserver.parameters.model import TrainingFlags, build_model, load_frozen_state, load_part_of_state
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.remote_tables import exclude_from_compile
 from paramserver.parameters.sharding import full_shard
@@ -151,7 +145,7 @@ class RpcTrainer(Trainer):
 
     def receive_model(self, reply: JoinReply) -> None:
         """Load the server's model, and choose the transport that keeps it current."""
-        load_weights(self.model, {**detached_state_dict(self.model), **reply.model}, "the server")
+        load_frozen_state(self.model, reply.model, "the server")
         trained = find_trained(self.model, reply.parameter_layout)
         transport = self.transport = make_transport(self.control, reply, list(trained.values()))
         layout, rows = reply.parameter_layout, None

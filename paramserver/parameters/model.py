@@ -93,7 +93,11 @@ def load_weights(
     for name in late_buffers:
         value = weights.get(name)
         set_buffer(model, name, value if value is None else value.clone())
-    own = model.state_dict()
+    _check_same_model(model.state_dict(), weights, origin)
+    model.load_state_dict(dict(weights))
+
+
+def _check_same_model(own: Mapping[str, Any], weights: Mapping[str, Any], origin: str) -> None:
     problems = [f"{name} is missing there" for name in own if name not in weights]
     problems += [f"{name} is not in this model" for name in weights if name not in own]
     problems += [
@@ -107,7 +111,6 @@ def load_weights(
             f"{origin} holds another model: {'; '.join(problems[:3])}{more}; use the task and the task_args that "
             "it was stored with"
         )
-    model.load_state_dict(dict(weights))
 
 
 def _shape(value: object) -> tuple[int, ...] | str:
@@ -123,6 +126,17 @@ def frozen_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the part of the state that no step changes: frozen parameters and extra state."""
     frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     return {**frozen, **extra_state_dict(model)}
+
+
+def load_frozen_state(model: nn.Module, state: Mapping[str, Any], origin: str) -> None:
+    """Load ``frozen_state_dict()`` of the same model, which a ``state_dict()`` of the user may leave out.
+
+    Raises:
+        CheckpointError: it is of another model; the message names the first differences.
+    """
+    own = {**dict(model.named_parameters()), **extra_state_dict(model)}
+    _check_same_model(own, {**own, **state}, origin)
+    load_part_of_state(model, state)
 
 
 def extra_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -221,6 +221,52 @@ class TypedBuffers(Buffers):
         return model.append(TypedBuffer(self.kind, self.changes_to))
 
 
+class FrozenBase(nn.Module):
+    """A frozen layer, and frozen weights of any type."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = nn.Linear(4, 4).requires_grad_(False)
+        self.narrow = nn.Parameter(torch.randint(4, (4, 4)).to(getattr(torch, kind)), requires_grad=False)
+
+    def forward(self, x):
+        return self.layer(x) + x @ self.narrow.to(x.dtype)
+
+
+class AdapterModel(nn.Sequential):
+    """Its ``state_dict()`` leaves out the frozen base, as is usual for adapters."""
+
+    def state_dict(self, *arguments, **options):
+        state = super().state_dict(*arguments, **options)
+        for name in [name for name in state if "base." in name]:
+            del state[name]
+        return state
+
+    def load_state_dict(self, state, strict=True, assign=False):
+        return super().load_state_dict(state, strict=False, assign=assign)
+
+
+class Adapter(Buffers):
+    def __init__(self, kind, **options):
+        super().__init__(quantized=False, **options)
+        self.kind = kind
+
+    def build_model(self):
+        model = AdapterModel(*super().build_model())
+        model.register_buffer("steps", torch.zeros(1))
+        model.register_buffer("hooks", torch.zeros(6, dtype=torch.float64))
+        model[0].register_module("base", FrozenBase(self.kind))
+        model[0].register_forward_pre_hook(lambda layer, inputs: layer.base(*inputs))
+        return model
+
+
+class SparseBuffer(Buffers):
+    def build_model(self):
+        model = super().build_model()
+        model.register_buffer("adjacency", torch.eye(4).to_sparse())
+        return model
+
+
 class ClipsInHook(Buffers):
     """Scales its gradients to a norm of 1 in ``on_batch_end``, and records the norm that it found."""
 

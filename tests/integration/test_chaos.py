@@ -24,17 +24,17 @@ class Paced(ReferenceTask):
 SERVER = {"lost_after_s": 4.0}
 
 
-def config_file(folder, *, trainers=2, servers=1, mode="rpc", server=None, epochs=2):
+def config_file(folder, *, trainers=2, servers=1, mode="rpc", server=None, epochs=2, task=None, args=(), **training):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "paced.py").write_text(TASK)
     return write_config(
         folder,
-        task=f"{folder}/paced.py:Paced",
+        task=task or f"{folder}/paced.py:Paced",
         mode=mode,
-        task_args={"batch_norm": False, "validation": 0, "optimizer": "adam", "samples": 240 * trainers},
+        task_args={"batch_norm": False, "validation": 0, "optimizer": "adam", "samples": 240 * trainers, **dict(args)},
         cluster={"num_trainers": trainers, "num_servers": servers, "timeout_s": 60},
         **({"server": {**SERVER, **(server or {})}} if mode == "rpc" else {}),
-        training={"max_steps": None, "max_epochs": epochs, "uneven_inputs": "join"},
+        training={"max_steps": None, "max_epochs": epochs, "uneven_inputs": "join", **training},
         checkpoint={"every": 15},
     )
 
@@ -113,6 +113,16 @@ def test_a_rank_that_holds_the_interpreter_is_replaced(tmp_path):
     assert re.search(r"hold_gil .*; noticed after \d+\.\d\d s, next update", finished.output)
     assert "rank 2 (trainer 1) is lost (killed by SIGKILL); it starts again (1 of 3)" in finished.output
     assert not re.search("freeze .*noticed", finished.output)
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_steps_that_are_skipped_are_no_violation(tmp_path, consistency):
+    server = {"consistency": consistency}
+    args = {"task": "invalid_tasks:Nonfinite", "args": {"places": [[0, 3], [1, 7], [1, 12]]}}
+    finished = chaos(tmp_path, "--faults", "kill trainer:1 @step 9", server=server, nonfinite="skip", **args)
+    assert_passed(finished)
+    assert len(finished.of_kind("skipped")) >= 2
+    assert re.search(r"each push is applied once .* [2-9] skipped; ", finished.output)
 
 
 def test_a_fault_that_does_not_fire_fails_the_check_unless_it_is_random(tmp_path):

@@ -157,6 +157,36 @@ def test_a_buffer_that_gets_a_type_that_ddp_cannot_send_is_refused_by_name(tmp_p
     assert "module buffer 4.typed has become torch.int16" in run.output
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("kind", ["float32", "int16", "float8_e4m3fn"])
+def test_frozen_parameters_of_every_type_may_be_missing_in_the_state_of_the_model(tmp_path, kind, optimizers):
+    """Each process has them from ``build_model``; a checkpoint has none, so that a resumed run makes them again."""
+    config = CONFIG if optimizers == 1 else SEVERAL
+    args = {
+        "kind": kind,
+        "optimizers": optimizers,
+        "without": ["on_epoch_start", "on_epoch_end", "on_batch_end"],
+        "persistent": True,
+    }
+    config = {**config, "task": "buffer_tasks:Adapter", "task_args": args}
+    ddp = train(tmp_path, "ddp", 2, **config)
+    begun = train(tmp_path, "rpc", 2, **{**config, "training": {**config["training"], "max_steps": 8}})
+    rpc = resume(begun, "--set", f"training.max_steps={config['training']['max_steps']}")
+    assert rpc.code == 0, rpc.output
+    assert_equal(ddp, rpc)
+    assert not [name for name in rpc.load("model") if "base" in name]
+    over_rpc = train(tmp_path / "rpc", "rpc", 2, server={"transport": "rpc"}, **config)
+    assert_equal(ddp, over_rpc)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "rpc"])
+def test_a_sparse_module_buffer_is_refused_by_name(tmp_path, mode):
+    run = launch(tmp_path, mode=mode, task="buffer_tasks:SparseBuffer", cluster={"num_trainers": 2})
+    assert run.code == 2, run.output
+    assert "adjacency is a sparse tensor; parameters and buffers must be dense" in run.output
+
+
 @pytest.mark.claim("async-buffers")
 def test_buffers_in_async_are_those_of_the_trainer_whose_push_was_applied_last(tmp_path):
     """As documented: they are not merged, so that the batches of other trainers are not in them."""

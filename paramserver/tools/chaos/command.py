@@ -101,6 +101,12 @@ class ChaosRun:
         file = None if self.run_dir is None else self.run_dir / "summary.json"
         return json.loads(file.read_text()) if file is not None and file.exists() else {}
 
+    def stored(self, kind: str) -> list[dict[str, Any]]:
+        """Return the records of a kind in metrics.jsonl, which has each step once, whatever was made again."""
+        assert self.run_dir is not None
+        lines = (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
     def redone(self) -> int:
         """Return how many updates were made again after the servers had returned to a checkpoint."""
         newest, redone = 0, 0
@@ -230,16 +236,17 @@ def check_run(outcome: ChaosRun, optional: set[int], reference: Path | None) -> 
         return checks
     checks.append(_check_steps(outcome, summary))
     due = _samples_due(outcome)
-    applied = summary.get("samples")
     if due is not None:
-        checks.append(Check("each sample is applied as often as due", applied == due, f"{applied} applied, {due} due"))
+        applied, skipped = summary.get("samples", 0), summary.get("samples_skipped", 0)
+        found = f"{applied} applied{f', {skipped} skipped' if skipped else ''}, {due} due"
+        checks.append(Check("each sample is applied as often as due", applied + skipped == due, found))
     try:
         checkpoint, (weights, state) = load_chosen(outcome.run_dir, LATEST, "model", "run")
     except ParamserverError as error:
         return [*checks, Check("the checkpoint loads", False, str(error))]
     checks.append(Check("the checkpoint loads", checkpoint.step == summary["steps"], f"step {checkpoint.step}"))
     if mode_of(config).has_servers:
-        checks.append(_check_ledger(state, summary))
+        checks.append(_check_ledger(outcome, state, summary))
     if reference is not None:
         _, (expected,) = load_chosen(reference, LATEST, "model")
         differing = _differing(expected, weights)
@@ -274,9 +281,7 @@ def _check_waits(outcome: ChaosRun) -> Check:
 
 def _check_steps(outcome: ChaosRun, summary: Mapping[str, Any]) -> Check:
     """Check that metrics.jsonl has each step once, whatever was made again."""
-    assert outcome.run_dir is not None
-    lines = (outcome.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [record["step"] for record in map(json.loads, lines) if record["kind"] == "train"]
+    steps = [record["step"] for record in outcome.stored("train")]
     max_steps, reason = outcome.config.training.max_steps, f"{summary['steps']} steps, {outcome.redone()} made again"
     whole = max_steps is None or summary["steps"] <= max_steps
     return Check("each step is recorded once", whole and steps == list(range(1, summary["steps"] + 1)), reason)
@@ -299,19 +304,17 @@ def _samples_due(outcome: ChaosRun) -> int | None:
     return int(expected[-1])
 
 
-def _check_ledger(state: Mapping[str, Any], summary: Mapping[str, Any]) -> Check:
-    """Check that each push that the ledger accepted is in one update, or was dropped and counted."""
+def _check_ledger(outcome: ChaosRun, state: Mapping[str, Any], summary: Mapping[str, Any]) -> Check:
+    """Check that each push that the ledger accepted is in one update, or was dropped or skipped, and counted."""
     rows = state["ledger"]["rows"].values()
     accepted = sum(row["pushes"] + row.get("moved_pushes", 0) for row in rows)
     samples = sum(row["samples"] for row in rows)
-    staleness = summary["staleness"]
-    applied = sum(staleness["histogram"].values())
-    ok = accepted == applied + staleness["dropped"] and (bool(staleness["dropped"]) or samples == summary["samples"])
-    return Check(
-        "each push is applied once",
-        ok,
-        f"{accepted} accepted, {applied} applied, {staleness['dropped']} dropped; {samples} samples",
-    )
+    applied, dropped = sum(summary["staleness"]["histogram"].values()), summary["staleness"]["dropped"]
+    skipped = sum(len(record["trainers"]) for record in outcome.stored("skipped"))
+    due = summary["samples"] + summary.get("samples_skipped", 0)
+    ok = accepted == applied + dropped + skipped and (bool(dropped) or samples == due)
+    counts = f"{applied} applied, {dropped} dropped{f', {skipped} skipped' if skipped else ''}"
+    return Check("each push is applied once", ok, f"{accepted} accepted, {counts}; {samples} samples")
 
 
 def _differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
