@@ -39,6 +39,16 @@ TEMPORARY = ".tmp"
 _BLOCK_BYTES = 2**16  # of a file that is read from its end
 
 
+def is_file(path: Path) -> bool:
+    """Whether ``path`` is a file; False where this user may not look, for which ``Path.is_file`` raises an error."""
+    return os.path.isfile(path)  # noqa: PTH113
+
+
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder; False where this user may not look, for which ``Path.is_dir`` raises an error."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
 def then_resume(path: Path) -> str:
     """Return how a run continues whose file ``path`` could not be written: from its checkpoint, where it has one."""
     around = [folder for folder in (path, *path.parents[:4]) if folder.name == "checkpoints"]

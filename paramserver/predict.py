@@ -165,9 +165,12 @@ def _sample(samples: Any, index: int) -> Any:
 
 def _named_tensors(value: Any, name: str = "") -> dict[str, Tensor]:
     """Return the tensors of an output, on the CPU, by their place in it, which is "" if the output is a tensor."""
+    import torch
     from torch import Tensor
 
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise TaskError(f"predict_step: {name or 'the output'} is a sparse tensor; return output.to_dense()")
         if value.dim() == 0:
             raise TaskError(f"predict_step: {name or 'the output'} must have a first dimension, that of the samples")
         return {name: value.detach().cpu()}
@@ -176,13 +179,16 @@ def _named_tensors(value: Any, name: str = "") -> dict[str, Tensor]:
             f"predict_step: {name or 'the output'} is {type(value).__name__}; return tensors, or dictionaries, lists "
             "and tuples of them"
         )
-    items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    return {
-        key: tensor
-        for place, item in items
-        if item is not None
-        for key, tensor in _named_tensors(item, f"{name}.{place}" if name else str(place)).items()
-    }
+    found: dict[str, Tensor] = {}
+    for place, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+        if item is None:
+            continue
+        own = _named_tensors(item, f"{name}.{place}" if name else str(place))
+        if not str(place) or not own.keys().isdisjoint(found):
+            known = ", ".join(map(repr, [*found, *own]))
+            raise TaskError(f"predict_step: outputs must have names that differ and are not empty, not {known}; rename")
+        found.update(own)
+    return found
 
 
 def check_out(out: Path, *endings: str) -> None:

@@ -24,7 +24,15 @@ from filelock import FileLock, Timeout
 from paramserver.checkpoint.memory import newer_in_memory
 from paramserver.cluster import find_job, process_environ
 from paramserver.errors import CheckpointError, FolderInUse, UnsupportedConfiguration
-from paramserver.fileio import TEMPORARY, atomic_write_bytes, atomic_write_text, explain_disk_errors, json_text
+from paramserver.fileio import (
+    TEMPORARY,
+    atomic_write_bytes,
+    atomic_write_text,
+    explain_disk_errors,
+    is_file,
+    is_folder,
+    json_text,
+)
 from paramserver.platform import is_alive
 from paramserver.version import __version__
 
@@ -217,14 +225,25 @@ def newest_run(base: Path, name: str | None = None, task: str | None = None) -> 
 
 
 def newest_first(base: Path) -> list[RunDir]:
-    """Return the runs in ``base`` that began, the one that started last first."""
-    runs = [run for run in map(RunDir, _folders_in(base)) if run.config_file.is_file()]
+    """Return the runs in ``base`` that began, the one that started last first; those that cannot be read are left out.
+
+    Raises:
+        UnsupportedConfiguration: ``base`` cannot be read.
+    """
+    runs = [run for run in map(RunDir, _folders_in(base)) if is_file(run.config_file)]
     # By the recorded time, and not that of the folder, which changes with every file that is made in it.
     return sorted(runs, key=_started_s, reverse=True)
 
 
 def _folders_in(base: Path) -> list[Path]:
-    return [path for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
+    if not is_folder(base):
+        return []
+    try:
+        return [path for path in base.iterdir() if is_folder(path)]
+    except OSError as error:
+        raise UnsupportedConfiguration(
+            f"{base} must be a folder that this user can read ({error.strerror}); change its permissions"
+        ) from error
 
 
 def _is_of(run: RunDir, name: str | None, task: str | None) -> bool:

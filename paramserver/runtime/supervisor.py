@@ -815,10 +815,14 @@ def first_error(error: BaseException) -> BaseException:
         if not isinstance(refusal, OSError) or refusal.errno not in DISK_CURES or refusal.__context__ is None:
             return error
         before = refusal.__context__
-        if isinstance(before, FileNotFoundError) and isinstance(refusal, FileNotFoundError):
+        if isinstance(before, FileNotFoundError) and _is_in(before.filename, refusal.filename):
             return error  # one refusal: ``Path.mkdir`` makes parents while it handles the error of the folder
         error = before
     return error
+
+
+def _is_in(path: object, folder: object) -> bool:
+    return isinstance(path, str) and isinstance(folder, str) and Path(path).is_relative_to(folder)
 
 
 def _descriptor_shortage(error: BaseException) -> str | None:

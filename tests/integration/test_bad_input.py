@@ -3,19 +3,20 @@
 What needs no second rank runs in this process. The messages themselves are tested where they are made.
 """
 
-import os
+import ctypes
+import io
 import re
 import resource
-import shutil
 import socket
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 from cli_errors import EVERY_3, assert_failed_with, error_message, file_contents, invalid_task, temporary_files
-from launching import FinishedRun, launch
+from launching import FinishedRun, launch, write_config
 
+from paramserver._commands import COMMANDS
 from paramserver.errors import TaskError
 from paramserver.task import Task
 
@@ -291,19 +292,25 @@ def read_only(folder):
 
 @contextmanager
 def ordinary_user():
-    """A folder of a user without permissions; the superuser takes another user id meanwhile."""
-    nobody = 65534
-    folder = Path(tempfile.mkdtemp())
-    is_root = os.geteuid() == 0
-    try:
-        if is_root:
-            os.chown(folder, nobody, nobody)
-            os.seteuid(nobody)
-        yield folder
-    finally:
-        if is_root:
-            os.seteuid(0)
-        shutil.rmtree(folder)
+    """A folder of a user whom permissions stop; the superuser gives up these two of its rights meanwhile.
+
+    The header and the sets of capabilities are those of capget(2); the set in effect comes first.
+    """
+    libc, header, sets = (
+        ctypes.CDLL(None, use_errno=True),
+        (ctypes.c_uint32 * 2)(0x20080522, 0),
+        (ctypes.c_uint32 * 6)(),
+    )
+    assert libc.capget(header, sets) == 0
+    before = sets[0]
+    with tempfile.TemporaryDirectory() as folder:
+        sets[0] &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        assert libc.capset(header, sets) == 0
+        try:
+            yield Path(folder)
+        finally:
+            sets[0] = before
+            assert libc.capset(header, sets) == 0
 
 
 def test_a_checkpoint_that_is_refused_by_the_disk_keeps_those_before(start, call):
@@ -340,6 +347,46 @@ def test_a_full_disk_does_not_hide_the_first_error(tmp_path, call):
     assert [record["step"] for record in finished.of_kind("train")] == list(range(1, 10))
 
 
+def refused_folder(command, folder, out):
+    config = write_config(folder)
+    (folder / "local").mkdir(exist_ok=True)
+    (folder / "local" / "config.yaml").write_text("mode: local\n")
+    arguments = {
+        "launch": ["--config", str(config), "--mode", "local", "--set", f"logging.run_dir={out}"],
+        "init": [out],
+        "keys": [out],
+        "report": [str(folder / "local"), "--out", out],
+    }
+    stderr = io.StringIO()
+    with redirect_stderr(stderr), redirect_stdout(io.StringIO()):
+        assert COMMANDS[command].main(arguments[command]) == 2, stderr.getvalue()
+    assert "Traceback" not in stderr.getvalue()
+    return stderr.getvalue()
+
+
+@pytest.mark.parametrize("unreadable", ["run", "base"])
+def test_a_run_of_another_user_is_passed_over(capsys, own_environ, call, unreadable):
+    with ordinary_user() as folder:
+        base = folder / "runs"
+        for name in ("mine", "other"):
+            (base / name / "checkpoints").mkdir(parents=True)
+            (base / name / "config.yaml").write_text("mode: local\n")
+            (base / name / "environment.json").write_text("{}")
+        locked = base / "other" if unreadable == "run" else base
+        locked.chmod(0)
+        try:
+            codes = [COMMANDS["runs"].main([str(base)]), COMMANDS["report"].main([str(locked), "--out", str(folder)])]
+            out, err = capsys.readouterr()
+            config = write_config(folder, logging={"run_dir": str(base)})
+            resumed = call(None, "--config", config, "--mode", "local", "--resume")
+        finally:
+            locked.chmod(0o700)
+    codes, err = [*codes, resumed.code], err + resumed.output
+    assert codes == [0 if unreadable == "run" else 2, 2, 2], out + err
+    assert "Traceback" not in err
+    assert ("mine" in out) == (unreadable == "run")
+
+
 def test_folders_that_may_not_be_written_to(start, call):
     with ordinary_user() as folder:
         (folder / "read-only").mkdir(0o500)
@@ -347,6 +394,9 @@ def test_folders_that_may_not_be_written_to(start, call):
         assert (
             f"logging.run_dir ({folder}/read-only/runs) must be a folder that this user can write to (Perm" in message
         )
+        for command in ("launch", "init", "keys", "report"):
+            for deep in ("a", "a/b", "a/b/c"):
+                assert "Permission denied" in refused_folder(command, folder, f"{folder}/read-only/{deep}")
         assert start(folder=folder, **EVERY_3).code == 0
         run = FinishedRun(0, "", folder / "runs" / "run")
         longer = ("--resume", run.run_dir, "--set", "training.max_steps=12")

@@ -294,6 +294,13 @@ def test_folders_of_runs_have_plain_names(tmp_path):
     ]
 
 
+def test_a_case_is_measured_although_one_of_the_same_folder_failed(tmp_path):
+    case = cases_of(tmp_path, task="nowhere.py:Task")["local"]
+    method = outside_clock.method_of(tmp_path / "out", 1.0, 1.0)
+    (tmp_path / "out" / "runs" / "local-0" / "0").mkdir(parents=True)
+    assert "there is no file nowhere.py" in measure(case, 0, method).error
+
+
 def made(case, repeat, rate=100.0, **fields):
     known = {"samples_per_second": rate, "wall_s": 2.0, "seconds": 1.0} if rate else {"error": "it broke"}
     about = {"trainers": case.trainers, "servers": case.servers, "baseline": case.baseline}

@@ -81,6 +81,10 @@ class Named(ReferenceTask):
             "text": {"x": "y"},
             "uneven": output[:, : 1 + batch_idx],
             "other": {str(batch_idx): output},
+            "twice": {"a.b": output, "a": {"b": 2 * output}},
+            "number": {1: output, "1": output},
+            "unnamed": {"": output, "z": output},
+            "sparse": {"x": output.to_sparse()},
         }[self.what]
 
 class Scalar(Named):
@@ -94,6 +98,18 @@ class Uneven(Named):
 
 class Other(Named):
     what = "other"
+
+class Twice(Named):
+    what = "twice"
+
+class Number(Named):
+    what = "number"
+
+class Unnamed(Named):
+    what = "unnamed"
+
+class Sparse(Named):
+    what = "sparse"
 
 class Narrow(ReferenceTask):
     def predict_step(self, model, batch, batch_idx):
@@ -190,6 +206,10 @@ def test_one_output_with_a_name_keeps_it_and_numpy_has_what_float8_holds(run, fo
         ({"task": "Scalar"}, "predict_step: the output must have a first dimension"),
         ({"task": "Text"}, "predict_step: x is str; return tensors"),
         ({"task": "Uneven"}, "must have the same shape but for the first dimension"),
+        ({"task": "Twice"}, "outputs must have names that differ and are not empty, not 'a.b', 'a.b'; rename"),
+        ({"task": "Number"}, "outputs must have names that differ and are not empty, not '1', '1'; rename"),
+        ({"task": "Unnamed"}, "outputs must have names that differ and are not empty, not ''; rename"),
+        ({"task": "Sparse"}, "predict_step: x is a sparse tensor; return output.to_dense()"),
         ({"task": "Other"}, "the same outputs for every batch: 0 for the first, and 1 for batch 1"),
     ],
 )

@@ -135,6 +135,20 @@ def test_a_result_has_the_model_its_checkpoint_and_the_curves(tmp_path):
         result.model("best")
 
 
+class LogsNamesOfRows(Given):
+    def on_batch_end(self, batch_idx):
+        for name in ("kind", "step", "time", "other"):
+            self.log(name, 77.0)
+
+
+def test_what_a_task_logs_does_not_replace_the_kind_step_and_time_of_a_row(tmp_path):
+    rows = paramserver.run(LogsNamesOfRows(DATA), config(tmp_path, "run", steps=2)).metrics("log")
+    assert {row["kind"] for row in rows} == {"log"}
+    assert {row["step"] for row in rows} == {1, 2}
+    logged = {name: value for row in rows for name, value in row.items() if value == 77.0}
+    assert logged == dict.fromkeys(("log/kind", "log/step", "log/time", "other"), 77.0)
+
+
 def test_a_result_without_a_checkpoint_has_none(tmp_path):
     assert paramserver.Result(tmp_path, {"checkpoint": None}).checkpoint is None
 

@@ -233,7 +233,9 @@ def measure(case: Case, repeat: int, method: MeasuringMethod) -> CaseResult:
         Interrupted: ``method.stop`` was set.
     """
     started, began = time.time(), time.perf_counter()
-    folder = method.out / "runs" / folder_name(case, repeat)
+    folder, number = method.out / "runs" / folder_name(case, repeat), 1
+    while folder.exists():  # of a case that failed, whose name is the same in plain characters
+        folder, number = folder.with_name(f"{folder_name(case, repeat)}-{number + 1}"), number + 1
     found: dict[str, Any] = {"status": "completed"}
     try:
         # A case that fails must not end the benchmark: the other cases are still worth their time.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.fileio import json_text
+from paramserver.fileio import is_file, is_folder, json_text
 from paramserver.launch import CommandParser, run_command
 from paramserver.metrics.sinks import with_numbers
 from paramserver.process_utils import print_output
@@ -90,9 +91,9 @@ def runs_in(folder: Path) -> list[dict[str, Any]]:
     Raises:
         UnsupportedConfiguration: there is no such folder.
     """
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise UnsupportedConfiguration(f"{folder} must be a folder of runs, and is none; give a logging.run_dir")
-    runs = [run for run in (RunDir(folder), *newest_first(folder)) if run.environment_file.is_file()]
+    runs = [run for run in (RunDir(folder), *newest_first(folder)) if is_file(run.environment_file)]
     return [_describe_or_error(run) for run in runs]
 
 
@@ -131,6 +132,11 @@ def _table(runs: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*lines, *(run["error"] for run in runs if "error" in run)])
 
 
+def _metric(name: str, value: float | None) -> str:
+    is_finite = value is None or math.isfinite(value)
+    return f"{name} {format_number(value, 4) if is_finite else value}"
+
+
 def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
     best = run["best"]
     return (
@@ -138,7 +144,7 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
         run["status"],
         run["mode"] or DASH,
         DASH if run["steps"] is None else str(run["steps"]),
-        DASH if best is None else f"{best['name']} {format_number(best['value'], 4)}",
-        ", ".join(f"{name} {format_number(value, 4)}" for name, value in run["validation"].items()) or DASH,
+        DASH if best is None else _metric(best["name"], best["value"]),
+        ", ".join(_metric(name, value) for name, value in run["validation"].items()) or DASH,
         format_number(run["samples_per_second"]),
     )

@@ -263,7 +263,8 @@ def _target(cases: Sequence[ReportCase]) -> list[str]:
     """Which case reached the target first. Loops without communication train models of their own, and are left out."""
     able = [case for case in cases if case.completed and case.baseline != NO_COMMUNICATION]
     target = next((one.target for case in able for one in case.results if one.target), None)
-    what = " and ".join(f"{name} {value:g}" for name, value in target.items()) if target else "the target"
+    values = " and ".join(f"{name} {value:g}" for name, value in (target or {}).items())
+    what = f"the target {values}".rstrip()
     reached = [(case, s) for case in able if (s := case.estimate(TIME_TO_TARGET)) is not None]
     if not reached:
         return [f"No case reached {what} in its time."] if target else []

@@ -10,11 +10,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from paramserver.config.io import flatten_mapping
+from paramserver.config.layers import KEYS
 from paramserver.config.modes import MODES
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.fileio import is_file, is_folder
 from paramserver.metrics.summary import core_wait_text
 from paramserver.tools.report.formatting import join_names, plural
 from paramserver.tools.report.results import (
@@ -48,7 +51,7 @@ def results_at(paths: Sequence[Path]) -> Results:
     Raises:
         UnsupportedConfiguration: a path is none of these, several are benchmarks, or a file is damaged.
     """
-    benchmarks = [path for path in paths if path.is_file() or (path / RESULTS_FILE).is_file()]
+    benchmarks = [path for path in paths if is_file(path) or is_file(path / RESULTS_FILE)]
     if not benchmarks:
         return _results([read_run(path) for path in dict.fromkeys(paths)])
     if len(paths) > 1:
@@ -62,8 +65,8 @@ def results_at(paths: Sequence[Path]) -> Results:
 def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, list[list[Any]]]:
     """The points of each curve, [samples, seconds, value]; a value of ``validation`` is {name: value}.
 
-    A quantity has points where it was recorded. The record of a validation holds a step, which is converted with the
-    mean number of samples per step.
+    A quantity has points where it was recorded. The record of a validation has a step; its samples are those of the
+    record ``train`` of this step, or lie between those of the steps before and after it.
     """
 
     def of_kind(kind: str, *numbers: str) -> list[Record]:
@@ -75,9 +78,8 @@ def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, lis
         return {name: value for name, value in values.items() if value is None or isinstance(value, int | float)}
 
     last = {"step": summary.get("steps"), "samples": summary.get("samples")}
-    if not _has_numbers(last, "step", "samples"):
-        last = {**train[-1]} if train else {"step": 0, "samples": 0}
-    per_step = float(last["samples"] / last["step"]) if last["step"] else 0.0
+    known_at = [{"step": 0, "samples": 0}, *train, *([last] if _has_numbers(last, "step", "samples") else [])]
+    steps, samples = ([one[name] for one in known_at] for name in ("step", "samples"))
     return {
         "loss": [[one["samples"], one["seconds"], one.get("loss")] for one in train],
         **{
@@ -85,7 +87,7 @@ def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, lis
             for name in CURVES
         },
         "validation": [
-            [one["step"] * per_step, one["seconds"], known(one.get("values") or {})]
+            [float(np.interp(one["step"], steps, samples)), one["seconds"], known(one.get("values") or {})]
             for one in of_kind("validation", "step", "seconds")
         ],
     }
@@ -174,7 +176,7 @@ def read_run(folder: Path) -> Run:
     Raises:
         UnsupportedConfiguration: it is none, or a file of it is damaged.
     """
-    if not any((folder / name).is_file() for name in _RUN_FILES):
+    if not _is_run(folder):
         raise UnsupportedConfiguration(f"{folder} must be the folder of a run{_reason(folder)}")
     config_text = _read_text(folder / "config.yaml")
     records, damaged = [], 0
@@ -197,11 +199,18 @@ def read_run(folder: Path) -> Run:
     )
 
 
+def _is_run(folder: Path) -> bool:
+    return any(is_file(folder / name) for name in _RUN_FILES)
+
+
 def _reason(folder: Path) -> str:
     """Why ``folder`` is not the folder of a run, and the cure."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         return ", and does not exist; give one such as runs/<name>"
-    runs = sorted(path for path in folder.iterdir() if any((path / name).is_file() for name in _RUN_FILES))
+    try:
+        runs = sorted(filter(_is_run, folder.iterdir()))
+    except OSError as error:
+        return f" that this user can read ({error.strerror}); change its permissions"
     if runs:
         shown = " ".join(str(path) for path in runs[:3]) + (" ..." if len(runs) > 3 else "")
         return f", and holds {plural(len(runs), 'run')} instead; give them: {shown}"
@@ -247,12 +256,20 @@ def _results(runs: Sequence[Run]) -> Results:
 
 
 def _varying_keys(runs: Sequence[Run]) -> set[str]:
-    """Keys that do not have the same value in all runs that use them."""
-    values: dict[str, set[str]] = {}
+    """Keys that do not have the same value in all runs that use them.
+
+    Names that the user chose, as those of ``task_args``, are used by the runs that lack them too, with their defaults.
+    """
+    values: dict[str, list[str]] = {}
     for run in runs:
         for name, value in run.keys().items():
-            values.setdefault(name, set()).add(json.dumps(value, default=str))
-    return {name for name, found in values.items() if len(found) > 1}
+            values.setdefault(name, []).append(json.dumps(value, default=str))
+
+    def varies(name: str, found: Sequence[str]) -> bool:
+        is_of_user = any(name.startswith(f"{key}.") for key in KEYS)
+        return len(set(found)) > 1 or (is_of_user and len(found) < len(runs))
+
+    return {name for name, found in values.items() if varies(name, found)}
 
 
 def _case_names(runs: Sequence[Run]) -> list[str]:

@@ -113,7 +113,7 @@ def comparability_warnings(cases: Sequence[ReportCase]) -> list[str]:
     found = []
     for what, get in (
         ("machines", _machine),
-        ("transports", lambda one: transport_text(one.transports) if MODES[one.mode].has_servers else ""),
+        ("transports", lambda one: transport_text(one.transports) if _has_servers(one) else ""),
         ("commits", lambda one: _text(one.environment.get("commit"))[:12]),
         ("versions of torch", lambda one: _version(one, "torch")),
         ("versions of Python", lambda one: _version(one, "python")),
@@ -122,6 +122,10 @@ def comparability_warnings(cases: Sequence[ReportCase]) -> list[str]:
         if len(values) > 1:
             found.append(f"The results are of different {what} ({join_names(values)}): not only the cases differ.")
     return found
+
+
+def _has_servers(result: CaseResult) -> bool:
+    return result.mode in MODES and MODES[result.mode].has_servers  # of a run without files it is unknown
 
 
 def condition_rows(cases: Sequence[ReportCase]) -> list[tuple[str, str]]:

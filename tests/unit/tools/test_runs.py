@@ -77,7 +77,7 @@ def test_a_value_that_is_not_finite_hides_no_run(finished, tmp_path, capsys):
     copied(finished, tmp_path / "a", "2026-01-01T00:00:00+00:00", {"validation": validation})
     code, out, _ = listed(capsys, tmp_path)
     assert code == 0
-    assert "loss 0.5000, corr -" in out
+    assert "loss 0.5000, corr nan" in out
     code, out, _ = listed(capsys, tmp_path, "--json")
     assert json.loads(out)[0]["validation"] == validation
 

@@ -230,7 +230,7 @@ def test_savings_are_of_cases_that_are_alike_and_use_a_network():
 
 def test_the_first_at_the_target_need_not_be_the_fastest():
     text = text_of(with_target(rpc(FAST), [4.0, 4.1, 3.9]), with_target(ddp(NEAR), [3.0, 3.1, 2.9]))
-    assert "Accuracy 0.95 was reached first by `ddp`, after 3.00 (" in text
+    assert "The target accuracy 0.95 was reached first by `ddp`, after 3.00 (" in text
     other = text_of(with_target(rpc(FAST), [3.0, 3.1, 2.9]), with_target(ddp(NEAR), [4.0, 4.1, 3.9]))
     assert "reached first by `rpc`" in other
     assert "target" not in text_of(rpc(FAST), ddp(NEAR))
@@ -244,7 +244,7 @@ def test_a_target_that_is_reached_now_and_then_or_never():
     assert "It was not reached by `rpc`." in text_of(
         with_target(rpc(FAST), [None] * 3), with_target(ddp(NEAR), [3.0] * 3)
     )
-    assert "No case reached accuracy 0.95" in text_of(with_target(rpc(FAST), [None] * 3))
+    assert "No case reached the target accuracy 0.95" in text_of(with_target(rpc(FAST), [None] * 3))
 
 
 # Where the time goes.

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from fake_results import failed, repeats, result
 from launching import environment, launch, run_in_process, train
 
@@ -150,6 +151,49 @@ def test_runs_that_differ_in_a_key_are_cases_named_by_it(local, tmp_path):
     assert {one.case for one in results_at([local.run_dir, other]).results} == {"local"}
 
 
+@pytest.mark.parametrize("section", ["task_args", "simulations.sampler_args"])
+def test_an_argument_that_one_run_leaves_at_its_default_makes_two_cases(local, tmp_path, section):
+    def given(text):
+        config = yaml.safe_load(text)
+        first, _, second = section.partition(".")
+        own = config.get(first) or {}
+        config[first] = {**own, "lr2": 0.2} if not second else {**own, second: {"lr2": 0.2}}
+        return yaml.safe_dump(config)
+
+    other = copied(local, tmp_path / "other", config=given)
+    for runs in ([local.run_dir, other], [other, local.run_dir]):
+        found = results_at(runs).results
+        assert {one.case for one in found} == {"local", f"local, {section}.lr2=0.2"}
+        assert [dict(one.overrides) for one in found if one.case != "local"] == [{f"{section}.lr2": 0.2}]
+
+
+def test_a_validation_has_the_samples_of_its_step_where_steps_have_different_numbers(local, tmp_path):
+    """As after a resume with another batch size."""
+
+    def larger_after_six(text):
+        records = [json.loads(line) for line in text.splitlines()]
+        for one in records:
+            if one["kind"] == "train":
+                one["samples"] = 100 * min(one["step"], 6) + 8 * max(one["step"] - 6, 0)
+        return "".join(json.dumps(one) + "\n" for one in records)
+
+    def summary(found):
+        return {**found, "samples": 648}
+
+    (one,) = results_at([copied(local, tmp_path / "x", metrics=larger_after_six, summary=summary)]).results
+    assert [point[0] for point in one.validation] == [400, 616, 648]
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "summary.json", "config.yaml"])
+def test_a_run_of_which_one_file_is_left_is_reported_beside_others(local, tmp_path, capsys, left):
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    shutil.copy(local.run_dir / left, damaged)
+    code, out, err = report(capsys, local.run_dir, damaged, "--out", tmp_path / "out")
+    assert code in (0, 1), out + err
+    assert (tmp_path / "out" / "report.md").exists()
+
+
 def test_runs_of_other_tasks_are_doubted(local, tmp_path):
     other = copied(local, tmp_path / "other", config=lambda text: text.replace("py:ReferenceTask", "py:Other"))
     assert any("different tasks" in note for note in results_at([local.run_dir, other]).notes)
@@ -225,9 +269,9 @@ def test_the_time_to_a_target_is_that_of_the_validation_that_met_it(local, tmp_p
     assert met.time_to_target_s == seconds[losses.index(min(losses))]
     code, out, _ = report(capsys, local.run_dir, "--target", "loss=1e9", "--out", tmp_path)
     assert code == 0
-    assert "Loss 1e+09 was reached first by `local`" in out
+    assert "The target loss 1e+09 was reached first by `local`" in out
     code, out, _ = report(capsys, local.run_dir, "--target", "loss=-1", "--out", tmp_path)
-    assert "No case reached loss -1" in out
+    assert "No case reached the target loss -1" in out
 
 
 def test_accuracy_rises_and_loss_falls_to_a_target():
