@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from paramserver.config.io import flatten_mapping
@@ -78,8 +79,8 @@ def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, lis
         return {name: value for name, value in values.items() if value is None or isinstance(value, int | float)}
 
     last = {"step": summary.get("steps"), "samples": summary.get("samples")}
-    known_at = [{"step": 0, "samples": 0}, *train, *([last] if _has_numbers(last, "step", "samples") else [])]
-    steps, samples = ([one[name] for one in known_at] for name in ("step", "samples"))
+    reached = [{"step": 0, "samples": 0}, *train, *([last] if _has_numbers(last, "step", "samples") else [])]
+    samples_at = [(one["step"], one["samples"]) for one in reached]
     return {
         "loss": [[one["samples"], one["seconds"], one.get("loss")] for one in train],
         **{
@@ -87,10 +88,19 @@ def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, lis
             for name in CURVES
         },
         "validation": [
-            [float(np.interp(one["step"], steps, samples)), one["seconds"], known(one.get("values") or {})]
+            [_interpolated(one["step"], samples_at), one["seconds"], known(one.get("values") or {})]
             for one in of_kind("validation", "step", "seconds")
         ],
     }
+
+
+def _interpolated(x: float, points: Sequence[tuple[float, float]]) -> float:
+    """The y of ``x`` between points (x, y) in the order of x; that of the last one beyond it."""
+    after = bisect.bisect_left(points, x, key=itemgetter(0))
+    if after == len(points) or points[after][0] == x or not after:
+        return float(points[min(after, len(points) - 1)][1])
+    (x0, y0), (x1, y1) = points[after - 1 : after + 1]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def _has_numbers(record: Record, *names: str) -> bool:
