@@ -78,7 +78,7 @@ class Control(ABC):
 
     def with_stop(self, announcement: Announcement) -> Announcement:
         """Return the announcement with this process's request to stop, if there is one."""
-        if self.process.stop.event.is_set():
+        if self.process.stop.event.is_set() and self.signal_ends_run():
             stop, reason = self.process.stop.state()
         elif self._stop_reason:
             stop, reason = Stop.LIMIT, self._stop_reason
@@ -87,6 +87,10 @@ class Control(ABC):
         else:
             return announcement
         return replace(announcement, stop=stop, reason=reason)
+
+    def signal_ends_run(self) -> bool:
+        """Whether a signal that this process received ends the run. Called for each announcement after it."""
+        return True
 
     def update_applied(self, result: StepResult) -> None:
         """Record an update of all trainers, on rank 0."""

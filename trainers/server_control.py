@@ -13,7 +13,7 @@ import torch
 from paramserver.checkpoint import write_chunks
 from paramserver.checkpoint.writer import BackgroundSender
 from paramserver.config import num_servers_of
-from paramserver.consistency import Announcement, Decision
+from paramserver.consistency import Decision
 from paramserver.distributed.membership import Member, release_liveness_calls
 from paramserver.distributed.remote_error import RemoteError
 from paramserver.distributed.rendezvous import Rendezvous
@@ -90,17 +90,16 @@ class ServerControl(Control):
             rendezvous.claim_again()
         return reply
 
-    def with_stop(self, announcement: Announcement) -> Announcement:
+    def signal_ends_run(self) -> bool:
         if not self.config.cluster.elastic:
-            return super().with_stop(announcement)
-        # A signal to this process does not end the run: rank 0 lets the others continue, unless it has one too.
-        if self.process.stop.event.is_set():
-            if self._leave_request is None:
-                self._leave_request = self.rendezvous.request_leave()
-            elif self._leave_request and (reason := self.rendezvous.refused(self._leave_request)):
-                self._leave_request = ""
-                log.warning("this trainer continues, as it cannot leave: %s", reason)
-        return announcement
+            return True
+        # Rank 0 lets this trainer leave and the others continue, unless it has a signal too.
+        if self._leave_request is None:
+            self._leave_request = self.rendezvous.request_leave()
+        elif self._leave_request and (reason := self.rendezvous.refused(self._leave_request)):
+            self._leave_request = ""
+            log.warning("this trainer continues, as it cannot leave: %s", reason)
+        return False
 
     def all_gather(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
         return self.server.all_gather(value, call, active)
