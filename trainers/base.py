@@ -150,6 +150,9 @@ class Trainer(ABC):
     updater: Updater | None = None  # with the optimizer and its schedule; None if the servers have them
     local_steps: LocalSteps | None = None
 
+    ends_epoch = False
+    """Whether the last checkpoint follows hooks that ended an epoch."""
+
     _is_scaled = False  # the loss of the backward that is computed
 
     def __init__(
@@ -281,6 +284,9 @@ class Trainer(ABC):
 
     def on_hooks_called(self) -> None:
         """Called after hooks that are called between two steps: before the first one, and after a validation."""
+
+    def load_before_hooks(self) -> None:
+        """Load the version of the decision before hooks of epochs are called, where ``load_version`` is too late."""
 
     def hooks_between_steps(self) -> AbstractContextManager[Any]:
         """Return a context for the hooks of epochs, which may change the model between two steps."""
@@ -617,8 +623,11 @@ class Trainer(ABC):
         return any(is_due(step, every, self.optimizer_calls.batch_began) for every in due)
 
     def save(self, reason: str) -> None:
-        """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent."""
-        if self.control.saved_step != self.step:
+        """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent.
+
+        One that was made before hooks ended the last epoch is made again, as they may have changed what it has.
+        """
+        if self.control.saved_step != self.step or self.ends_epoch:
             self.control.saved_step = None if SAVE_REASONS[reason].in_memory else self.step
             began = time.perf_counter()
             self.control.wait_saved()  # all trainers wait for the same checkpoint, so none is more than one ahead
@@ -823,7 +832,8 @@ class TrainingLoop:
                 decision = trainer.agree()
                 trainer.current_step = Step(decision)
                 if decision.verdict is Verdict.END:
-                    self._close_epoch()
+                    trainer.load_before_hooks()
+                    trainer.ends_epoch = self._close_epoch()
                     break
                 takes_step = decision.verdict is Verdict.GO and self._take_step(decision)
             if takes_step:
@@ -858,6 +868,7 @@ class TrainingLoop:
         trainer.process.profiler.enter_step(decision.step)
         trainer.current_step.is_open = True
         if decision.position >= self._epoch_end:
+            trainer.load_before_hooks()
             with trainer.hooks_between_steps():
                 self._enter_epoch(decision.position)
         trainer.current_step.is_common = True
@@ -1040,12 +1051,19 @@ class TrainingLoop:
                 hooks.on_epoch_start(progress.epoch)
         self._epoch_end = (progress.epoch + 1) * epoch_samples if epoch_samples else float("inf")
 
-    def _close_epoch(self) -> None:
-        progress = self.trainer.progress
-        if progress.epoch_open:
+    def _close_epoch(self) -> bool:
+        """Call the hooks of the end of an epoch, if one has begun; return whether another checkpoint is due then.
+
+        The same for all trainers: some have no epoch that has begun, where rank 0 knows which checkpoint exists.
+        """
+        progress, hooks = self.trainer.progress, self.trainer.hooks
+        ends = progress.epoch_open
+        if ends:
             progress.epoch_open = False
-            for hooks in self.trainer.hooks:
-                hooks.on_epoch_end(progress.epoch)
+            for one in hooks:
+                one.on_epoch_end(progress.epoch)
+        changes = any(overrides(one, Hooks.on_epoch_end) for one in hooks)
+        return changes and (ends or self.trainer.control.knows_saved)
 
     # Between two steps.
 

@@ -33,6 +33,9 @@ class Control(ABC):
     ``request_stop`` and ``report_failure``.
     """
 
+    knows_saved = False
+    """Whether rank 0 tells a trainer that a checkpoint exists already."""
+
     sender: BackgroundSender | None = None  # of parts of checkpoints; None if the part of rank 0 is the only one
 
     def __init__(

@@ -28,7 +28,7 @@ from paramserver.optim.outer import round_weights
 from paramserver.parameters.flat import trainable_parameters
 from paramserver.parameters.model import build_model, extra_state_dict, load_part_of_state
 from paramserver.parameters.model_tree import mean_buffers, set_buffer
-from paramserver.parameters.numerics import checksums
+from paramserver.parameters.numerics import checksums, divide_
 from paramserver.parameters.tables import find_tables
 from paramserver.platform import SHARES_MEMORY
 from paramserver.trainers.base import overrides
@@ -128,6 +128,7 @@ class DdpTrainer(ReplicaTrainer):
             model._ddp_params_and_buffers_to_ignore = [*getattr(model, _IGNORED, ()), *own]  # type: ignore[assignment]
             for tensor in own.values():
                 _broadcast(tensor, 0)
+        self._trained_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._sends_bytes = any(buffer.dtype not in _COLLECTIVE_DTYPES for buffer in model.buffers())
         self._wrapped_without_buffers = not any(True for _ in model.buffers())
         device_ids = [placement.device] if placement.device.type != "cpu" and len(placement.devices) == 1 else None
@@ -611,7 +612,7 @@ class DdpTrainer(ReplicaTrainer):
                 with translate_peer_loss(), span("push"):
                     dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
                 if len(active) > 1:
-                    flat /= len(active)
+                    divide_([flat], len(active))
         for own, flat in zip(of_dtype, flats, strict=True):
             for parameter, mean in zip(own, torch.split(flat, [p.numel() for p in own]), strict=True):
                 parameter.grad = mean.view(parameter.shape)
@@ -694,7 +695,8 @@ class DdpTrainer(ReplicaTrainer):
         """Refuse parameters that differ between the ranks: these train different models without a sign of it."""
         if overrides(self, DdpTrainer.configure_ddp):
             return  # a comm hook of the user may average the parameters only now and then
-        own = checksums(dict(self.unwrapped_model.named_parameters()))
+        # What a task makes of frozen ones, as those of a target network, is its own on each rank.
+        own = checksums({name: p for name, p in self.unwrapped_model.named_parameters() if name in self._trained_names})
         gathered = self.control.exchange(own)
         for rank, sums in enumerate(gathered):
             for name, value in sums.items():

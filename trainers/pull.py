@@ -82,6 +82,7 @@ class VersionPull:
         self._timeout_s = control.config.cluster.timeout_s
         self._calls: list[InFlightCall[tuple[Tensor, ...]]] = []
         self._loaded: int | None = None  # the version that the model is known to hold
+        self._is_loaded = False  # the version that was requested
         transport.sends_unused = not parameters_of
         numbers = {name: number for number, name in enumerate(model_copy.parameters)}
         # Of each of several optimizers: the numbers of its parameters, and the ranges without one, which are neither
@@ -94,6 +95,7 @@ class VersionPull:
         """Request the version that was granted, unless calls of several optimizers request it."""
         assert grant.decision is not None
         self.grant, self.version = grant, grant.decision.step
+        self._is_loaded = False
         if not self._numbers_of:
             self._begin()
 
@@ -130,20 +132,27 @@ class VersionPull:
     def load(self, batches: Sequence[Any] = ()) -> None:
         """Load the version of this step, for these batches, without gradients."""
         if not self._numbers_of:
-            self.model_copy.check_unchanged(between_steps=True)
             self._begin_rows(self.version, batches)
-            if self.transport.zero_copy:
-                self.transport.map_version(self.grant.slot)
-            else:
-                self.finish()
-                self.transport.load(self.pulled)
-            self.model_copy.loaded.note()
-            if self._rows is not None:
-                self._rows.wait()
-        elif self._loaded != self.version:
-            self.load_step(self.version, values=False)
+        self.load_values()
+        if not self._numbers_of and self._rows is not None:
+            self._rows.wait()
         for parameter in self.model_copy.parameters.values():
             parameter.grad = None
+
+    def load_values(self) -> None:
+        """Load the parameters of this step's version, unless that was done before hooks between two steps."""
+        if self._numbers_of:
+            if self._loaded != self.version:
+                self.load_step(self.version, values=False)
+            return
+        self.model_copy.check_unchanged(between_steps=True)
+        if self.transport.zero_copy:
+            self.transport.map_version(self.grant.slot)
+        elif not self._is_loaded:
+            self.finish()
+            self.transport.load(self.pulled)
+        self._is_loaded = True
+        self.model_copy.loaded.note()
 
     def load_step(self, step: int, values: bool = True) -> VersionView:
         """Load the parameters of the present version, which is that of ``step``, and return it."""

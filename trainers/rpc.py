@@ -25,7 +25,7 @@ from paramserver.parameters.tables import row_ends
 from paramserver.rng import seed_all
 from paramserver.server.client import ServerClient
 from paramserver.server.shared_optimizer import SharedOptimizer
-from paramserver.task import Hooks, restore_task
+from paramserver.task import Callback, Hooks, Task, restore_task
 from paramserver.trainers.base import Trainer, TrainerProgress, overrides
 from paramserver.trainers.model_copy import ModelCopy, find_trained
 from paramserver.trainers.pull import StepContext, VersionPull, make_transport
@@ -218,6 +218,13 @@ class RpcTrainer(Trainer):
         self.pull.load(self.current_step.batches)
         self.clock.lap("pull")
 
+    def load_before_hooks(self) -> None:
+        decision = self.current_step.decision
+        if decision.verdict is Verdict.END:
+            self.pull.load_step(decision.step)
+        elif self.trainer_index in decision.active:
+            self.pull.load_values()
+
     def hooks_between_steps(self) -> AbstractContextManager[None]:
         # Memory of the server stays as it is in lockstep, until this trainer pushes; for one that has no more data the
         # others do not wait.
@@ -305,9 +312,14 @@ class RpcTrainer(Trainer):
 
     def save_part(self, reason: str, since: float) -> None:
         records = self.control.flush_records()
+        callbacks = self.process.kept.callbacks.values()
+        if overrides(self.task, Task.on_checkpoint) or any(overrides(one, Callback.state_dict) for one in callbacks):
+            self.sync_model()
         # The server copies while this trainer does.
         model = self.model_copy
-        staging = self.server.stage_checkpoint(reason, model.extra_state(), model.changed_buffers())
+        staging = self.server.stage_checkpoint(
+            reason, model.extra_state(), model.changed_buffers(), ends_epoch=self.ends_epoch
+        )
         step, part = self.step, self.state_dict()
         takes_part = staging.wait()
         records.wait()  # records from before the checkpoint are stored before it is

@@ -38,6 +38,8 @@ class ServerControl(Control):
     server: ServerClient
     sender: BackgroundSender
 
+    knows_saved = True
+
     _stack: ExitStack
     _leave_request: str | None = None
     _sending_records: InFlightCall[None] | None = None

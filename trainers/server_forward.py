@@ -220,6 +220,9 @@ class ServedTrainer(RpcTrainer):
     def begin_step(self, grant: StepGrant) -> None:
         """Do nothing: the version stays on the server, which has pinned it."""
 
+    def load_before_hooks(self) -> None:
+        """Do nothing: the model is on the server."""
+
     def load_version(self) -> None:
         self._losses: list[Tensor] = []
         self.model.begin_step()

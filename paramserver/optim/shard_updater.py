@@ -16,6 +16,7 @@ from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import ParallelStep, ThreadTeam, generators_of_update
 from paramserver.optim.row_steps import RowSnapshot, RowStep, record_rows
 from paramserver.parameters.flat import FlatLayout, gradient_leaf
+from paramserver.parameters.numerics import divide_
 from paramserver.parameters.sharding import Shard, States, optimizer_indices
 from paramserver.parameters.tables import large_tables, mean_of_rows, table_ranges
 
@@ -120,7 +121,7 @@ class ShardUpdater:
         """Return the mean of the gradients that were accumulated since the last call; there is at least one."""
         mean, self._accumulated = self._accumulated, []
         if self._num_accumulated > 1:
-            torch._foreach_div_(mean, float(self._num_accumulated))
+            divide_(mean, self._num_accumulated)
         self._num_accumulated = 0
         return mean
 
@@ -263,7 +264,7 @@ def _average(gradients: Sequence[Sequence[Tensor]], factors: Sequence[float]) ->
     if len(gradients) > 1:
         # Divided by the number of gradients and not by the sum of factors, so that a stale gradient has less weight in
         # the update.
-        torch._foreach_div_(total, float(len(gradients)))
+        divide_(total, len(gradients))
 
 
 def _cut(flats: Sequence[Tensor], cuts: Sequence[slice]) -> list[Tensor]:

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from paramserver.errors import TaskError
 from paramserver.parameters.flat import FlatLayout, TensorSlot
+from paramserver.parameters.numerics import divide_
 
 Buffers: TypeAlias = dict[str, Tensor | None]
 
@@ -65,7 +66,7 @@ def mean_buffers(several: Sequence[PackedBuffers | None]) -> PackedBuffers | Non
         if len(given) > 1 and flat.dtype.itemsize > 1 and (flat.is_floating_point() or flat.is_complex()):
             for other in given[1:]:
                 flat += other.flats[number]
-            flat /= len(given)
+            divide_([flat], len(given))
     return PackedBuffers(given[0].description, tuple(flats))
 
 

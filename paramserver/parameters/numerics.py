@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,6 +68,15 @@ def _as_real(tensor: Tensor) -> Tensor:
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def divide_(tensors: Sequence[Tensor], count: int) -> None:
+    """Divide each tensor in place, as all means over trainers are.
+
+    Complex numbers by their parts, which rounds otherwise than a division by a complex number:
+    DistributedDataParallel holds them as parts.
+    """
+    torch._foreach_div_([_as_real(tensor) for tensor in tensors], float(count))
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -604,14 +604,18 @@ class ServerClient(ServerConnection):
         self.call(ParameterServer.report_validation_share, self._id, version, share, sums)
 
     def stage_checkpoint(
-        self, reason: str, extra_state: Mapping[str, Any], buffers: PackedBuffers | None = None
+        self,
+        reason: str,
+        extra_state: Mapping[str, Any],
+        buffers: PackedBuffers | None = None,
+        ends_epoch: bool = False,
     ) -> InFlightCall[bool]:
         """Take part in a checkpoint; the reply, whether to send a part, comes once model and optimizer are copied.
 
-        ``buffers`` as for ``announce``.
+        ``buffers`` as for ``announce``, ``ends_epoch`` as for ``Staging.call``.
         """
         return self.begin_deferred(
-            SERVER_NAME, ParameterServer.stage_checkpoint, self._id, reason, extra_state, buffers
+            SERVER_NAME, ParameterServer.stage_checkpoint, self._id, reason, extra_state, buffers, ends_epoch
         )
 
     def send_part_chunk(self, step: int, chunk: Tensor) -> None:

@@ -358,6 +358,7 @@ class ParameterServer(TutorialMethods, ShardHandlers):
         reason: str,
         extra_state: Mapping[str, Any] | None = None,
         buffers: PackedBuffers | None = None,
+        ends_epoch: bool = False,
     ) -> torch.futures.Future[bool]:
         """Take part in a checkpoint of the current version; reply once model and optimizer are copied.
 
@@ -366,7 +367,7 @@ class ParameterServer(TutorialMethods, ShardHandlers):
         """
         with self._lock:
             self.roster.admit(sender)
-            future = self._staging.call(sender, reason, extra_state or {}, buffers)
+            future = self._staging.call(sender, reason, extra_state or {}, buffers, ends_epoch)
         if future is None:
             return completed_future(False)
         self._staging.evaluate()

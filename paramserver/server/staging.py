@@ -49,10 +49,11 @@ class Staging(JointCall):
     def __post_init__(self) -> None:
         self.saves_alone = False
         self._calls = PendingReplies()
-        self._reason = ""
+        self._reason, self._takes_end = "", False
         # What was saved last, to the disk and in memory. A trainer that joined afterwards does not do it again.
         step = self._checkpoints.monitor.step if self._checkpoints.resumes else -1
         self._staged = self._in_memory = step, False
+        self._ends_epoch = True  # what was staged follows the end of its epoch
         self._parts = PartCollector(self._checkpoints)
         # Of each trainer: when the last chunk of its part arrived, or could first be sent; infinite while it waits for
         # the copy of model and optimizer.
@@ -64,16 +65,24 @@ class Staging(JointCall):
         return [self._calls]
 
     def call(
-        self, sender: TrainerId, reason: str, extra_state: Mapping[str, Any], buffers: PackedBuffers | None
+        self,
+        sender: TrainerId,
+        reason: str,
+        extra_state: Mapping[str, Any],
+        buffers: PackedBuffers | None,
+        ends_epoch: bool,
     ) -> Future | None:
         """Let a trainer take part; ``evaluate`` follows.
 
         Return None if it joined after the others had saved this version. The ``extra_state`` of the first trainer is
-        saved, as in ddp. ``buffers`` are the module buffers that the trainer changed since its last push.
+        saved, as in ddp. ``buffers`` are the module buffers that the trainer changed since its last push. With
+        ``ends_epoch``, of all trainers alike, one that was saved before hooks ended the epoch is saved again.
         """
-        if self._due() in (self._staged, self._in_memory if SAVE_REASONS[reason].in_memory else self._staged):
+        is_new = ends_epoch and not self._ends_epoch
+        staged = (self._staged, self._in_memory if SAVE_REASONS[reason].in_memory else self._staged)
+        if self._due() in staged and not is_new:
             return None
-        self._reason = reason
+        self._reason, self._takes_end = reason, ends_epoch
         self._aggregator.keep_buffers(sender.trainer_index, buffers)
         return self._calls.add(sender.trainer_index, (sender, extra_state))
 
@@ -117,7 +126,7 @@ class Staging(JointCall):
             if SAVE_REASONS[self._reason].in_memory:
                 self._in_memory = self._due()
             else:
-                self._staged = self._due()
+                self._staged, self._ends_epoch = self._due(), self._takes_end
             states, substitutes = (rules.state_dict(), ledger.state_dict()), self._sources.substitute_parts()
 
         def collect(staged: StagedCheckpoint) -> None:

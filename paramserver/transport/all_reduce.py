@@ -18,6 +18,7 @@ from torch import Tensor
 from paramserver.errors import PeerLost
 from paramserver.metrics.profile import spanned
 from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout
+from paramserver.parameters.numerics import divide_
 
 
 class Barrier:
@@ -156,4 +157,4 @@ def _average(out: Tensor, given: Sequence[Tensor]) -> None:
     torch.add(given[0], given[1], out=out)
     for one in given[2:]:
         out.add_(one)
-    out.div_(len(given))
+    divide_([out], len(given))

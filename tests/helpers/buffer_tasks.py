@@ -260,6 +260,22 @@ class Adapter(Buffers):
         return model
 
 
+class Center(Buffers):
+    """A frozen parameter follows the outputs of this trainer, as in self-distillation; each has its own."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.center = nn.Parameter(torch.zeros(1), requires_grad=False)
+        return model
+
+    def training_step(self, model, batch, batch_idx):
+        inputs, targets = batch
+        outputs = model(inputs)
+        with torch.no_grad():
+            self.model.center.lerp_(outputs.square().mean(0), 0.1)  # after BatchNorm all have one mean
+        return ((outputs - self.model.center - targets) ** 2).mean()
+
+
 class SparseBuffer(Buffers):
     def build_model(self):
         model = super().build_model()

@@ -1,5 +1,6 @@
 """Callbacks that record, count, change gradients and stop."""
 
+import torch
 from tasks import HookRecorder, ReferenceTask
 
 from paramserver import Callback
@@ -71,6 +72,65 @@ class Clamp(Callback):
 class Recorded(HookRecorder):
     def callbacks(self):
         return [Recorder("a"), Recorder("b")]
+
+
+class SeesParameters(HookRecorder):
+    """Notes the parameters that each hook between two steps sees, as their sum. A batch is half of an epoch.
+
+    The hooks in a step are left out: in ddp they come before DistributedDataParallel has sent module buffers.
+    """
+
+    def __init__(self, folder, **options):
+        super().__init__(folder, batch_norm=False, samples=32, **options)
+
+    def _note(self, *words):
+        if "batch" not in words[0] and "step" not in words[0]:
+            with torch.no_grad():
+                total = sum(p.double().sum() for p in self.trainer.unwrapped_model.parameters() if p.requires_grad)
+            super()._note(*words, self.trainer.step, float(total))
+
+    def on_checkpoint(self, state):
+        super().on_checkpoint(state)
+        state["seen"] = float(self.trainer.unwrapped_model.last.weight.detach().double().sum())
+
+
+class CallbackSees(Callback):
+    def __init__(self):
+        self.restored = None
+
+    def state_dict(self):
+        return {"sum": float(self.task.trainer.unwrapped_model.last.weight.detach().double().sum())}
+
+    def load_state_dict(self, state):
+        self.restored = state
+
+
+class StoresInCallback(ReferenceTask):
+    """What its callback stores depends on the parameters."""
+
+    def callbacks(self):
+        return [CallbackSees()]
+
+
+class CountsEpochs(ReferenceTask):
+    """Counts the epochs that ended, in a module buffer and in its state."""
+
+    ended = 0
+
+    def build_model(self):
+        model = super().build_model()
+        model.register_buffer("epochs", torch.zeros((), dtype=torch.int64))
+        return model
+
+    def on_epoch_end(self, epoch):
+        self.trainer.unwrapped_model.epochs += 1
+        self.ended += 1
+
+    def on_checkpoint(self, state):
+        state["ended"] = self.ended
+
+    def on_resume(self, state):
+        self.ended = state["ended"]
 
 
 class Counted(ReferenceTask):

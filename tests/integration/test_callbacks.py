@@ -70,6 +70,53 @@ def test_a_resumed_run_has_the_callbacks_of_one_that_was_not_stopped(tmp_path, m
         assert state["paramserver.callbacks"]["Counter"]["seen"][:1] == validated
 
 
+VARIANTS = {
+    "shared memory": {},
+    "tcp": {"server": {"transport": "tcp"}},
+    "rpc, two servers": {"server": {"transport": "rpc"}, "cluster": {"num_servers": 2}},
+}
+
+
+@pytest.mark.processes
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("step", [3, 4])
+def test_hooks_between_steps_see_the_parameters_of_the_present_version(tmp_path, variant, step):
+    """Also where these are messages, at the end of a run, and in one that is resumed within an epoch or at its end."""
+    config = {**CONFIG, "training": {**CONFIG["training"], "max_steps": step, "validate_every": 3}}
+    seen = {}
+    for mode, sections in (("ddp", {}), ("rpc", VARIANTS[variant])):
+        folder = tmp_path / f"notes-{mode}"
+        run = train(tmp_path, mode, 2, **task("SeesParameters", folder=str(folder)), **config, **sections)
+        assert resume(run, "--set", "training.max_steps=9").code == 0
+        seen[mode] = [(folder / f"trainer-{trainer}").read_text().splitlines() for trainer in (0, 1)]
+        seen[mode] += [run.load(f"trainer-{trainer}")["task"] for trainer in (0, 1)]
+    assert seen["ddp"] == seen["rpc"]
+    assert {line.split()[0] for line in seen["rpc"][0]} >= {"checkpoint", "epoch_start", "epoch_end", "train_end"}
+
+
+@pytest.mark.processes
+def test_a_callback_stores_what_the_parameters_of_the_checkpoint_are(tmp_path):
+    config = {**CONFIG, "training": {"max_steps": 8, "batch_size": 8, "validate_every": 3}}
+    run = train(tmp_path, "rpc", 2, server={"transport": "tcp"}, **task("StoresInCallback"), **config)
+    stored = float(run.load("model")["last.weight"].double().sum())
+    for trainer in (0, 1):
+        assert run.load(f"trainer-{trainer}")["task"]["paramserver.callbacks"]["CallbackSees"] == {"sum": stored}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("mode", "trainers"), MODES)
+def test_the_last_checkpoint_has_what_the_end_of_its_epoch_changed(tmp_path, mode, trainers):
+    """Whether or not a periodic checkpoint of the same step was made before."""
+    for every in (0, 1, 4, 3):
+        config = {"training": {"max_steps": 4, "batch_size": 8, "validate_every": 0}, "checkpoint": {"every": every}}
+        args = {"batch_norm": False, "samples": 16 * trainers}
+        run = train(tmp_path / str(every), mode, trainers, task=f"{TASKS}:CountsEpochs", task_args=args, **config)
+        assert run.load("model")["epochs"] == 2
+        assert [run.load(f"trainer-{n}")["task"] for n in range(trainers)] == [{"ended": 2}] * trainers
+        assert not run.load("trainer-0")["counters"]["epoch_open"]
+
+
 @pytest.mark.processes
 def test_gradients_that_a_callback_changes_are_those_of_the_update(tmp_path):
     local = train(tmp_path, "local", 1, **task("Counted"), **CONFIG)

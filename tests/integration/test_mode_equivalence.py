@@ -136,6 +136,15 @@ def test_complex_parameters_are_the_same_in_every_mode(tmp_path, optimizer):
         assert differing_tensors(ddp.load("optimizer"), rpc.load("optimizer")) == []
 
 
+@pytest.mark.parametrize("rounds", [{}, {"local_steps": 2, "outer": {"optimizer": "sgd", "lr": 1.0}}])
+def test_complex_parameters_of_three_trainers_are_the_same(tmp_path, rounds):
+    """A third of a complex number is that of its parts: with two trainers any division is exact."""
+    config = {"task": "spectral_task:Spectral", "training": {"max_steps": 6, "batch_size": 8, **rounds}}
+    ddp, rpc = (train(tmp_path, mode, 3, **config) for mode in ("ddp", "rpc"))
+    assert differing_tensors(ddp.load("model"), rpc.load("model")) == []
+    assert differing_tensors(ddp.load("optimizer"), rpc.load("optimizer")) == []
+
+
 @pytest.mark.parametrize("task", ["HasExtraState", "HasOwnExtraState"])
 @pytest.mark.parametrize(("servers", "first"), [(1, "rpc"), (2, "rpc"), (1, "ddp")])
 def test_extra_state_of_modules_is_saved_and_resumed_in_every_mode(tmp_path, servers, first, task):

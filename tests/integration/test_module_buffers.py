@@ -180,6 +180,14 @@ def test_frozen_parameters_of_every_type_may_be_missing_in_the_state_of_the_mode
     assert_equal(ddp, over_rpc)
 
 
+def test_each_trainer_may_change_frozen_parameters_by_its_own_data(tmp_path):
+    config = {"task": "buffer_tasks:Center", "task_args": {"quantized": False}}
+    config["training"] = {"max_steps": 9, "batch_size": 8, "validate_every": 3}
+    ddp, rpc = (train(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))
+    assert_equal(ddp, rpc)
+    assert ddp.load("model")["center"] != 0
+
+
 @pytest.mark.parametrize("mode", ["ddp", "rpc"])
 def test_a_sparse_module_buffer_is_refused_by_name(tmp_path, mode):
     run = launch(tmp_path, mode=mode, task="buffer_tasks:SparseBuffer", cluster={"num_trainers": 2})
