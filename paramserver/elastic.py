@@ -151,8 +151,11 @@ def _leave(arguments: argparse.Namespace, config: Config, identity: ProcessIdent
             raise UnsupportedConfiguration(
                 f"--rank ({rank}) must be that of a trainer of the run: {', '.join(map(str, trainer_ranks))}"
             )
-        key = send_request(store, ResizeRequest("leave", rank))
-        answer = poll_until(time.monotonic() + limit_s, lambda: refusal(store, key), threading.Event())
+        try:
+            key = send_request(store, ResizeRequest("leave", rank))
+            answer = poll_until(time.monotonic() + limit_s, lambda: refusal(store, key), threading.Event())
+        except PeerLost as error:  # with rank 0
+            raise PeerLost(f"the run in {arguments.run} ended before rank {rank} left it") from error
     if answer is None:
         raise DeadlineExceeded(f"the run did not answer within cluster.timeout_s ({limit_s:g} s)")
     if answer:

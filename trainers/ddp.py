@@ -701,6 +701,9 @@ class DdpTrainer(ReplicaTrainer):
         for rank, sums in enumerate(gathered):
             for name, value in sums.items():
                 if value != gathered[0][name]:
+                    if isinstance(self.model, DistributedDataParallel):
+                        with _named_causes():
+                            self.model.reducer._rebuild_buckets()  # raises where the last reduction is not complete
                     raise TaskError(
                         f"parameter {name} of rank {rank} differs from that of rank 0 after step {self.step}; change "
                         "parameters through gradients only, or in the same way on every rank"

@@ -59,6 +59,7 @@ class LedgerRow:
     moved_pushes: int = 0  # accepted from trainers that no longer exist, which this one stands for
     samples: int = 0  # of all these pushes
     inner_steps: int = 0  # local steps of all these pushes, if these are rounds
+    moved_inner_steps: int = 0  # those of the trainers that no longer exist
     # Of its own samples, in the trainer's order; of a stream, their keys.
     positions: AppliedPositions = field(default_factory=AppliedPositions)
 
@@ -152,6 +153,7 @@ class Ledger:
         for index, row in sorted(rows.items()):
             own = self.rows.setdefault(index % (num_trainers or index + 1), row)
             if own is not row:
-                # Not in ``pushes``: by these a process that takes the trainer's place counts its batches.
+                # Not in ``pushes`` nor ``inner_steps``: by these a process that takes its place counts its batches.
                 own.moved_pushes += row.pushes + row.moved_pushes
+                own.moved_inner_steps += row.inner_steps + row.moved_inner_steps
                 own.samples += row.samples

@@ -566,10 +566,14 @@ class Skipping:
         self._scales_loss = training.scales_loss
         self._updates = 0  # in succession, with this scale
 
-    def update_made(self, trainers: Iterable[int], scale: float) -> None:
-        """Note an update with gradients of these trainers, whose losses had this scale."""
+    def gradients_applied(self, trainers: Iterable[int]) -> None:
+        """Note gradients of these trainers in an update that is made once it has more; ``update_made`` follows."""
         for index in trainers if self.in_succession else ():
             self.in_succession.pop(index, None)
+
+    def update_made(self, trainers: Iterable[int], scale: float) -> None:
+        """Note an update with gradients of these trainers, whose losses had this scale."""
+        self.gradients_applied(trainers)
         if self._scales_loss and scale == self.scale:
             self._updates += 1
             if self._updates == _GROWTH_INTERVAL:

@@ -523,9 +523,9 @@ class Aggregator:
             self._release_version_waits()
             return
         # With trainers that run freely, these gradients may have been in flight when the last epoch ended.
-        if self.batch_began is None:
-            applied_before = self.rules.samples - sum(push.report.samples for push in pushes)
-            self._enter_epoch(applied_before + self.monitor.skipped)
+        if self.batch_began is None and update.completes:
+            samples = sum(push.report.samples for push in (*self._held, *pushes))
+            self._enter_epoch(self.rules.samples - samples + self.monitor.skipped)
         started = time.perf_counter()
         self._busy, self._applying = True, update.completes
         applied = partial(self._after_update, update, pushes, started)
@@ -542,11 +542,12 @@ class Aggregator:
         apply_s = time.perf_counter() - started
         self._held += pushes
         result = self._result(self._held, apply_s)
-        if pushes:
-            self.store.updater.skipping.update_made(update.trainers, min(push.report.scale for push in pushes))
+        skipping = self.store.updater.skipping
+        skipping.gradients_applied(update.trainers)
         self.monitor.skipped += sum(push.report.skipped for push in pushes)
         self.monitor.gradients_applied(zip(update.trainers, update.staleness, strict=True))
         if update.completes:
+            skipping.update_made((), min(push.report.scale for push in self._held))
             self._held = []
             validate_every = self.rules.terms.validate_every
             if validate_every and self.rules.step % validate_every == 0:

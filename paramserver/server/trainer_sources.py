@@ -79,7 +79,7 @@ class TrainerSources:
             "epoch": self._monitor.epoch,
             "seconds": self._monitor.seconds,
             "steps": self._rules.step,
-            "inner_steps": row.inner_steps,
+            "inner_steps": row.inner_steps + row.moved_inner_steps,
         }
 
     # Other numbers of trainers.

@@ -1,5 +1,6 @@
 """Runs with ``cluster.elastic``: trainers join and leave, and each sample is applied exactly once in each pass."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -15,6 +16,11 @@ import torch
 from elastic_tasks import SAMPLES
 from follower import following
 from launching import FinishedRun, environment, fork_server, free_port, resume, write_config
+
+from paramserver import elastic
+from paramserver.config import Config
+from paramserver.distributed import resize
+from paramserver.errors import PeerLost
 
 pytestmark = pytest.mark.processes
 
@@ -283,6 +289,19 @@ def test_what_cannot_join_or_leave_is_refused(start, tmp_path):
     late = job.join()
     assert late.wait(LIMIT_S) == 1
     assert "only a running job can be joined or left" in late.output.read_text()
+
+
+@pytest.mark.parametrize("lost_at", ["send_request", "refusal"])
+def test_a_trainer_that_is_to_leave_as_the_run_ends_has_no_error_of_rank_0(monkeypatch, lost_at):
+    def lose(*_):
+        raise PeerLost("rank 0 is gone, and its store with it (Connection reset by peer); look for its own error")
+
+    monkeypatch.setattr(resize, "send_request", lambda *_: "key")
+    monkeypatch.setattr(resize, lost_at, lose)
+    monkeypatch.setattr(elastic, "_connect", lambda *_: contextlib.nullcontext((None, [1, 2])))
+    arguments = argparse.Namespace(run="runs/a", rank=2)
+    with pytest.raises(PeerLost, match=r"^the run in runs/a ended before rank 2 left it$"):
+        elastic._leave(arguments, Config(), None, [])
 
 
 @pytest.mark.parametrize(

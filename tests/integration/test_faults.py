@@ -293,6 +293,16 @@ def test_what_would_let_the_models_of_trainers_differ_is_refused(tmp_path, mode,
     assert task == "KeepsOptimizer" or "Traceback" not in finished.output
 
 
+@pytest.mark.parametrize("section", [{"checkpoint": {"every": 1}}, {"training": {"validate_every": 1}}], ids=str)
+def test_a_parameter_without_a_gradient_is_named_also_before_the_second_step(tmp_path, section):
+    """The reduction that is not complete shows in the parameters first, which are compared after each step here."""
+    cluster = {"num_trainers": 2, "timeout_s": 30}
+    task = {"task": "ReferenceTask", "task_args": {"unused": True}}
+    finished = launch(tmp_path, mode="ddp", cluster=cluster, **task, **section)
+    assert finished.code == 2, finished.output
+    assert "set ddp.extra: {find_unused_parameters: true}, or use all" in finished.output
+
+
 def test_parameters_are_compared_also_without_checkpoints(tmp_path):
     finished = launch(
         tmp_path,

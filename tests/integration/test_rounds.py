@@ -416,6 +416,28 @@ def test_rounds_without_lockstep_apply_each_sample_once(tmp_path, server, transp
     assert lr == pytest.approx(1.0 if "arrivals" in server else 0.5)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("arrivals", [1, 2, 3, 4])
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_the_schedule_of_epochs_counts_the_samples_before_an_update_of_several_arrivals(tmp_path, arrivals, trainers):
+    """Also of the last update, which has fewer: no epoch begins that the run does not have."""
+    training = {"max_steps": None, "max_epochs": 2, "batch_size": 5, "uneven_inputs": "join", "validate_every": 0}
+    config = {"task_args": {"schedule": "epoch", "samples": 60}, "training": training, "logging": {"log_every": 1}}
+    run = train(tmp_path, "rpc", trainers, **config, server={"consistency": "async", "arrivals": arrivals})
+    records = run.of_kind("train")
+    before = [0, *(record["samples"] for record in records[:-1])]
+    assert [record["epoch"] for record in records] == [samples // 60 for samples in before]
+    assert [record["lr"] for record in records] == [[0.05 * 0.5 ** (samples // 60)] for samples in before]
+
+
+def test_the_scale_of_losses_grows_with_updates_and_not_with_arrivals(tmp_path):
+    training = {"max_steps": 6, "batch_size": 8, "precision": "float16", "validate_every": 0}
+    for arrivals in (1, 3):
+        server = {"consistency": "async", "arrivals": arrivals}
+        run = train(tmp_path / str(arrivals), "rpc", 1, training=training, server=server)
+        assert run.load("run")["skipping"]["updates"] == 6
+
+
 def test_a_version_of_several_arrivals_has_the_module_buffers_of_the_last(tmp_path):
     run = train(tmp_path, "rpc", 1, **rounds(server={"consistency": "async", "arrivals": 2}))
     assert run.summary["steps"] == 6

@@ -144,7 +144,7 @@ def test_what_trainers_that_no_longer_exist_pushed_is_counted_once():
     ledger = Ledger()
     for index in range(5):
         accepted = PushId(index, 1, ledger.admit(index), 1)
-        ledger.accept(accepted, version=0, samples=10**index, positions=[0])
+        ledger.accept(accepted, version=0, samples=10**index, positions=[0], inner_steps=10**index)
     for num_trainers, samples in ((2, [10101, 1010]), (5, [1, 10, 100, 1000, 10000]), (7, [1, 10, 100, 1000, 10000])):
         fewer = Ledger(generation=2)
         fewer.load_state_dict(ledger.state_dict(), num_trainers)
@@ -152,9 +152,11 @@ def test_what_trainers_that_no_longer_exist_pushed_is_counted_once():
         assert [row.samples for row in rows] == samples
         assert [row.pushes for row in rows] == [1] * len(rows)  # their own
         assert sum(row.moved_pushes for row in rows) == 5 - len(rows)
+        assert [row.inner_steps + row.moved_inner_steps for row in rows] == samples
         last = Ledger(generation=3)
         last.load_state_dict(fewer.state_dict(), 1)
         assert (last[0].pushes, last[0].moved_pushes, last[0].samples) == (1, 4, 11111)
+        assert (last[0].inner_steps, last[0].moved_inner_steps) == (1, 11110)
 
 
 def test_a_state_is_numbers_lists_and_dictionaries_with_text_as_keys():
