@@ -20,6 +20,7 @@ from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.parallel_step import ELEMENTWISE, ParallelStep, copy_optimizer
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.flat import TensorSlot, gradient_leaf
+from paramserver.parameters.numerics import divide_
 from paramserver.parameters.sharding import Shard, State, get_hyperparameters
 
 
@@ -167,7 +168,7 @@ class BucketUpdates:
             mean = mean + gradients[1]
             for other in gradients[2:]:
                 mean += other
-            mean /= float(len(gradients))
+            divide_([mean], len(gradients))
         updated = self._flats[bucket].clone()
         stepped: list[tuple[_Piece, nn.Parameter]] = []
         by_group: list[list[nn.Parameter]] = [[] for _ in groups]
