@@ -43,10 +43,13 @@ def barriers_of():
 
 
 def mean_in_order(tensors):
+    """Complex numbers are divided by their parts, as DistributedDataParallel has them."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total += tensor
-    return total / len(tensors) if len(tensors) > 1 else total
+    parts = torch.view_as_real(total) if total.is_complex() else total
+    parts /= len(tensors)
+    return total
 
 
 SIZES = {
