@@ -40,23 +40,6 @@ class AverageParameters:
             self._update(own, current, None)
 
 
-OWN_HOOKS: tuple[type[Any], ...] = (AverageParameters,)
-"""Classes of hooks, before or after a step, that treat each parameter that is stepped by itself."""
-
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-
-
-def has_foreign_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer has step hooks that may read anything: others than ``OWN_HOOKS``."""
-    return any(not isinstance(hook, OWN_HOOKS) for name in _HOOKS for hook in getattr(optimizer, name).values())
-
-
-def share_hooks(part: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Let a copy of the optimizer call its hooks."""
-    for name in _HOOKS:
-        setattr(part, name, getattr(optimizer, name))
-
-
 def averages(states: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Tensor]:
     """Return the average of each parameter that has one, by name. The names are in the order of the optimizer."""
     return {

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from paramserver.errors import TaskError
-from paramserver.optim.averaging import has_foreign_hooks, share_hooks
+from paramserver.optim.averaging import AverageParameters
 from paramserver.optim.named_optimizers import optimizers_of
 from paramserver.optim.row_wise_adagrad import RowWiseAdagrad
 from paramserver.rng import update_generators
@@ -38,6 +38,23 @@ PER_PARAMETER: tuple[type[torch.optim.Optimizer], ...] = (
     RowWiseAdagrad,
 )
 """Optimizers that update each parameter independently, but only as a whole."""
+
+OWN_HOOKS: tuple[type[Any], ...] = (AverageParameters,)
+"""Classes of hooks, before or after a step, that treat each parameter that is stepped by itself."""
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def has_foreign_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer has step hooks that may read anything: others than ``OWN_HOOKS``."""
+    return any(not isinstance(hook, OWN_HOOKS) for name in _HOOKS for hook in getattr(optimizer, name).values())
+
+
+def _share_hooks(part: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Let a copy of the optimizer call its hooks."""
+    for name in _HOOKS:
+        setattr(part, name, getattr(optimizer, name))
+
 
 _ATTRIBUTE = "updates_each"
 _KINDS = ("element", "parameter")
@@ -195,7 +212,7 @@ def _part(optimizer: torch.optim.Optimizer, ids: set[int]) -> torch.optim.Optimi
 def copy_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return a shallow copy that steps a part of the parameters, with the hooks of ``optimizer``."""
     part = copy.copy(optimizer)  # without hooks
-    share_hooks(part, optimizer)
+    _share_hooks(part, optimizer)
     part.__dict__.pop("step", None)  # the wrapper of a schedule counts steps of the whole
     return part
 

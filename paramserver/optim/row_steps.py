@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from paramserver.errors import TaskError
-from paramserver.optim.averaging import has_foreign_hooks
 from paramserver.optim.named_optimizers import optimizers_of
-from paramserver.optim.parallel_step import ThreadTeam
+from paramserver.optim.parallel_step import ThreadTeam, has_foreign_hooks
 from paramserver.optim.row_wise_adagrad import RowWiseAdagrad
 from paramserver.parameters.tables import LARGE_BYTES, sparse_gradient
 

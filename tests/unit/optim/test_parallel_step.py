@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from paramserver.optim import averaging
+from paramserver.optim import parallel_step
 from paramserver.optim.parallel_step import ELEMENTWISE, PER_PARAMETER, ParallelStep, ThreadTeam, num_spare_threads
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.flat import FlatLayout
@@ -238,7 +238,7 @@ def test_a_hook_of_the_package_is_called_for_each_part(crew, register, monkeypat
         def __call__(self, optimizer, *_):
             seen.append(sum(len(g["params"]) for g in optimizer.param_groups))
 
-    monkeypatch.setattr(averaging, "OWN_HOOKS", (Counted,))
+    monkeypatch.setattr(parallel_step, "OWN_HOOKS", (Counted,))
     own, seen = parameters(torch.optim.SGD, 1), []
     optimizer = optimizer_of(torch.optim.SGD, own)
     getattr(optimizer, register)(Counted())
