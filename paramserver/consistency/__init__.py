@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from paramserver.consistency.asynchronous import (
         Async as Async,
         Bounded as Bounded,
-        StalenessHistogram as StalenessHistogram,
     )
     from paramserver.consistency.base import (
         Announcement as Announcement,

@@ -11,7 +11,6 @@ from typing import Any
 
 from paramserver.checkpoint import BestMetric
 from paramserver.config import Config, mode_of, num_servers_of, num_trainers_of
-from paramserver.consistency import StalenessHistogram
 from paramserver.errors import StorageError, TaskError
 from paramserver.limits import Limits, end_in_words, is_due
 from paramserver.metrics import Sink
@@ -20,6 +19,7 @@ from paramserver.metrics.records import (
     LogReducer,
     Record,
     RecordWindow,
+    StalenessHistogram,
     StepResult,
     TrainerTotals,
     WeightedSums,

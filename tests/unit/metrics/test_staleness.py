@@ -6,7 +6,7 @@ import math
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from paramserver.consistency import StalenessHistogram
+from paramserver.metrics.records import StalenessHistogram
 
 ADDED = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=120)
 NOTHING = {"mean": 0.0, "p95": 0, "max": 0, "histogram": {}}
