@@ -126,20 +126,16 @@ class LocalConnection:
         future = self._waiting[self._number] = torch.futures.Future()
         return future
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether there is a call without a reply."""
-        return bool(self._waiting)
-
-    def receive(self) -> None:
-        """Wait for the next reply, or for the end of the connection, and complete the futures that it concerns."""
-        if packet := _receive_packet(self._socket):
-            number, value = unpack(packet)
-            self._waiting.pop(number).set_result(value)
-            return
-        waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
-            future.set_exception(RuntimeError("the connection to the server's process was closed"))
+    def receive(self, awaited: torch.futures.Future[Any]) -> None:
+        """Receive replies until ``awaited`` has its own, or the connection ends; complete the futures of all."""
+        while self._waiting and not awaited.done():
+            if packet := _receive_packet(self._socket):
+                number, value = unpack(packet)
+                self._waiting.pop(number).set_result(value)
+            else:
+                waiting, self._waiting = self._waiting, {}
+                for future in waiting.values():
+                    future.set_exception(RuntimeError("the connection to the server's process was closed"))
 
     def break_off(self) -> None:
         """End the connection; a thread that waits in ``receive`` returns."""

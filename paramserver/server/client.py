@@ -155,8 +155,9 @@ class InFlightCall(Generic[T]):
         Raises:
             CallFailed: the call or its reply did not arrive.
         """
-        if self._is_over_socket:
-            self._connection.receive_local(self.future)
+        # Ends when the server is lost, too. Replies over other sockets are received by a thread of their own.
+        if self._is_over_socket and (local := self._connection.local) is not None:
+            local.receive(self.future)
         return self._connection.wait(self.future, self._name, self._timeout_s)
 
 
@@ -180,7 +181,7 @@ class ServerConnection(ABC):
         self._heartbeat: Heartbeat | None = None
         # By server, of those that have one: calls that a step waits for are sent over it.
         self._sockets: dict[str, SocketConnection] = {}
-        self._local: LocalConnection | None = None  # one of them; used by the training thread only
+        self.local: LocalConnection | None = None  # one of them; used by the training thread only
         watch_peer(SERVER_NAME, lambda reason: self._mark_lost(reason or "it ended before this process did"))
 
     @abstractmethod
@@ -212,7 +213,7 @@ class ServerConnection(ABC):
     def use_local(self, connection: LocalConnection) -> None:
         """Make the calls that a step waits for over a socket from now on."""
         with self._changed:
-            self._sockets[SERVER_NAME] = self._local = connection
+            self._sockets[SERVER_NAME] = self.local = connection
             lost = self._lost
         if lost is not None:  # noticed before: nothing would end a wait for a reply
             connection.break_off()
@@ -221,25 +222,14 @@ class ServerConnection(ABC):
         """Make the calls that a step waits for over these connections to servers from now on."""
         self._sockets.update(connections)
 
-    def receive_local(self, future: torch.futures.Future[T]) -> None:
-        """Wait for the reply to a call that was sent over the local socket, or for the loss of the server.
-
-        Replies over other sockets are received by a thread of their own.
-        """
-        while self._local is not None and self._local.is_waiting and not future.done():
-            self._local.receive()
-
     def wait(self, future: torch.futures.Future[T], name: str, timeout_s: float | None) -> T:
         """Wait for a reply; see ``InFlightCall.wait_once``. The future must ``wake`` this object when it is done."""
         # A condition, not ``future.wait``: torch's wait cannot be interrupted when the server is lost.
         with self._changed:
-            ended = self._changed.wait_for(lambda: future.done() or self._lost is not None, timeout_s)
-            lost = self._lost
-        if not ended:
-            raise DeadlineExceeded(f"{self._name} did not answer {name} within cluster.timeout_s ({timeout_s:g} s)")
+            self._changed.wait_for(lambda: future.done() or self._lost is not None, timeout_s)
         if not future.done():
-            assert lost is not None
-            raise lost
+            self.raise_if_lost()
+            raise DeadlineExceeded(f"{self._name} did not answer {name} within cluster.timeout_s ({timeout_s:g} s)")
         try:
             value = future.value()
         except RuntimeError as error:  # of the agent: handlers return their errors
@@ -264,9 +254,8 @@ class ServerConnection(ABC):
         self, to: str, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> InFlightCall[T]:
         """Call a handler that replies immediately."""
-        call = self._numbered(partial(send, to, self.timeout_s, handler, *args, **kwargs), handler)
-        over_socket = self._over_socket(to, handler, *args, **kwargs)
-        return InFlightCall(self, call, handler.__name__, self.timeout_s, is_repeatable(handler), over_socket)
+        call = partial(send, to, self.timeout_s, handler, *args, **kwargs)
+        return self._in_flight(call, self.timeout_s, to, handler, *args, **kwargs)
 
     def begin_deferred(
         self,
@@ -276,18 +265,25 @@ class ServerConnection(ABC):
         **kwargs: P.kwargs,
     ) -> InFlightCall[T]:
         """Call a handler that replies later: once other trainers have taken part, or an update is computed."""
-        call = self._numbered(partial(send_deferred, to, handler, *args, **kwargs), handler)
-        over_socket = self._over_socket(to, handler, *args, **kwargs)
-        return InFlightCall(self, call, handler.__name__, None, is_repeatable(handler), over_socket)
+        call = partial(send_deferred, to, handler, *args, **kwargs)
+        return self._in_flight(call, None, to, handler, *args, **kwargs)
 
-    def _over_socket(self, to: str, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> partial[Any] | None:
-        """Return how a call is sent over the socket to a server; None if there is none, or not for this handler."""
+    def _in_flight(
+        self,
+        call: partial[Any],
+        timeout_s: float | None,
+        to: str,
+        handler: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> InFlightCall[Any]:
+        """Send a call, with a number if its handler knows calls by these, and over a socket if there is one for it."""
+        if is_numbered(handler):
+            call = partial(call, number=next(self._numbers))
         connection = self._sockets.get(to) if handler in _OVER_SOCKETS else None
-        return None if connection is None else partial(send_over, connection, to, handler, *args, **kwargs)
-
-    def _numbered(self, call: partial[Any], handler: Callable[..., Any]) -> partial[Any]:
-        """Return a call with its number, if its handler knows calls by their numbers."""
-        return partial(call, number=next(self._numbers)) if is_numbered(handler) else call
+        over_socket = None if connection is None else partial(send_over, connection, to, handler, *args, **kwargs)
+        return InFlightCall(self, call, handler.__name__, timeout_s, is_repeatable(handler), over_socket)
 
     def call(self, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a handler of server 0 that replies immediately, and wait."""
@@ -322,7 +318,7 @@ class ServerConnection(ABC):
         with self._changed:
             self._lost = self._lost or error
             self._changed.notify_all()
-            local = self._local
+            local = self.local
         if local is not None:
             local.break_off()
         if self._stop_limit is not None:
@@ -339,7 +335,7 @@ class ServerConnection(ABC):
         if self._heartbeat is not None:
             self._heartbeat.close()
         with self._changed:
-            local, self._local, self._sockets = self._local, None, {}
+            local, self.local, self._sockets = self.local, None, {}
         if local is not None:
             local.close()
 

@@ -294,9 +294,9 @@ class OverSocket(RpcTrainer):
     """Refuses a run whose steps do not make all their calls over the unix socket."""
 
     def agree(self):
-        assert self.server._local is not None
+        assert self.server.local is not None
         if not hasattr(self, "_sent"):
-            self._sent, connection = [], self.server._local
+            self._sent, connection = [], self.server.local
             call = connection.call
 
             def counted(target, kwargs):

@@ -28,12 +28,8 @@ def connected(handle):
 
 def receive_all(caller):
     """Receive until no call waits, in a thread that is given up after a while."""
-
-    def receive():
-        while caller.is_waiting:
-            caller.receive()
-
-    thread = threading.Thread(target=receive, daemon=True)
+    no_reply = torch.futures.Future()
+    thread = threading.Thread(target=caller.receive, args=(no_reply,), daemon=True)
     thread.start()
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
@@ -137,7 +133,7 @@ def test_a_connection_is_broken_off_while_a_thread_waits_for_a_reply():
 
     with connected(handle) as (_, caller):
         reply = caller.call(TARGET, {})
-        waiting = threading.Thread(target=caller.receive)
+        waiting = threading.Thread(target=caller.receive, args=(reply,))
         waiting.start()
         assert called.wait(TIMEOUT_S)
         caller.break_off()
