@@ -116,8 +116,6 @@ class PartitionOrder:
 
     def blocks(self, position: int, passes: int | None) -> Iterator[list[Any]]:
         """Return the sequence from ``position`` on, in blocks of one pass; endless if ``passes`` is None."""
-        if position < len(self.rest):
-            yield list(self.rest[position:])
         for _, indices, offset in self._passes(position, passes):
             yield indices[offset:]
 
@@ -127,16 +125,19 @@ class PartitionOrder:
         A pass begins with a new group. The first group may contain indices before ``position``.
 
         Returns:
-            The epoch, up to ``size`` indices, and how many of these are before ``position``. Indices before the first
-            whole pass count as those of the pass before it.
+            The epoch, up to ``size`` indices, and how many of these are before ``position``.
         """
-        if position < len(self.rest):
-            yield from _cut(max(self.epoch - 1, 0), self.rest, position, size)
         for epoch, indices, offset in self._passes(position, passes):
-            yield from _cut(epoch, indices, offset, size)
+            for start in range(offset - offset % size, len(indices), size):
+                yield epoch, indices[start : start + size], max(offset - start, 0)
 
     def _passes(self, position: int, passes: int | None) -> Iterator[tuple[int, list[Any], int]]:
-        """Yield the epoch and the indices of each pass from ``position`` on, and how many are before it."""
+        """Yield the epoch and the indices of each pass from ``position`` on, and how many are before it.
+
+        Indices before the first whole pass come first, as those of the pass before it.
+        """
+        if position < len(self.rest):
+            yield max(self.epoch - 1, 0), list(self.rest), position
         epoch, offset = divmod(max(position - len(self.rest), 0), self.per_pass)
         epoch += self.epoch
         while passes is None or epoch < passes:
@@ -234,11 +235,6 @@ class PartitionOrder:
 def _rest_of(state: Mapping[str, Any]) -> list[Any]:
     rest = state["rest"]
     return rest.tolist() if isinstance(rest, torch.Tensor) else [tuple(batch) for batch in rest]
-
-
-def _cut(epoch: int, indices: Sequence[int], offset: int, size: int) -> Iterator[tuple[int, list[Any], int]]:
-    for start in range(offset - offset % size, len(indices), size):
-        yield epoch, list(indices[start : start + size]), max(offset - start, 0)
 
 
 @dataclass(frozen=True)

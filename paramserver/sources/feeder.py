@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,15 +135,28 @@ class Feeder:
             self._groups.close()  # here: worker processes end with this thread
 
     def _read_groups(self) -> Generator[_Group, None, None]:
+        """Read the source; its errors become a SourceError that names the sample."""
         position, total = self.buffer.info().puts, self.source.total
-        for group in self._read(position):
-            served = None  # how often each of them was applied before
-            if position < self._first_not_applied:
-                served = [self._applied.times(n) for n in range(position, position + len(group))]
-            position += len(group)
-            keys, samples = (group.keys, group.samples) if isinstance(group, KeyedSamples) else zip(*group, strict=True)
-            # ``last`` finishes the buffer with the last sample, so that a drain starts at the same get in each run.
-            yield _Group(samples, keys, served, self.source.mark(), position == total)
+        try:
+            for group in self.source.groups(position):
+                served = None  # how often each of them was applied before
+                if position < self._first_not_applied:
+                    served = [self._applied.times(n) for n in range(position, position + len(group))]
+                if isinstance(group, KeyedSamples):
+                    keys, samples = group.keys, group.samples
+                else:
+                    keys, samples = zip(*group, strict=True)
+                position += len(keys)
+                # ``last`` finishes the buffer with the last sample, so that a drain starts at the same get in each run.
+                yield _Group(samples, keys, served, self.source.mark(), position == total)
+        except (GeneratorExit, SourceError, UnsupportedConfiguration):
+            raise
+        except BaseException as error:  # a user's source may raise anything, a ValueError as well
+            at = f", {self.source.failed_at}" if self.source.failed_at else ""
+            raise SourceError(
+                f"trainer {self.trainer_index}: the source raised at sample {position}{at}: {kind_and_message(error)}\n"
+                f"{traceback.format_exc()}"
+            ) from error
 
     def _end_with(self, error: BaseException) -> None:
         if self.buffer.closed:
@@ -156,18 +169,3 @@ class Feeder:
         # Recorded before the buffer is closed: the trainer wakes up with BufferClosed and asks for the error.
         self._error = error
         self.buffer.close()
-
-    def _read(self, position: int) -> Iterator[Sequence[tuple[Any, Any]]]:
-        """Read the source from ``position`` on; its errors become a SourceError that names the sample."""
-        try:
-            for group in self.source.groups(position):
-                yield group
-                position += len(group)
-        except (GeneratorExit, SourceError, UnsupportedConfiguration):
-            raise
-        except BaseException as error:  # a user's source may raise anything, a ValueError as well
-            at = f", {self.source.failed_at}" if self.source.failed_at else ""
-            raise SourceError(
-                f"trainer {self.trainer_index}: the source raised at sample {position}{at}: {kind_and_message(error)}\n"
-                f"{traceback.format_exc()}"
-            ) from error
