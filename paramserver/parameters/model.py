@@ -224,8 +224,7 @@ class LoadedParameters:
         self._tables = tables
         self._owned = owned
         self._noted = 0
-        self._tensor_versions: list[int] = []
-        self._places: list[int] = []
+        self._known: list[tuple[int, int]] = []  # of each parameter: the version of its tensor, and its place
         self._sums: dict[str, int] | None = None
         self._are_restored = False  # the task changes them and restores their values
 
@@ -233,14 +232,13 @@ class LoadedParameters:
         """Remember the parameters as they are, after a version was loaded; with ``values`` their values in any case."""
         self._noted += 1
         # The writes of a server come from another process and do not count as changes here.
-        self._tensor_versions, self._places = self._read()
+        self._known = self._read()
         is_due = self._noted <= _FIRST_WITH_VALUES or not self._noted % _VALUES_EVERY
         self._sums = self._checksums() if values or is_due or self._are_restored else None
 
-    def _read(self) -> tuple[list[int], list[int]]:
-        parameters = self._parameters.values()
+    def _read(self) -> list[tuple[int, int]]:
         # On a GPU, modules such as LSTM move their parameters without a change.
-        return [p._version for p in parameters], [p.data_ptr() if p.device.type == "cpu" else 0 for p in parameters]
+        return [(p._version, p.data_ptr() if p.device.type == "cpu" else 0) for p in self._parameters.values()]
 
     def _checksums(self) -> dict[str, int]:
         rows = {name: p[:: 1 + len(p) // _ROWS] for name, p in self._parameters.items() if name in self._tables}
@@ -254,13 +252,13 @@ class LoadedParameters:
         Raises:
             TaskError: the task changed one; the message names it.
         """
-        if not self._places:
+        if not self._known:
             return
-        versions, places = self._read()
+        found = self._read()
         changed, whose = None, ""
-        if versions != self._tensor_versions or places != self._places:
-            noted = zip(self._parameters, self._tensor_versions, self._places, versions, places, strict=True)
-            changed = next(name for name, *before, version, place in noted if before != [version, place])
+        if found != self._known:
+            noted = zip(self._parameters, self._known, found, strict=True)
+            changed = next(name for name, before, now in noted if before != now)
             if self._owned and values and self._sums is not None:
                 changed, self._are_restored = None, True  # unless the values differ
         if changed is None and values and self._sums is not None:
