@@ -903,8 +903,9 @@ class TrainingLoop:
             if done:
                 trainer.data.wait_batches()
             batches = [self._next_batch() for _ in range(min(at_once, decision.batches - done))]
-            samples += sum(batch_samples for _, batch_samples in batches)
-            self._load(batches, is_first=not done)
+            own = sum(batch_samples for _, batch_samples in batches)
+            samples += own
+            self._load([batch for batch, _ in batches], own, is_first=not done)
             if may_skip and (local is not None or not done):
                 buffers = trainer.tree.pack_buffers()  # which a forward with NaN may change
             # Not before the first batches are loaded: until then the parameters are those of an earlier version.
@@ -927,7 +928,6 @@ class TrainingLoop:
                         trainer.on_last_loss(totals)
                     trainer.backward_batch(loss, len(batches))
             # 3. The local step, which may be skipped; then its samples, and a loss that is not finite, do not count.
-            own = sum(batch_samples for _, batch_samples in batches)
             if local is not None and not self._take_local_step(local, own, summed, buffers):
                 skipped += own
                 if not math.isfinite(summed):
@@ -982,7 +982,7 @@ class TrainingLoop:
         trainer, calls, batch_idx = self.trainer, self.trainer.optimizer_calls, self.trainer.progress.batch_idx
         batch, samples = self._next_batch()
         trainer.current_step.batch_samples = samples
-        self._load([(batch, samples)])
+        self._load([batch], samples)
         buffers = trainer.tree.pack_buffers() if trainer.config.training.may_skip else None
         for hooks in trainer.hooks:
             hooks.on_batch_start(batch_idx)
@@ -1023,16 +1023,16 @@ class TrainingLoop:
         self.trainer.clock.lap("data")
         return batch, samples
 
-    def _load(self, batches: Sequence[tuple[Any, int]], is_first: bool = True) -> None:
-        """Load the version of a step, once its first batches are there, each with its number of samples."""
+    def _load(self, batches: Sequence[Any], samples: int, is_first: bool = True) -> None:
+        """Load the version of a step, once its first batches are there, and count the samples of these batches."""
         trainer = self.trainer
         trainer.data.read_ahead()
         trainer.clock.lap("data")
         if is_first:
-            trainer.current_step.batches = [batch for batch, _ in batches]
+            trainer.current_step.batches = batches
             trainer.load_version()
             trainer.current_step.batches = ()
-        trainer.progress.samples_served += sum(samples for _, samples in batches)
+        trainer.progress.samples_served += samples
 
     def _enter_epoch(self, samples: int) -> None:
         """Enter the epoch of the next sample, after ``samples`` were applied or skipped."""
