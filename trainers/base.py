@@ -169,6 +169,9 @@ class Trainer(ABC):
         self.checkpoints = checkpoints
         self.monitor: RunMonitor | None = None if checkpoints is None else checkpoints.monitor
         self.control = self.control_class(process, checkpoints, rendezvous)
+        self._overrides_data_available = overrides(self, Trainer.data_available)
+        training, checkpoint = self.config.training, self.config.checkpoint
+        self._due_every = training.validate_every, save_every(self.config), checkpoint.memory_every or 0
         self.clock = PhaseClock()
         self.progress = TrainerProgress()
         self.step = 0
@@ -424,7 +427,7 @@ class Trainer(ABC):
         announcement = self.data.available(timeout_s=0.0)
         if announcement.readiness is Readiness.WAITING:
             return None
-        if overrides(self, Trainer.data_available):
+        if self._overrides_data_available:
             announcement = self.data_available()
         return self.control.with_stop(announcement)
 
@@ -619,8 +622,7 @@ class Trainer(ABC):
 
     def is_due(self, step: int) -> bool:
         """Whether a validation or a checkpoint is due at this step, or was due since the last batch began."""
-        due = self.config.training.validate_every, save_every(self.config), self.config.checkpoint.memory_every or 0
-        return any(is_due(step, every, self.optimizer_calls.batch_began) for every in due)
+        return any(is_due(step, every, self.optimizer_calls.batch_began) for every in self._due_every)
 
     def save(self, reason: str) -> None:
         """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent.

@@ -101,6 +101,8 @@ class DataStream:
             self.source.connect(receiver_spec)
         # Those of the model with which samples were made; None if samples have none.
         self.versions = self.source.versions if isinstance(self.source, Stream) else None
+        # Whether samples are served only while their version is new enough (``buffer.max_staleness``).
+        self.limits_staleness = self.versions is not None and self.versions.max_staleness is not None
         self._waits_since: float | None = None  # since there is no batch
         self._expired_before = 0  # samples that were removed as too old before the last batch
         self._has_reported = False  # that there is no batch, as samples are too old
@@ -117,6 +119,9 @@ class DataStream:
         self._is_ahead = False
         self._config = config
         self.buffer = self._make_buffer()
+        # Whether the batches that follow are known before they are read: of a data set, each sample once.
+        is_dataset = isinstance(self.source, DatasetSource)
+        self._counts_ahead = self.training.has_rounds and is_dataset and not self.buffer.repeats
         self._held_samples = self._samples_held_for_step()
         check_watermark(config.buffer.watermark, self.source.expected, partition)
         self.feeder = Feeder(self.source, self.buffer, partition.index)
@@ -149,11 +154,6 @@ class DataStream:
             buffer.limit_age(self.versions.step_of)
         return buffer
 
-    @property
-    def limits_staleness(self) -> bool:
-        """Whether samples are served only while their version is new enough (``buffer.max_staleness``)."""
-        return self.versions is not None and self.versions.max_staleness is not None
-
     def set_version(self, step: int, limit: int | None = None) -> None:
         """Set the version that the next batches are for, which decides which samples are too old.
 
@@ -161,11 +161,6 @@ class DataStream:
         """
         if self.versions is not None:
             self.versions.step, self.versions.limit = step, limit
-
-    @property
-    def _counts_ahead(self) -> bool:
-        """Whether the batches that follow are known before they are read: of a data set, each sample once."""
-        return self.training.has_rounds and isinstance(self.source, DatasetSource) and not self.buffer.repeats
 
     def _samples_held_for_step(self) -> int:
         """Return how many samples are in the buffer before a step begins.

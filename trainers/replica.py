@@ -35,15 +35,15 @@ class ReplicaTrainer(Trainer):
         if self.control.monitor is not None and (large := describe_large(model)) is not None:
             self.control.monitor.note(large)
         self.updater = Updater(shared_optimizer(self.task, self.config), model, self.config.training, self.config.seed)
+        self._limits = Limits.of(self.config.training)
         self.prepare_local_steps(model)
         self.tree = ModelTree(model)
         self.optimizer_calls.set_optimizers(self.updater.parameters_of, model)
 
     def decide(self, announcements: Mapping[int, Announcement], blocking: Set[int] = frozenset()) -> Decision:
         """Return the decision that every trainer derives from these announcements, and from whose buffers block."""
-        training = self.config.training
-        limits = Limits.of(training)
-        decision = decide(announcements, self.step, self.samples, limits, training.uneven_inputs, blocking=blocking)
+        uneven_inputs = self.config.training.uneven_inputs
+        decision = decide(announcements, self.step, self.samples, self._limits, uneven_inputs, blocking=blocking)
         return replace(decision, skipped=self.skipped) if self.skipped else decision
 
     @property

@@ -87,6 +87,7 @@ class Updates:
 
     def __post_init__(self) -> None:
         self._clipping = clipping_of(self._config.training)
+        self._has_factors = self._config.training.weights_samples or self._config.server.stale_scaling != "none"
         self._num_snapshots = 0
         self._begun = _NOTHING_BEGUN
         self._unconfirmed: list[Future] = []  # of the last update, if the other servers had prepared it
@@ -110,9 +111,11 @@ class Updates:
         pushes ``held`` were added before.
         """
         named = tuple((push_id(push.report), push.segment_key) for push in pushes)
-        weights = round_weights(self._config.training, [push.report.samples for push in pushes])
-        scaling = self._config.server.stale_scaling
-        factors = tuple(w * staleness_factor(s, scaling) for w, s in zip(weights, update.staleness, strict=True))
+        factors = (1.0,) * len(pushes)
+        if self._has_factors:
+            weights = round_weights(self._config.training, [push.report.samples for push in pushes])
+            scaling = self._config.server.stale_scaling
+            factors = tuple(w * staleness_factor(s, scaling) for w, s in zip(weights, update.staleness, strict=True))
         of_version = [*held, *pushes]
         used = merge_used([push.report.used for push in of_version])
         request = ApplyRequest(version, named, factors, used, None, frozenset(pulled), update.completes)
