@@ -72,13 +72,13 @@ class VersionPull:
         self.pulled: tuple[Tensor, ...] = ()
         # Buckets of the next version that arrived before that was complete. The model holds them once it was granted.
         self.early: dict[GradientBucket, Tensor] = {}
-        self.wire_bytes = 0  # of the pushes too
+        self.wire_bytes = 0  # of the pushes too, without ``rows``
         self.server = control.server
         self.transport = transport
         self.model_copy = model_copy
         self.context = context
         self.clock = clock
-        self._rows = rows
+        self.rows = rows
         self._timeout_s = control.config.cluster.timeout_s
         self._calls: list[InFlightCall[tuple[Tensor, ...]]] = []
         self._loaded: int | None = None  # the version that the model is known to hold
@@ -96,16 +96,15 @@ class VersionPull:
         assert grant.decision is not None
         self.grant, self.version = grant, grant.decision.step
         self._is_loaded = False
-        if not self._numbers_of:
+        if not self._numbers_of and not self.transport.zero_copy:  # otherwise it is in shared memory
             self._begin()
 
     @torch.enable_grad()  # a task may have left it switched off
     def _begin(self) -> None:
         """Request the version of this step, inside its context; it is awaited when it is needed."""
-        if not self.transport.zero_copy:  # otherwise it is in shared memory
-            # With several optimizers the model holds the version, and only its gradients are to return.
-            received = self.transport.ranges if self._numbers_of else self.early
-            self._calls = self.server.pull(self.version, received, self.transport.recorded)
+        # With several optimizers the model holds the version, and only its gradients are to return.
+        received = self.transport.ranges if self._numbers_of else self.early
+        self._calls = self.server.pull(self.version, received, self.transport.recorded)
 
     def finish(self) -> None:
         """Wait for the version that was requested; it is then in ``pulled``."""
@@ -131,11 +130,12 @@ class VersionPull:
     @spanned("pull")
     def load(self, batches: Sequence[Any] = ()) -> None:
         """Load the version of this step, for these batches, without gradients."""
-        if not self._numbers_of:
-            self._begin_rows(self.version, batches)
+        rows = None if self._numbers_of else self.rows
+        if rows is not None:
+            rows.prefetch(self.version, batches)
         self.load_values()
-        if not self._numbers_of and self._rows is not None:
-            self._rows.wait()
+        if rows is not None:
+            rows.wait()
         for parameter in self.model_copy.parameters.values():
             parameter.grad = None
 
@@ -164,13 +164,8 @@ class VersionPull:
 
     def end_step(self) -> None:
         """Look up the newest rows from now on, as no step is in progress."""
-        self._begin_rows(None)
-
-    def _begin_rows(self, version: int | None, batches: Sequence[Any] = ()) -> None:
-        if self._rows is not None:
-            self.wire_bytes += self._rows.num_bytes
-            self._rows.num_bytes = 0
-            self._rows.prefetch(version, batches)
+        if self.rows is not None:
+            self.rows.prefetch(None)
 
     def load_view(self, view: VersionView, values: bool = True) -> None:
         """Load the parameters of a view; with ``values`` later changes of values are noticed too."""

@@ -267,6 +267,8 @@ class RpcTrainer(Trainer):
             self.pull.load_updated(report.optimizer, result.step)
             self.clock.lap("pull")
         self.wire_bytes = self.pull.wire_bytes
+        if self.pull.rows is not None:
+            self.wire_bytes += self.pull.rows.num_bytes
         return result
 
     def make_push(
