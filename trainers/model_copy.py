@@ -80,7 +80,8 @@ class ModelCopy:
 
     def check_gradients(self) -> None:
         """Refuse, by name, what would be lost."""
-        for name, gradient in ((name, trained.grad) for name, trained in self.parameters.items()):
+        for name, trained in self.parameters.items():
+            gradient = trained.grad
             if gradient is None or gradient.layout is (torch.sparse_coo if name in self._tables else torch.strided):
                 if gradient is not None and gradient.is_sparse and gradient.sparse_dim() != 1:
                     raise TaskError(

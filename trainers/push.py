@@ -35,6 +35,7 @@ class GradientBuckets:
     ) -> None:
         self._transport = transport
         self._parameters = list(parameters)
+        self._devices = {parameter.device for parameter in parameters}
         self._send = send
         self._started = False
         self._packed: dict[int, tuple[Tensor, int]] = {}  # by parameter: its gradient, and the version of that tensor
@@ -93,9 +94,9 @@ class GradientBuckets:
                 remaining.append(number)
         self._pack(remaining)
         self._packed.clear()
-        unsent = {bucket for number in remaining for bucket in self._buckets_of[number]}
-        for bucket in self._transport.buckets:
-            if bucket in unsent:  # every bucket that was not sent has a gradient that was not packed
+        not_packed = set(remaining)
+        for bucket, numbers in self._transport.buckets.items():
+            if not not_packed.isdisjoint(numbers):  # every bucket that was not sent has a gradient that was not packed
                 self._send(bucket)
         used = tuple(parameter.grad is not None for parameter in self._parameters)
         return None if all(used) else used
@@ -114,7 +115,7 @@ class GradientBuckets:
                 gradients.append(gradient)
         if views:
             torch._foreach_copy_(views, gradients, non_blocking=True)
-        synchronize(gradient.device for gradient in gradients)  # the memory is sent as soon as this returns
+        synchronize(self._devices)  # the memory is sent as soon as this returns
 
 
 class GradientPush:
