@@ -147,7 +147,7 @@ class Buffer(ABC):
         # The n that the consumer waits for; 0 while it does not wait.
         self._waiting_puts = 0
         self._awaited = 0
-        self._finished = self._closed = False
+        self.finished = self.closed = False
         self._mark: Any = None
         self._counters = ServingCounts()
         # With ``limit_age``: what returns the step of a sample, the oldest that is served, and whether any is older.
@@ -181,7 +181,7 @@ class Buffer(ABC):
             finally:
                 self._store.flush()
             if last:
-                self._finished = True
+                self.finished = True
                 self._wake_all()
 
     def put_many(
@@ -365,7 +365,7 @@ class Buffer(ABC):
     def remaining_servings(self) -> int | None:
         """Return how many samples are still to be served, with repetitions; None until the buffer is finished."""
         with self._lock:
-            return self._servings_held() if self._finished else None
+            return self._servings_held() if self.finished else None
 
     def is_ahead(self, samples: int) -> bool:
         """Return whether enough was put for a step of ``samples`` and the next one, where nothing is put in a step.
@@ -385,13 +385,13 @@ class Buffer(ABC):
     def finish(self) -> None:
         """End the input: wake all threads and let the consumer drain. No effect if repeated or after ``close()``."""
         with self._lock:
-            self._finished = True
+            self.finished = True
             self._wake_all()
 
     def close(self) -> None:
         """Stop now: every wait, and every later put and get, raises BufferClosed."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             self._wake_all()
 
     @property
@@ -405,18 +405,10 @@ class Buffer(ABC):
         return self._waiting_puts > 0
 
     @property
-    def finished(self) -> bool:
-        return self._finished
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
     def exhausted(self) -> bool:
         """Whether the buffer is finished and empty."""
         with self._lock:
-            return self._finished and self._store.count == 0
+            return self.finished and self._store.count == 0
 
     def __len__(self) -> int:
         return self._store.count
@@ -460,11 +452,11 @@ class Buffer(ABC):
         """
         # One lock for all of it: the source derives its position from the number of puts.
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise _closed_error()
             return {
                 "kind": self.kind,
-                "finished": self._finished,
+                "finished": self.finished,
                 "counters": dict(vars(self._counters)),
                 "mark": self._mark,
                 "rng": self._rng.bit_generator.state,
@@ -488,11 +480,11 @@ class Buffer(ABC):
         store.load_state_dict(state, samples)
         # Nothing has changed so far: a refused state leaves the buffer as it was.
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise _closed_error()
             self._store = store
             self._counters = ServingCounts(**state["counters"])
-            self._finished = state["finished"]
+            self.finished = state["finished"]
             self._mark = state["mark"]
             self._rng.bit_generator.state = state["rng"]
             # The store has the saved order as slots 0, 1, ..., so the same random numbers draw the same samples.
@@ -553,12 +545,12 @@ class Buffer(ABC):
     # Waits, with the lock held.
 
     def _not_open_error(self) -> BufferClosed:
-        if self._closed:
+        if self.closed:
             return _closed_error()
         return BufferClosed("the buffer must not be finished when a sample is put; call finish() after the last put")
 
     def _skip(self, count: int, never_served: int = 0) -> None:
-        if self._closed or self._finished:
+        if self.closed or self.finished:
             raise self._not_open_error()
         served, times = count - never_served, self.times_due or 1
         self._counters.puts += count
@@ -603,7 +595,7 @@ class Buffer(ABC):
             self._store.flush()
         self._mark = mark
         if last:
-            self._finished = True
+            self.finished = True
             self._wake_all()
         return done, None
 
@@ -615,7 +607,7 @@ class Buffer(ABC):
         store = self._store
         if store.max_bytes is not None:
             return None
-        if self._closed or self._finished:
+        if self.closed or self.finished:
             raise self._not_open_error()
         end = min(start + self.capacity - store.count, len(samples))
         if end <= start:
@@ -637,7 +629,7 @@ class Buffer(ABC):
     def _put(self, sample: Any, key: Any, deadline: float | None, served: int = 0) -> None:
         store = self._store
         while True:
-            if self._closed or self._finished:
+            if self.closed or self.finished:
                 raise self._not_open_error()
             # Again after each wait: another producer's sample may have changed how samples are stored.
             values, size = store.prepare(sample, max(self.watermark, self._batch_size))
@@ -678,7 +670,7 @@ class Buffer(ABC):
         self._counters.put_wait_s += time.monotonic() - now
 
     def _wait_ready(self, n: int, timeout: float | None) -> bool:
-        if self._closed:
+        if self.closed:
             raise _closed_error()
         if n < 1 or n > self.capacity:
             raise ValueError(
@@ -701,18 +693,18 @@ class Buffer(ABC):
         since = time.monotonic()
         self._awaited = n
         try:
-            ready = self._can_get.wait_for(lambda: self._closed or self._is_ready_now(n), timeout)
+            ready = self._can_get.wait_for(lambda: self.closed or self._is_ready_now(n), timeout)
         finally:
             # Also when a signal handler raises during the wait.
             self._awaited = 0
             self._counters.get_wait_s += time.monotonic() - since
-        if self._closed:
+        if self.closed:
             raise _closed_error()
         return ready
 
     def _is_ready_now(self, n: int) -> bool:
         self._remove_stale()
-        return self._finished or self._is_ready(n)
+        return self.finished or self._is_ready(n)
 
     def _wake_all(self) -> None:
         self._can_put.notify_all()

@@ -84,7 +84,7 @@ class Reservoir(Buffer):
     def _draw(self, n: int) -> tuple[Slots, Slots, int]:
         index = self._index
         n = min(n, len(index))
-        must = 0 if self._finished else min(self.min_new_per_batch, n)
+        must = 0 if self.finished else min(self.min_new_per_batch, n)
         unseen = index.unseen
         if must:
             index.mark_seen(self._rng.choice(unseen, must, replace=False))
@@ -97,7 +97,7 @@ class Reservoir(Buffer):
         if left:
             index.mark_seen(rest[rest < left])
         new, _ = self._store.serve(slots)
-        if not self._finished:
+        if not self.finished:
             return slots, slots[:0], new
         # The drawn samples that were unseen are at [new unseen, unseen) now, the others where they were.
         index.remove(np.concatenate([np.arange(index.unseen, unseen), rest[rest >= unseen]]))
