@@ -581,8 +581,8 @@ class ParameterShard:
         _, own, rows = known
         tables = {number: slice_gradient(rows.read(own.slot), own.rows) for number, own in self.updater.tables.items()}
         # Without a copy, unless the parameters are on a GPU.
-        devices = [flat.device for flat in self.updater.ranges]
-        return [tables.get(n, flat).to(device) for n, (flat, device) in enumerate(zip(own, devices, strict=True))]
+        pairs = enumerate(zip(own, self.updater.ranges, strict=True))
+        return [tables.get(number, flat).to(parameters.device) for number, (flat, parameters) in pairs]
 
     def use_threads(self, team: ThreadTeam) -> None:
         """Make updates with all threads of ``team``, unless the shard is too small for that, or on a GPU."""

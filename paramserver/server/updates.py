@@ -191,7 +191,7 @@ class Updates:
         # Whichever comes first. An error in a reply ends the run also later.
         self._when_all([own, *others], call_once)
         for reply in (own, *self._begun[2]):
-            reply.add_done_callback(lambda _: self._with_lock(call_if_prepared))
+            reply.add_done_callback(partial(self._with_lock, call_if_prepared))
 
     def _is_prepared(self, request: ApplyRequest) -> bool:
         """Return whether all other servers have computed this very update, so that its version is made already."""
@@ -315,9 +315,9 @@ class Updates:
             assert len(values) == len(replies), "a missing reply follows an error, which was raised"
             then(values)
 
-        torch.futures.collect_all(list(replies)).add_done_callback(lambda _: self._with_lock(use))
+        torch.futures.collect_all(list(replies)).add_done_callback(partial(self._with_lock, use))
 
-    def _with_lock(self, action: Callable[[], None]) -> None:
+    def _with_lock(self, action: Callable[[], None], _: Future) -> None:
         """Do what follows from a reply; an error ends the run, as torch only prints it."""
         try:
             with self._run.lock:
