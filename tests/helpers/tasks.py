@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import MethodType
 
 import torch
 from torch import nn
@@ -127,6 +128,13 @@ class ClampsGradients(ReferenceTask):
         for parameter in self.trainer.unwrapped_model.parameters():
             if parameter.grad is not None:
                 parameter.grad.data.clamp_(-0.01, 0.01)
+
+
+class ClampsFromTheStart(ReferenceTask):
+    """Sets the hook that changes gradients only when training starts."""
+
+    def on_train_start(self):
+        self.on_batch_end = MethodType(ClampsGradients.on_batch_end, self)
 
 
 class LittleSharedMemory(ReferenceTask):

@@ -125,6 +125,10 @@ def test_gradients_changed_in_a_hook_reach_the_server(tmp_path):
     assert differing_tensors(plain.load("model"), shared.load("model")) != []
 
 
+def test_a_hook_that_is_set_when_training_starts_counts(tmp_path):
+    assert left(train(tmp_path, "rpc", 2, task="ClampsFromTheStart", **OVER_RPC)) == (0.0, 1.0)
+
+
 BY_BUCKET = {"transport": "rpc", "bucket_mb": 0.0005}
 ARGS = {"optimizer": "adamw", "groups": True, "schedule": "step", "unused": True}
 # A norm that is never reached: no gradient changes, and every update waits for all gradients.
