@@ -233,14 +233,13 @@ class RpcTrainer(Trainer):
 
     def on_hooks_called(self) -> None:
         self.model_copy.check_unchanged(between_steps=not self._is_waited_for)
+
+    def on_last_loss(self, totals: StepTotals) -> None:
         # A change through ``grad.data`` after backward cannot be noticed, so nothing is sent before these hooks ran.
         changes_gradients = any(overrides(hooks, Hooks.on_batch_end) for hooks in self.hooks)
         # Nor before gradients are checked.
         waits = changes_gradients or self.config.training.may_skip or overrides(self, Trainer.on_after_backward)
-        self._sends_early = self.local_steps is None and not waits
-
-    def on_last_loss(self, totals: StepTotals) -> None:
-        if self._sends_early:
+        if self.local_steps is None and not waits:
             self.push.buckets.start()
 
     def on_round_ended(self) -> None:
