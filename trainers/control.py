@@ -34,7 +34,7 @@ class Control(ABC):
     """
 
     knows_saved = False
-    """Whether rank 0 tells a trainer that a checkpoint exists already."""
+    """Whether rank 0 replies to a trainer that a checkpoint exists already."""
 
     sender: BackgroundSender | None = None  # of parts of checkpoints; None if the part of rank 0 is the only one
 

@@ -42,11 +42,10 @@ USED = {
     },
     "paramserver.optim.shard_updater": {
         "torch._foreach_add_",
-        "torch._foreach_div_",
         "torch._foreach_mul_",
     },
     "paramserver.optim.clipping": {"torch._foreach_norm"},
-    "paramserver.parameters.numerics": {"torch._foreach_norm"},
+    "paramserver.parameters.numerics": {"torch._foreach_div_", "torch._foreach_norm"},
     "paramserver.distributed.rpc_agent": {
         "torch._C._distributed_c10d.HashStore",
         "torch._C._distributed_c10d.Store",
