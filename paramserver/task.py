@@ -175,8 +175,9 @@ class Task(Hooks):
         ``build_scheduler`` may be called in a process that has no trainer. It counts updates, or with rounds the local
         steps of a trainer, until ``training.max_epochs``, ``max_steps``, ``max_samples`` or the end of the data; None
         if none of these is known. A resumed run has the number of its present limits. It is exact where all trainers
-        step together. Otherwise trainers are assumed to be equally fast, and dropped gradients make it less. With a
-        dictionary of optimizers batches are counted, of which each may step an optimizer more than once.
+        step together, with two exceptions (docs/interface.md, section 3). Otherwise trainers are assumed to be equally
+        fast, and dropped gradients make it less. With a dictionary of optimizers batches are counted, of which each may
+        step an optimizer more than once.
 
         The first access reads the length of the data: it calls ``train_source``.
 

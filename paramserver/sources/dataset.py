@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice, repeat, zip_longest
 from typing import Any
 
 import torch
@@ -416,6 +416,17 @@ class DatasetSource(Source):
         if self.gives_batches:
             return sum(len(batch) for order in orders for batch in next(order.blocks(0, 1)))
         return sum(order.per_pass for order in orders)
+
+    def batch_sizes(self, partition: Partition) -> Iterator[int]:
+        """Yield the samples of each whole batch that a trainer reads, in their order; see ``gives_batches``."""
+        assert self.sampler is not None
+        for block in replace(self.order, partition=partition).blocks(0, self.passes):
+            sizes = list(map(len, block))
+            if self.sampler.repeats_sizes:
+                passes = repeat(sizes) if self.passes is None else repeat(sizes, self.passes)
+                yield from chain.from_iterable(passes)
+                return
+            yield from sizes
 
     @property
     def description(self) -> str:

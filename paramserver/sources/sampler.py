@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from paramserver.errors import TaskError, kind_and_message
 from paramserver.importing import name_user_error
@@ -69,6 +69,13 @@ class SamplerOrder:
     @property
     def gives_batches(self) -> bool:
         return any(isinstance(one, tuple) for one in self.indices(0))
+
+    @property
+    def repeats_sizes(self) -> bool:
+        """Whether the whole batches of each pass are known to have the sizes of those of the first."""
+        inner = getattr(self.sampler, "sampler", None)
+        cuts = type(self.sampler) is BatchSampler and type(inner).__module__.startswith("torch.")
+        return cuts or isinstance(self.sampler, (list, tuple))
 
     def indices(self, epoch: int) -> list[Index]:
         """Return the order of a pass.

@@ -17,6 +17,15 @@ def test_the_last_step_of_the_schedule_is_that_of_the_run(tmp_path, mode, traini
     assert scheduler["last_epoch"] == scheduler["total_steps"] == run.summary["steps"]
 
 
+@pytest.mark.parametrize("mode", ["ddp", "rpc"])
+def test_a_schedule_ends_with_steps_that_are_not_full(tmp_path, mode):
+    # Batches of 21 and 20 samples: three steps of both trainers, and a last one with the batch that only one has.
+    training = {"max_epochs": 1, "batch_size": 4, "accumulate_batches": 2, "uneven_inputs": "join", "validate_every": 0}
+    run = train(tmp_path, mode, 2, task=TASK, task_args={"samples": 41}, training=training)
+    scheduler = run.load("run")["scheduler"]
+    assert scheduler["last_epoch"] == scheduler["total_steps"] == run.summary["steps"] == 4
+
+
 @pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
 def test_a_schedule_of_local_steps_ends_with_them(tmp_path, mode):
     training = {**ONE_PASS, "local_steps": 3}

@@ -1,12 +1,20 @@
 """The number of steps of a schedule, before the run."""
 
+import random
+import time
+from contextlib import ExitStack
+
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from sampler_tasks import Buckets
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from paramserver import Task
+from paramserver import Partition, Task
 from paramserver.config import config_from_mapping
+from paramserver.consistency import Verdict, decide
 from paramserver.errors import SourceError
+from paramserver.limits import Limits
+from paramserver.trainers.data import DataStream
 
 
 class Numbers(Task):
@@ -43,7 +51,7 @@ ASYNC, BACKUP = {"server": {"consistency": "async"}}, {"server": {"backup_traine
         (23, "rpc", {"max_epochs": 2, **JOIN}, ASYNC),
         (12, "rpc", {"max_epochs": 2, **JOIN}, {"server": {"consistency": "async", "arrivals": 2}}),
         (23, "rpc", {"max_epochs": 2, **JOIN}, BACKUP),
-        (4, "rpc", {"max_epochs": 2, "accumulate_batches": 3, **JOIN}, {}),
+        (5, "rpc", {"max_epochs": 2, "accumulate_batches": 3, **JOIN}, {}),
         (7, "rpc", {"max_epochs": 2, "max_steps": 7}, {}),
         (11, "rpc", {"max_epochs": 2, "max_steps": 70}, {}),
         (5, "ddp", {"max_samples": 33}, {}),
@@ -92,3 +100,103 @@ def test_an_error_of_the_data_is_named():
 
     with pytest.raises(SourceError, match=r"total_steps: train_source, or what it returned, .*no such column"):
         _ = task_with(broken, training={"max_epochs": 1}).total_steps
+
+
+class Grows(BatchSampler):
+    """Each pass has three batches, which are larger than those of the pass before, up to a limit."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        size = min(1 + self.epoch, 4)
+        return iter([list(range(size + n)) for n in range(3)])
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def take(stream, batches, training):
+    """Take the batches of a step, as the training loop does; return their samples."""
+    samples, at_once = 0, training.accumulate_batches if training.has_rounds else batches
+    for done in range(batches):
+        if done and done % at_once == 0:
+            stream.wait_batches()
+        samples += stream.next_batch()[1]
+    return samples
+
+
+def steps_of(task):
+    """The updates, or local steps, that the trainers decide on with the data of a run."""
+    config, training = task.config, task.config.training
+    trainers = config.cluster.num_trainers
+    with ExitStack() as stack:
+        streams = [DataStream(task, Partition(i, trainers), config, {}) for i in range(trainers)]
+        for stream in streams:
+            stack.enter_context(stream).start()
+        steps = samples = gradients = 0
+        while True:
+            announced = {i: stream.available() for i, stream in enumerate(streams)}
+            decision = decide(announced, steps, samples, Limits.of(training), training.uneven_inputs)
+            if decision.verdict is Verdict.END:
+                return gradients
+            assert decision.verdict is Verdict.GO
+            samples += sum(take(streams[i], decision.batches, training) for i in decision.active)
+            steps, gradients = steps + 1, gradients + -(-decision.batches // training.accumulate_batches)
+
+
+def drawn_run(rng):
+    """A DataLoader, and a config with limits of all kinds whose steps are full or not."""
+    length, batch, times = rng.randint(30, 60), rng.randint(1, 7), rng.choice((1, 1, 2, 3))
+    data = list(range(length))
+    limits = {"max_epochs": rng.randint(1, 4), "max_samples": rng.randint(1, 300), "max_steps": rng.randint(1, 30)}
+    training = {name: limits[name] for name in rng.sample(sorted(limits), rng.randint(1, 3))}
+    training |= {"accumulate_batches": rng.randint(1, 4), "local_steps": rng.choice((1, 1, 2, 3))}
+    sampler = rng.choice(
+        (
+            None,
+            BatchSampler(SequentialSampler(data), batch, rng.random() < 0.5),
+            BatchSampler(RandomSampler(data), batch, False),
+            Buckets(length, batch),
+            Grows(),
+            [data[:1], data[1:3], data[3:4], data[1:4]],
+        )
+    )
+    if sampler is None:
+        loader = DataLoader(data, batch, drop_last=rng.random() < 0.5)
+    else:
+        loader = DataLoader(data, batch_sampler=sampler)
+        times = 1 if "max_samples" in training else times  # in which order batches repeat is not known
+    return loader, {
+        "mode": "ddp",
+        "cluster": {"num_trainers": rng.randint(1, 3)},
+        "training": {**training, "uneven_inputs": rng.choice(("join", "stop"))},
+        "buffer": {"pseudo_epochs": times},
+    }
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_in_lockstep_it_is_what_the_trainers_decide(seed):
+    rng = random.Random(seed)
+    for _ in range(25):
+        loader, sections = drawn_run(rng)
+        task = Numbers(loader)
+        task.config = config_from_mapping({"task": "t.py:T", **sections})
+        assert task.total_steps == steps_of(task), sections
+
+
+@pytest.mark.parametrize("whole_batches", [False, True])
+def test_a_long_run_is_counted_at_once(whole_batches):
+    data = range(10_001)
+    loader = DataLoader(data, 4)
+    if whole_batches:
+        loader = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 4, False))
+    task = Numbers(loader)
+    training = {"max_samples": 8 * 10**6, "uneven_inputs": "join"}
+    task.config = config_from_mapping({"task": "t.py:T", "cluster": {"num_trainers": 2}, "training": training})
+    began = time.process_time()
+    assert task.total_steps == pytest.approx(10**6, rel=1e-3)
+    assert time.process_time() - began < 5
