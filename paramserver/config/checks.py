@@ -11,6 +11,7 @@ from paramserver.config.schema import (
     BUFFERS,
     CLIPPINGS,
     CONSISTENCIES,
+    LOADER_KEYS,
     OUTER_OPTIMIZERS,
     Config,
     format_value,
@@ -33,6 +34,11 @@ class Relation:
     message: str
     values: Callable[[Config], Mapping[str, Any]] = lambda config: {}
 
+    @property
+    def loader_keys(self) -> list[str]:
+        """Those of ``LOADER_KEYS`` among its keys."""
+        return [name for name in LOADER_KEYS if f"training.{name}" in self.keys]
+
     def check(self, config: Config) -> str | None:
         """Return the error message; None where the rule holds."""
         return self.message.format(**vars(config), **self.values(config)) if self.broken(config) else None
@@ -49,25 +55,26 @@ def value_of(config: Config, name: str) -> Any:
 def check_config(config: Config, origins: Mapping[str, str], source: str = "") -> None:
     """Refuse values that contradict each other.
 
-    ``origins`` has where each key was given, in the order of assignment. A message names the latest of its keys.
+    ``origins`` has where each key was given, in the order of assignment. A message names the latest of its keys. What
+    depends on a key that a DataLoader may replace, as it was not given, is left to ``check_reading``.
 
     Raises:
         UnsupportedConfiguration: the first violation.
     """
     for relation in RELATIONS:
-        if message := relation.check(config):
+        if all(map(config.has_given, relation.loader_keys)) and (message := relation.check(config)):
             given = [origin for name, origin in origins.items() if name in relation.keys]
             raise UnsupportedConfiguration(origin_prefix(given[-1] if given else source) + message)
 
 
-def check_batch_size(config: Config) -> None:
-    """Refuse a batch size, of a DataLoader, that contradicts other keys.
+def check_reading(config: Config) -> None:
+    """Refuse a batch size with which data is read, of a DataLoader or the default, that contradicts other keys.
 
     Raises:
         UnsupportedConfiguration: the first violation.
     """
     for relation in RELATIONS:
-        if "training.batch_size" in relation.keys and (message := relation.check(config)):
+        if relation.loader_keys and (message := relation.check(config)):
             raise UnsupportedConfiguration(message)
 
 
@@ -224,13 +231,13 @@ RELATIONS: tuple[Relation, ...] = (
         "buffer.capacity or lower buffer.watermark",
     ),
     Relation(
-        ("buffer.min_new_per_batch", "buffer.kind", "training.batch_size"),
+        ("buffer.min_new_per_batch", "buffer.kind"),
         lambda config: config.buffer.min_new_per_batch and _lacks("min_new_per_batch", config.buffer.kind, BUFFERS),
         "buffer.min_new_per_batch ({buffer.min_new_per_batch}) must be 0 with buffer.kind {buffer.kind}; set it to 0 "
         f"or choose the {_kinds_with('min_new_per_batch', BUFFERS)}",
     ),
     Relation(
-        ("buffer.min_new_per_batch", "buffer.kind", "training.batch_size"),
+        ("buffer.min_new_per_batch", "training.batch_size"),
         lambda config: config.buffer.min_new_per_batch > config.training.batch_size,
         "buffer.min_new_per_batch ({buffer.min_new_per_batch}) must be at most training.batch_size "
         "({training.batch_size}); lower the former",

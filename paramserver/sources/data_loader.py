@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from paramserver.buffers.factory import buffer_class
 from paramserver.config import Config
-from paramserver.config.checks import check_batch_size
+from paramserver.config.checks import check_reading
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.sources.base import Partition, Source
 from paramserver.sources.iterable import IterableBatches
@@ -166,9 +166,7 @@ def _with_values_of(loader: DataLoader[Any], config: Config, hook: str) -> Confi
         check("batch_size", size, config.has_given("batch_size"))
         config = _with_training(config, batch_size=size)
     check("loader_workers", workers, config.has_given("loader_workers"))
-    config = _with_training(config, loader_workers=workers)
-    check_batch_size(config)
-    return config
+    return _with_training(config, loader_workers=workers)
 
 
 def _order_of(sampler: Any, data: Any, partition: Partition, config: Config, hook: str) -> dict[str, Any]:
@@ -201,6 +199,8 @@ def _with_whole_batches(reading: Reading, hook: str) -> Reading:
     largest = reading.largest_batch
     if sampler is not None and sampler.gives_batches:
         largest = max(map(len, sampler.indices(0)))  # type: ignore[arg-type]
+    elif hook != "validation_source":
+        check_reading(reading.config)
     if largest is None or hook == "validation_source":
         return replace(reading, largest_batch=largest)
     buffer, training = reading.config.buffer, reading.config.training

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from cli_errors import EVERY_3, assert_failed_with, error_message, file_contents, invalid_task, temporary_files
-from launching import FinishedRun, launch, write_config
+from launching import NOT_GIVEN, FinishedRun, launch, write_config
 
 from paramserver._commands import COMMANDS
 from paramserver.errors import TaskError
@@ -75,6 +75,18 @@ BEFORE = {
         [],
         None,
         r"buffer\.watermark \(257\) must be at most the 256 samples that trainer 0 of 1 will ever get, .*lower it",
+    ),
+    "a default that only a data loader would replace": (
+        {"training": {"batch_size": NOT_GIVEN}, "buffer": {"capacity": 16}},
+        [],
+        None,
+        r"^a batch of 32 can never be gathered from a buffer of 16; raise buffer\.capacity or lower training",
+    ),
+    "the same default in a dry run": (
+        {"training": {"batch_size": NOT_GIVEN}, "buffer": {"capacity": 16}},
+        ["--dry_run"],
+        None,
+        r"^a batch of 32 can never be gathered from a buffer of 16; raise buffer\.capacity or lower training",
     ),
     "a loss that is a vector": (
         {"task": invalid_task("FailsAtBatch"), "task_args": {"what": "vector", "at": 0}},

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from cli_errors import error_message
 from launching import NOT_GIVEN, assert_equal_runs, differing_tensors, launch, resume, train
 
 pytestmark = pytest.mark.processes
@@ -37,6 +38,26 @@ def test_two_trainers_are_the_same_in_ddp_and_rpc(tmp_path, kind):
     once = {"shuffled": 48, "plain": 48, "distributed": 62}.get(kind, 61)
     assert ddp.summary["samples"] == rpc.summary["samples"] == once * (1 if kind == "iterable" else 3)
     assert differing_tensors(ddp.load("model"), rpc.load("model")) == []
+
+
+SMALL = {**CONFIG, "buffer": {"capacity": 16}}  # less than a batch of the default size
+
+
+@pytest.mark.parametrize("mode", ["ddp", "rpc"])
+@pytest.mark.parametrize("kind", ["plain", "buckets"])
+def test_a_buffer_that_holds_the_batches_of_a_data_loader_is_enough(tmp_path, mode, kind):
+    assert trained(tmp_path, mode, 2, kind, **SMALL).summary["samples"] > 0
+
+
+@pytest.mark.parametrize("mode", ["ddp", "rpc"])
+def test_a_default_that_no_data_loader_replaces_is_refused_by_the_ranks(tmp_path, mode):
+    finished = launch(tmp_path, mode=mode, **{**SMALL, "task": "ReferenceTask", "cluster": {"num_trainers": 2}})
+    message = error_message(finished)
+    assert message.partition(": ")[2].startswith(
+        "a batch of 32 can never be gathered from a buffer of 16; raise buffer"
+    )
+    assert "Traceback" not in finished.output
+    assert not list((tmp_path / "runs").glob("*"))
 
 
 @pytest.mark.parametrize("kind", ["weighted", "keeps", "buckets"])

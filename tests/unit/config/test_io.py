@@ -215,8 +215,8 @@ ONLINE = {"function": "a:b", "count": 1, "fields": {"u": {"shape": [1]}}}
          "32; raise buffer.capacity or lower buffer.watermark"),
         ({"buffer": {"min_new_per_batch": 1}}, "buffer.min_new_per_batch (1) must be 0 with buffer.kind fifo; "
          "set it to 0 or choose the reservoir"),
-        ({"buffer": {"min_new_per_batch": 33, "kind": "reservoir"}}, "buffer.min_new_per_batch (33) must be at most "
-         "training.batch_size (32); lower the former"),
+        ({"training": {"batch_size": 32}, "buffer": {"min_new_per_batch": 33, "kind": "reservoir"}},
+         "buffer.min_new_per_batch (33) must be at most training.batch_size (32); lower the former"),
         ({"buffer": {"pseudo_epochs": 2, "kind": "reservoir"}}, "buffer.pseudo_epochs (2) must be 1 with the "
          "reservoir, which repeats samples until they are evicted; set it to 1 or choose fifo or firo"),
         ({"buffer": {"max_staleness": 0}, "publish": {"every": 2}}, "buffer.max_staleness (0) must be null without the "

@@ -1,5 +1,7 @@
 """What a DataLoader is taken for, and what of it is refused."""
 
+import re
+
 import pytest
 import torch
 from sampler_tasks import Buckets, Streamed, brighter
@@ -15,6 +17,7 @@ from torch.utils.data import (
 
 from paramserver import Partition, Task
 from paramserver.config import Config, TrainingConfig, config_from_mapping
+from paramserver.config.checks import RELATIONS
 from paramserver.config.schema import BufferConfig
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.sources import DatasetSource, make_source
@@ -232,6 +235,69 @@ def test_a_key_counts_as_given_where_the_user_gave_it_even_its_default():
                     resolve_reading(DataLoader(DATA, 4), ONE, one)
             else:
                 assert resolve_reading(DataLoader(DATA, 4), ONE, one).config.training.batch_size == 4
+
+
+# Sections without the keys that a DataLoader may replace, whose defaults contradict them; a batch size that fits them,
+# one that does not, and why.
+DEFERRED = [
+    (
+        {"buffer": {"capacity": 16}},
+        16,
+        17,
+        "a batch of {size} can never be gathered from a buffer of 16; raise buffer.capacity or lower",
+    ),
+    (
+        {"buffer": {"capacity": 64}, "training": {"accumulate_batches": 4}},
+        16,
+        17,
+        "4 batches of {size} for a step can never be held in a buffer of 64; raise buffer.capacity or lower",
+    ),
+    (
+        {"buffer": {"min_new_per_batch": 40, "kind": "reservoir"}},
+        40,
+        39,
+        "buffer.min_new_per_batch (40) must be at most training.batch_size ({size}); lower the former",
+    ),
+]
+
+
+def read_with(data, sections, **training):
+    """How data is read in a run with these sections."""
+    training = {**sections.get("training", {}), **training}
+    return resolve_reading(data, ONE, config_from_mapping({"task": "a:B", **sections, "training": training}))
+
+
+@pytest.mark.parametrize(("sections", "fits", "breaks", "message"), DEFERRED)
+def test_keys_that_are_not_given_are_checked_once_it_is_known_how_data_is_read(sections, fits, breaks, message):
+    in_order = "kind" not in sections["buffer"]
+    for data in (DATA, Streamed(DATA, 0, 1)) if in_order else (DATA,):
+        assert read_with(DataLoader(data, fits), sections)
+        with pytest.raises(UnsupportedConfiguration, match=f"^{re.escape(message.format(size=breaks))}"):
+            read_with(DataLoader(data, breaks), sections)
+        assert read_with(data, sections, batch_size=fits)
+        with pytest.raises(UnsupportedConfiguration, match=f"^{re.escape(message.format(size=32))}"):
+            read_with(data, sections)
+
+
+@pytest.mark.parametrize(("sections", "fits", "breaks", "message"), DEFERRED)
+def test_keys_that_are_given_are_checked_before_there_is_data(sections, fits, breaks, message):
+    training = {**sections.get("training", {}), "batch_size": breaks}
+    with pytest.raises(UnsupportedConfiguration, match=f"^{re.escape(message.format(size=breaks))}"):
+        config_from_mapping({"task": "a:B", **sections, "training": training})
+
+
+def test_each_relation_on_a_key_that_a_data_loader_may_replace_is_among_them():
+    keys = [{f"{section}.{name}" for section in case[0] for name in case[0][section]} for case in DEFERRED]
+    relations = [set(relation.keys) for relation in RELATIONS if relation.loader_keys]
+    assert all(any(relation <= given | {"training.batch_size"} for given in keys) for relation in relations)
+    assert len(relations) == len(DEFERRED)
+
+
+@pytest.mark.parametrize("sections", [{"buffer": {"capacity": 16}}, {"training": {"accumulate_batches": 200}}])
+def test_whole_batches_need_no_room_for_a_batch_of_the_default_size(sections):
+    assert read_with(DataLoader(DATA, batch_sampler=Buckets(10)), sections).largest_batch == 5
+    config = config_from_mapping({"task": "a:B", **sections})
+    assert resolve_reading(DATA, ONE, config, sampler=Buckets(10)).largest_batch == 5
 
 
 class Collates(Task):
