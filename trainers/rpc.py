@@ -224,6 +224,7 @@ class RpcTrainer(Trainer):
             self.pull.load_step(decision.step)
         elif self.trainer_index in decision.active:
             self.pull.load_values()
+        self.clock.lap("pull")
 
     def hooks_between_steps(self) -> AbstractContextManager[None]:
         # Memory of the server stays as it is in lockstep, until this trainer pushes; for one that has no more data the
