@@ -586,7 +586,7 @@ def test_callbacks_of_a_module_observe_it_as_in_lightning(tmp_path):
     assert [call[::2] for call in here.calls] == [call[::2] for call in by_lightning.calls]
     assert {call[0] for call in here.calls} == set(OBSERVED)
     paramserver.run(LightningTask(Observed()), {"training": {"max_epochs": tasks.EPOCHS + 1}}, resume=result.run_dir)
-    assert callbacks[-1].resumed == {"calls": len(here.calls) - 4}, "without the hooks of the end, of epoch and run"
+    assert callbacks[-1].resumed == {"calls": len(here.calls) - 3}, "without the hooks of the end of the run"
 
 
 def test_the_module_of_the_page_trains_with_manual_optimization(tmp_path):
