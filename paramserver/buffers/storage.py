@@ -586,7 +586,7 @@ def join_states(states: Sequence[dict[str, Any] | None], places: Sequence[tuple[
     starts = np.cumsum([0, *(0 if state is None else len(state["columns"][0]) for state in states)])
     rows = torch.tensor([int(starts[which]) + i for which, i in places])
     columns = zip(*(state["columns"] for state in held), strict=True)
-    return {"template": template, "columns": [torch.cat(column).index_select(0, rows) for column in columns]}
+    return {"template": template, "columns": [torch.cat(column)[rows] for column in columns]}
 
 
 def stored_samples(state: dict[str, Any], count: int) -> Iterator[Any]:

@@ -94,6 +94,7 @@ class Source(ABC):
         refetchable: ``fetch(key)`` returns a sample again, so that checkpoints store keys instead of samples.
         repeatable: ``samples`` gives the same sequence in another process, so that the replacement of a lost trainer
             serves those samples that were not applied.
+        acknowledges: ``mark_stored`` is called with each part of a group that the buffer has stored; without ``mark``.
 
     Example::
 
@@ -107,6 +108,7 @@ class Source(ABC):
 
     refetchable: bool = False
     repeatable: bool = True
+    acknowledges: bool = False
 
     def use_workers(self, options: WorkerOptions) -> None:
         """Read in worker processes instead of the thread that calls ``groups``. Called before anything is read.
@@ -137,6 +139,9 @@ class Source(ABC):
     def fetch_all(self, keys: Sequence[Any], positions: Sequence[int]) -> list[Any]:
         """Return the samples of these keys, which were read at these positions; only if ``refetchable``."""
         return [self.fetch(key) for key in keys]
+
+    def mark_stored(self, count: int) -> None:
+        """Called once the buffer has stored the next ``count`` samples of ``groups``, if ``acknowledges``."""
 
     def mark(self) -> Any:
         """Return what the source needs besides the position to continue after the last group of ``groups``.

@@ -25,6 +25,12 @@ class _Group:
     mark: Any
     last: bool
 
+    def first(self) -> _Group:
+        """Return the first sample."""
+        served = None if self.served is None else self.served[:1]
+        is_last = self.last and len(self.samples) == 1
+        return replace(self, samples=self.samples[:1], keys=self.keys[:1], served=served, last=is_last)
+
     def after(self, count: int) -> _Group:
         """Return what is left after the first ``count`` samples."""
         served = None if self.served is None else self.served[count:]
@@ -125,14 +131,27 @@ class Feeder:
 
     def _run(self) -> None:
         try:
+            put = self._put_in_parts if self.source.acknowledges else self._put
             for group in self._groups:
-                self.buffer.put_many(group.samples, group.keys, last=group.last, mark=group.mark, served=group.served)
+                put(group)
             if not self._stopped:
                 self.buffer.finish()
         except BaseException as error:  # noqa: BLE001 - recorded, and raised to the trainer
             self._end_with(error)
         finally:
             self._groups.close()  # here: worker processes end with this thread
+
+    def _put(self, group: _Group) -> int:
+        return self.buffer.put_many(group.samples, group.keys, last=group.last, mark=group.mark, served=group.served)
+
+    def _put_in_parts(self, group: _Group) -> None:
+        """Put a group, and let the source know of each part that is stored, while the rest waits for room."""
+        while group.samples:
+            done = self.buffer.offer(group.samples, group.keys, last=group.last, served=group.served)
+            if not done:
+                done = self._put(group.first())
+            self.source.mark_stored(done)
+            group = group.after(done)
 
     def _read_groups(self) -> Generator[_Group, None, None]:
         """Read the source; its errors become a SourceError that names the sample."""

@@ -40,6 +40,7 @@ class Stream(Source):
 
     starts_simulations = False
     repeatable = False
+    acknowledges = True
 
     def __init__(self) -> None:
         self.received_log = ReceivedLog()
@@ -87,7 +88,9 @@ class Stream(Source):
         self.versions = SampleVersions(receiver_spec.starts, ingest.max_staleness) if has_versions else None
 
     def samples(self, position: int) -> Iterator[tuple[Any, Any]]:
-        return (pair for group in self.groups(position) for pair in group)
+        for pair in (pair for group in self.groups(position) for pair in group):
+            yield pair
+            self.mark_stored(1)
 
     def groups(self, position: int) -> Iterator[Sequence[tuple[Any, Any]]]:
         if (receiver := self._start_receiver(position)) is None:
@@ -96,8 +99,11 @@ class Stream(Source):
             keys = [accepted.key for accepted in group]
             self.received_log.extend(keys)
             yield KeyedSamples(keys, [accepted.sample for accepted in group])
-            # The feeder asks for the next group once the buffer holds this one. Only now are the samples acknowledged.
-            receiver.mark_stored(len(group))
+
+    def mark_stored(self, count: int) -> None:
+        # Only now are these samples acknowledged to their clients.
+        assert self._receiver is not None
+        self._receiver.mark_stored(count)
 
     def _start_receiver(self, position: int) -> SampleReceiver | None:
         """Start to receive; None if the source was stopped before."""

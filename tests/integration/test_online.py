@@ -89,6 +89,18 @@ def test_a_simulation_that_starts_again_may_continue_where_the_run_lacks_a_step(
     assert streams(finished, "duplicated") == 0
 
 
+@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
+def test_what_the_buffer_holds_of_a_group_that_waits_for_room_counts_as_received(tmp_path, online, mode):
+    """Received = served + held: more samples than there is room for arrive at once, and the run ends meanwhile."""
+    settings, buffer = {"deal": "round_robin"}, {"kind": "fifo", "watermark": 4, "capacity": 8}
+    finished = online(tmp_path, mode, simulations=settings, buffer=buffer, training={"max_steps": 1})
+    assert finished.code == 0, finished.output
+    last = {record["trainer"]: record for record in finished.of_kind("buffer")}
+    held = [record["gets"] + record["population"] for record in last.values()]
+    assert [record["stream"]["received"] for record in last.values()] == held
+    assert f"{sum(held)} received of {len(ALL)} expected" in finished.output
+
+
 @pytest.mark.parametrize("mode", ["ddp", "rpc"])
 def test_a_reservoir_serves_every_sample_at_least_once(tmp_path, online, mode):
     paced = {"kind": "reservoir", "watermark": 6, "capacity": 12, "min_new_per_batch": 2}

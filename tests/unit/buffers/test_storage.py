@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import default_collate
 
 from paramserver.buffers import Fifo, make_buffer
-from paramserver.buffers.storage import StackedSamples, stack_samples
+from paramserver.buffers.storage import StackedSamples, join_states, stack_samples, stored_samples
 from paramserver.errors import BufferTimeout
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -387,6 +387,23 @@ def test_batches_of_groups_are_copies_in_order():
         served += batch.stacked[1].tolist()
     assert served == list(range(len(served)))
     assert [label for _, label in buffer.get_batch(4, timeout=0).samples] == list(range(len(served), len(served) + 4))
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+@pytest.mark.parametrize("dtype", [*TENSOR_DTYPES, torch.uint32, torch.uint64, torch.int16], ids=str)
+def test_states_of_all_types_are_joined(dtype, shape):
+    """As for another number of trainers."""
+    states, samples = [], [[torch.ones(shape).mul(n + 10 * which).to(dtype) for n in range(3)] for which in range(2)]
+    for own in samples:
+        buffer = make_buffer("fifo", capacity=3)
+        buffer.put_many(own, keys=range(3), timeout=0)
+        states.append(buffer.state_dict()["samples"])
+    places = [(1, 2), (0, 0), (1, 0)]
+    joined = stored_samples(join_states(states, places), len(places))
+    for one, (which, index) in zip(joined, places, strict=True):
+        assert one.dtype == dtype
+        assert one.shape == shape
+        assert torch.equal(one.reshape(-1).view(torch.uint8), samples[which][index].reshape(-1).view(torch.uint8))
 
 
 def test_a_buffer_that_is_empty_takes_another_layout():
