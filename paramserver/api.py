@@ -76,7 +76,7 @@ class Result:
         name = self.summary["checkpoint"]
         return None if name is None else RunDir(self.run_dir).checkpoints_dir / name
 
-    def model(self, which: str = "latest") -> nn.Module:
+    def model(self, which: str | int = "latest") -> nn.Module:
         """Return the model of a checkpoint, in ``eval()``, on the first device of the run's config.
 
         With ``training.ema_decay`` it has the averages of the parameters, as in validations.
@@ -89,7 +89,7 @@ class Result:
         """
         from paramserver.evaluate import restore
 
-        return restore(self.run_dir, which, (), self._create_task).model.eval()
+        return restore(self.run_dir, str(which), (), self._create_task).model.eval()
 
     def metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Return the curves of the run, a row for each record: its kind, step and time, and each value by name.

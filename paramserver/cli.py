@@ -34,7 +34,7 @@ def make_ping_parser() -> argparse.ArgumentParser:
         prog="paramserver ping",
         description="Ask an online run whether it is alive and print its state as one JSON object. The run also "
         "answers during validation and checkpoints.",
-        epilog="Exit codes: 0 it is alive, 1 it is not, 2 the input is wrong.",
+        epilog="Exit codes: 0 it is alive, 1 it is not, or the address is none, 2 the flags or the keys are wrong.",
     )
     parser.add_argument("address", metavar="ADDRESS", help="of the run, for clients: tcp://HOST:PORT")
     parser.add_argument("--keys", type=Path, metavar="FOLDER", help="keys of a client; needed beyond this machine")

@@ -123,9 +123,10 @@ def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_her
             "device.num_gpus (0) must be at least 1 with device.kind cuda; leave it out, or use device.kind: cpu"
         )
     if config.device.kind == "cuda" and not is_enough:
+        cure = "start fewer trainers here, set device.share_gpus, or " if available >= each else ""
         raise UnsupportedConfiguration(
             f"device.kind (cuda) needs {needed} GPUs on this host ({trainers_here} trainer(s) with {each} each), "
-            f"which has {available}; start fewer trainers here, set device.share_gpus, or use device.kind: auto"
+            f"which has {available}; {cure}use device.kind: auto"
         )
     backend = config.cluster.backend
     if not wants_cuda:

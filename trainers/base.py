@@ -176,7 +176,7 @@ class Trainer(ABC):
         self.progress = TrainerProgress()
         self.step = 0
         self.lockstep = True
-        self.wire_bytes = 0
+        self.wire_bytes: int | None = None  # of tensors to and from servers, where they are counted
         self.validation: Mapping[str, float] = {}
         self.current_step = Step(Decision(Verdict.WAIT, (), 0, 0))
         use_device(process.placement.device)
@@ -462,7 +462,8 @@ class Trainer(ABC):
         if not self.current_step.is_common:
             raise TaskError(
                 "trainer.all_gather must be called where all trainers are at the same time: in training_step, "
-                "validation_step, on_batch_start, on_batch_end, on_validation_start, on_validation_end or on_train_end"
+                "validation_step, on_batch_start, on_batch_end, on_validation_start, on_validation_end, on_checkpoint "
+                "or on_train_end"
             )
         value = sendable(value)
         if self.validator.is_alone:

@@ -84,7 +84,7 @@ class RpcTrainer(Trainer):
 
     def start_from(self, reply: JoinReply) -> None:
         """Start at the server's version: restore a part of a checkpoint, or continue the data of a lost trainer."""
-        self.step = reply.step
+        self.step, self.wire_bytes = reply.step, 0
         self.lockstep = reply.lockstep
         self.optimizer = SharedOptimizer(self.server)
         self.context = StepContext()

@@ -528,7 +528,7 @@ class Buffer(ABC):
         count = len(state["keys"])
         if count > self.capacity:
             raise CheckpointError(
-                f"capacity ({self.capacity}) must hold the {count} samples of the checkpoint; raise it"
+                f"buffer.capacity ({self.capacity}) must hold the {count} samples of the checkpoint; raise it"
             )
         if count and state["samples"] is None and fetch is None:
             raise CheckpointError(
@@ -757,7 +757,7 @@ class CountedBuffer(Buffer):
         super()._check_state(state, fetch)
         if state["pseudo_epochs"] != self.pseudo_epochs:
             raise CheckpointError(
-                f"pseudo_epochs ({self.pseudo_epochs}) must be {state['pseudo_epochs']}, as in the "
+                f"buffer.pseudo_epochs ({self.pseudo_epochs}) must be {state['pseudo_epochs']}, as in the "
                 "checkpoint; set it to that"
             )
 

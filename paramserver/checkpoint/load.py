@@ -228,7 +228,8 @@ def choose_checkpoint(run: Path, which: str) -> Path:
             f"checkpoint best of {run} must exist, and no validation has marked one, as only a run with "
             f"checkpoint.best and a validation_source does; choose {LATEST}, or one of the steps {there}"
         )
-    raise CheckpointError(f"checkpoint {which} of {run} must exist; there are {LATEST} and the steps {there}")
+    best = f", {BEST}" if read_pointer(folder, BEST) is not None else ""
+    raise CheckpointError(f"checkpoint {which} of {run} must exist; there are {LATEST}{best} and the steps {there}")
 
 
 def skipped_checkpoints(checkpoint: Path) -> list[str]:

@@ -80,7 +80,8 @@ class Console(Sink):
             self._print(summary_text(summary, self._run_dir, self._first_step))
         elif summary["status"] == "completed":
             # Nothing that a config limits: simulations have sent nothing, or too little for a step of all trainers.
-            raises = "; to continue, raise what limits it, such as training.max_epochs"
+            limits = "training.max_epochs, max_steps, max_samples or max_seconds"
+            raises = f"; to continue, raise the limit that is reached ({limits})"
             cure = "" if self._config.simulations else raises
             self._print(f"completed at step {record['step']}, no step was made: {summary['reason']}{cure}")
 

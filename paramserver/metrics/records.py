@@ -310,7 +310,7 @@ class TrainerTotals:
     steps: DurationHistogram = field(default_factory=DurationHistogram)
     buffer: dict[str, Any] = field(default_factory=dict)
     peak_rss_mb: float = 0.0
-    wire_bytes: int = 0
+    wire_bytes: int | None = None
     core_wait_share: float | None = None
     threads: int = 1
     tables: dict[str, TableUse] = field(default_factory=dict)  # by name

@@ -17,6 +17,7 @@ def totals_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
     for one in trainers:
         steps.merge(one.steps)
     served = sum(t.samples - t.samples_before for t in trainers)
+    counted = [t.wire_bytes for t in trainers if t.wire_bytes is not None]
     return {
         "samples_served": sum(t.samples for t in trainers) if trainers else None,
         "samples_left": None if not left or None in left else sum(n or 0 for n in left),
@@ -27,8 +28,8 @@ def totals_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
             for name in ((*PHASES, "hidden") if steps.count else ())
         },
         **({"inner_steps": inner_steps} if (inner_steps := sum(t.inner_steps for t in trainers)) else {}),
-        "wire_bytes_per_step": sum(t.wire_bytes for t in trainers) / steps.count if steps.count else None,
-        "wire_bytes_per_sample": sum(t.wire_bytes for t in trainers) / served if served else None,
+        "wire_bytes_per_step": sum(counted) / steps.count if steps.count and counted else None,
+        "wire_bytes_per_sample": sum(counted) / served if served and counted else None,
         **({"tables": tables} if (tables := _tables_of(trainers, steps.count)) else {}),
         "buffer": {name: round(sum(t.buffer.get(name, 0) for t in trainers), 4) for name in _BUFFER}
         if trainers

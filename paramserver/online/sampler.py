@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Integral, Real
 from pathlib import Path
 from statistics import NormalDist
@@ -395,25 +396,35 @@ def _normal_cdf(deviates: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.array([cdf(deviate) for deviate in deviates.ravel().tolist()]).reshape(deviates.shape)
 
 
-def replay(record: Iterable[str], make: Callable[[], CheckedSampler]) -> list[tuple[Any, Any]]:
+def replay(record: Iterable[str], make: Callable[[], Any]) -> list[tuple[Any, Any]]:
     """Repeat what a sampler that learns did in a run.
 
     Args:
         record: the lines of ``sampler.jsonl`` in the folder of the run. One that is incomplete is left out: the process
             died, or the disk was full, while it was written.
-        make: creates the sampler of the run.
+        make: creates the sampler of the run: an object of the class, with the arguments that the run gave it.
 
     Returns:
         (recorded, repeated) of each draw; they are equal.
     """
-    sampler, draws = make(), []
+    entries = []
     for line in record:
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+        with suppress(json.JSONDecodeError):
+            entries.append(json.loads(line))
+    size = next((len(entry["parameters"]) for entry in entries if "draw" in entry), 0)
+
+    def make_checked() -> CheckedSampler:
+        sampler = make()
+        return (
+            sampler
+            if isinstance(sampler, CheckedSampler)
+            else CheckedSampler(sampler, [("", 0.0, 1.0)] * size, "replay")
+        )
+
+    sampler, draws = make_checked(), []
+    for entry in entries:
         if "state" in entry:  # the run was started or resumed
-            sampler = make()
+            sampler = make_checked()
             if entry["state"] is not None:
                 sampler.load_state_dict(entry["state"])
         elif "draw" in entry:

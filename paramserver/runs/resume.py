@@ -129,12 +129,16 @@ def describe_resume(run: RunDir, config: Config) -> list[str]:
     # Read before rank 0 replaces it by the effective config.
     stored = load_config(run.config_file)
     lines += [f"  changed: {line}" for line in differences(stored, config)]
-    before, now = _samples_of_a_step(stored), _samples_of_a_step(config)
+    # A DataLoader may give the size of a batch, where the key is not given.
+    is_known = stored.has_given("batch_size") and config.has_given("batch_size")
+    before, now = (_samples_of_a_step(one, is_known) for one in (stored, config))
     return lines if before == now else [*lines, f"  note: a step takes {now} samples in place of {before}"]
 
 
-def _samples_of_a_step(config: Config) -> str:
-    return f"{num_trainers_of(config)} x {config.training.batch_size * config.training.batches_per_step}"
+def _samples_of_a_step(config: Config, is_known: bool) -> str:
+    batches = config.training.batches_per_step
+    of_each = f"{config.training.batch_size * batches}" if is_known else f"{batches} batches"
+    return f"{num_trainers_of(config)} x {of_each}"
 
 
 # Runs that an earlier attempt of the same launcher or job began.

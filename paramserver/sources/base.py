@@ -233,5 +233,6 @@ class Source(ABC):
         """
         raise CheckpointError(
             f"a checkpoint of {len(leftovers)} trainers, whose data comes from {type(self).__name__}, must be resumed "
-            f"with {len(leftovers)}; set cluster.num_trainers or --world_size to it, or use a source with reshard"
+            f"with {len(leftovers)}; set cluster.num_trainers or --world_size to it (several need mode rpc or ddp), or "
+            "use a source with reshard"
         )

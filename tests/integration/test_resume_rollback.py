@@ -73,7 +73,7 @@ def test_a_resume_that_has_nothing_to_do_says_so_and_the_run_keeps_its_figures(r
     assert not has_table(more.output)
     assert more.output.endswith(
         "completed at step 12, no step was made: training.max_steps (12) reached; "
-        "to continue, raise what limits it, such as training.max_epochs\n"
+        "to continue, raise the limit that is reached (training.max_epochs, max_steps, max_samples or max_seconds)\n"
     )
     assert without_logs(content(run)) == before
     assert more.summary["train_loss"] is not None

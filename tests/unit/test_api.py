@@ -131,6 +131,7 @@ def test_a_result_has_the_model_its_checkpoint_and_the_curves(tmp_path):
     assert result.metrics("train")[-1]["train/loss"] == result.summary["train_loss"]
     assert all(isinstance(row, dict) and len(row) > 3 for row in result.metrics())
     assert result.metrics("validation") == []
+    assert differing_tensors(result.model(8).state_dict(), model.state_dict()) == []
     with pytest.raises(paramserver.errors.CheckpointError, match="best"):
         result.model("best")
 

@@ -56,7 +56,9 @@ def _chaos(arguments: argparse.Namespace) -> bool:
     # Every update is recorded, so that instants and figures are exact.
     config = load_config(arguments.config, overrides=[*arguments.overrides, "logging.log_every=1"])
     if mode_of(config).single_process:
-        raise UnsupportedConfiguration(f"mode ({config.mode}) must be rpc or ddp, as local is one process; add --set")
+        raise UnsupportedConfiguration(
+            f"mode ({config.mode}) must be rpc or ddp, as local is one process; add --set mode=rpc"
+        )
     if arguments.random < 0:
         raise UnsupportedConfiguration(f"--random ({arguments.random}) must be at least 0; give a number of faults")
     ranks = roles(config, world_size_of(config))

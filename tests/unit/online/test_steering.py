@@ -392,6 +392,15 @@ def test_a_report_is_one_line_of_the_record_and_keeps_its_order():
     assert recorded == repeated
 
 
+def test_a_record_is_replayed_by_an_object_of_the_class_too():
+    lines = []
+    sampler = own()
+    sampler.record = lambda entry: lines.append(json.dumps(entry))
+    sampler.draw_with_ratio(0)
+    ((recorded, repeated),) = replay(lines, lambda: own()._sampler)
+    assert recorded == repeated
+
+
 @pytest.mark.parametrize("torn", ["draw", "observe", "state"])
 def test_a_record_with_a_line_that_a_kill_left_incomplete_is_continued_and_replayed(tmp_path, torn):
     file = tmp_path / "sampler.jsonl"
