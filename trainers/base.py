@@ -138,6 +138,9 @@ class Trainer(ABC):
     reports_served = False
     """Whether pushes name the samples of a step."""
 
+    counts_bytes = False
+    """Whether ``wire_bytes`` has the tensors that are sent and received."""
+
     makes_all_updates = False
     """Whether no other process makes updates of the model."""
 
@@ -176,7 +179,7 @@ class Trainer(ABC):
         self.progress = TrainerProgress()
         self.step = 0
         self.lockstep = True
-        self.wire_bytes: int | None = None  # of tensors to and from servers, where they are counted
+        self.wire_bytes = 0
         self.validation: Mapping[str, float] = {}
         self.current_step = Step(Decision(Verdict.WAIT, (), 0, 0))
         use_device(process.placement.device)
@@ -1153,7 +1156,7 @@ class TrainingLoop:
             steps=clock.steps,
             buffer=trainer.data.figures_since(self._buffer_before),
             peak_rss_mb=peak_rss_mb(),
-            wire_bytes=trainer.wire_bytes,
+            wire_bytes=trainer.wire_bytes if trainer.counts_bytes else None,
             core_wait_share=self._core_wait.share(),
             threads=torch.get_num_threads(),
             tables=trainer.table_uses(),

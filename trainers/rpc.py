@@ -64,6 +64,7 @@ class RpcTrainer(Trainer):
     for_mode = "rpc"
     computes = "trainer"
     reports_served = True
+    counts_bytes = True
     control_class = ServerControl
 
     control: ServerControl
@@ -84,7 +85,7 @@ class RpcTrainer(Trainer):
 
     def start_from(self, reply: JoinReply) -> None:
         """Start at the server's version: restore a part of a checkpoint, or continue the data of a lost trainer."""
-        self.step, self.wire_bytes = reply.step, 0
+        self.step = reply.step
         self.lockstep = reply.lockstep
         self.optimizer = SharedOptimizer(self.server)
         self.context = StepContext()

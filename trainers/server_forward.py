@@ -212,8 +212,7 @@ class ServedTrainer(RpcTrainer):
     def _call(self, call: ModelCall) -> ModelReply:
         reply = self.server.compute(call)
         directions = 2 if call.wants_grad else 1  # outputs, and their gradients
-        sent = _bytes_of((call.args, call.kwargs)) + directions * _bytes_of(reply.output)
-        self.wire_bytes = (self.wire_bytes or 0) + sent
+        self.wire_bytes += _bytes_of((call.args, call.kwargs)) + directions * _bytes_of(reply.output)
         return reply
 
     # A step.

@@ -49,7 +49,13 @@ def test_the_table_of_placements(kind, gpus_here, trainers_here, num_gpus, of_fi
 @pytest.mark.parametrize(
     ("kind", "gpus_here", "trainers_here", "num_gpus", "message"),
     [
-        ("cuda", 0, 1, None, r"device\.kind \(cuda\) needs 1 GPUs on this host \(1 trainer\(s\) .* which has 0; start"),
+        (
+            "cuda",
+            0,
+            1,
+            None,
+            r"device\.kind \(cuda\) needs 1 GPUs on this host \(1 trainer\(s\) .* which has 0; use device.kind: auto",
+        ),
         ("cuda", 1, 2, None, r"needs 2 GPUs on this host \(2 trainer\(s\) with 1 each\), which has 1"),
         ("cuda", 3, 2, 2, r"needs 4 GPUs on this host \(2 trainer\(s\) with 2 each\), which has 3"),
         ("cuda", 8, 2, 0, r"device\.num_gpus \(0\) must be at least 1 with device\.kind cuda"),
