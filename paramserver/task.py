@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from paramserver.config import mode_of
+from paramserver.config.parsing import is_plain
 from paramserver.errors import ParamserverError, TaskError, message_of
 from paramserver.importing import describe_user_error, load_object, name_user_error
 from paramserver.rng import CONSTRUCTOR, random_states, restore_random_states, seed_all
@@ -129,7 +131,7 @@ class Task(Hooks):
             # object.__new__ raises this only for classes that do not override __new__.
             raise TypeError(f"{cls.__name__}() takes no arguments")
         task = super().__new__(cls)
-        task._arguments = (args, kwargs)
+        task._arguments = tuple(map(_as_given, args)), {name: _as_given(value) for name, value in kwargs.items()}
         return task
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -405,11 +407,13 @@ def _check_signatures(user_class: type, base: type, what: str) -> None:
 def _check_signature(user_class: type, name: str, method: Callable[..., Any], what: str) -> None:
     """Refuse an override of ``method`` that cannot be called as it is: it would fail where it is called first."""
     own = inspect.getattr_static(user_class, name)
+    if own is None:
+        raise TaskError(f"{what}: {name} (None) must be a method; leave it out")
     if own is method or not inspect.isfunction(own):
         return
     given = list(inspect.signature(method).parameters)
     try:
-        inspect.signature(own).bind(*given)
+        inspect.signature(own, follow_wrapped=False).bind(*given)  # a decorator may add arguments
     except TypeError:
         raise TaskError(
             f"{what}: {name}{inspect.signature(own)} cannot be called with the arguments that it is given; "
@@ -519,6 +523,11 @@ def make_task(config: Config, folders: Sequence[Path], create_task: Callable[...
     return construct_task(create_task, config.task, config.task_args)
 
 
+def _as_given(value: Any) -> Any:
+    """Return a copy of a plain value: a constructor may change what it gets, and other processes get it as it was."""
+    return copy.deepcopy(value) if is_plain(value) else value
+
+
 def construct_task(create_task: Callable[..., Task], reference: str | None, task_args: Mapping[str, Any]) -> Task:
     """Call the constructor of a task.
 
@@ -526,7 +535,7 @@ def construct_task(create_task: Callable[..., Task], reference: str | None, task
         TaskError: the constructor raises; the message names ``reference``.
     """
     try:
-        return create_task(**task_args)
+        return create_task(**{name: _as_given(value) for name, value in task_args.items()})
     except ParamserverError:
         raise
     except Exception as error:  # the constructor is user code and may raise anything

@@ -132,7 +132,7 @@ class DdpTrainer(ReplicaTrainer):
         self._sends_bytes = any(buffer.dtype not in _COLLECTIVE_DTYPES for buffer in model.buffers())
         self._wrapped_without_buffers = not any(True for _ in model.buffers())
         device_ids = [placement.device] if placement.device.type != "cpu" and len(placement.devices) == 1 else None
-        self.model = model
+        self.model = self._built_model = model  # ``configure_ddp`` may wrap it in several modules
         self.make_optimizer(model)
         self._share_all_reduce(model)
         self._uneven_inputs = self.config.training.uneven_inputs
@@ -292,8 +292,7 @@ class DdpTrainer(ReplicaTrainer):
 
     @property
     def unwrapped_model(self) -> nn.Module:
-        model = self.model
-        return model.module if isinstance(model, DistributedDataParallel) else model
+        return self._built_model
 
     @property
     def data_parallel_group(self) -> Any:
@@ -475,7 +474,9 @@ class DdpTrainer(ReplicaTrainer):
 
     def _announce_in_step(self, totals: StepTotals | None) -> None:
         # The announcement holds until the next batch is taken: samples in the buffer stay, and an end is final.
-        announcement = self.announcement_if_ready() or self.control.with_stop(Announcement(Readiness.WAITING))
+        # It is made again after a validation or a checkpoint.
+        announcement = None if self.is_due(self.step + 1) else self.announcement_if_ready()
+        announcement = announcement or self.control.with_stop(Announcement(Readiness.WAITING))
         self.control.announce(announcement, totals, in_step=True)
 
     @property

@@ -259,7 +259,10 @@ def evaluate(
             raise TaskError(
                 f"validation_step: {both[0]} must be a mean in every batch, or a metric object in every one"
             )
-        total.metrics = {name: _detach_metric(metric) for name, metric in total.metrics.items()}
+        taken = {name: _detach_metric(metric) for name, metric in total.metrics.items()}
+        for metric in total.metrics.values():  # only now, as one may have two names
+            metric.reset()
+        total.metrics = taken
     return total
 
 
@@ -277,9 +280,8 @@ def _add_metric(metrics: dict[str, Any], name: str, metric: Any, where: str) -> 
 
 
 def _detach_metric(metric: Any) -> Any:
-    """Return the state of a metric as an object of its own, on the CPU, and reset it for the next validation."""
+    """Return the state of a metric as an object of its own, on the CPU."""
     taken = copy.deepcopy(metric)
-    metric.reset()
     if isinstance(taken, nn.Module):
         taken.cpu()
     # torchmetrics would add up the states of all ranks once more, which are merged here.

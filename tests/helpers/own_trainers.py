@@ -1,10 +1,13 @@
 """Trainers that override every member that docs/own-trainers.md names, and log what they saw."""
 
 from collections import Counter
+from dataclasses import replace
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paramserver.consistency import Stop
 from paramserver.trainers import DdpTrainer, LocalTrainer, RpcTrainer, ServedTrainer
 
 
@@ -59,6 +62,65 @@ class OwnDdp(Counts, DdpTrainer):
 
 
 class OwnRpc(Counts, RpcTrainer):
+    pass
+
+
+class AveragesItself(nn.Module):
+    """Averages gradients in its backward, in place of DistributedDataParallel."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        for parameter in inner.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(self.mean)
+
+    def mean(self, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient / dist.get_world_size()
+
+    def forward(self, *arguments):
+        return self.inner(*arguments)
+
+
+class Passes(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *arguments):
+        return self.inner(*arguments)
+
+
+class WrapsInstead(DdpTrainer):
+    def configure_ddp(self, model, device_ids):
+        return AveragesItself(model)
+
+
+class WrapsInside(DdpTrainer):
+    def configure_ddp(self, model, device_ids):
+        return super().configure_ddp(Passes(model), device_ids)
+
+
+class Stops:
+    """Requests the end of the run, once, where a validation follows."""
+
+    has_asked = False
+
+    def data_available(self):
+        announcement = super().data_available()
+        if self.step < 5 or self.has_asked:
+            return announcement
+        self.has_asked = True
+        return replace(announcement, stop=Stop.LIMIT, reason="it is enough")
+
+
+class StopsDdp(Stops, DdpTrainer):
+    pass
+
+
+class StopsRpc(Stops, RpcTrainer):
     pass
 
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launching import launch, resume, train
+from launching import differing_tensors, launch, resume, train
 from own_trainers import METHODS
 
 import paramserver
@@ -54,6 +54,24 @@ def test_every_member_of_the_plugin_is_called_in_ddp(tmp_path):
         assert found[trainer, "broadcast_buffers"] == 0  # from ddp.extra
         assert found[trainer, "group_is_the_world"] == 1
         assert found[trainer, "is_single_process_per_device"] >= STEPS * BATCHES
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("trainer", ["WrapsInstead", "WrapsInside"])
+def test_a_model_in_several_wrappers_is_stored_by_its_own_names_and_resumes(tmp_path, trainer):
+    config = {"task_args": {"batch_norm": False}, "training": {"max_steps": 4}}
+    plain = train(tmp_path / "plain", "ddp", 2, **config)
+    wrapped = train(tmp_path / "wrapped", "ddp", 2, trainer=f"{OWN}:{trainer}", **config)
+    assert differing_tensors(plain.load("model"), wrapped.load("model")) == []
+    assert resume(wrapped, "--set", "training.max_steps=6").code == 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["ddp", "rpc"])
+def test_a_stop_that_data_available_requests_once_is_kept(tmp_path, mode):
+    training = {"max_steps": 12, "validate_every": 3, "batch_size": 8}
+    finished = train(tmp_path, mode, 2, trainer=f"{OWN}:Stops{mode.capitalize()}", training=training)
+    assert (finished.summary["reason"], finished.summary["steps"] < 8) == ("it is enough", True)
 
 
 @pytest.mark.processes

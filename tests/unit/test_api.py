@@ -136,6 +136,37 @@ def test_a_result_has_the_model_its_checkpoint_and_the_curves(tmp_path):
         result.model("best")
 
 
+class ChangesArguments(Given):
+    """Its constructor changes what it is given, in place."""
+
+    def __init__(self, options, widths):
+        self.lr = options.pop("lr", 0.0)
+        widths.append(len(widths))
+        self.widths, self.data = widths, DATA
+
+    def training_step(self, model, batch, batch_idx):
+        self.log("lr", self.lr)
+        self.log("widths", len(self.widths))
+        return super().training_step(model, batch, batch_idx)
+
+
+@pytest.mark.parametrize("way", ["instance", "config"])
+def test_a_constructor_that_changes_its_arguments_gets_them_as_they_were_given(tmp_path, way):
+    """In each process, in a resumed run, and in what is stored."""
+    given = {"options": {"lr": 0.5}, "widths": [7]}
+    if way == "instance":
+        result = paramserver.run(ChangesArguments(**given), config(tmp_path, "run", steps=2))
+        resumed = paramserver.run(ChangesArguments, resume=result.run_dir, overrides={"training.max_steps": 4})
+    else:
+        result = paramserver.run(ChangesArguments, {**config(tmp_path, "run", steps=2), "task_args": given})
+        resumed = paramserver.run(ChangesArguments, resume=result.run_dir, overrides={"training.max_steps": 4})
+        assert given == {"options": {"lr": 0.5}, "widths": [7]}
+    stored = yaml.safe_load((result.run_dir / "config.yaml").read_text())["task_args"]
+    assert stored == {"options": {"lr": 0.5}, "widths": [7]}
+    assert {row["lr"] for row in resumed.metrics("log") if "lr" in row} == {0.5}
+    assert {row["widths"] for row in resumed.metrics("log") if "widths" in row} == {2}
+
+
 class LogsNamesOfRows(Given):
     def on_batch_end(self, batch_idx):
         for name in ("kind", "step", "time", "other"):

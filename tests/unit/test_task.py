@@ -1,5 +1,6 @@
 """Tasks: required methods, defaults, and the arguments that create an equal task in another process."""
 
+import functools
 from unittest.mock import Mock
 
 import pytest
@@ -169,3 +170,28 @@ def test_rank_zero_only_runs_on_one_trainer(trainer_index, calls):
         set_trainer_index(None)
     assert len(called) == calls
     assert save.__name__ == "save"
+
+
+def with_generator(method):
+    @functools.wraps(method)
+    def call(self, *arguments):
+        return method(self, *arguments, torch.Generator())
+
+    return call
+
+
+def test_a_decorator_may_add_an_argument():
+    class Decorated(Complete):
+        @with_generator
+        def training_step(self, model, batch, batch_idx, generator):
+            return model(batch).mean()
+
+    assert check_task_class(Decorated, "m:Decorated") is Decorated
+
+
+def test_a_hook_that_is_none_is_refused():
+    class WithoutHook(Complete):
+        on_batch_start = None
+
+    with pytest.raises(TaskError, match=r"on_batch_start \(None\) must be a method; leave it out"):
+        check_task_class(WithoutHook, "m:WithoutHook")

@@ -179,6 +179,31 @@ def test_a_metric_is_one_number(value):
     assert evaluated(task, batches_of(task)).means() == {"x": float(value)}
 
 
+class Total:
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.total = 0.0
+
+    def update(self, value):
+        self.total += value
+
+    def merge_state(self, other):
+        self.total += other.total
+
+    def compute(self):
+        return self.total
+
+
+def test_one_metric_with_two_names_has_its_value_under_both():
+    metric = Total()
+    metric.update(3.0)
+    task = Mean(numbers(2), {"x": metric, "y": metric})
+    assert evaluated(task, batches_of(task)).means() == {"x": 3.0, "y": 3.0}
+    assert metric.total == 0.0
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
