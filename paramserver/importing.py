@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.machinery
 import importlib.util
 import pickle
 import re
@@ -141,13 +142,14 @@ def load_object(reference: str, key: str, folders: Sequence[Path] = ()) -> Any:
         sys.path.insert(0, folder)
     if Path(place).name == PICKLED_TASK:
         return _load_pickled(place, key, folders)
-    module = _load_file(place, key, folders) if place.endswith(".py") else _load_module(place, key)
+    module = _load_file(place, key, folders) if place.endswith(".py") else _load_module(place, key, folders)
     if not hasattr(module, name):
         raise TaskError(f"{key} ({reference}): {place} has no {name}; it has {_names_in(module)}")
     return getattr(module, name)
 
 
-def _load_module(name: str, key: str) -> ModuleType:
+def _load_module(name: str, key: str, folders: Sequence[Path]) -> ModuleType:
+    _check_loaded(name.partition(".")[0], key, folders)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -159,6 +161,18 @@ def _load_module(name: str, key: str) -> ModuleType:
         raise TaskError(f"{key}: importing {name} failed: {error}") from error
     except Exception as error:
         raise TaskError(f"{key}: importing {name} raised {describe_user_error(error)}") from error
+
+
+def _check_loaded(name: str, key: str, folders: Sequence[Path]) -> None:
+    """Refuse a module of ``folders`` if this process has loaded another one of that name, which would be used."""
+    loaded = getattr(sys.modules.get(name), "__file__", None)
+    spec = None if loaded is None else importlib.machinery.PathFinder.find_spec(name, [str(f) for f in folders])
+    if loaded is None or spec is None or spec.origin is None or Path(spec.origin).resolve() == Path(loaded).resolve():
+        return
+    raise TaskError(
+        f"{key}: module {name} must be {spec.origin}, and this process has loaded {loaded}; rename one of them, or run "
+        "them in processes of their own"
+    )
 
 
 def find_file(place: str, key: str, folders: Sequence[Path]) -> Path:

@@ -132,6 +132,18 @@ def test_a_module_is_found_in_the_folders(tmp_path):
     assert Path(sys.modules["pack_of_tasks.mod"].__file__).parts[-3] == "one"
 
 
+def test_a_module_of_another_folder_that_was_loaded_before_is_not_taken_for_it(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own_task_module.py").write_text(CLASS.format(where=name))
+    assert load_object("own_task_module:Digits", "task", [tmp_path / "a"]).where == "a"
+    assert load_object("own_task_module:Digits", "task", [tmp_path / "a", tmp_path / "b"]).where == "a"
+    with pytest.raises(
+        TaskError, match=r"module own_task_module must be \S+/b/own_task_module.py, and this process has"
+    ):
+        load_object("own_task_module:Digits", "task", [tmp_path / "b"])
+
+
 def test_the_folders_come_first_also_where_one_is_searched_already(tmp_path, monkeypatch):
     write(tmp_path / "one" / "pack_found_twice", "mod.py")
     write(tmp_path / "two" / "pack_found_twice", "mod.py")
