@@ -131,7 +131,8 @@ class Task(Hooks):
             # object.__new__ raises this only for classes that do not override __new__.
             raise TypeError(f"{cls.__name__}() takes no arguments")
         task = super().__new__(cls)
-        task._arguments = tuple(map(_as_given, args)), {name: _as_given(value) for name, value in kwargs.items()}
+        given = tuple(map(_as_given, args)), {name: _as_given(value) for name, value in kwargs.items()}
+        object.__setattr__(task, "_arguments", given)  # a frozen dataclass is refused later, by name
         return task
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -399,6 +400,8 @@ def check_task_class(task_class: object, reference: str) -> type[Task]:
 
 
 def _check_signatures(user_class: type, base: type, what: str) -> None:
+    if getattr(getattr(user_class, "__dataclass_params__", None), "frozen", False):
+        raise TaskError(f"{what} must be no frozen dataclass, as a run sets its attributes; leave frozen=True out")
     for name, method in {**vars(Hooks), **vars(base)}.items():
         if inspect.isfunction(method) and not name.startswith("_"):
             _check_signature(user_class, name, method, what)

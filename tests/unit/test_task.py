@@ -1,5 +1,6 @@
 """Tasks: required methods, defaults, and the arguments that create an equal task in another process."""
 
+import dataclasses
 import functools
 from unittest.mock import Mock
 
@@ -195,3 +196,13 @@ def test_a_hook_that_is_none_is_refused():
 
     with pytest.raises(TaskError, match=r"on_batch_start \(None\) must be a method; leave it out"):
         check_task_class(WithoutHook, "m:WithoutHook")
+
+
+def test_a_frozen_dataclass_is_refused_by_name():
+    @dataclasses.dataclass(frozen=True)
+    class Frozen(Complete):
+        width: int = 4
+
+    Frozen(3)
+    with pytest.raises(TaskError, match=r"^task \(m:Frozen\) must be no frozen dataclass"):
+        check_task_class(Frozen, "m:Frozen")
