@@ -17,6 +17,7 @@ import mmap
 import os
 import time
 import weakref
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,8 @@ class Subscriber:
         """
         if not self._finalizer.alive:
             raise ClientError("this subscriber is closed; make another one")
-        if not 0 <= timeout_s < math.inf:
-            raise ClientError(f"timeout_s ({timeout_s}) must be a number of seconds, at least 0; correct it")
+        if not _is_timeout(timeout_s):
+            raise ClientError(f"timeout_s ({timeout_s!r}) must be a number of seconds, at least 0; correct it")
         deadline = time.monotonic() + timeout_s
         connection, before, is_own = self._connection, self._newest, False
         while True:
@@ -253,6 +254,10 @@ class Subscriber:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _is_timeout(value: Any) -> bool:
+    return isinstance(value, Real) and 0 <= float(value) < math.inf
 
 
 def _map(file: MappedFile, size: int) -> memoryview | None:

@@ -7,6 +7,7 @@ the bytes.
 from __future__ import annotations
 
 import logging
+import os
 import struct
 import time
 import weakref
@@ -305,6 +306,7 @@ class ClientConnection:
 
     def __init__(self, context: zmq.Context[Any], name: str, address: str, keys: str | Path | None) -> None:
         self.name, self.address = name, address
+        self._pid = os.getpid()
         self.last_seen_s = time.monotonic()
         host = address.partition("://")[2].rpartition(":")[0]
         if keys is None and host and not is_loopback(host):
@@ -337,9 +339,26 @@ class ClientConnection:
 
     @property
     def num_connections(self) -> int:
-        """How often the connection was made, at least 1."""
+        """How often the connection was made, at least 1.
+
+        Raises:
+            ClientError: as ``check_process``.
+        """
+        self.check_process()
         self._monitor.disconnected_s()
         return max(1, self._monitor.num_connections)
+
+    def check_process(self) -> None:
+        """Check that this process has made the connection: ZeroMQ's threads are not in a fork of it.
+
+        Raises:
+            ClientError: another process has.
+        """
+        if self._pid != os.getpid():
+            raise ClientError(
+                f"the connection to {self} must be used by the process that made it ({self._pid}), and this is a fork "
+                f"of it ({os.getpid()}); make another one here"
+            )
 
     def hint_of_keys(self) -> str:
         """What else may be wrong where nothing comes: no peer reports that it does not know the keys of another."""
@@ -354,8 +373,9 @@ class ClientConnection:
         """Send a message without blocking. Frames that are copied may be changed by the caller afterwards.
 
         Raises:
-            ClientError: the peer has refused the connection for good.
+            ClientError: the peer has refused the connection for good, or this process is a fork.
         """
+        self.check_process()
         try:
             self.socket.send_multipart([header.pack(), *frames], zmq.NOBLOCK, copy)
         except zmq.Again as error:
@@ -370,9 +390,10 @@ class ClientConnection:
         """Every message that has arrived; does not block.
 
         Raises:
-            ClientError: a message is not of this protocol and version.
+            ClientError: a message is not of this protocol and version, or this process is a fork.
             RunOver: the run needs no more samples.
         """
+        self.check_process()
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -459,7 +480,12 @@ class TrainerConnection(ClientConnection):
         return [self.socket, *self._monitor.sockets]
 
     def is_lost(self) -> bool:
-        """Whether it cannot be connected, or the connection has ended, also if ZeroMQ has connected again since."""
+        """Whether it cannot be connected, or the connection has ended, also if ZeroMQ has connected again since.
+
+        Raises:
+            ClientError: as ``check_process``.
+        """
+        self.check_process()
         return self._monitor.disconnected_s() > 0 or self._monitor.num_connections > 1
 
     def is_connected(self) -> bool:

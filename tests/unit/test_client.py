@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import zmq
 from fake_run import FIELDS, FakeRun, refuse_33_messages, refuse_as_newer_version, sample, send_all
+from process_states import error_in_fork
 
 from paramserver.client import Client, finish, ping
 from paramserver.cluster.simulation import SimulationEnvironment
@@ -231,6 +232,16 @@ def test_a_client_that_was_not_closed_does_not_hang_the_process(run):
     ending = InThread(gc.collect)
     assert ending.ended() is None
     assert collected() is None
+
+
+def test_a_fork_cannot_use_a_client_and_does_not_disturb_it(run):
+    with Client(run.address).open(0) as client:
+        send_all(client, range(3))
+        for call in (lambda: client.send(3, sample(3)), client.close):
+            assert "must be used by the process that made it" in error_in_fork(call)
+        send_all(client, range(3, 9))
+    run.wait_for(lambda: run.byes)
+    assert run.byes == [Header(MessageKind.BYE, 0, 9)]
 
 
 # Those who do not answer, or refuse.

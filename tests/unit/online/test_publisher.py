@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
+from process_states import error_in_fork
 from torch import nn
 
 from paramserver.config import PublishConfig
@@ -466,7 +467,7 @@ def test_without_a_publisher_a_wait_has_an_end():
             model.latest(0.3)
 
 
-@pytest.mark.parametrize("timeout_s", [-1, float("inf"), float("nan")])
+@pytest.mark.parametrize("timeout_s", [-1, float("inf"), float("nan"), None, "1"])
 def test_a_timeout_is_a_number_of_seconds(timeout_s):
     with Subscriber("tcp://127.0.0.1:1") as model, pytest.raises(ClientError, match="must be a number of seconds"):
         model.latest(timeout_s)
@@ -488,6 +489,16 @@ def test_a_request_that_is_refused_is_not_waited_for(tmp_path, monkeypatch):
             patched.setattr(WeightsRequest, "pack", lambda self: b"[]")
             with pytest.raises(ClientError, match=r"refused this subscriber: .* must be a JSON object"):
                 model.latest(TIMEOUT_S)
+        assert model.latest(TIMEOUT_S).step == 4
+
+
+def test_a_fork_cannot_use_a_subscriber_and_does_not_disturb_it(tmp_path):
+    with published(tmp_path) as publisher, Subscriber(publisher.address) as model:
+        train(publisher, Model(), 4)
+        version = model.latest(TIMEOUT_S).version
+        for call in (lambda: model.latest(0), lambda: model.newer_than(version, 1)):
+            assert "must be used by the process that made it" in error_in_fork(call)
+        assert error_in_fork(model.close) == ""
         assert model.latest(TIMEOUT_S).step == 4
 
 
