@@ -107,6 +107,11 @@ class ReceivedLog:
         """{simulation: samples} of the first ``position`` entries of the log; None = all."""
         return _counted(self.keys(position))
 
+    def simulations(self) -> list[int]:
+        """The simulations of all samples of the log, and of those that are inherited or elsewhere."""
+        known = np.concatenate([self._inherited, self._elsewhere, self.keys()])
+        return list(np.unique(known[:, 0]).tolist())
+
     def inherited_counts(self) -> dict[int, int]:
         """{simulation: samples} that the trainers of an earlier run received and that are in no buffer."""
         return _counted(self._inherited)

@@ -266,7 +266,8 @@ class _ReceiverLoop:
     def _join(self) -> None:
         inherited, self.stats.lost = self.received_log.inherited_counts(), self.received_log.lost_counts()
         stored = dict(self.stats.stored)
-        first_missing = self._first_missing(stored)
+        # Also of simulations whose samples were received before a resume and are not in this trainer's buffer.
+        first_missing = self._first_missing(self.received_log.simulations())
         joined = TrainerJoined(self._clients.address, stored, inherited, self.stats.lost, first_missing)
         self._send_to_coordinator(MessageKind.JOIN, self.spec.token, joined.pack())
         self._report_at = time.monotonic() + self.report_interval_s

@@ -5,6 +5,7 @@ import random
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
+from itertools import count
 
 import numpy as np
 import pytest
@@ -284,6 +285,13 @@ def test_resume_with_another_number_of_trainers(before, after, kind):
         held = sum(sum(coordinator.joined[i].received.values()) for i in range(after))
         assert held == sum(len(part["buffer"]["keys"]) for part in parts) > 0
         assert sum(inherited[0].values()) + held == len(keys) // 2
+        known = set(keys[: len(keys) // 2])
+        for i in range(after):
+            dealt = {simulation: count((i - simulation) % after, after) for simulation, _ in known}
+            assert coordinator.joined[i].first_missing == {
+                simulation: next(step for step in steps if (simulation, step) not in known)
+                for simulation, steps in dealt.items()
+            }
         with Producer(addresses, keys, attempt=1) as producer:
             producer.join()
             coordinator.finish()
