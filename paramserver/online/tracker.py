@@ -349,11 +349,14 @@ class SimulationTracker(ABC):
     def trainer_for(self, number: int) -> int | None:
         """Index of the trainer that receives all samples of this simulation; None = its steps are sent round robin.
 
-        Assigns the trainer with the fewest running simulations, then with the fewest overall, and never changes it.
+        Assigns the trainer that has samples of it, else the one with the fewest running simulations, then with the
+        fewest overall, and never changes it.
         """
         if self.config.deal != "simulation":
             return None
         simulation = self.simulations[number]
+        if simulation.trainer is None:
+            simulation.trainer = self._trainer_with(number)
         if simulation.trainer is None:
             running: Counter[int] = Counter()
             assigned: Counter[int] = Counter()
@@ -363,6 +366,16 @@ class SimulationTracker(ABC):
                     running[one.trainer] += one.state in (SimulationState.RUNNING, SimulationState.SETTLING)
             simulation.trainer = min(range(self.num_trainers), key=lambda i: (running[i], assigned[i], i))
         return simulation.trainer
+
+    def _trainer_with(self, number: int) -> int | None:
+        """Index of the only trainer that has received samples of a simulation; None = there is none.
+
+        The coordinator's part of a checkpoint may be older than those of trainers: they may have samples of a
+        simulation that was assigned after it. What they have lost counts for them too.
+        """
+        pairs = enumerate(zip(self._received, self._lost, strict=True))
+        found = [i for i, counts in pairs if any(one.get(number) for one in counts)]
+        return found[0] if len(found) == 1 else None
 
     def _is_complete(self, simulation: Simulation) -> bool:
         # One that was given up has been replaced, whatever still arrives of it.

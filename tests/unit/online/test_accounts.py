@@ -1,8 +1,9 @@
 """What becomes of each sample of a run with simulations, through a random sequence of events that a seed decides.
 
-Samples arrive and are served, clients die and start again, checkpoints are made, also while a trainer is lost,
-trainers die and are replaced, all return to a checkpoint, and the run resumes with another number of trainers. The
-buffers, the logs, the parts of checkpoints and the tracker are those of a run; processes, sockets and clocks are not.
+Samples arrive and are served, clients die and start again, checkpoints are made, also while a trainer is lost and while
+simulations go on, trainers die and are replaced, all return to a checkpoint, and the run resumes with another number of
+trainers. The buffers, the logs, the parts of checkpoints and the tracker are those of a run; processes, sockets and
+clocks are not.
 """
 
 import json
@@ -30,6 +31,7 @@ from paramserver.sources import Stream
 from paramserver.trainers.data import DataStream
 
 SIMULATIONS, STEPS, WINDOW, MAX_STALENESS = 5, 14, 3, 3
+FIELDS = {"u": np.zeros(1, np.float32)}
 COUNTERS = {"batch_idx": 0, "samples_served": 0, "seconds": 0.0}
 
 
@@ -97,7 +99,7 @@ class Trainer:
             self.log.extend([key for key, _ in self.logged])
         while self.logged and self.has_room:
             key, version = self.logged.pop(0)
-            sample = {"simulation": key[0], "step": key[1], "version": np.array(version)}
+            sample = {"simulation": key[0], "step": key[1], "version": np.array(version), **FIELDS}
             self.data.buffer.put_many([sample], [key])
             self.stats.record_stored([SimpleNamespace(key=key)])
             self.world.stored(key)
@@ -163,6 +165,8 @@ class Client:
         return sum(key) % self.world.count if self.single is None else self.single
 
     def move(self) -> None:
+        if self.closed:
+            return
         if self.stored and self.world.rng.random() < 0.5:
             self.heard.append(self.stored.pop(0))
             self.waiting.pop(self.heard[-1])
@@ -172,7 +176,7 @@ class Client:
             if Counter(self.waiting.values())[index] < WINDOW:
                 self.next += 1
                 self.send(key, index)
-        elif not self.waiting and not self.closed:
+        elif not self.waiting:
             self.closed = True
             bye = self.header(MessageKind.BYE, STEPS)
             self.world.tracker.on_bye(bye, self.world.now)
@@ -235,7 +239,7 @@ class World:
         self.events: Counter[str] = Counter()
         self.clients: dict[int, Client] = {}
         self.start(rng.randint(1, 3), [], [])
-        self.clients = {number: Client(self, number) for number in range(SIMULATIONS)}
+        self.clients[0] = Client(self, 0)
         self.save()
 
     def start(self, count: int, parts: list[bytes], journal: list[Header], state: str | None = None) -> None:
@@ -261,12 +265,16 @@ class World:
 
     def move(self) -> None:
         event = self.rng.choices(
-            ("client", "store", "train", "report", "die", "restart", "save", "roll_back", "resume"),
-            (40, 30, 12, 12, 1.2, 0.6, 1.5, 0.5, 0.8),
+            ("client", "store", "train", "report", "open", "die", "restart", "save", "roll_back", "resume"),
+            (40, 30, 12, 12, 0.5, 1.2, 0.6, 1.5, 0.5, 0.8),
         )[0]
         self.events[event] += 1
         self.now += 0.01
         getattr(self, event)()
+
+    def open(self) -> None:
+        if number := self.rng.choice([None, *(set(range(SIMULATIONS)) - self.clients.keys())]):
+            self.clients[number] = Client(self, number)
 
     def client(self) -> None:
         self.rng.choice(list(self.clients.values())).move()
@@ -311,12 +319,17 @@ class World:
         self.clients[client.number] = Client(self, client.number, client.attempt + 1)
 
     def save(self) -> None:
+        # The coordinator's part first. Samples arrive until the trainers' parts are made, which train no more.
+        state = json.dumps(self.tracker.state_dict())
+        for _ in range(self.rng.choice((0, 0, 10, 40))):
+            self.events["gap"] += 1
+            getattr(self, self.rng.choice(("client", "client", "store", "report", "open")))()
         lost = self.rng.randrange(self.count) if self.rng.random() < 0.2 else None
         parts = [one.substitute_part() if one.index == lost else one.part() for one in self.trainers]
         self.saved = {
             "parts": parts,
             "lost": lost,
-            "state": json.dumps(self.tracker.state_dict()),
+            "state": state,
             "applied": self.applied.copy(),
             "step": self.step,
         }
@@ -360,7 +373,7 @@ class World:
             self.load(len(self.saved["parts"]), [])
         self.events["reshard"] += self.count != len(self.saved["parts"])
         self.tracker.poll(self.now)
-        for number, client in self.clients.items():
+        for number, client in self.rng.sample([*self.clients.items()], len(self.clients)):
             if number not in self.tracker.simulations or not self.tracker.simulations[number].ended:
                 self.clients[number] = Client(self, number)
             else:
@@ -387,6 +400,8 @@ class World:
         assert max(places.values(), default=1) == 1, f"in two places: {places.most_common(3)}"
         if self.once:
             assert max(self.applied.values(), default=1) == 1, "applied twice"
+        logs = Counter(key for one in self.trainers for key in map(tuple, one.log.keys().tolist()))
+        assert max(logs.values(), default=1) == 1, f"in two logs: {logs.most_common(3)}"
 
     def settle(self) -> None:
         """Every trainer reports: then the accounts agree."""
@@ -406,7 +421,9 @@ class World:
             assert received[number] >= applied[number] + held[number]
             if not stale:
                 assert received[number] == applied[number] + held[number]
-            if self.tracker.simulations[number].ended:
+            if number not in self.clients:
+                assert both == 0
+            elif self.tracker.simulations[number].ended:
                 assert both == STEPS, f"simulation {number}"
             elif not self.clients[number].closed:  # what a closed one had sent is counted at its end
                 assert both == len(self.known[number]), f"simulation {number}"
@@ -417,6 +434,8 @@ class World:
             self.check()
             if self.rng.random() < 0.1:
                 self.settle()
+        while len(self.clients) < SIMULATIONS:
+            self.open()
         while not self.tracker.done:
             self.now += 0.01
             for one in (*self.clients.values(), *self.clients.values()):

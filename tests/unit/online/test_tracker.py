@@ -535,6 +535,24 @@ def test_the_trainer_of_a_simulation_stays_over_a_resume_if_it_is_still_there():
     assert fewer.trainer_for(0) in (0, 1)
 
 
+@pytest.mark.parametrize("lost", [{}, {2: 1}])
+def test_a_simulation_that_was_assigned_after_the_coordinators_part_stays_with_the_trainer_that_has_samples(lost):
+    """The trainers' parts of a checkpoint are newer: 2 runs by then, and 3 has taken the place of one given up."""
+    joined = [TrainerJoined("a", {}, {}), TrainerJoined("b", {} if lost else {2: 1}, {}, lost)]
+    options = {"trainers": 2, "joined": joined, "count": 3, "deal": "simulation"}
+    before = started(trainers=2, count=3, deal="simulation")
+    before.poll(0.0)
+    assert before.trainer_for(0) == 0
+    resumed, opened = started(state=before.state_dict(), **options), outside(state=outside().state_dict(), **options)
+    hello(opened, 2)
+    for tracker in (resumed, opened):
+        assert tracker.trainer_for(2) == 1
+        assert tracker.trainer_for(2) == 1
+    everywhere = [TrainerJoined("a", {1: 4}, {}), TrainerJoined("b", {1: 5, 3: 1}, {})]  # resharded
+    resumed = started(state=before.state_dict(), **{**options, "joined": everywhere, "count": 4})
+    assert [resumed.trainer_for(number) for number in (0, 1, 2, 3)] == [0, 1, 0, 1]
+
+
 # Resume from a checkpoint.
 
 
