@@ -461,6 +461,7 @@ class DataStream:
             fetch = lambda key: next(fetched)  # noqa: E731 - the buffer asks for its keys in their order
         elif isinstance(self.source, Stream) and buffer["samples"] is not None:
             first = next(stored_samples(buffer["samples"], 1))
+            self.source.check_fields(first)
             if self.source.with_columns(first).keys() != first.keys():  # the config had other sections
                 stored = map(self.source.with_columns, stored_samples(buffer["samples"], len(buffer["keys"])))
                 buffer["samples"], fetch = None, lambda key: next(stored)

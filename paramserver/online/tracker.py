@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from operator import ge
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from paramserver.config import SimulationsConfig
+from paramserver.errors import CheckpointError
 from paramserver.online.protocol import Header, MessageKind, SimulationReport, TrainerJoined
 
 
@@ -192,6 +193,8 @@ class SimulationTracker(ABC):
     Not thread-safe: the coordinator calls it under its lock. ``failure`` is why the run cannot continue, as one
     message; None = it can.
     """
+
+    starts_simulations: ClassVar[bool] = True
 
     def __init__(self, config: SimulationsConfig, num_trainers: int) -> None:
         self.config = config
@@ -411,17 +414,45 @@ class SimulationTracker(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         simulations = [{**one.state_dict(), "lost": self.num_lost(one.id)} for one in self.simulations.values()]
-        return {"restarts": self.restarts, "simulations": simulations}
+        names = list(self.config.parameters)
+        return {"restarts": self.restarts, "simulations": simulations, "deal": self.config.deal, "parameters": names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; call it before ``on_trainers_joined``."""
-        self.restarts = state["restarts"]
+        """Restore the state; call it before ``on_trainers_joined``.
+
+        Raises:
+            CheckpointError: it is that of simulations that were started, assigned or drawn in another way.
+        """
         found = [Simulation.from_state_dict(one) for one in state["simulations"]]
+        self._check_state(state, any(one.parameters is not None for one in found))
+        self.restarts = state["restarts"]
         for one in found:
             # A run with more trainers wrote the checkpoint: deal it anew. All trainers know what was received of it.
             if one.trainer is not None and one.trainer >= self.num_trainers:
                 one.trainer = None
         self.simulations = {one.id: one for one in found}
+
+    def _check_state(self, state: Mapping[str, Any], opened: bool) -> None:
+        """Refuse a state that cannot be continued with this config. ``opened``: simulations of it were opened."""
+        # Also of an earlier release: only ExternalSimulations store it.
+        if ("finish_received" in state) == self.starts_simulations:
+            must, where, cure = "be given", "the run starts its simulations", "with it"
+            if self.starts_simulations:
+                must, where, cure = "be null", "simulations come from outside", "without it"
+            raise CheckpointError(
+                f"simulations.command or function must {must}, as in the checkpoint, where {where}; resume {cure}"
+            )
+        deal, names = self.config.deal, list(self.config.parameters)
+        if opened and (before := state.get("deal", deal)) != deal:
+            raise CheckpointError(
+                f"simulations.deal ({deal}) must be that of the checkpoint ({before}), as trainers drop only those "
+                "repeated samples that are sent to the same trainer as before; resume with it"
+            )
+        if opened and (before := state.get("parameters", names)) != names:
+            raise CheckpointError(
+                f"simulations.parameters ({', '.join(names)}) must be those of the checkpoint, in their order "
+                f"({', '.join(before)}), as it has simulations that were drawn with them; resume with them"
+            )
 
 
 class ExternalSimulations(SimulationTracker):
@@ -432,6 +463,8 @@ class ExternalSimulations(SimulationTracker):
     no simulation at all shows a sign of life for ``timeout_s``; before the first HELLO it waits for ``first_s``, if
     that is longer.
     """
+
+    starts_simulations = False
 
     def __init__(self, config: SimulationsConfig, num_trainers: int, first_s: float) -> None:
         super().__init__(config, num_trainers)

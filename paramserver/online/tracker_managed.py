@@ -249,19 +249,12 @@ class ManagedSimulations(SimulationTracker):
 
     def state_dict(self) -> dict[str, Any]:
         learned = {"sampler": self._sampler.state_dict()} if self._sampler.learns else {}
-        names = list(self.config.parameters)
-        return {**super().state_dict(), "drawn_by": self._sampler.reference, "parameters": names, **learned}
+        return {**super().state_dict(), "drawn_by": self._sampler.reference, **learned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         drawn = [one for one in self.simulations.values() if one.parameters is not None]
         learned = state.get("sampler")
-        names, before = list(self.config.parameters), state.get("parameters")  # None of an earlier release
-        if drawn and before not in (None, names):
-            raise CheckpointError(
-                f"simulations.parameters ({', '.join(names)}) must be those of the checkpoint, in their order "
-                f"({', '.join(before)}), as it has simulations that were drawn with them; resume with them"
-            )
         if drawn and self._sampler.learns != (learned is not None):
             does, other = ("learns", "does not") if self._sampler.learns else ("does not learn", "does")
             raise CheckpointError(

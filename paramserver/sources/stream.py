@@ -11,9 +11,9 @@ import torch
 
 from paramserver.buffers.positions import Key
 from paramserver.config import SimulationsConfig
-from paramserver.errors import UnsupportedConfiguration
+from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.online.received_log import ReceivedLog
-from paramserver.online.spec import COLUMNS, VERSION_COLUMN, ReceiverSpec
+from paramserver.online.spec import COLUMNS, OPTIONAL, RESERVED, VERSION_COLUMN, ReceiverSpec
 from paramserver.online.versions import SampleVersions
 from paramserver.sources.base import KeyedSamples, ResumePosition, Source
 
@@ -192,6 +192,23 @@ class Stream(Source):
             **{name: sample.get(name, value) for name, value in columns.items()},
         }
 
+    def check_fields(self, sample: Mapping[str, Any]) -> None:
+        """Check that a sample of a checkpoint has the fields of this run.
+
+        Raises:
+            CheckpointError: it has others, or of another shape or dtype.
+        """
+        assert self._spec is not None
+        declared = {one.name: (np.dtype(one.dtype), one.shape) for one in self._spec.ingest.fields}
+        others = {*RESERVED, *OPTIONAL, *(column.name for column in COLUMNS)} - declared.keys()
+        arrays = {name: np.asarray(value) for name, value in sample.items() if name not in others}
+        held = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+        if held != declared:
+            raise CheckpointError(
+                f"simulations.fields ({_describe_fields(declared)}) must be those of the samples that the checkpoint "
+                f"holds ({_describe_fields(held)}); resume with them"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         # All of the log: the reader of the checkpoint knows the position of the buffer and truncates it. As tensors,
         # because a checkpoint cannot store arrays.
@@ -219,6 +236,10 @@ class Stream(Source):
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
         states, positions = [one.state for one in leftovers], [one.position for one in leftovers]
         self.received_log.reshard(states, positions, held, [key for one in leftovers for key in one.kept])
+
+
+def _describe_fields(fields: Mapping[str, tuple[Any, Sequence[int]]]) -> str:
+    return ", ".join(f"{name}: {dtype} {list(shape)}" for name, (dtype, shape) in fields.items())
 
 
 class Simulations(Stream):

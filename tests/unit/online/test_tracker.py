@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from paramserver.config import SimulationsConfig
+from paramserver.errors import CheckpointError
 from paramserver.online.protocol import Header, MessageKind, SimulationReport, TrainerJoined
 from paramserver.online.sampler import CheckedSampler
 from paramserver.online.tracker import (
@@ -554,6 +555,39 @@ def test_a_simulation_that_was_assigned_after_the_coordinators_part_stays_with_t
 
 
 # Resume from a checkpoint.
+
+
+def opened_state(make, **options):
+    tracker = make(**options)
+    tracker.poll(0.0)
+    hello(tracker, 0, parameters=[0.0])
+    return tracker.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("make", "resumed", "must"), [(started, outside, "must be given, as"), (outside, started, "must be null, as")]
+)
+def test_a_run_is_resumed_with_simulations_of_the_same_origin(make, resumed, must):
+    state = opened_state(make)
+    assert make(state=state).counts()["waiting"] > 0
+    for one in (state, {name: value for name, value in state.items() if name not in ("deal", "parameters")}):
+        with pytest.raises(CheckpointError, match=f"simulations.command or function {must} in the checkpoint"):
+            resumed(state=one)
+
+
+@pytest.mark.parametrize("make", [started, outside])
+def test_simulations_that_were_opened_are_dealt_as_before_and_keep_their_parameters(make):
+    state = opened_state(make, deal="simulation", parameters={"a": [0, 1]})
+    same = {"deal": "simulation", "parameters": {"a": [0, 9]}}
+    assert make(state=state, **same).simulations[0].parameters == [0.0]
+    with pytest.raises(CheckpointError, match=r"simulations.deal \(round_robin\) must be .* \(simulation\), as"):
+        make(state=state, **{**same, "deal": "round_robin"})
+    with pytest.raises(CheckpointError, match=r"simulations.parameters \(b\) must be .* in their order \(a\), as"):
+        make(state=state, **{**same, "parameters": {"b": [0, 1]}})
+    del state["deal"], state["parameters"]  # of an earlier release
+    assert make(state=state).counts()["waiting"] > 0
+    untouched = make(deal="simulation", parameters={"a": [0, 1]}).state_dict()
+    assert make(state=untouched).trainer_for(0) is None
 
 
 def test_a_resumed_run_starts_only_what_is_not_complete_with_new_attempts_and_the_same_parameters():
