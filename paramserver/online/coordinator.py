@@ -52,18 +52,21 @@ class CoordinatorJournal:
     """A file of the run folder to which a coordinator appends while it runs, one JSON object per line.
 
     It has the port, so that clients from outside find the next coordinator at the address that they know, and which of
-    them have opened and closed a simulation: HELLO, BYE and FINISH. A client that has sent BYE may be gone, and does
-    not send its samples again; one that has not is waited for.
+    them have opened and closed a simulation: HELLO, BYE and FINISH, and with ``deal: simulation`` its trainer. A client
+    that has sent BYE may be gone, and does not send its samples again; one that has not is waited for, and continues
+    with the same trainer.
 
     A line is written before the client gets its answer. It survives the end of the process, not that of the host. If it
     ``continues``, another coordinator of this run wrote the file, else it is started anew. ``port`` is that of the last
-    coordinator, or None, and ``received`` has the HELLO, BYE and FINISH of earlier ones.
+    coordinator, or None; ``received`` has the HELLO, BYE and FINISH of earlier ones, and ``trainers`` has
+    simulation -> index of its trainer.
     """
 
     def __init__(self, file: Path, continues: bool) -> None:
         self._file = file
         self.port: int | None = None
         self.received: list[Header] = []
+        self.trainers: dict[int, int] = {}
         if not continues:
             file.unlink(missing_ok=True)
         elif file.exists():
@@ -82,13 +85,16 @@ class CoordinatorJournal:
         if "port" in entry:
             self.port = entry["port"]
         else:
+            if (trainer := entry.pop("trainer", None)) is not None:
+                self.trainers[entry["simulation"]] = trainer
             self.received.append(Header(**{**entry, "kind": MessageKind[entry["kind"]]}))
 
     def record_port(self, port: int) -> None:
         self._append({"port": port})
 
-    def record(self, header: Header) -> None:
-        self._append({**header._asdict(), "kind": header.kind.name})
+    def record(self, header: Header, trainer: int | None = None) -> None:
+        of_trainer = {} if trainer is None else {"trainer": trainer}
+        self._append({**header._asdict(), "kind": header.kind.name, **of_trainer})
 
     def _append(self, entry: dict[str, Any]) -> None:
         with explain_disk_errors(self._file, "file"), self._file.open("a", encoding="utf-8") as opened:
@@ -186,7 +192,7 @@ class SimulationCoordinator(RouterThread):
             sampler.record = kept.append
         self._handler = RequestHandler(spec, self._tracker, num_trainers, self.token, status)
         if journal is not None:
-            self._tracker.replay(journal.received)
+            self._tracker.replay(journal.received, journal.trainers)
             self._handler.record = journal.record
         self._on_event = on_event
         # Reentrant: PING calls a user's status function under the lock, which may call summary().

@@ -61,7 +61,8 @@ class RequestHandler:
         refused: kind -> messages that were refused.
         first_refusals: kind -> the first message of this kind that a trainer has refused, and why.
         over: whether the run needs no more samples.
-        record: called with each HELLO, BYE and FINISH of a client from outside, before it is answered.
+        record: called with each HELLO, BYE and FINISH of a client from outside, before it is answered; with HELLO also
+            with the trainer of its simulation, or None.
     """
 
     spec: IngestSpec
@@ -74,7 +75,7 @@ class RequestHandler:
         self.refused: Counter[str] = Counter()
         self.first_refusals: dict[str, str] = {}
         self.over = False
-        self.record: Callable[[Header], None] = lambda header: None
+        self.record: Callable[..., None] = lambda *reported: None
         # Everything below is guarded by the coordinator's lock. One entry for each trainer: one that joins again
         # replaces its own.
         self._trainers: list[ConnectedTrainer | None] = [None] * num_trainers
@@ -154,7 +155,7 @@ class RequestHandler:
         # The first change of state; every refusal is above it.
         self.tracker.on_hello(header, parameters, now)
         if not self.spec.is_managed:
-            self.record(header)
+            self.record(header, self.tracker.trainer_for(header.simulation))
         self._clients[header.simulation, header.member] = (peer, header)
         return [_to(peer, header.reply(MessageKind.WELCOME), self._directory(header).pack())]
 

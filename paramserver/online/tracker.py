@@ -306,8 +306,11 @@ class SimulationTracker(ABC):
     def poll(self, now: float) -> list[Action]:
         """What is to be done now. Updates ``done`` and ``failure``."""
 
-    def replay(self, received: Iterable[Header]) -> None:
-        """Take over what clients reported to an earlier coordinator, before ``on_trainers_joined``."""
+    def replay(self, received: Iterable[Header], trainers: Mapping[int, int]) -> None:
+        """Take over what clients reported to an earlier coordinator, before ``on_trainers_joined``.
+
+        Those that are still open have sent samples to the ``trainers`` of their simulations, and continue.
+        """
 
     # State.
 
@@ -514,7 +517,9 @@ class ExternalSimulations(SimulationTracker):
         self._last_sign_s = now
         super().on_bye(header, now)
 
-    def replay(self, received: Iterable[Header]) -> None:
+    def replay(self, received: Iterable[Header], trainers: Mapping[int, int]) -> None:
+        for number, trainer in trainers.items():
+            self._get_or_add(number).trainer = trainer
         for header in received:
             self._some_lost = True
             if header.kind is MessageKind.FINISH:

@@ -9,6 +9,7 @@ clocks are not.
 import json
 import random
 from collections import Counter
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
@@ -158,8 +159,10 @@ class Client:
         header, tracker = self.header(MessageKind.HELLO), self.world.tracker
         assert tracker.check_hello(header) is None
         tracker.on_hello(header, [], self.world.now)
-        self.world.journal.append(header)
         self.single = tracker.trainer_for(self.number)
+        self.world.journal.received.append(header)
+        if self.single is not None:
+            self.world.journal.trainers[self.number] = self.single
 
     def trainer_of(self, key: Key) -> int:
         return sum(key) % self.world.count if self.single is None else self.single
@@ -180,7 +183,7 @@ class Client:
             self.closed = True
             bye = self.header(MessageKind.BYE, STEPS)
             self.world.tracker.on_bye(bye, self.world.now)
-            self.world.journal.append(bye)
+            self.world.journal.received.append(bye)
 
     def send(self, key: Key, index: int) -> None:
         self.waiting[key] = index
@@ -206,6 +209,14 @@ class Client:
         self.stored = [key for key in self.stored if key not in again]
         for key in again:
             self.send(key, index)
+
+
+@dataclass
+class Journal:
+    """What ``CoordinatorJournal`` has."""
+
+    received: list[Header] = field(default_factory=list)
+    trainers: dict[int, int] = field(default_factory=dict)
 
 
 class World:
@@ -238,11 +249,11 @@ class World:
         self.known: dict[int, set[Key]] = {number: set() for number in range(SIMULATIONS)}
         self.events: Counter[str] = Counter()
         self.clients: dict[int, Client] = {}
-        self.start(rng.randint(1, 3), [], [])
+        self.start(rng.randint(1, 3), [], Journal())
         self.clients[0] = Client(self, 0)
         self.save()
 
-    def start(self, count: int, parts: list[bytes], journal: list[Header], state: str | None = None) -> None:
+    def start(self, count: int, parts: list[bytes], journal: Journal, state: str | None = None) -> None:
         """Begin a generation, from the parts of a checkpoint."""
         self.count = count
         self.trainers = [Trainer(self, index, parts[index] if parts else None) for index in range(count)]
@@ -250,7 +261,7 @@ class World:
         if state is not None:
             self.tracker.load_state_dict(json.loads(state))
         self.journal = journal
-        self.tracker.replay(journal)
+        self.tracker.replay(journal.received, journal.trainers)
         self.tracker.on_trainers_joined([one.joined() for one in self.trainers], self.now)
 
     def version(self) -> tuple[int, int]:
@@ -307,11 +318,16 @@ class World:
             client.reconnect(index)
 
     def forget_unsent(self) -> None:
-        """What clients that have started again will send again is neither received nor lost, if its trainer died."""
-        gone = self.received() | self.lost()
+        """What clients that have started again will send again is neither received nor lost, if its trainer died.
+
+        What was lost before, and sent again and not stored by then, is lost again.
+        """
+        lost = self.lost()
+        gone = self.received() | lost
         for client in self.clients.values():
             unsent = {(client.number, step) for step in range(client.next, STEPS)}
             self.known[client.number] -= unsent - gone
+            self.known[client.number] |= {key for key in lost if key[0] == client.number}
 
     def restart(self) -> None:
         """A client dies, and its user starts it again: it sends everything again."""
@@ -336,7 +352,7 @@ class World:
         if lost is not None:
             self.replace(lost)
 
-    def load(self, count: int, journal: list[Header]) -> None:
+    def load(self, count: int, journal: Journal) -> None:
         saved = self.saved
         self.applied, self.step = saved["applied"].copy(), saved["step"]
         self.resumes += 1
@@ -367,10 +383,10 @@ class World:
         count = self.rng.randint(1, 3)
         before = vars(self).copy()
         try:
-            self.load(count, [])
+            self.load(count, Journal())
         except CheckpointError:  # there is no room, or the part of a lost trainer has no samples
             vars(self).update(before)
-            self.load(len(self.saved["parts"]), [])
+            self.load(len(self.saved["parts"]), Journal())
         self.events["reshard"] += self.count != len(self.saved["parts"])
         self.tracker.poll(self.now)
         for number, client in self.rng.sample([*self.clients.items()], len(self.clients)):

@@ -384,6 +384,25 @@ def test_simulations_that_were_closed_before_rank_0_died_are_lost_and_not_waited
         assert set(run.keys()) == {(number, step) for number in (0, 2) for step in range(10)}
 
 
+def test_a_client_that_continues_sends_all_samples_to_the_same_trainer(tmp_path):
+    """The checkpoint is from before it was opened: without the journal it would go to the trainer with the fewest."""
+    with Run(tmp_path, 2, count=2, deal="simulation", window=4) as run:
+        saved = run.checkpoint()
+        for number in (0, 1):
+            client = Sending(run, number, 12)
+            client.go(12 if number == 0 else 6)
+            run.trainers[number].wait_for(12 if number == 0 else 6)
+            if number == 0:
+                client.end()
+        run.lose_rank_0()
+        run.start_rank_0_again(*saved)
+        client.go(6)
+        client.end()
+        assert_complete(run, 24, 2)
+        assert run.trainers[0].keys == []
+        assert {(1, step) for step in range(6, 12)} <= set(run.trainers[1].keys) <= {(1, step) for step in range(12)}
+
+
 def test_the_last_simulation_is_still_the_last_after_rank_0_returned(tmp_path):
     with Run(tmp_path, 1) as run:
         saved = run.checkpoint()
