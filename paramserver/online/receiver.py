@@ -116,7 +116,7 @@ class SampleReceiver:
     def counters(self) -> dict[str, Any]:
         """``ReceiveStats.counters``, with ``partial`` (samples of which parts are missing) and ``clients``."""
         return {
-            **self._stats.counters(),
+            **self._stats.counters(self._queue.num_stored),
             "partial": len(self._loop.validator.assembly),
             "clients": self._loop.num_clients,
         }
@@ -485,6 +485,11 @@ class HandoffQueue:
             stored, self._stored = self._stored, []
         return stored
 
+    @property
+    def num_stored(self) -> int:
+        """The samples that the buffer has stored and ``pop_stored`` has not returned."""
+        return len(self._stored)
+
     def is_empty(self) -> bool:
         """Whether the buffer has stored all samples, and ``pop_stored`` has returned them all."""
         with self._changed:
@@ -609,17 +614,18 @@ class ReceiveStats:
         self._changed.update(simulations)
         return set(simulations)
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self, more: int = 0) -> dict[str, Any]:
         """Samples stored in the buffer since the start of the run and their bytes; messages since the last resume.
 
+        ``more`` samples are stored, and not recorded yet.
         ``lost`` counts samples that died with a trainer which this one replaces. ``refusals`` is {reason: messages} of
         the reasons that occurred, and ``refused`` their sum.
         """
         # Copied first: iteration over a dict that the receiver thread changes would fail.
         refusals = {reason: n for reason, n in self.refused.copy().items() if n}
         return {
-            "received": self.received,
-            "bytes": self.received * self._sample_bytes,
+            "received": self.received + more,
+            "bytes": (self.received + more) * self._sample_bytes,
             "duplicated": self.duplicated,
             "lost": sum(self.lost.values()),
             "refused": sum(refusals.values()),

@@ -98,7 +98,6 @@ def test_what_the_buffer_holds_of_a_group_that_waits_for_room_counts_as_received
     last = {record["trainer"]: record for record in finished.of_kind("buffer")}
     held = [record["gets"] + record["population"] for record in last.values()]
     assert [record["stream"]["received"] for record in last.values()] == held
-    assert f"{sum(held)} received of {len(ALL)} expected" in finished.output
 
 
 @pytest.mark.parametrize("mode", ["ddp", "rpc"])

@@ -370,7 +370,8 @@ class OfActors:
         keys = [(simulation, step) for step in range(len(versions))]
         self.data.source.received_log.extend(keys)
         rows = [
-            {"simulation": s, "step": t, "version": np.array([1, v])} for (s, t), v in zip(keys, versions, strict=True)
+            {"simulation": s, "step": t, "version": np.array([1, v]), "u": np.zeros(1, np.float32)}
+            for (s, t), v in zip(keys, versions, strict=True)
         ]
         self.data.buffer.put_many(rows, keys)
         return self
