@@ -78,7 +78,7 @@ VARIANTS = {
 
 
 @pytest.mark.processes
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("step", [3, 4])
 def test_hooks_between_steps_see_the_parameters_of_the_present_version(tmp_path, variant, step):
@@ -108,7 +108,7 @@ def test_a_callback_stores_what_the_parameters_of_the_checkpoint_are(tmp_path):
 @pytest.mark.parametrize(("mode", "trainers"), MODES)
 def test_the_last_checkpoint_has_what_the_end_of_its_epoch_changed(tmp_path, mode, trainers):
     """Whether or not a periodic checkpoint of the same step was made before."""
-    for every in (0, 1, 4, 3):
+    for every in (0, 4):
         config = {"training": {"max_steps": 4, "batch_size": 8, "validate_every": 0}, "checkpoint": {"every": every}}
         args = {"batch_norm": False, "samples": 16 * trainers}
         run = train(tmp_path / str(every), mode, trainers, task=f"{TASKS}:CountsEpochs", task_args=args, **config)

@@ -115,6 +115,7 @@ def test_a_rank_that_holds_the_interpreter_is_replaced(tmp_path):
     assert not re.search("freeze .*noticed", finished.output)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("consistency", ["sync", "async"])
 def test_steps_that_are_skipped_are_no_violation(tmp_path, consistency):
     server = {"consistency": consistency}

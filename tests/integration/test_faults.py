@@ -293,6 +293,7 @@ def test_what_would_let_the_models_of_trainers_differ_is_refused(tmp_path, mode,
     assert task == "KeepsOptimizer" or "Traceback" not in finished.output
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("section", [{"checkpoint": {"every": 1}}, {"training": {"validate_every": 1}}], ids=str)
 def test_a_parameter_without_a_gradient_is_named_also_before_the_second_step(tmp_path, section):
     """The reduction that is not complete shows in the parameters first, which are compared after each step here."""

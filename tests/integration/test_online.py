@@ -89,6 +89,7 @@ def test_a_simulation_that_starts_again_may_continue_where_the_run_lacks_a_step(
     assert streams(finished, "duplicated") == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
 def test_what_the_buffer_holds_of_a_group_that_waits_for_room_counts_as_received(tmp_path, online, mode):
     """Received = served + held: more samples than there is room for arrive at once, and the run ends meanwhile."""

@@ -54,6 +54,7 @@ def contents(run_dir):
     return {file: file.read_bytes() for file in files if file.name != "coordinator.jsonl"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -76,6 +77,7 @@ def test_what_the_samples_of_the_checkpoint_contradict_is_refused(tmp_path, resu
     assert contents(finished.run_dir) == before
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -416,7 +416,7 @@ def test_rounds_without_lockstep_apply_each_sample_once(tmp_path, server, transp
     assert lr == pytest.approx(1.0 if "arrivals" in server else 0.5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("arrivals", [1, 2, 3, 4])
 @pytest.mark.parametrize("trainers", [1, 2])
 def test_the_schedule_of_epochs_counts_the_samples_before_an_update_of_several_arrivals(tmp_path, arrivals, trainers):
