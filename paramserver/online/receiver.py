@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -116,7 +116,7 @@ class SampleReceiver:
     def counters(self) -> dict[str, Any]:
         """``ReceiveStats.counters``, with ``partial`` (samples of which parts are missing) and ``clients``."""
         return {
-            **self._stats.counters(self._queue.num_stored),
+            **self._stats.counters(lambda: self._queue.num_stored),
             "partial": len(self._loop.validator.assembly),
             "clients": self._loop.num_clients,
         }
@@ -614,18 +614,21 @@ class ReceiveStats:
         self._changed.update(simulations)
         return set(simulations)
 
-    def counters(self, more: int = 0) -> dict[str, Any]:
+    def counters(self, num_stored: Callable[[], int] = lambda: 0) -> dict[str, Any]:
         """Samples stored in the buffer since the start of the run and their bytes; messages since the last resume.
 
-        ``more`` samples are stored, and not recorded yet.
+        ``num_stored`` returns how many are stored and not recorded yet.
         ``lost`` counts samples that died with a trainer which this one replaces. ``refusals`` is {reason: messages} of
         the reasons that occurred, and ``refused`` their sum.
         """
         # Copied first: iteration over a dict that the receiver thread changes would fail.
         refusals = {reason: n for reason, n in self.refused.copy().items() if n}
+        # In this order: what is recorded meanwhile is missing for a moment, and never counted twice.
+        received = self.received
+        received += num_stored()
         return {
-            "received": self.received + more,
-            "bytes": (self.received + more) * self._sample_bytes,
+            "received": received,
+            "bytes": received * self._sample_bytes,
             "duplicated": self.duplicated,
             "lost": sum(self.lost.values()),
             "refused": sum(refusals.values()),
