@@ -291,11 +291,11 @@ class Trainer(ABC):
     def on_hooks_called(self) -> None:
         """Called after hooks that are called between two steps: before the first one, and after a validation."""
 
-    def load_before_hooks(self) -> None:
-        """Load the version of the decision before hooks of epochs are called, where ``load_version`` is too late."""
-
     def hooks_between_steps(self) -> AbstractContextManager[Any]:
-        """Return a context for the hooks of epochs, which may change the model between two steps."""
+        """Return a context for the hooks of epochs, which see the version of the decision and may change the model.
+
+        Where ``load_version`` comes too late for that, the version is loaded before this returns.
+        """
         return nullcontext()
 
     def step_scope(self) -> AbstractContextManager[Any]:
@@ -838,8 +838,8 @@ class TrainingLoop:
                 decision = trainer.agree()
                 trainer.current_step = Step(decision)
                 if decision.verdict is Verdict.END:
-                    trainer.load_before_hooks()
-                    trainer.ends_epoch = self._close_epoch()
+                    with trainer.hooks_between_steps():
+                        trainer.ends_epoch = self._close_epoch()
                     break
                 takes_step = decision.verdict is Verdict.GO and self._take_step(decision)
             if takes_step:
@@ -874,7 +874,6 @@ class TrainingLoop:
         trainer.process.profiler.enter_step(decision.step)
         trainer.current_step.is_open = True
         if decision.position >= self._epoch_end:
-            trainer.load_before_hooks()
             with trainer.hooks_between_steps():
                 self._enter_epoch(decision.position)
         trainer.current_step.is_common = True
@@ -1060,7 +1059,7 @@ class TrainingLoop:
     def _close_epoch(self) -> bool:
         """Call the hooks of the end of an epoch, if one has begun; return whether another checkpoint is due then.
 
-        The same for all trainers: some have no epoch that has begun, where rank 0 knows which checkpoint exists.
+        All trainers return the same. Where rank 0 knows which checkpoints exist, also those in which none has begun.
         """
         progress, hooks = self.trainer.progress, self.trainer.hooks
         ends = progress.epoch_open

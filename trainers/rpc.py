@@ -219,19 +219,17 @@ class RpcTrainer(Trainer):
         self.pull.load(self.current_step.batches)
         self.clock.lap("pull")
 
-    def load_before_hooks(self) -> None:
+    def hooks_between_steps(self) -> AbstractContextManager[None]:
         decision = self.current_step.decision
+        is_active = self.trainer_index in decision.active
         if decision.verdict is Verdict.END:
             self.pull.load_step(decision.step)
-        elif self.trainer_index in decision.active:
+        elif is_active:
             self.pull.load_values()
         self.clock.lap("pull")
-
-    def hooks_between_steps(self) -> AbstractContextManager[None]:
         # Memory of the server stays as it is in lockstep, until this trainer pushes; for one that has no more data the
         # others do not wait.
-        waits = self.lockstep and self.trainer_index in self.current_step.decision.active
-        return self.model_copy.hooks_called(waits)
+        return self.model_copy.hooks_called(self.lockstep and is_active)
 
     def on_hooks_called(self) -> None:
         self.model_copy.check_unchanged(between_steps=not self._is_waited_for)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -220,8 +221,8 @@ class ServedTrainer(RpcTrainer):
     def begin_step(self, grant: StepGrant) -> None:
         """Do nothing: the version stays on the server, which has pinned it."""
 
-    def load_before_hooks(self) -> None:
-        """Do nothing: the model is on the server."""
+    def hooks_between_steps(self) -> AbstractContextManager[None]:
+        return nullcontext()  # the model is on the server
 
     def load_version(self) -> None:
         self._losses: list[Tensor] = []

@@ -23,6 +23,20 @@ def assert_equal(one, other):
         assert [r[field] for r in one.of_kind(kind)] == [r[field] for r in other.of_kind(kind)]
 
 
+def typed(task, kind, optimizers):
+    """The config of a task with tensors of one type, whose run can be resumed: at its end a run closes its epoch."""
+    without = ["on_epoch_start", "on_epoch_end", "on_batch_end"]
+    args = {"kind": kind, "optimizers": optimizers, "without": without, "persistent": True}
+    return {**(CONFIG if optimizers == 1 else SEVERAL), "task": f"buffer_tasks:{task}", "task_args": args}
+
+
+def train_in_two_parts(folder, mode, config):
+    begun = train(folder, mode, 2, **{**config, "training": {**config["training"], "max_steps": 8}})
+    resumed = resume(begun, "--set", f"training.max_steps={config['training']['max_steps']}")
+    assert resumed.code == 0, resumed.output
+    return resumed
+
+
 @pytest.mark.claim("assigned-buffers", "late-buffers", "eval-buffers")
 @pytest.mark.parametrize("config", [CONFIG, SEVERAL], ids=["one optimizer", "several optimizers"])
 def test_buffers_of_one_trainer_are_the_same_in_every_mode(tmp_path, config):
@@ -135,15 +149,8 @@ def test_a_model_with_large_buffers_uses_the_socket(tmp_path):
 @pytest.mark.parametrize("optimizers", [1, 2])
 @pytest.mark.parametrize("kind", ["int16", "uint16", "uint8", "float8_e4m3fn", "expanded"])
 def test_buffers_of_every_type_are_the_same_in_every_mode_and_resumed(tmp_path, kind, optimizers):
-    config = CONFIG if optimizers == 1 else SEVERAL
-    # At its end a run closes its epoch.
-    without = ["on_epoch_start", "on_epoch_end", "on_batch_end"]
-    args = {"kind": kind, "optimizers": optimizers, "without": without, "persistent": True}
-    config = {**config, "task": "buffer_tasks:TypedBuffers", "task_args": args}
-    rpc = train(tmp_path, "rpc", 2, **config)
-    begun = train(tmp_path, "ddp", 2, **{**config, "training": {**config["training"], "max_steps": 8}})
-    ddp = resume(begun, "--set", f"training.max_steps={config['training']['max_steps']}")
-    assert ddp.code == 0, ddp.output
+    config = typed("TypedBuffers", kind, optimizers)
+    rpc, ddp = train(tmp_path, "rpc", 2, **config), train_in_two_parts(tmp_path, "ddp", config)
     assert_equal(ddp, rpc)
     if kind != "expanded":
         assert str(ddp.load("model")["4.typed"].dtype) == f"torch.{kind}"
@@ -162,18 +169,8 @@ def test_a_buffer_that_gets_a_type_that_ddp_cannot_send_is_refused_by_name(tmp_p
 @pytest.mark.parametrize("kind", ["float32", "int16", "float8_e4m3fn"])
 def test_frozen_parameters_of_every_type_may_be_missing_in_the_state_of_the_model(tmp_path, kind, optimizers):
     """Each process has them from ``build_model``; a checkpoint has none, so that a resumed run makes them again."""
-    config = CONFIG if optimizers == 1 else SEVERAL
-    args = {
-        "kind": kind,
-        "optimizers": optimizers,
-        "without": ["on_epoch_start", "on_epoch_end", "on_batch_end"],
-        "persistent": True,
-    }
-    config = {**config, "task": "buffer_tasks:Adapter", "task_args": args}
-    ddp = train(tmp_path, "ddp", 2, **config)
-    begun = train(tmp_path, "rpc", 2, **{**config, "training": {**config["training"], "max_steps": 8}})
-    rpc = resume(begun, "--set", f"training.max_steps={config['training']['max_steps']}")
-    assert rpc.code == 0, rpc.output
+    config = typed("Adapter", kind, optimizers)
+    ddp, rpc = train(tmp_path, "ddp", 2, **config), train_in_two_parts(tmp_path, "rpc", config)
     assert_equal(ddp, rpc)
     assert not [name for name in rpc.load("model") if "base" in name]
     over_rpc = train(tmp_path / "rpc", "rpc", 2, server={"transport": "rpc"}, **config)

@@ -70,7 +70,9 @@ import torch
 from tasks import ReferenceTask
 
 class Named(ReferenceTask):
-    what = "named"
+    def __init__(self, what="named", **options):
+        super().__init__(**options)
+        self.what = what
 
     def predict_step(self, model, batch, batch_idx):
         assert not model.training and not torch.is_grad_enabled()
@@ -86,30 +88,6 @@ class Named(ReferenceTask):
             "unnamed": {"": output, "z": output},
             "sparse": {"x": output.to_sparse()},
         }[self.what]
-
-class Scalar(Named):
-    what = "scalar"
-
-class Text(Named):
-    what = "text"
-
-class Uneven(Named):
-    what = "uneven"
-
-class Other(Named):
-    what = "other"
-
-class Twice(Named):
-    what = "twice"
-
-class Number(Named):
-    what = "number"
-
-class Unnamed(Named):
-    what = "unnamed"
-
-class Sparse(Named):
-    what = "sparse"
 
 class Narrow(ReferenceTask):
     def predict_step(self, model, batch, batch_idx):
@@ -203,20 +181,20 @@ def test_one_output_with_a_name_keeps_it_and_numpy_has_what_float8_holds(run, fo
         ({"source": "own_sources.py:needs"}, "it must be a function without arguments"),
         ({"source": "own_sources.py:missing"}, "has no missing"),
         ({"source": "missing.py:data_set"}, "--source: there is no file missing.py"),
-        ({"task": "Scalar"}, "predict_step: the output must have a first dimension"),
-        ({"task": "Text"}, "predict_step: x is str; return tensors"),
-        ({"task": "Uneven"}, "must have the same shape but for the first dimension"),
-        ({"task": "Twice"}, "outputs must have names that differ and are not empty, not 'a.b', 'a.b'; rename"),
-        ({"task": "Number"}, "outputs must have names that differ and are not empty, not '1', '1'; rename"),
-        ({"task": "Unnamed"}, "outputs must have names that differ and are not empty, not ''; rename"),
-        ({"task": "Sparse"}, "predict_step: x is a sparse tensor; return output.to_dense()"),
-        ({"task": "Other"}, "the same outputs for every batch: 0 for the first, and 1 for batch 1"),
+        ({"what": "scalar"}, "predict_step: the output must have a first dimension"),
+        ({"what": "text"}, "predict_step: x is str; return tensors"),
+        ({"what": "uneven"}, "must have the same shape but for the first dimension"),
+        ({"what": "twice"}, "outputs must have names that differ and are not empty, not 'a.b', 'a.b'; rename"),
+        ({"what": "number"}, "outputs must have names that differ and are not empty, not '1', '1'; rename"),
+        ({"what": "unnamed"}, "outputs must have names that differ and are not empty, not ''; rename"),
+        ({"what": "sparse"}, "predict_step: x is a sparse tensor; return output.to_dense()"),
+        ({"what": "other"}, "the same outputs for every batch: 0 for the first, and 1 for batch 1"),
     ],
 )
 def test_what_cannot_be_written_is_reported_in_one_sentence(run, folder, capsys, arguments, expected):
     (folder / "out.pt").write_text("as before")
-    task = arguments.pop("task", None)
-    flags = [] if task is None else ["--set", f"task={folder}/own_task.py:{task}"]
+    what = arguments.pop("what", None)
+    flags = [] if what is None else ["--set", f"task={folder}/own_task.py:Named", "--set", f"task_args.what={what}"]
     assert predict(run, *flags, **arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
