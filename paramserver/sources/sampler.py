@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import Sampler
 
 from paramserver.errors import TaskError, kind_and_message
 from paramserver.importing import name_user_error
@@ -73,9 +73,7 @@ class SamplerOrder:
     @property
     def repeats_sizes(self) -> bool:
         """Whether the whole batches of each pass are known to have the sizes of those of the first."""
-        inner = getattr(self.sampler, "sampler", None)
-        cuts = type(self.sampler) is BatchSampler and type(inner).__module__.startswith("torch.")
-        return cuts or isinstance(self.sampler, (list, tuple))
+        return all(map(_is_of_torch, _parts(self.sampler))) or isinstance(self.sampler, (list, tuple))
 
     def indices(self, epoch: int) -> list[Index]:
         """Return the order of a pass.
@@ -190,7 +188,11 @@ def _generator_of(sampler: Any) -> torch.Generator | None:
     return next((one for one in found if isinstance(one, torch.Generator)), None)
 
 
+def _is_of_torch(sampler: Any) -> bool:
+    return isinstance(sampler, Sampler) and type(sampler).__module__.startswith("torch.")
+
+
 def _is_stateless(sampler: Any) -> bool:
     """Whether the order of a pass is known to depend on nothing but its seed and number."""
-    known = isinstance(sampler, Sampler) and type(sampler).__module__.startswith("torch.")
-    return hasattr(sampler, "set_epoch") or (known and getattr(sampler, "generator", None) is None)
+    is_known = _is_of_torch(sampler) and getattr(sampler, "generator", None) is None
+    return hasattr(sampler, "set_epoch") or is_known
