@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import yaml
 from forkserver import shared_server
+from record_tables import check_records
 
 from paramserver.launch import main as launch_main
 
@@ -38,7 +39,9 @@ class FinishedRun:
 
     @property
     def records(self):
-        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        found = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        check_records(found)
+        return found
 
     def of_kind(self, kind):
         return [record for record in self.records if record["kind"] == kind]

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import record_tables
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -377,6 +378,12 @@ def test_keys_that_are_named_exist():
         named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)(?=[`:])", document.read_text()))
         unknown[name_of(document)] = sorted(named - set(KEYS) - set(SECTIONS) - files)
     assert {name: keys for name, keys in unknown.items() if keys} == {}
+
+
+def test_the_table_of_records_has_each_kind_that_the_package_writes():
+    code = "".join(path.read_text() for folder in ("paramserver", "trainers") for path in (ROOT / folder).rglob("*.py"))
+    written = set(re.findall(r'(?:make_record|\.record)\(\s*"(\w+)"', code))
+    assert written == record_tables.tables().keys() - {"stream"}
 
 
 def test_yaml_in_the_contract_is_a_config():
