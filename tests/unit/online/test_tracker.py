@@ -859,14 +859,30 @@ def test_what_a_trainer_knows_as_lost_counts_once_after_a_resume():
     report(before, {0: 4}, 0.0)
     before.on_report(0, SimulationReport({}, lost={0: 3}), 0.0)
     state = before.state_dict()
-    # Without a trainer that knows them, as with another number of trainers, the checkpoint has their number.
-    assert outside(count=1, steps=10, state=state, joined=[TrainerJoined("a", {0: 4}, {})]).num_lost(0) == 3
+    # With another number of trainers none knows them: the checkpoint has their number.
+    joined = [TrainerJoined("a", {0: 4}, {}), TrainerJoined("b", {}, {})]
+    assert outside(trainers=2, count=1, steps=10, state=state, joined=joined).num_lost(0) == 3
     after = outside(count=1, steps=10, state=state, joined=[TrainerJoined("a", {0: 4}, {}, {0: 3})])
     assert (after.num_lost(0), after.num_complete) == (3, 0)
     hello(after, 0)
     assert after.num_lost(0) == 3
     report(after, {0: 5}, 0.0)
     assert after.num_lost(0) == 0
+
+
+def test_what_a_trainer_lost_after_the_coordinators_part_was_made_counts_after_a_resume():
+    before = outside(count=1, steps=10)
+    hello(before, 0)
+    report(before, {0: 9}, 0.0)
+    before.on_trainer_replaced(0, TrainerJoined("b", {0: 8}, {}))
+    before.on_bye(Header(MessageKind.BYE, 0, 10), 0.0)
+    for _ in range(3):
+        report(before, {0: 8}, 0.0)
+        before.poll(0.0)
+    assert (before.num_lost(0), before.num_complete) == (2, 1)
+    # No trainer knows these two. Then another one is lost, with the part that stands for it in the checkpoint.
+    after = outside(count=1, steps=10, state=before.state_dict(), joined=[TrainerJoined("c", {0: 7}, {}, {0: 1})])
+    assert (after.num_lost(0), after.num_complete) == (3, 1)
 
 
 def test_of_a_simulation_that_was_given_up_what_died_with_a_trainer_counts_once():
