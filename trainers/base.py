@@ -838,8 +838,9 @@ class TrainingLoop:
                 decision = trainer.agree()
                 trainer.current_step = Step(decision)
                 if decision.verdict is Verdict.END:
-                    with trainer.hooks_between_steps():
-                        trainer.ends_epoch = self._close_epoch()
+                    if decision.completes:  # otherwise a resumed run ends the epoch, as one that was not stopped
+                        with trainer.hooks_between_steps():
+                            trainer.ends_epoch = self._close_epoch()
                     break
                 takes_step = decision.verdict is Verdict.GO and self._take_step(decision)
             if takes_step:
@@ -854,11 +855,10 @@ class TrainingLoop:
     def _finish(self, decision: Decision) -> None:
         """Validate and save for the last time; only save after a signal, and before other trainers continue."""
         trainer = self.trainer
-        completes = not (decision.interrupted or decision.resizes)
-        if completes and self._validate(trainer.trainer_index):
+        if decision.completes and self._validate(trainer.trainer_index):
             trainer.control.saved_step = None  # a checkpoint of this step was saved before it turned out to be the best
         trainer.publish_version()
-        trainer.save("end" if completes else "resize" if decision.resizes else "interrupted")
+        trainer.save("end" if decision.completes else "resize" if decision.resizes else "interrupted")
         if not decision.resizes:
             for hooks in trainer.hooks:
                 hooks.on_train_end()

@@ -93,6 +93,11 @@ class Decision:
         """The samples before it that count for epochs: those that were applied and those that were skipped."""
         return self.samples + self.skipped
 
+    @property
+    def completes(self) -> bool:
+        """With ``END``: whether the run is complete, so that nothing of it follows."""
+        return not (self.interrupted or self.resizes)
+
 
 def end(stop: Stop, reason: str, step: int, samples: int) -> Decision:
     """Return the decision that ends the run, or this generation of it, because of ``stop``."""
