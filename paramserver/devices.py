@@ -7,9 +7,10 @@ memory is read.
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -186,14 +187,27 @@ def to_cpu(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with its tensors on ``device``; nested tuples, lists and dicts keep their structure."""
+    """Return ``batch`` with its tensors on ``device``; nested tuples, lists and dicts keep their structure and type.
+
+    What has a method ``to``, as a ``PackedSequence`` and batches of other libraries, is moved by it.
+    """
     if isinstance(batch, torch.Tensor):
         # Not to the CPU: such a copy would be read before it is complete.
         return batch.to(device, non_blocking=device.type != "cpu")
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(move_to_device, batch, repeat(device)))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(map(move_to_device, batch, repeat(device)))
+    if callable(getattr(type(batch), "to", None)):  # of the type: some dicts have their keys as attributes
+        return batch.to(device)
+    if isinstance(batch, tuple):
+        moved = [move_to_device(item, device) for item in batch]
+        if all(map(operator.is_, moved, batch)):  # also of a type that cannot be made of its items
+            return batch
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    if isinstance(batch, list):
+        return type(batch)(move_to_device(item, device) for item in batch)
     if isinstance(batch, dict):
-        return {name: move_to_device(item, device) for name, item in batch.items()}
+        items = {name: move_to_device(item, device) for name, item in batch.items()}
+        if type(batch) is dict:
+            return items
+        copied = copy.copy(batch)  # with its further attributes, such as the factory of a defaultdict
+        copied.update(items)
+        return copied
     return batch

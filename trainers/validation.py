@@ -300,12 +300,16 @@ def _number(value: Any, what: str) -> float:
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put the model in ``eval()`` without gradients; at the exit restore the mode of each module."""
-    # Per module, not model.train(): the user may have frozen some of them in eval().
     flags = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
+        # By train(), in which a layer may undo what it did in eval(): a module before those in it, of which some may be
+        # frozen by the user. One that is in several modules may need it once more.
+        for module, training in (*flags.items(), *flags.items()):
+            if module.training != training:
+                module.train(training)
         for module, training in flags.items():
             module.training = training

@@ -25,8 +25,9 @@ _EXTRA_STATE = "_extra_state"  # the last part of its name in a ``state_dict()``
 def build_model(task: Task, seed: int, placement: Placement, owns_tables: bool = True) -> nn.Module:
     """Build the task's model with initial weights from ``seed``: the same in every process and mode.
 
-    A process with one device moves the model there; a task with several (``self.devices``) places it itself. Without
-    ``owns_tables`` large embedding tables have neither memory nor values.
+    A process with one device moves the model there; a task with several (``self.devices``) places it itself. A model
+    that is in ``eval()`` as a whole, as loaded ones are, is put in ``train()``. Without ``owns_tables`` large embedding
+    tables have neither memory nor values.
 
     Raises:
         TaskError: ``build_model`` returns no module, or one without trainable parameters.
@@ -47,6 +48,8 @@ def build_model(task: Task, seed: int, placement: Placement, owns_tables: bool =
         )
     if allocate_untrained is not None:
         allocate_untrained(model)
+    if not any(module.training for module in model.modules()):
+        model.train()
     if not any(p.requires_grad for p in model.parameters()):
         raise TaskError(
             f"{type(task).__name__}.build_model returned a model without a parameter that requires a gradient"

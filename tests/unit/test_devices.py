@@ -1,11 +1,12 @@
 """Placement of trainers and servers, from tables; no GPU is needed."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from paramserver.config import ClusterConfig, Config, DeviceConfig, config_from_mapping
 from paramserver.devices import CPU, Placement, move_to_device, place_server, place_trainer, require_visible_gpus
@@ -178,6 +179,26 @@ def test_a_batch_keeps_its_structure_when_moved():
     assert (moved["a"][1][1], moved["b"].y, moved["c"]) == ("text", None, 3)
     assert batch["b"].x is one
     assert one.device.type == "cpu"
+
+
+class Batch(dict):
+    """Its keys are attributes, as in batches of some libraries."""
+
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_batch_keeps_its_types_when_moved(device):
+    one, numbers = torch.ones(2), defaultdict(list, x=torch.ones(1))
+    packed = pack_sequence([torch.ones(2)])
+    batch = Batch(a=one, b=numbers, c=OrderedDict(d=one), e=torch.Size([3]), f=packed, g=[(), one])
+    moved = move_to_device(batch, torch.device(device))
+    assert moved.a.device.type == moved.b["x"].device.type == moved.f.data.device.type == device
+    assert moved.b["new"] == []
+    assert [type(moved[name]) for name in "bcef"] == [defaultdict, OrderedDict, torch.Size, type(packed)]
+    assert moved is not batch
+    assert moved.g is not batch.g
+    assert numbers.keys() == {"x"}
 
 
 def test_tensors_on_the_device_are_not_copied():

@@ -79,3 +79,15 @@ def test_tensors_whose_memory_has_other_values_get_memory_of_their_own(kind):
         assert not tensor.is_conj()
         assert not tensor.is_neg()
     check_parameters_finite({"one": model["one"]}, 1, None)
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_model_that_is_in_eval_as_a_whole_is_trained(on_meta):
+    whole = build_model(Builds(nn.Sequential(nn.Linear(1, 1), nn.Dropout()).eval()), 0, CPU, owns_tables=not on_meta)
+    assert all(module.training for module in whole.modules())
+    part = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1).eval())
+    root = nn.Sequential(nn.Linear(1, 1), nn.Dropout()).eval()
+    root[0].train()
+    for model in (part, root):
+        before = [module.training for module in model.modules()]
+        assert [module.training for module in build_model(Builds(model), 0, CPU).modules()] == before

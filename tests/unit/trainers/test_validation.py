@@ -238,6 +238,31 @@ def test_the_mode_of_every_module_is_restored(fails):
     assert torch.is_grad_enabled()
 
 
+class Merging(nn.Module):
+    """Adds its adapter to its weight in ``eval()``, and takes it away in ``train()``, as layers of LoRA do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.adapter, self.merged = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1)), False
+
+    def train(self, mode=True):
+        if self.merged == mode:
+            self.merged = not mode
+            self.weight.data += self.adapter.data * (-1 if mode else 1)
+        return super().train(mode)
+
+
+def test_what_a_layer_does_in_eval_is_undone():
+    frozen, layer, outer = Merging().eval(), Merging(), Merging()
+    model = nn.Sequential(nn.Sequential(frozen, layer), outer, nn.Sequential(layer, nn.Dropout()))
+    model[2].training = False
+    before = [module.training for module in model.modules()]
+    with eval_mode(model):
+        assert layer.weight.item() == outer.weight.item() == frozen.weight.item() == 2
+    assert (layer.weight.item(), outer.weight.item(), frozen.weight.item()) == (1, 1, 2)
+    assert [module.training for module in model.modules()] == before
+
+
 def test_validation_does_not_change_the_random_state():
     task = Mean(numbers(9))
     loader, model = batches_of(task), nn.Linear(1, 1)
