@@ -56,7 +56,7 @@ from paramserver.process_utils import (
     recording_signals,
     write_stacks_on_signal,
 )
-from paramserver.runs.attempt import continue_attempt, recover, reserve_run, resume_transaction, start_transaction
+from paramserver.runs.attempt import continue_attempt, recover, reserve_run, resume_transaction
 from paramserver.runs.resume import describe_resume, earlier_attempt, find_config_file, lost_processes, open_run
 from paramserver.runs.rundir import RunDir, newest_run, write_bytes
 from paramserver.runtime.restarts import ColocatedTrainer
@@ -450,8 +450,6 @@ def launch_local(
     with ExitStack() as stack:
         if run is None:
             run = stack.enter_context(reserve_run(config))
-            # Left before the reservation: no other start may take the folder while it is removed.
-            stack.enter_context(start_transaction(run))
         else:
             stack.enter_context(continue_attempt(run) if continues else resume_transaction(run))
         if pickled_task is not None:

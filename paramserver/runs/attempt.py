@@ -37,12 +37,25 @@ _REMAINS = re.compile(rf"summary\.json|{re.escape(PICKLED_TASK)}|\..+\.\d+\.tmp"
 
 @contextmanager
 def reserve_run(config: Config) -> Iterator[RunDir]:
-    """``reserve_folder`` for a run of ``config``; ``<task>-<mode>-<time>`` where it has no ``logging.name``."""
+    """Reserve the folder of a new run: ``<task>-<mode>-<time>`` where it has no ``logging.name``.
+
+    Where the input is refused before the first step, the folder is removed, so that its name is free for the next
+    start. A run that made a step keeps it.
+
+    Raises:
+        UnsupportedConfiguration: as ``reserve_folder``.
+    """
     assert config.task is not None
     task = config.task.rpartition(":")[2].lower()
     default_name = f"{task}-{config.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
     with reserve_folder(Path(config.logging.run_dir), config.logging.name, default_name) as run:
-        yield run
+        try:
+            yield run
+        except UnsupportedConfiguration:
+            # Still reserved: no other start may take the folder while it is removed.
+            if not (any(run.checkpoints_dir.glob("step-*")) or furthest_step(run.metrics_file) > 0):
+                _unless_in_use(run, lambda: shutil.rmtree(run.path))
+            raise
 
 
 @contextmanager
@@ -124,20 +137,6 @@ def _never_began(path: Path) -> bool:
             return True
     except FolderInUse:
         return False
-
-
-@contextmanager
-def start_transaction(run: RunDir) -> Iterator[None]:
-    """Start a run in a folder made for it; where the input is refused before the first step, remove the folder.
-
-    So the name is free for the next start. A run that made a step keeps its folder.
-    """
-    try:
-        yield
-    except UnsupportedConfiguration:
-        if not (any(run.checkpoints_dir.glob("step-*")) or furthest_step(run.metrics_file) > 0):
-            _unless_in_use(run, lambda: shutil.rmtree(run.path))
-        raise
 
 
 # A resumed run.

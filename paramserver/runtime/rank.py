@@ -83,7 +83,7 @@ from paramserver.metrics.profile import StepProfiler
 from paramserver.metrics.records import Record, TrainerTotals, make_record
 from paramserver.platform import num_usable_cores
 from paramserver.process_utils import Watchdog
-from paramserver.runs.attempt import furthest_step, reserve_run, start_transaction
+from paramserver.runs.attempt import furthest_step, reserve_run
 from paramserver.runs.checkpoint_manager import CheckpointManager, load_for_resume
 from paramserver.runs.losses import LossLog
 from paramserver.runs.monitor import RunMonitor, kinds_recorded_later
@@ -379,7 +379,6 @@ class RankSession:
         run = None if earlier is None else RunDir(Path(config.logging.run_dir) / earlier)
         if run is None or not run.config_file.is_file():  # a start that was refused removes its folder
             run = self.resources.enter_context(reserve_run(config))
-            self.resources.enter_context(start_transaction(run))
             return replace(self.plan, run=run)
         self.resources.enter_context(run.reserve(resuming=True))
         resume = run.has_checkpoint()
