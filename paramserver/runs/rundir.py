@@ -100,7 +100,7 @@ class RunDir:
         """
         for name in (".lock.json", ".reserved.json"):
             holder = read_mapping(self.path / name, json.loads)  # that of a process which was killed is left behind
-            host, pid = (holder or {}).get("host"), (holder or {}).get("pid")
+            host, pid = holder.get("host"), holder.get("pid")
             if holder and (host != socket.gethostname() or (isinstance(pid, int) and is_alive(pid))):
                 return str(host)
         return None
@@ -179,11 +179,8 @@ def _acquire(file_lock: FileLock, holder_file: Path) -> None:
 
 
 def _holder(holder_file: Path) -> str | None:
-    try:
-        holder = json.loads(holder_file.read_text())
-        return f"process {holder['pid']} on host {holder['host']}"
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        return None
+    holder = read_mapping(holder_file, json.loads)
+    return f"process {holder['pid']} on host {holder['host']}" if {"pid", "host"} <= holder.keys() else None
 
 
 def not_writable(what: str, error: OSError) -> UnsupportedConfiguration:
