@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from paramserver._commands import install_command_modules
 from paramserver._lazy import attach
 from paramserver._trainers import install_finder
-from paramserver.version import __version__ as __version__
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from paramserver.api import Result as Result, run as run

@@ -9,12 +9,12 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from paramserver import __version__
 from paramserver._commands import COMMANDS, MEANT
 from paramserver.config.schema import closest_match
 from paramserver.errors import ClientError, UnsupportedConfiguration
 from paramserver.launch import CommandParser, report_error
 from paramserver.process_utils import exit_process, print_output
-from paramserver.version import __version__
 
 
 def make_keys_parser() -> argparse.ArgumentParser:

@@ -17,8 +17,11 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from paramserver import __version__
 from paramserver.errors import ParamserverError, SourceError, TaskError, UnsupportedConfiguration, kind_and_message
-from paramserver.version import TORCH_BELOW, TORCH_FROM, __version__
+
+TORCH_FROM, TORCH_BELOW = "2.13", "2.16"
+"""The releases of torch with which this version was tested, as setup.cfg has them."""
 
 # The keys whose values are references to user code.
 _REFERENCES = frozenset(
@@ -26,7 +29,6 @@ _REFERENCES = frozenset(
 )
 # Frames of files with these prefixes are not user code.
 _LIBRARY_PREFIXES = ("<frozen", sys.prefix, sys.base_prefix, str(Path(__file__).parent))
-
 
 PICKLED_TASK = "task.pkl"
 """The file of a run with its task, if that is a class without a file, such as one of a notebook's cell."""

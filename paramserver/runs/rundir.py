@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
+from paramserver import __version__
 from paramserver.checkpoint.memory import newer_in_memory
 from paramserver.cluster import find_job, process_environ
 from paramserver.errors import CheckpointError, FolderInUse, UnsupportedConfiguration
@@ -34,7 +35,6 @@ from paramserver.fileio import (
     json_text,
 )
 from paramserver.platform import is_alive
-from paramserver.version import __version__
 
 _GIT_TIMEOUT_S = 5.0
 # A process that has just locked a folder has written its id after this time, or has released the lock.

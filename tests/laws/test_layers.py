@@ -24,7 +24,7 @@ from paramserver.config.schema import BUFFERS, CONSISTENCIES, TRANSPORTS, sends
 
 # A folder, or a module of the top level, imports from its own layer and those above its line; no two import each other.
 LAYERS = [
-    "_commands _lazy _trainers errors fileio importing platform process_utils rng version",
+    "_commands _lazy _trainers errors fileio importing platform process_utils rng",
     "buffers checkpoint cluster config devices limits metrics",
     "client consistency context distributed online parameters run_simulation sources subscriber task",
     "optim transport",
@@ -145,8 +145,6 @@ def test_folders_load_their_names_on_first_use():
         "paramserver._lazy.attach",
         "paramserver._trainers",
         "paramserver._trainers.install_finder",
-        "paramserver.version",
-        "paramserver.version.__version__",
     }
     eager = {
         f"{module.name}: {name}"

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPJoinHook
 
 from paramserver.distributed.rpc_calls import WORKER_THREADS, agent_options
-from paramserver.version import TORCH_BELOW, TORCH_FROM
+from paramserver.importing import TORCH_BELOW, TORCH_FROM
 
 # Module -> what it uses. A new line here needs a test below.
 USED = {

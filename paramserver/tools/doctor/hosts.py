@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from paramserver import __version__
 from paramserver.cluster import (
     ProcessIdentity,
     bind_listener,
@@ -52,7 +53,6 @@ from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import DeadlineExceeded, UnsupportedConfiguration
 from paramserver.platform import num_usable_cores
 from paramserver.tools.doctor.diagnosis import Diagnosis, Finding, Subject
-from paramserver.version import __version__
 
 T = TypeVar("T")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from paramserver import __version__
 from paramserver.cluster import (
     ProcessIdentity,
     allocated_gpus,
@@ -56,7 +57,6 @@ from paramserver.runtime.dry_run import loss_lines
 from paramserver.runtime.rank import place_rank
 from paramserver.tools.doctor.diagnosis import Diagnosis, Subject
 from paramserver.tools.report.formatting import plural
-from paramserver.version import __version__
 
 _GIB, _MIB = 2**30, 2**20
 _AGENT_S = 20.0
