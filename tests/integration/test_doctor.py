@@ -4,9 +4,10 @@ import json
 import subprocess
 import sys
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
-from launching import environment, fork_server, free_port, write_config
+from launching import environment, fork_server, free_port, run_concurrently, write_config
 
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.tools.bench.processes import NetworkHosts, host_address, require_network_namespaces
@@ -78,18 +79,20 @@ def test_wrong_input_is_one_sentence(words, tmp_path):
 
 
 def test_ranks_of_one_host_meet_and_a_missing_one_is_named(tmp_path):
-    config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 8})
-    common = [*DOCTOR, "--config", str(config), "--world_size", "3", "--master_port", str(free_port())]
-    processes = [start([*common, "--rank", str(rank), *(["--json"] if rank == 0 else [])], tmp_path) for rank in (0, 1)]
-    (code, output, errors), other = map(ended, processes)
-    assert code == other[0] == 1
-    assert other[1] == ""  # rank 0 prints for all
-    content = json.loads(output)
-    assert [one["text"] for one in content["problems"]] == ["rank 2 did not arrive within cluster.timeout_s (8 s)"]
+    config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 5})
+    common = ["--config", config, "--world_size", 3, "--master_port", free_port(), "--json"]
+    (code, output), (other_code, other_output) = run_concurrently(
+        *(partial(doctor, tmp_path, *common, "--rank", rank) for rank in (0, 1))
+    )
+    assert code == other_code == 1
+    assert "{" not in other_output  # rank 0 prints for all
+    errors, begin, text = output.partition("{")
+    content = json.loads(begin + text)
+    assert [one["text"] for one in content["problems"]] == ["rank 2 did not arrive within cluster.timeout_s (5 s)"]
     (host,) = content["hosts"].values()
     assert host["ranks"] == [0, 1]
     assert "links" not in content
-    assert "waiting up to 8 s for all 3 ranks" in errors
+    assert "waiting up to 5 s for all 3 ranks" in errors
 
 
 def test_a_rank_that_finds_no_rank_0_says_so(tmp_path):

@@ -30,17 +30,6 @@ from launching import (
 pytestmark = pytest.mark.processes
 
 
-def start(folder, *arguments, **env):
-    return subprocess.Popen(
-        command(*arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(**env),
-        cwd=folder,
-    )
-
-
 def as_first_process(*words):
     """A command that is process 1 for its children, as in a container; the test is skipped where that is not allowed.
 
@@ -55,7 +44,7 @@ def as_first_process(*words):
 
 @pytest.fixture
 def begin(tmp_path):
-    """Starts a rank by itself as ``start`` does, by fork; it is killed at the end of the test."""
+    """Starts a rank by itself; it is killed at the end of the test."""
     with ExitStack() as stack:
         yield lambda *words, **env: stack.enter_context(fork_server().start(words, tmp_path, environment(**env)))
 
@@ -75,16 +64,13 @@ def supervised(tmp_path_factory):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mode", "order"), [("rpc", (2, 1, 0)), ("ddp", (1, 0))])
-def test_one_rank_per_terminal_in_any_order_is_the_same_run(tmp_path, supervised, mode, order):
+def test_one_rank_per_terminal_in_any_order_is_the_same_run(tmp_path, begin, supervised, mode, order):
     """In ddp too: with two trainers the result is bit-identical."""
     config = write_config(tmp_path, mode=mode, logging={"name": "by-hand"})
-    port = free_port()
-    ranks = {
-        rank: start(tmp_path, "--config", config, "--rank", rank, "--world-size", len(order), "--master-port", port)
-        for rank in order
-    }
-    outputs = {rank: process.communicate(timeout=150)[0] for rank, process in ranks.items()}
-    assert [process.returncode for process in ranks.values()] == [0] * len(order), outputs
+    common = ("--config", config, "--world-size", len(order), "--master-port", free_port())
+    ranks = {rank: begin(*common, "--rank", rank) for rank in order}
+    codes, outputs = zip(*(ended(ranks[rank], 150) for rank in sorted(order)), strict=True)
+    assert set(codes) == {0}, outputs
     by_hand = FinishedRun(0, "", tmp_path / "runs" / "by-hand")
     assert "completed" in outputs[0]
     assert by_hand.summary["steps"] == 12
@@ -92,7 +78,7 @@ def test_one_rank_per_terminal_in_any_order_is_the_same_run(tmp_path, supervised
         f"rank-{r}.log" for r in sorted(order)
     ]
     assert differing_tensors(by_hand.load("model"), supervised.load("model")) == []
-    for output in outputs.values():
+    for output in outputs:
         assert "arning" not in output
 
 

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import assert_equal_runs, command, differing_tensors, environment, launch, resume, train, write_config
+from launching import (
+    assert_equal_runs,
+    differing_tensors,
+    environment,
+    fork_server,
+    launch,
+    resume,
+    train,
+    write_config,
+)
 from process_states import is_alive, wait_until_ended
 
 pytestmark = pytest.mark.processes
@@ -81,22 +90,15 @@ def test_ctrl_c_reaches_the_workers_too_and_the_run_is_saved(tmp_path):
     training = {**CONFIG["training"], "loader_workers": 2, "max_epochs": None, "max_steps": 1_000_000}
     file = write_config(tmp_path, **{**CONFIG, "training": training})
     arguments = ["--config", file, "--set", "logging.name=run"]
-    run = subprocess.Popen(
-        command(*arguments), cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True, process_group=0
-    )
-    try:
+    with fork_server().start(arguments, tmp_path, environment()) as run:
         metrics, deadline = tmp_path / "runs" / "run" / "metrics.jsonl", time.monotonic() + 60
         while not (metrics.exists() and '"train"' in metrics.read_text()):
-            assert run.poll() is None
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, run.output.read_text()
             select.select([], [], [], 0.05)
         workers = [child.pid for child in psutil.Process(run.pid).children(recursive=True)]
         os.killpg(run.pid, signal.SIGINT)
-        _, errors = run.communicate(timeout=90)
-    finally:
-        run.kill()
-    assert run.returncode == 3, errors
-    assert "Traceback" not in errors
+        assert run.wait(90) == 3, run.output.read_text()
+    assert "Traceback" not in run.output.read_text()
     assert json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["status"] == "interrupted"
     assert len(workers) >= 3
     wait_until_ended(workers)

@@ -2,14 +2,13 @@
 
 import json
 import socket
-import subprocess
 import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from launching import FinishedRun, command, environment, free_port, launch, write_config
+from launching import FinishedRun, environment, fork_server, free_port, launch, write_config
 
 from paramserver.distributed.timeouts import poll_until
 from paramserver.runtime.rank_guard import RankGuard
@@ -29,28 +28,18 @@ class Ranks:
         logging = {"name": "run"}
         self.config = write_config(folder, mode=mode, task=TASK, task_args=task_args, logging=logging, **config)
         self.folder, self.world_size, self.port = folder, world_size, free_port()
-        self.running = []
+        self._running = ExitStack()
 
     def start(self, rank, *flags, **env):
-        where = ("--rank", rank, "--world_size", self.world_size, "--master_port", self.port)
-        process = subprocess.Popen(
-            command("--config", self.config, *where, *flags),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment(**env),
-            cwd=self.folder,
-        )
-        self.running.append(process)
-        return process
+        words = ["--config", self.config, "--rank", rank, "--world_size", self.world_size, "--master_port", self.port]
+        started = fork_server().start([*words, *flags], self.folder, environment(**env))
+        return self._running.enter_context(started)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
-        for process in self.running:
-            process.kill()
-            process.communicate(timeout=TIMEOUT_S)
+        self._running.close()
 
 
 def connected(port):
@@ -67,8 +56,9 @@ def connected(port):
     return connection
 
 
-def ended(process):
-    return process.communicate(timeout=TIMEOUT_S)[0]
+def ended(*ranks):
+    """The exit codes and the outputs of ranks."""
+    return [rank.wait(TIMEOUT_S) for rank in ranks], [rank.output.read_text() for rank in ranks]
 
 
 def assert_not_shown(folder, *outputs):
@@ -95,8 +85,8 @@ def test_ranks_with_the_token_train(tmp_path, mode, world_size, servers):
         # By file or by variable: that is the business of each host.
         last = ranks.start(world_size - 1, PARAMSERVER_TOKEN=SECRET)
         others = [ranks.start(rank, "--set", f"cluster.token_file={token}") for rank in range(world_size - 1)]
-        outputs = [ended(process) for process in (*others, last)]
-    assert [process.returncode for process in ranks.running] == [0] * world_size, outputs
+        codes, outputs = ended(*others, last)
+    assert codes == [0] * world_size, outputs
     run = FinishedRun(0, "", tmp_path / "runs" / "run")
     assert run.summary["status"] == "completed"
     assert run.summary["steps"] == 12
@@ -113,8 +103,8 @@ def test_a_run_begins_while_strangers_and_wrong_ranks_try(tmp_path):
         other.touch(mode=0o600)
         other.write_text("another token of sufficient length")
         wrong, none = ranks.start(2, "--set", f"cluster.token_file={other}"), ranks.start(2)
-        texts = [ended(wrong), ended(none)]
-        assert [wrong.returncode, none.returncode] == [2, 2], texts
+        codes, texts = ended(wrong, none)
+        assert codes == [2, 2], texts
         where = f"rank 0 at 127.0.0.1:{ranks.port}"
         cure = "give all ranks the same one, by cluster.token_file or PARAMSERVER_TOKEN\n"
         assert texts[0].endswith(
@@ -122,8 +112,8 @@ def test_a_run_begins_while_strangers_and_wrong_ranks_try(tmp_path):
         )
         assert texts[1].endswith(f"error: rank 2 has no job token, and {where} asks for it; {cure}")
         right = ranks.start(2, PARAMSERVER_TOKEN=SECRET)
-        outputs = [ended(process) for process in (*first, right)]
-        assert [process.returncode for process in (*first, right)] == [0, 0, 0], outputs
+        codes, outputs = ended(*first, right)
+        assert codes == [0, 0, 0], outputs
     assert "127.0.0.1: it is no rank of a run" in outputs[0]
     assert "127.0.0.1: rank 2 has another job token" in outputs[0]
     assert_not_shown(tmp_path, *outputs, *texts)
@@ -132,9 +122,8 @@ def test_a_run_begins_while_strangers_and_wrong_ranks_try(tmp_path):
 def test_a_rank_with_a_token_is_refused_by_a_rank_zero_without_one(tmp_path):
     with Ranks(tmp_path, "ddp", 2) as ranks:
         ranks.start(0)
-        one = ranks.start(1, PARAMSERVER_TOKEN=SECRET)
-        output = ended(one)
-    assert one.returncode == 2, output
+        (code,), (output,) = ended(ranks.start(1, PARAMSERVER_TOKEN=SECRET))
+    assert code == 2, output
     assert output.endswith(
         f"error: rank 1 has a job token, from PARAMSERVER_TOKEN, and rank 0 at 127.0.0.1:{ranks.port} asks for none; "
         "give all ranks the same one, by cluster.token_file or PARAMSERVER_TOKEN\n"
