@@ -201,13 +201,7 @@ def message_of(error: BaseException) -> str:
 
 
 def kind_and_message(error: BaseException) -> str:
-    """Return the name of the error's class and its message, as the last line of a traceback shows them.
-
-    Example::
-
-        >>> kind_and_message(ValueError("no file"))
-        'ValueError: no file'
-    """
+    """Return the name of the error's class and its message, as the last line of a traceback shows them."""
     return f"{type(error).__name__}: {message_of(error)}"
 
 

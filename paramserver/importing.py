@@ -112,13 +112,7 @@ def current_folder() -> Path:
 
 
 def source_file(user_class: type) -> str | None:
-    """Return the file that defines ``user_class``; None if it was defined in a notebook or at a prompt.
-
-    Example::
-
-        >>> source_file(Path).endswith(".py")
-        True
-    """
+    """Return the file that defines ``user_class``; None if it was defined in a notebook or at a prompt."""
     module = sys.modules.get(user_class.__module__)
     file = getattr(module, "__file__", None)
     if user_class.__module__ == "__main__" and not hasattr(module, user_class.__qualname__.partition(".")[0]):
@@ -242,11 +236,6 @@ def script_folders(user_class: type) -> list[Path]:
     """Return the folder of the running script if ``user_class`` is defined below it, and nothing otherwise.
 
     Python searches this folder for modules in the process of the script only, and not in those that it starts.
-
-    Example::
-
-        >>> script_folders(Path)
-        []
     """
     main, file = sys.modules["__main__"], source_file(user_class)
     script = getattr(main, "__file__", None)

@@ -143,16 +143,7 @@ def seed_group(seed: int, trainer_index: int, worker: int, number: int) -> None:
 
 
 def seed_order(seed: int, epoch: int) -> None:
-    """Seed the CPU generators of torch, numpy and ``random`` for the order of one pass over a data set.
-
-    Example::
-
-        >>> seed_order(0, 2)
-        >>> first = torch.rand(1)
-        >>> seed_order(0, 2)
-        >>> torch.equal(torch.rand(1), first)
-        True
-    """
+    """Seed the CPU generators of torch, numpy and ``random`` for the order of one pass over a data set."""
     _seed_default(seed, epoch, _ORDER)
 
 
