@@ -321,15 +321,10 @@ class OneTable(Tables):
         change, table = self.change, nn.Embedding(ROWS, 4, **SETTINGS)
         if change == "max_norm":
             table.max_norm = 1.0
-        elif change == "scale_grad_by_freq":
-            table.scale_grad_by_freq = True
         elif change == "max":
             table = nn.EmbeddingBag(ROWS, 4, mode="max", dtype=torch.float64)
             table.sparse = True
-        model = nn.ModuleDict({"table": table, "other": nn.Linear(4, ROWS, bias=False, dtype=torch.float64)})
-        if change == "tied":
-            model["other"].weight = table.weight
-        return model
+        return nn.ModuleDict({"table": table, "other": nn.Linear(4, ROWS, bias=False, dtype=torch.float64)})
 
     def build_optimizer(self, model):
         if self.kind == "SparseAdam":

@@ -332,9 +332,7 @@ def test_rows_of_a_trainer_that_dies_are_applied_as_dense_gradients_are(tmp_path
 
 REFUSED = [
     ("max_norm", {}, r"max_norm \(1.0\) of table table.weight \(Embedding\) must be None"),
-    ("scale_grad_by_freq", {}, r"scale_grad_by_freq of table table.weight \(Embedding\) must be False"),
     ("max", {}, r"mode \(max\) of table table.weight \(EmbeddingBag\) must be sum or mean"),
-    ("tied", {}, r"other.weight \(Linear\) must not be the table table.weight"),
     ("momentum", {}, r"momentum \(0.5\) of SGD must not be set for table table.weight"),
     ("weight_decay", {}, r"weight_decay \(0.5\) of SGD must not be set for table table.weight"),
     ("fused", {}, r"fused \(True\) of SGD must not be set for table table.weight"),

@@ -54,7 +54,10 @@ def test_the_tables_of_a_model_are_its_trained_sparse_embeddings():
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"max_norm": 2.0}, r"max_norm \(2.0\) of table table.weight"), ({"scale_grad_by_freq": True}, "scale_grad_by_")],
+    [
+        ({"max_norm": 2.0}, r"max_norm \(2.0\) of table table.weight"),
+        ({"scale_grad_by_freq": True}, r"scale_grad_by_freq of table table.weight \(Embedding\) must be False"),
+    ],
 )
 def test_settings_without_a_sparse_gradient_are_refused(settings, message):
     with pytest.raises(UnsupportedConfiguration, match=message):
