@@ -121,6 +121,7 @@ def eight(request, started):
     return Replayed.of(started(f"eight-{request.param}", 8, **config), config)
 
 
+@pytest.mark.sampled(2)
 def test_eight_trainers_push_what_one_process_computes_bit_for_bit(eight):
     """At the version that each names, which is stale for half of them, while several are inside backward."""
     ledger = eight.ledger
@@ -133,6 +134,7 @@ def test_eight_trainers_push_what_one_process_computes_bit_for_bit(eight):
     assert ledger.most_inside() >= 2
 
 
+@pytest.mark.sampled(2)
 def test_a_checkpoint_is_a_cut(eight):
     """The model is of that version, and each trainer's part counts the pushes that made it, and no other."""
     finished = eight.finished
@@ -146,6 +148,7 @@ def test_a_checkpoint_is_a_cut(eight):
             assert part["counters"]["samples_served"] == part["buffer"]["counters"]["gets"] == served
 
 
+@pytest.mark.sampled(2)
 def test_a_validation_is_of_the_version_that_it_names(eight):
     """One of every multiple of validate_every, also where no checkpoint keeps that version."""
     every = eight.config["training"].get("validate_every")
@@ -199,6 +202,7 @@ def stopped(started, resumed):
     return stop
 
 
+@pytest.mark.sampled(1)  # other tests need each of these runs
 @pytest.mark.parametrize("kind", STOPPED)
 def test_nothing_is_lost_where_a_run_is_stopped(stopped, kind):
     """Every sample of the pass is served once, before the stop or after it, and applied unless it was dropped."""
@@ -216,6 +220,7 @@ def test_nothing_is_lost_where_a_run_is_stopped(stopped, kind):
     assert {before["checkpoint"], after["checkpoint"]} <= set(run.finished.checkpoints)
 
 
+@pytest.mark.sampled(1)  # other tests need each of these runs
 @pytest.mark.parametrize("kind", STOPPED)
 def test_a_run_that_was_stopped_is_replayed_to_its_end(stopped, kind):
     _, run = stopped(kind)
@@ -230,6 +235,7 @@ def test_a_run_that_was_stopped_is_replayed_to_its_end(stopped, kind):
         assert not run.ledger.dropped
 
 
+@pytest.mark.sampled(1)  # other tests need each of these runs
 @pytest.mark.parametrize("kind", STOPPED)
 def test_a_run_that_was_stopped_has_the_records_of_each_step_once(stopped, kind):
     """log_every is 3: of each window of updates, and of each trainer's own steps, and one more where it ended."""

@@ -48,7 +48,7 @@ def assert_same(one, other, names=("model", "optimizer"), limit=0.0):
 
 
 @pytest.mark.claim("rounds")
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("rpc", 2), ("ddp", 2)])
 def test_rounds_of_one_step_are_steps(tmp_path, mode, trainers):
     """With an outer SGD of 1, the mean of what the inner SGD did is the step with the mean of the gradients."""

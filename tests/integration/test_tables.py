@@ -71,7 +71,7 @@ def test_rows_are_those_of_dense_gradients(tmp_path):
 
 
 @pytest.mark.claim("tables")
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("kind", "accumulate_batches"), [("Adagrad", 3), ("SparseAdam", 1), ("RowWiseAdagrad", 1)])
 @pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 @pytest.mark.parametrize("servers", [1, 2, 3])
@@ -135,7 +135,7 @@ def test_optimizers_that_are_stepped_in_turns_update_their_tables(tmp_path, tran
     assert_same(train(tmp_path, "local", 1, **config), one, limit=0.0 if servers == 1 else 1e-12)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("transport", ["auto", "rpc", "tcp"])
 @pytest.mark.parametrize("consistency", ["bounded", "async"])
@@ -163,7 +163,7 @@ def differing_twins(run):
 def test_a_table_that_changes_while_it_is_written_is_of_one_version(tmp_path, transport, servers, background):
     """Adagrad makes the weight of a row from the number of its gradients, which its state has."""
     training = {"max_steps": 160, "clip_grad_norm": None, "validate_every": 0}
-    checkpoint = {"every": 10, "keep": 20, "background": background}
+    checkpoint = {"every": 20, "keep": 20, "background": background}
     shapes = ((560_000 * servers, 4),)  # more than 16 MiB on each server
     config = {**tables("Repeated", shapes=shapes, training=training), "checkpoint": checkpoint}
     server = {"consistency": "async", "transport": transport}
