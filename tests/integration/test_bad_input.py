@@ -124,18 +124,6 @@ BEFORE = {
         None,
         r"trainer \(.*:Unmakeable\) must be a class derived from one in paramserver\.trainers",
     ),
-    "an argument that DDP does not have": (
-        {"mode": "ddp", "ddp": {"extra": {"foo": 1}}, "cluster": {"num_trainers": 1}},
-        [],
-        None,
-        r"ddp\.extra \(foo\) must be arguments of DistributedDataParallel .*choose from .*mixed_precision",
-    ),
-    "an argument of DDP that the trainer gives": (
-        {"mode": "ddp", "ddp": {"extra": {"device_ids": [0]}}, "cluster": {"num_trainers": 1}},
-        [],
-        None,
-        r"ddp\.extra \(device_ids\) must be arguments of DistributedDataParallel that the trainer does not give itself",
-    ),
     "an interface that is not there": (
         {"mode": "ddp", "cluster": {"interface": "nowhere0"}},
         ["--rank", "0", "--world_size", "1", "--master_port", "0"],
@@ -153,6 +141,24 @@ def test_input_that_is_wrong_from_the_start_leaves_no_files(start, tmp_path, mon
     finished = start(*flags, prepare=prepare, **config)
     assert re.search(expected, error_message(finished)), finished.output
     assert not (tmp_path / "runs").exists() or list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.processes
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"foo": 1}, r"\(foo\) must be arguments of DistributedDataParallel .*choose from .*mixed_precision"),
+        (
+            {"device_ids": [0]},
+            r"\(device_ids\) must be arguments of DistributedDataParallel that the trainer does not give itself",
+        ),
+    ],
+)
+def test_wrong_arguments_of_ddp_leave_no_files(tmp_path, extra, expected):
+    finished = launch(tmp_path, mode="ddp", ddp={"extra": extra}, cluster={"num_trainers": 1})
+    assert re.search(rf"ddp\.extra {expected}", error_message(finished)), finished.output
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_missing_config(call, tmp_path):
