@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from paramserver.distributed.socket_calls import CallConnection, CallServer
-from paramserver.distributed.tensor_pickle import pack, unpack
+from paramserver.distributed.socket_calls import CallConnection, CallServer, pack, unpack
 from paramserver.platform import CLOSE_ON_EXEC, memory_file
 
 # A call and its reply are one packet each, which the kernel copies. A longer one is in a file in memory, and its

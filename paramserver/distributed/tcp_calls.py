@@ -24,8 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from paramserver.distributed.socket_calls import CallConnection, CallServer, ConnectionThread
-from paramserver.distributed.tensor_pickle import Bytes, pack_apart, unpack_apart
+from paramserver.distributed.socket_calls import (
+    Bytes,
+    CallConnection,
+    CallServer,
+    ConnectionThread,
+    pack_apart,
+    unpack_apart,
+)
 from paramserver.platform import end_unacknowledged
 
 log = logging.getLogger("paramserver")
