@@ -194,7 +194,7 @@ class SegmentHost:
                     self._drop(client, selector)
                 if listener in ready:
                     self._accept(listener, selector)
-                self._drop_overdue(selector)
+                self._drop_overdue(selector, _MAX_PENDING)
         except BaseException as error:  # noqa: BLE001 - kept: __exit__ raises it to the owner
             self._error = error
         finally:
@@ -211,18 +211,16 @@ class SegmentHost:
             return  # closed before it was accepted
         except OSError as error:  # no descriptor is left: pending connections have them, or the rest of this process
             _log.warning("segment host %s cannot let a client in: %s", self._name, error)
-            self._drop_overdue(selector, max_pending=0)
+            self._drop_overdue(selector, 0)
             self._closing.wait(_RETRY_S)
             return
         client.setblocking(False)
         self._pending[client] = time.monotonic() + self._timeout_s
         selector.register(client, selectors.EVENT_READ)
-        self._drop_overdue(selector, max_pending=_MAX_PENDING)
 
-    def _drop_overdue(self, selector: selectors.BaseSelector, max_pending: int | None = None) -> None:
-        """Close connections past their deadline, and the oldest ones beyond ``max_pending``."""
-        excess = 0 if max_pending is None else max(len(self._pending) - max_pending, 0)
-        now = time.monotonic()
+    def _drop_overdue(self, selector: selectors.BaseSelector, most: int) -> None:
+        """Close connections past their deadline, and the oldest ones of more than ``most``."""
+        excess, now = len(self._pending) - most, time.monotonic()
         for i, (client, deadline) in enumerate(list(self._pending.items())):
             if i < excess or deadline <= now:
                 self._drop(client, selector)
@@ -288,22 +286,14 @@ def attach(address: str, key: str, layout: FlatLayout, timeout_s: float) -> list
         TrainingError: this process has too many open files.
         DeadlineExceeded: the host took too long.
     """
-    with _requested(address, key, _describe(layout), timeout_s) as descriptor:
-        return map_memfd(f"segment {key}", _require_descriptor(descriptor, key), layout)
+    with _requested(address, key, _describe(layout), timeout_s) as (descriptor,):
+        return map_memfd(f"segment {key}", descriptor, layout)
 
 
 def attach_socket(address: str, key: str, timeout_s: float) -> socket.socket:
     """Return the end of a connection that the host of ``address`` offers as ``key``. Raises what ``attach`` raises."""
-    with _requested(address, key, _SOCKET, timeout_s) as descriptor:
-        return socket.socket(fileno=os.dup(_require_descriptor(descriptor, key)))
-
-
-def _require_descriptor(descriptor: int | None, key: str) -> int:
-    if descriptor is None:
-        raise TrainingError(
-            f"the descriptor of segment {key} must find a place in this process, and did not; raise ulimit -n"
-        )
-    return descriptor
+    with _requested(address, key, _SOCKET, timeout_s) as (descriptor,):
+        return socket.socket(fileno=os.dup(descriptor))
 
 
 def can_attach(address: str, timeout_s: float) -> bool:
@@ -320,8 +310,8 @@ def can_attach(address: str, timeout_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def _requested(address: str, key: str | None, description: str, timeout_s: float) -> Iterator[int | None]:
-    """Inside ``with``, the descriptor that the host of ``address`` sends; it is closed afterwards."""
+def _requested(address: str, key: str | None, description: str, timeout_s: float) -> Iterator[list[int]]:
+    """Inside ``with``, the descriptor that the host of ``address`` sends for a key; it is closed afterwards."""
     name, _, secret = address.partition(":")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as host:
         # The kernel's own timeouts: those of Python do not cover waiting for room in a unix socket's full queue.
@@ -342,7 +332,11 @@ def _requested(address: str, key: str | None, description: str, timeout_s: float
     try:
         if reply:
             raise RemoteError(**reply).error()
-        yield descriptors[0] if descriptors else None
+        if key is not None and not descriptors:
+            raise TrainingError(
+                f"the descriptor of segment {key} must find a place in this process, and did not; raise ulimit -n"
+            )
+        yield descriptors
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
