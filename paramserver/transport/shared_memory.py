@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -70,126 +69,70 @@ class LiveParameters:
         """Undo one ``pin``. Here it does nothing: the server waits for all trainers."""
 
 
-@dataclass
-class _RingSlot:
-    version: int | None = None
-    pins: int = 0
-
-
-class SnapshotRing:
-    """A ring of ``slots`` snapshots. A reader pins a slot; neither a pinned slot nor the newest is overwritten.
-
-    Readers that pin one slot each always leave one free for the next version if there are two slots more than readers:
-    one for each reader, one for the newest version, and one for the version that replaces it.
-
-    Not thread-safe: the caller's lock covers ``publish`` and the writing of the slot that it returns, so that no reader
-    pins a version that is written only in part. There are at least 2 slots.
-    """
-
-    def __init__(self, slots: int) -> None:
-        if slots < 2:
-            raise ParamserverError(
-                f"slots ({slots}) must be at least 2, the newest version and the next; use 2 or more"
-            )
-        self._slots = [_RingSlot() for _ in range(slots)]
-        self._newest: int | None = None
-
-    def publish(self, version: int) -> int:
-        """Return the slot that holds ``version`` from now on: a free one, preferably unused, else the oldest version.
-
-        Raises:
-            ParamserverError: ``version`` is not above the newest, or no slot is free; nothing has changed.
-        """
-        if self._newest is not None and version <= (newest := self._slots[self._newest].version or 0):
-            raise ParamserverError(
-                f"version ({version}) must be above {newest}, the newest, which slot {self._newest} holds; publish "
-                "each version once, in order"
-            )
-        # The newest is never overwritten, pinned or not: ``pin()`` without a version must always find one.
-        free = [i for i, slot in enumerate(self._slots) if slot.pins == 0 and i != self._newest]
-        if not free:
-            raise ParamserverError(
-                f"version ({version}) must find a free slot, and has none: {self._describe()}; unpin what is no longer "
-                "read, or use more slots"
-            )
-        # Unused slots first and then the oldest version: a version that is not pinned stays available as long as
-        # possible.
-        chosen = min(free, key=lambda i: (self._slots[i].version is not None, self._slots[i].version or 0))
-        # The first changes; every check is above, so a refusal leaves the ring as it was.
-        self._slots[chosen].version = version
-        self._newest = chosen
-        return chosen
-
-    def pin(self, version: int | None = None) -> tuple[int, int]:
-        """Retain a version, or the newest, until ``unpin`` has been called as often. Return its slot and the version.
-
-        Raises:
-            ParamserverError: no slot holds it (any more).
-        """
-        versions = [slot.version for slot in self._slots]
-        index = self._newest if version is None else versions.index(version) if version in versions else None
-        if index is None:
-            wanted = "the newest version" if version is None else f"version ({version})"
-            raise ParamserverError(f"{wanted} must be in a slot to be pinned: {self._describe()}; pin the newest")
-        self._slots[index].pins += 1
-        pinned = versions[index]
-        assert pinned is not None
-        return index, pinned
-
-    def unpin(self, slot: int) -> None:
-        """Undo one ``pin``.
-
-        Raises:
-            ParamserverError: there is no such slot, or it is not pinned.
-        """
-        if not 0 <= slot < len(self._slots):
-            raise ParamserverError(f"slot ({slot}) must be from 0 to {len(self._slots) - 1}; unpin the one pinned")
-        # An additional ``unpin`` would release the slot of another reader, which would then read a version half
-        # overwritten.
-        if self._slots[slot].pins == 0:
-            raise ParamserverError(
-                f"slot ({slot}) must be pinned to be unpinned: {self._describe()}; unpin once for each pin"
-            )
-        self._slots[slot].pins -= 1
-
-    def _describe(self) -> str:
-        return ", ".join(
-            f"slot {i} is empty" if slot.version is None else f"slot {i} holds {slot.version} with {slot.pins} pin(s)"
-            for i, slot in enumerate(self._slots)
-        )
-
-
 class RingSnapshots(LiveParameters):
-    """Snapshots in a ring of two slots more than readers; a version that is never pulled is never copied.
+    """Snapshots in a ring of segments; a version that is never pulled is never copied.
 
-    ``readers`` read at the same time, at most.
+    A reader pins a slot; neither a pinned slot nor the newest is overwritten. ``readers`` read at the same time, at
+    most. ``current`` returns the current version, and its flat tensors.
     """
 
     def __init__(
         self, host: SegmentHost, layout: FlatLayout, readers: int, current: Callable[[], tuple[int, Sequence[Tensor]]]
     ) -> None:
-        # One slot for each reader, one for the newest version and one for its successor: ``publish`` always finds one
-        # free.
+        # One slot for each reader, one for the newest version and one for its successor: one is always free.
         self.num_slots = readers + 2
         self._current = current
-        self._ring = SnapshotRing(self.num_slots)
         self._flats = [host.allocate(parameters_key(slot), layout) for slot in range(self.num_slots)]
-        self._version: int | None = None
+        self._versions = [-1] * self.num_slots  # -1: it is unused
+        self._pins = [0] * self.num_slots
+        self._newest: int | None = None  # the slot of the newest version
 
     def pin(self) -> int:
+        """Return the slot of the current version, which stays unchanged until ``unpin`` has been called as often.
+
+        Raises:
+            ParamserverError: there are too many readers; nothing has changed.
+        """
         version, flats = self._current()
-        if version != self._version:
-            # Copied only when a trainer pulls it: a version that an update replaces before that costs nothing.
-            slot = self._ring.publish(version)
+        if self._newest is None or version != self._versions[self._newest]:
+            slot = self._free_slot(version)
             # Under the server's lock: no update is applied, and no trainer pins the slot, until the copy is complete.
             with torch.no_grad():
                 for snapshot, flat in zip(self._flats[slot], flats, strict=False):  # tables follow all others
                     snapshot.copy_(flat)
-            self._version = version
-        return self._ring.pin(version)[0]
+            self._versions[slot], self._newest = version, slot
+        self._pins[self._newest] += 1
+        return self._newest
+
+    def _free_slot(self, version: int) -> int:
+        """Return a slot for a version: an unused one, else that of the oldest version."""
+        free = [slot for slot, pins in enumerate(self._pins) if not pins and slot != self._newest]
+        if not free:
+            raise ParamserverError(
+                f"version ({version}) must find a free slot, and has none: {self._describe()}; unpin what is no longer "
+                "read, or use more slots"
+            )
+        return min(free, key=self._versions.__getitem__)
 
     def unpin(self, slot: int) -> None:
-        self._ring.unpin(slot)
+        """Undo one ``pin``.
+
+        Raises:
+            ParamserverError: the slot is not pinned.
+        """
+        # An additional ``unpin`` would release the slot of another reader, which would then read a version half
+        # overwritten.
+        if self._pins[slot] == 0:
+            raise ParamserverError(
+                f"slot ({slot}) must be pinned to be unpinned: {self._describe()}; unpin once for each pin"
+            )
+        self._pins[slot] -= 1
+
+    def _describe(self) -> str:
+        return ", ".join(
+            f"slot {slot} is empty" if version < 0 else f"slot {slot} holds {version} with {pins} pin(s)"
+            for slot, (version, pins) in enumerate(zip(self._versions, self._pins, strict=True))
+        )
 
 
 class SharedMemoryServerTransport(ServerTransport):
@@ -394,20 +337,15 @@ class ServerSharedMemory:
                 "server's memory; set server.transport: rpc to have it, or leave it out"
             )
         if self._connect is not None:
-            self._offer_socket(trainer_index, incarnation, self._connect(f"trainer {trainer_index}"))
+            if (earlier_key := self._socket_keys.get(trainer_index)) is not None:
+                self._host.release(earlier_key)
+            self._socket_keys[trainer_index] = socket_key(trainer_index, incarnation)
+            self._host.offer_socket(self._socket_keys[trainer_index], self._connect(f"trainer {trainer_index}"))
         return SharedMemoryServerTransport(self._snapshots, key), self._snapshots.num_slots
 
     def gradients(self, key: str) -> list[Tensor]:
         """Return the flat tensors of a segment that a trainer writes gradients to."""
         return self._gradients[key]
-
-    def _offer_socket(self, trainer_index: int, incarnation: int, connected: socket.socket) -> None:
-        """Pass one end of a connection to a trainer that ``make_transport`` was called for, and to no earlier one."""
-        assert self._host is not None
-        if (earlier := self._socket_keys.get(trainer_index)) is not None:
-            self._host.release(earlier)
-        key = self._socket_keys[trainer_index] = socket_key(trainer_index, incarnation)
-        self._host.offer_socket(key, connected)
 
     def _allocate(self, make: Callable[[SegmentHost], T]) -> T | None:
         """Return what ``make`` makes in shared memory; None if there is none, or too little and transport is auto.
