@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 from paramserver.cluster.base import (
-    DEFAULT_JOB,
     Environ,
     RankFlags,
     VariableEnvironment,
@@ -39,13 +38,27 @@ VARIABLES = {
 _NO_RUN_ID = "none"
 
 
-class TorchrunEnvironment(VariableEnvironment):
+class _TorchVariables(VariableEnvironment):
+    """The variables that torchrun and ``init_method="env://"`` have in common."""
+
+    set_by = "torchrun"
+    variables = VARIABLES
+
+    @property
+    def local_world_size(self) -> int:
+        return self._number("local_world_size", minimum=1)
+
+    @property
+    def master_port(self) -> int:
+        return self._number("master_port", minimum=1, below=65536)
+
+
+class TorchrunEnvironment(_TorchVariables):
     """A worker of torchrun, whose agent may serve the store already."""
 
-    source = set_by = "torchrun"
+    source = "torchrun"
     known_by = "TORCHELASTIC_RUN_ID is set"
     ends_all_ranks = True
-    variables = VARIABLES
 
     @classmethod
     def detect(cls, environ: Environ, flags: RankFlags) -> bool:
@@ -57,16 +70,8 @@ class TorchrunEnvironment(VariableEnvironment):
         return None if run_id == _NO_RUN_ID else f"torchrun/{run_id}"
 
     @property
-    def local_world_size(self) -> int:
-        return self._number("local_world_size", minimum=1)
-
-    @property
     def master_addr(self) -> str:
         return read_variable(self.environ, self.variables["master_addr"], "torchrun")
-
-    @property
-    def master_port(self) -> int:
-        return self._number("master_port", minimum=1, below=65536)
 
     @property
     def store_is_hosted(self) -> bool:
@@ -86,12 +91,11 @@ class TorchrunEnvironment(VariableEnvironment):
         return read_number({name: "0", **self.environ}, name, "torchrun") > 0
 
 
-class EnvVarEnvironment(TorchrunEnvironment):
+class EnvVarEnvironment(_TorchVariables):
     """RANK and WORLD_SIZE set by hand or by a job script. Variables that are not set come from the config."""
 
     source = "environment"
     known_by = "RANK and WORLD_SIZE are set"
-    ends_all_ranks = False
 
     def __init__(self, environ: Environ, config: Config, flags: RankFlags) -> None:
         super().__init__(environ, config, flags)
@@ -114,14 +118,6 @@ class EnvVarEnvironment(TorchrunEnvironment):
     @property
     def master_addr(self) -> str:
         return self.environ.get(self.variables["master_addr"]) or self.config.cluster.master_addr
-
-    @property
-    def store_is_hosted(self) -> bool:
-        return False
-
-    @property
-    def job(self) -> str:
-        return DEFAULT_JOB  # as with flags: each rank may be started in its own way
 
 
 def write_error_file(environ: Environ, message: str) -> None:
