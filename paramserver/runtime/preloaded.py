@@ -145,13 +145,11 @@ class ForkServer:
         # Of an earlier attempt of the run.
         self._log_start = log_file.stat().st_size if log_file.exists() else 0
         self._log_file = log_file
+        self._link: socket.socket | None = None  # None: there is no fork server, or it has ended
         self.failed = "" if FORKS_RANKS else "this system has no fork server"
-        if self.failed:
-            self._link = socket.socket()
-            self._link.close()
-            return
-        self._process, self._link = start_importing("--fork_server", mode, environ, log_file)
-        self._guard.add(self._process.pid)
+        if not self.failed:
+            self._process, self._link = start_importing("--fork_server", mode, environ, log_file)
+            self._guard.add(self._process.pid)
 
     def fork(
         self, arguments: Sequence[str], descriptors: Sequence[int], is_stopping: Callable[[], bool]
@@ -162,16 +160,16 @@ class ForkServer:
         asked several times a second whether to give up. Return None if the fork server has failed, now or before: start
         a new process.
         """
-        if self._link.fileno() < 0:
+        if self._link is None:
             return None
         with adopt_orphans():
             try:
                 send_role(self._link, [str(os.getpid()), *arguments], descriptors)
-                pid = self._receive_pid(is_stopping)
+                pid = self._receive_pid(self._link, is_stopping)
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except (OSError, ValueError) as error:
                 # It has ended, or is too slow, or the fork is not a child of this process.
-                self._close(0.0)
+                self.close(0.0)
                 self.failed = self._describe(error)
                 return None
         return ForkedProcess(pid)
@@ -188,25 +186,23 @@ class ForkServer:
             return f"the process to fork them from did not answer within {self._timeout_s:g} s"
         return f"the process to fork them from ended without a message ({kind_and_message(error)})"
 
-    def _receive_pid(self, is_stopping: Callable[[], bool]) -> int:
+    def _receive_pid(self, link: socket.socket, is_stopping: Callable[[], bool]) -> int:
         deadline = time.monotonic() + self._timeout_s
-        while not select.select([self._link], [], [], _POLL_S)[0]:
+        while not select.select([link], [], [], _POLL_S)[0]:
             if is_stopping() or time.monotonic() > deadline:
                 raise TimeoutError
-        return int(self._link.recv(32))
+        return int(link.recv(32))
 
-    def close(self) -> None:
+    def close(self, limit_s: float = _END_S) -> None:
         """End the fork server, but not its forks. Calling it again has no effect."""
-        self._close(_END_S)
-
-    def _close(self, limit_s: float) -> None:
-        if self._link.fileno() < 0:
+        link, self._link = self._link, None
+        if link is None:
             return
         # It ends by itself, as it may not have released its last fork yet.
         with suppress(OSError):
-            self._link.shutdown(socket.SHUT_WR)
-        select.select([self._link], [], [], limit_s)
-        self._link.close()
+            link.shutdown(socket.SHUT_WR)
+        select.select([link], [], [], limit_s)
+        link.close()
         kill_group(self._process.pid)
         self._guard.remove(self._process.pid)
         self._process.wait()
