@@ -125,7 +125,7 @@ def _join(arguments: argparse.Namespace, config: Config, identity: ProcessIdenti
         from paramserver.distributed.resize import draw_rank
         from paramserver.runtime.rank import RankPlan, run_rank
 
-    with _connect(config, identity) as (store, trainer_ranks):
+    with _connect(identity) as (store, trainer_ranks):
         rank = draw_rank(store, [num_servers_of(config) - 1, *trainer_ranks])
     local_rank, local_world_size, node_rank = infer_placement(rank, rank + 1, identity.master_addr)
     identity = dataclasses.replace(
@@ -146,7 +146,7 @@ def _leave(arguments: argparse.Namespace, config: Config, identity: ProcessIdent
     from paramserver.distributed.timeouts import poll_until
 
     rank, limit_s = arguments.rank, config.cluster.timeout_s
-    with _connect(config, identity) as (store, trainer_ranks):
+    with _connect(identity) as (store, trainer_ranks):
         if rank not in trainer_ranks:
             raise UnsupportedConfiguration(
                 f"--rank ({rank}) must be that of a trainer of the run: {', '.join(map(str, trainer_ranks))}"
@@ -164,13 +164,13 @@ def _leave(arguments: argparse.Namespace, config: Config, identity: ProcessIdent
 
 
 @contextmanager
-def _connect(config: Config, identity: ProcessIdentity) -> Iterator[tuple[Any, list[int]]]:
+def _connect(identity: ProcessIdentity) -> Iterator[tuple[Any, list[int]]]:
     """Yield the store of a running job, and the ranks of its trainers."""
     from paramserver.distributed.rendezvous import connect_to_job
 
     connected = False
     try:
-        with connect_to_job(config, identity, _ANSWER_S) as job:
+        with connect_to_job(identity, _ANSWER_S) as job:
             connected = True
             yield job
     except DeadlineExceeded as error:

@@ -263,31 +263,31 @@ def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -
     # Rank 0 alone owns the folder: it finds, locks, changes and rolls it back.
     owns_folder = identity is None or identity.global_rank == 0
     earlier = earlier_attempt(config, run, identity) if owns_folder else None
+    continues = earlier is not None
     run = earlier or run
     if arguments.dry_run:
         # Before any folder is made or reserved.
         from paramserver.runtime.dry_run import plan_text
 
-        for line in _lines_of_start(config, run, earlier):
+        for line in _lines_of_start(config, run, continues):
             print(line, file=sys.stderr)
         print_output(plan_text(config, folders, None if identity is None else identity.source))
     elif identity is None:
         if warning := unused_tasks(process_environ()):
             print(warning, file=sys.stderr)
-        continues = earlier is not None
         launch_local(config, run, folders, began=began, command=command, continues=continues, report=report_error)
     else:
         with ExitStack() as stack:
             if is_colocated(config) and identity.global_rank < num_servers_of(config):
                 stack.enter_context(ColocatedTrainer(command, environ, config))
-            _run_rank_here(config, identity, run, folders, command, arguments.again, continues=earlier is not None)
+            _run_rank_here(config, identity, run, folders, command, arguments.again, continues)
 
 
-def _lines_of_start(config: Config, run: RunDir | None, earlier: RunDir | None) -> list[str]:
+def _lines_of_start(config: Config, run: RunDir | None, continues: bool) -> list[str]:
     """Return lines for the user: which run is resumed, and why."""
     if run is None:
         return []
-    if earlier is None:
+    if not continues:
         return describe_resume(run, config)
     again = f"this command was started again by its job or launcher, and continues its run {run.path}"
     if run.has_checkpoint():
@@ -310,9 +310,10 @@ def resolve_run(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, l
             stored = read_dumped(arguments.config.read_text(encoding="utf-8"))
             return load_config(None, base=stored, overrides=arguments.overrides, flags=flags), run, folders
         return load_config(arguments.config, overrides=arguments.overrides, flags=flags), run, folders
-    opened = _open_run(arguments)
-    if isinstance(opened, CheckpointError):
-        return _config_of_rank_zero(arguments, flags, opened), None, folders
+    try:
+        opened = open_run(_run_to_resume(arguments))
+    except CheckpointError as missing:
+        return _config_of_rank_zero(arguments, flags, missing), None, folders
     # Before the config is read: rolling back restores config.yaml too.
     recover(opened)
     file = find_config_file(opened, arguments.config)
@@ -331,14 +332,6 @@ def config_flags(arguments: argparse.Namespace) -> dict[str, Any]:
         # The supervisor passes its ranks a port that was free at the start; the stored config keeps the user's.
         "cluster.master_port": arguments.master_port if arguments.supervised is None else None,
     }
-
-
-def _open_run(arguments: argparse.Namespace) -> RunDir | CheckpointError:
-    """Return the run to resume, or why it is not on this host."""
-    try:
-        return open_run(_run_to_resume(arguments))
-    except CheckpointError as error:
-        return error
 
 
 def _config_of_rank_zero(arguments: argparse.Namespace, flags: Mapping[str, Any], missing: CheckpointError) -> Config:
@@ -444,7 +437,7 @@ def launch_local(
     began = time.time() if began is None else began
     resume = run is not None and (run.has_checkpoint() or not continues)
     restarted = run is not None and continues and lost_processes(run)
-    console: Sink = Console(config, sys.stderr, _lines_of_start(config, run, run if continues else None))
+    console: Sink = Console(config, sys.stderr, _lines_of_start(config, run, continues))
     if sink is not None:
         console = FanOut([console, sink])
     with ExitStack() as stack:
@@ -501,7 +494,7 @@ def _run_rank_here(
 
     sinks: tuple[Sink, ...] = ()
     if identity.global_rank == 0:
-        sinks = (Console(config, sys.stderr, _lines_of_start(config, run, run if continues else None)),)
+        sinks = (Console(config, sys.stderr, _lines_of_start(config, run, continues)),)
     resume = run is not None and (run.has_checkpoint() or not continues)
     plan = RankPlan(
         config,

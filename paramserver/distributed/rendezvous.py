@@ -468,7 +468,7 @@ class _Attempt:
 
 
 @contextmanager
-def connect_to_job(config: Config, identity: ProcessIdentity, limit_s: float) -> Iterator[tuple[Store, list[int]]]:
+def connect_to_job(identity: ProcessIdentity, limit_s: float) -> Iterator[tuple[Store, list[int]]]:
     """Connect to the store of a running job; yield it, and the global ranks of the job's trainers.
 
     The rank of ``identity`` is not used.
