@@ -2,7 +2,7 @@
 
 ``send(name, timeout_s, ParameterServer.leave, totals, decision)`` runs ``leave`` of the ``ParameterServer`` that the
 process ``name`` has registered. Type checkers match the arguments against the handler, and "go to definition" finds it.
-On the wire the handler is its class and its name; ``_handle*`` are the only places that turn these into a method.
+On the wire the handler is its class and its name; ``_handle`` is the only place that turns these into a method.
 
 Calls address the process by its RPC name and not by an RRef to the server. Both reach the same object, but an RRef in
 each message costs about a tenth of a round trip (tests/measure/rref_calls.py), and RRefs belong to the first agent of a
@@ -25,10 +25,10 @@ import torch
 import torch.distributed.rpc as rpc
 
 from paramserver.consistency import TrainerId
-from paramserver.distributed.local_calls import LocalCallServer, LocalConnection
+from paramserver.distributed.local_calls import LocalConnection
 from paramserver.distributed.remote_error import RemoteError as RemoteError
 from paramserver.distributed.rpc_agent import keep_thread_state
-from paramserver.distributed.tcp_calls import TcpCallServer, TcpConnection
+from paramserver.distributed.tcp_calls import TcpConnection
 from paramserver.errors import TrainingError
 
 P = ParamSpec("P")
@@ -117,23 +117,13 @@ def _handle(owner: str, method: str, *args: Any, **kwargs: Any) -> Any:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _handle_deferred(owner: str, method: str, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
+def handle_deferred(owner: str, method: str, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
     """Run a handler and return the future of its reply; what it raises is the value of one.
 
     An exception set on the future would be *returned* by the caller's ``rpc_sync``, so errors are values here too.
     """
     reply = _handle(owner, method, *args, **kwargs)
     return reply if isinstance(reply, torch.futures.Future) else completed_future(reply)
-
-
-def serve_local_calls(timeout_s: float) -> LocalCallServer:
-    """Return a server of local calls; ``timeout_s`` as there."""
-    return LocalCallServer(_handle_deferred, timeout_s)
-
-
-def serve_tcp_calls(timeout_s: float) -> TcpCallServer:
-    """Return a server of calls over TCP; ``timeout_s`` as there."""
-    return TcpCallServer(_handle_deferred, timeout_s)
 
 
 # The calling side.
@@ -171,18 +161,22 @@ def note_repeated(handler: str) -> None:
 def _send(
     to: str,
     handle: Any,
-    target: tuple[Any, ...],
+    handler: Callable[..., Any],
+    args: tuple[Any, ...],
     kwargs: dict[str, Any],
     timeout_s: float,
     connection: SocketConnection | None = None,
-) -> Any:
+) -> torch.futures.Future[Any]:
+    owner, method = handler.__qualname__.split(".")
+    target = owner, method, *args
+
     def call() -> torch.futures.Future[Any]:
         if connection is not None and (future := connection.call(target, kwargs)) is not None:
             return future
         sent: torch.futures.Future[Any] = rpc.rpc_async(to, handle, args=target, kwargs=kwargs, timeout=timeout_s)
         return sent
 
-    return call() if _interceptor is None else _interceptor.intercept(to, target[1], call)
+    return call() if _interceptor is None else _interceptor.intercept(to, method, call)
 
 
 def send(
@@ -193,18 +187,14 @@ def send(
     ``to`` is the RPC name of a process that registered an instance of the handler's class. A timeout of 0 means no
     limit.
     """
-    target = *handler.__qualname__.split("."), *args
-    future: torch.futures.Future[T] = _send(to, _handle, target, kwargs, timeout_s)
-    return future
+    return _send(to, _handle, handler, args, kwargs, timeout_s)
 
 
 def send_deferred(
     to: str, handler: Callable[Concatenate[Any, P], torch.futures.Future[T]], *args: P.args, **kwargs: P.kwargs
 ) -> torch.futures.Future[T]:
     """Call a handler that returns a future: it replies once other processes have taken part. There is no limit."""
-    target = *handler.__qualname__.split("."), *args
-    future: torch.futures.Future[T] = _send(to, _handle_deferred, target, kwargs, NO_TIMEOUT_S)
-    return future
+    return _send(to, handle_deferred, handler, args, kwargs, NO_TIMEOUT_S)
 
 
 def send_over(
@@ -215,9 +205,7 @@ def send_over(
     **kwargs: P.kwargs,
 ) -> torch.futures.Future[Any]:
     """Call a handler as ``send_deferred`` does, over ``connection`` if it takes the call; ``to`` is at its end."""
-    target = *handler.__qualname__.split("."), *args
-    future: torch.futures.Future[Any] = _send(to, _handle_deferred, target, kwargs, NO_TIMEOUT_S, connection)
-    return future
+    return _send(to, handle_deferred, handler, args, kwargs, NO_TIMEOUT_S, connection)
 
 
 def repeatable(handler: Handler) -> Handler:

@@ -16,8 +16,8 @@ import torch.distributed.rpc as rpc
 from paramserver.cluster import chosen_interface, host_and_port, own_address, process_environ
 from paramserver.distributed.rendezvous import Rendezvous, detect_lost_store
 from paramserver.distributed.rpc_agent import autograd_id, register_with, start_first_agent, start_star_agent
-from paramserver.distributed.rpc_calls import agent_options, serve_tcp_calls
-from paramserver.distributed.tcp_calls import TcpCaller, TcpConnection
+from paramserver.distributed.rpc_calls import agent_options, handle_deferred
+from paramserver.distributed.tcp_calls import TcpCaller, TcpCallServer, TcpConnection
 from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.errors import DeadlineExceeded, Unreachable
 
@@ -93,7 +93,7 @@ def rpc_trainer(rendezvous: Rendezvous, trainer_index: int, servers: int = 1) ->
 @contextmanager
 def tcp_server(rendezvous: Rendezvous, name: str) -> Iterator[None]:
     """Serve calls over TCP in the process ``name``, at the address of the interface over which others reach it."""
-    with serve_tcp_calls(rendezvous.timeout_s) as server:
+    with TcpCallServer(handle_deferred, rendezvous.timeout_s) as server:
         address = own_address(rendezvous.identity.master_addr, chosen_interface(process_environ()))
         rendezvous.set(f"tcp/{name}", server.listen(address))
         yield

@@ -824,8 +824,9 @@ def _serve(
     The shutdown of torch's RPC agent is what may still crash or hang by then (docs/torch-notes.md).
     """
     # Imported here: trainers start without these modules.
+    from paramserver.distributed.local_calls import LocalCallServer
     from paramserver.distributed.membership import release_liveness_calls
-    from paramserver.distributed.rpc_calls import register_server, serve_local_calls, unregister_servers
+    from paramserver.distributed.rpc_calls import handle_deferred, register_server, unregister_servers
     from paramserver.distributed.session import SERVER_NAME, rpc_server, tcp_server
     from paramserver.optim.parallel_step import ThreadTeam, num_spare_threads
     from paramserver.server.build import build_server
@@ -846,7 +847,7 @@ def _serve(
     segments = local_calls = None
     if config.server.shares_memory:
         segments = stack.enter_context(SegmentHost("paramserver", config.cluster.timeout_s))
-        local_calls = stack.enter_context(serve_local_calls(config.cluster.timeout_s))
+        local_calls = stack.enter_context(LocalCallServer(handle_deferred, config.cluster.timeout_s))
     updates = stack.enter_context(closing(UpdateExecutor(config.cluster.timeout_s)))
     server = build_server(
         task,
