@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.cluster import ProcessIdentity, RankFlags, host_and_port, process_environ, quiet_torch_log
-from paramserver.cluster.base import DEFAULT_JOB, infer_placement
-from paramserver.cluster.network import check_master_addr, hide_token, read_token
+from paramserver.cluster.base import DEFAULT_JOB
+from paramserver.cluster.network import JobToken, check_master_addr, hide_token, read_token
+from paramserver.cluster.resolve import FlagEnvironment
 from paramserver.config import Config, load_config, mode_of, num_servers_of, with_world_size
 from paramserver.errors import DeadlineExceeded, PeerLost, UnsupportedConfiguration
 from paramserver.importing import code_folders, torch_import_without_gc
@@ -104,20 +105,13 @@ def _find_run(arguments: argparse.Namespace) -> tuple[Config, ProcessIdentity, l
     check_master_addr(address)
     token = read_token(config.cluster.token_file, process_environ())
     hide_token(process_environ())
-    identity = ProcessIdentity(
-        global_rank=1,
-        world_size=2,
-        local_rank=0,
-        local_world_size=1,
-        node_rank=0,
-        master_addr=address.strip("[]"),
-        master_port=port,
-        store_is_hosted=False,
-        job=stored.get("job", DEFAULT_JOB),
-        source="join",
-        token=token,
-    )
+    # Its rank is not used: a trainer that joins draws one.
+    identity = _identity(config, RankFlags(1, 2, address.strip("[]"), port), stored.get("job", DEFAULT_JOB), token)
     return config, identity, code_folders(arguments.config, recorded=recorded)
+
+
+def _identity(config: Config, flags: RankFlags, job: str, token: JobToken | None) -> ProcessIdentity:
+    return dataclasses.replace(FlagEnvironment({}, config, flags).identity(), job=job, source="join", token=token)
 
 
 def _join(arguments: argparse.Namespace, config: Config, identity: ProcessIdentity, folders: list[Path]) -> None:
@@ -127,15 +121,8 @@ def _join(arguments: argparse.Namespace, config: Config, identity: ProcessIdenti
 
     with _connect(identity) as (store, trainer_ranks):
         rank = draw_rank(store, [num_servers_of(config) - 1, *trainer_ranks])
-    local_rank, local_world_size, node_rank = infer_placement(rank, rank + 1, identity.master_addr)
-    identity = dataclasses.replace(
-        identity,
-        global_rank=rank,
-        world_size=rank + 1,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        node_rank=node_rank,
-    )
+    flags = RankFlags(rank, rank + 1, identity.master_addr, identity.master_port)
+    identity = _identity(config, flags, identity.job, identity.token)
     config = with_world_size(config, rank + 1)
     print(f"rank {rank} asks to join {arguments.run}", file=sys.stderr, flush=True)
     run_rank(RankPlan(config, identity, folders, ends_process=True, joins=True, report=report_error))
