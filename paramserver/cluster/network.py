@@ -202,7 +202,7 @@ def own_address(host: str, interface: str | None = None) -> str:
         ) from error
 
 
-def _resolve(host: str, port: int) -> list[tuple[Any, ...]]:
+def resolve(host: str, port: int) -> list[tuple[Any, ...]]:
     """Return family and socket address of all addresses of ``host``; those of IPv4 first."""
     found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     return [(one[0], one[4]) for one in sorted(found, key=lambda one: one[0] != socket.AF_INET)]
@@ -235,7 +235,7 @@ def list_interfaces() -> list[NetworkInterface]:
 def _route_to(host: str) -> str:
     """Return the own address from which this machine sends to ``host``."""
     failure = OSError(f"{host} has no address")
-    for family, target in _resolve(host, 9):
+    for family, target in resolve(host, 9):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect(target)  # sends nothing: the kernel only chooses a route, and with it the own address
@@ -289,7 +289,7 @@ def bind_listener(
     """
     check_master_addr(host)
     try:
-        family, address = _resolve(host, port)[0]
+        family, address = resolve(host, port)[0]
         if not is_loopback(host) and is_loopback(address[0]) and interface not in (None, LOOPBACK):
             address = ("", port)
         listener = socket.socket(family, socket.SOCK_STREAM)

@@ -42,7 +42,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError
 
 from paramserver.cluster import bind_listener, host_and_port
-from paramserver.cluster.network import TOKEN_VARIABLE, JobToken
+from paramserver.cluster.network import TOKEN_VARIABLE, JobToken, resolve
 from paramserver.distributed.abort_sockets import is_own_connection
 from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.errors import DeadlineExceeded, UnsupportedConfiguration
@@ -271,9 +271,7 @@ class StoreTunnel(_Relay):
         """
         limit_s = _PROOF_S if limit_s is None else min(limit_s, _PROOF_S)
         try:
-            found = socket.getaddrinfo(self._host.strip("[]"), self._host_port, type=socket.SOCK_STREAM)
-            # IPv4 first: rank 0 listens there, unless its address is one of IPv6.
-            self._family, _, _, _, self._address = min(found, key=lambda one: one[0] != socket.AF_INET)
+            self._family, self._address = resolve(self._host, self._host_port)[0]  # where rank 0 listens
             proved = asyncio.wait_for(self._open_far(), limit_s)
             asyncio.run_coroutine_threadsafe(proved, self._loop).result(2 * _PROOF_S).close()
         except NoStore:
