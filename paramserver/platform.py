@@ -324,7 +324,7 @@ def end_unacknowledged(connection: socket.socket, after_s: float) -> None:
 
 
 def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's group and of its ancestors, each with whether it is of version 1."""
+    """Yield the mounted folders of this process's group and of its ancestors, each with whether it is of version 1."""
     lines = [line.split(":", 2) for line in read_text(root / "proc/self/cgroup").splitlines()]
     paths = {tuple(controllers.split(",")): path for _, controllers, path in lines}
     for line in read_text(root / "proc/self/mountinfo").splitlines():
@@ -334,9 +334,11 @@ def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pat
         if not is_v1 and kind != "cgroup2":
             continue
         listed = controller if is_v1 else ""
-        path = next((path for controllers, path in paths.items() if listed in controllers), "/")
-        for folder in _ancestors(root / mountpoint.lstrip("/"), top, path):
-            yield folder, is_v1
+        path = PurePosixPath(next((path for controllers, path in paths.items() if listed in controllers), "/"))
+        # A container mounts its own group only, and those below it.
+        inner = path.relative_to(top) if path.is_relative_to(top) else PurePosixPath()
+        for group in (inner, *inner.parents):
+            yield root / mountpoint.lstrip("/") / group, is_v1
 
 
 def cpu_limit(root: Path = Path("/")) -> float | None:
@@ -381,14 +383,3 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _ancestors(mountpoint: Path, top: str, path: str) -> Iterator[Path]:
-    """Yield the folders of a group and of its ancestors that are mounted: a container mounts its own only."""
-    inner = PurePosixPath(path)
-    inner = inner.relative_to(top) if inner.is_relative_to(top) else PurePosixPath()
-    folder = mountpoint / inner
-    while folder != mountpoint:
-        yield folder
-        folder = folder.parent
-    yield mountpoint
