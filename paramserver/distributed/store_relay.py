@@ -111,8 +111,8 @@ class _Relay(ABC):
         # Connections that have proved nothing yet, the oldest first. Used by the thread alone.
         self._unproved: dict[asyncio.Task[None], None] = {}
         self._refusals: Counter[str] = Counter()
-        self._closing = asyncio.Event()
         self._loop = asyncio.new_event_loop()
+        self._accepting = self._loop.create_task(self._accept_and_end())
         self._thread = threading.Thread(target=self._run, name="store-relay", daemon=True)
         self._thread.start()
 
@@ -127,14 +127,14 @@ class _Relay(ABC):
     def close(self) -> None:
         """End all connections and the thread."""
         with suppress(RuntimeError):  # it is closed already
-            self._loop.call_soon_threadsafe(self._closing.set)
+            self._loop.call_soon_threadsafe(self._accepting.cancel)
         self._thread.join(_CLOSE_S)
 
     # The thread.
 
     def _run(self) -> None:
-        with self._listener, closing(self._loop):
-            self._loop.run_until_complete(self._accept_and_end())
+        with self._listener, closing(self._loop), suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._accepting)
 
     async def _accept_and_end(self) -> None:
         try:
@@ -146,21 +146,17 @@ class _Relay(ABC):
             await asyncio.gather(*others, return_exceptions=True)
 
     async def _accept(self) -> None:
-        end = asyncio.create_task(self._closing.wait())
-        while not end.done():
-            accepting = asyncio.create_task(self._loop.sock_accept(self._listener))
-            await asyncio.wait([accepting, end], return_when=asyncio.FIRST_COMPLETED)
-            if not accepting.done():
-                return
-            if (error := accepting.exception()) is None:
-                near, _ = accepting.result()
-                near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                serving = asyncio.create_task(self._serve(near))
-                serving.add_done_callback(partial(_close, near))  # also if it is cancelled before it begins
-                self._unproved[serving] = None
-            else:
+        while True:
+            try:
+                near, _ = await self._loop.sock_accept(self._listener)
+            except OSError as error:
                 self._log_refusal(f"a connection to the store cannot be accepted ({error})")
-                await asyncio.wait([end], timeout=_RETRY_S)
+                await asyncio.wait([self._loop.create_future()], timeout=_RETRY_S)
+                continue
+            near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            serving = asyncio.create_task(self._serve(near))
+            serving.add_done_callback(partial(_close, near))  # also if it is cancelled before it begins
+            self._unproved[serving] = None
             if len(self._unproved) > _MAX_UNPROVED:
                 oldest = next(iter(self._unproved))
                 del self._unproved[oldest]
