@@ -306,12 +306,9 @@ class Spares:
     def fill(self) -> None:
         """Start the spares that are missing. Call it while no rank starts, for which the cores are needed."""
         while len(self._waiting) < self._count and time.monotonic() >= self._start_at:
-            self._waiting.append(self._start())
-
-    def _start(self) -> _Spare:
-        process, link = start_importing("--spare", self._mode, self._environ, self._log_file)
-        self._guard.add(process.pid)
-        return _Spare(process, link)
+            process, link = start_importing("--spare", self._mode, self._environ, self._log_file)
+            self._guard.add(process.pid)
+            self._waiting.append(_Spare(process, link))
 
     def remove_dead(self) -> None:
         """Forget spares that have died. The first one is replaced at once, later ones as ranks are."""
