@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paramserver.buffers import make_buffer
 from paramserver.consistency import Announcement, Async, Bounded, Consistency, Readiness, RunTerms, Sync
-from paramserver.consistency.backup import BackupSync
+from paramserver.consistency.free_running import BackupSync
 from paramserver.limits import Limits
 
 FOLDER = Path(__file__).parent / "figures"

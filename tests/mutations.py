@@ -73,7 +73,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the bound of staleness is one larger",
-        "paramserver/consistency/asynchronous.py",
+        "paramserver/consistency/free_running.py",
         "self.clocks[trainer_index] - self.slowest_clock <= self.bound",
         "self.clocks[trainer_index] - self.slowest_clock <= self.bound + 1",
         ("tests/unit/consistency/test_free_running.py",),

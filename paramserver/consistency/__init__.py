@@ -5,10 +5,6 @@ from typing import TYPE_CHECKING
 from paramserver._lazy import attach
 
 if TYPE_CHECKING:
-    from paramserver.consistency.asynchronous import (
-        Async as Async,
-        Bounded as Bounded,
-    )
     from paramserver.consistency.base import (
         Announcement as Announcement,
         Consistency as Consistency,
@@ -21,6 +17,10 @@ if TYPE_CHECKING:
     )
     from paramserver.consistency.dynamic_steps import DynamicSteps as DynamicSteps
     from paramserver.consistency.factory import make_consistency as make_consistency
+    from paramserver.consistency.free_running import (
+        Async as Async,
+        Bounded as Bounded,
+    )
     from paramserver.consistency.ledger import (
         Ledger as Ledger,
         PushId as PushId,

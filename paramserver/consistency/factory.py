@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paramserver.config import Config, ServerConfig
-from paramserver.consistency.asynchronous import Async, Bounded
-from paramserver.consistency.backup import BackupSync
 from paramserver.consistency.base import Consistency, RunTerms
-from paramserver.consistency.buffered import Buffered
+from paramserver.consistency.free_running import Async, BackupSync, Bounded, Buffered
 from paramserver.consistency.lockstep import Sync
 from paramserver.limits import Limits
 

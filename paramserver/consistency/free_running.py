@@ -1,14 +1,26 @@
-"""The base of consistencies without lockstep: trainers get decisions one by one, and meet at barriers only."""
+"""Consistencies without lockstep, and their base: trainers get decisions one by one, and meet at barriers only."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from paramserver.consistency.base import Announcement, Consistency, Decision, Readiness, RunTerms, Stop, Verdict, end
+from paramserver.config import ServerConfig
+from paramserver.consistency.base import (
+    Announcement,
+    Consistency,
+    Decision,
+    Readiness,
+    RunTerms,
+    Stop,
+    Update,
+    Verdict,
+    end,
+)
 from paramserver.limits import ALL_SERVED, is_due, no_more_data
 
 MAX_RETAINED_VERSIONS = 2
@@ -240,3 +252,220 @@ class FreeRunning(Consistency):
         if is_due(self.step, self.terms.validate_every):
             for share in range(self.terms.num_trainers):
                 self._assign(self.step, share)
+
+
+class Async(FreeRunning):
+    """Every gradient is an update, applied when it arrives to whatever version the server has then.
+
+    Dean et al., "Large scale distributed deep networks", NeurIPS 2012 (Downpour SGD). As in Recht et al., "Hogwild!",
+    NeurIPS 2011, reading and writing parameters takes no lock, but trainers read complete versions only.
+    """
+
+    drops_pushes = False
+    allows_tables = True
+    has_partial_update = False
+
+    def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
+        super().__init__(terms, step, samples)
+        self.clocks = dict.fromkeys(self.trainers, 0)
+        self._arrived: deque[tuple[int, int, int]] = deque()  # trainer index, version, samples
+
+    @classmethod
+    def gradients_per_update(cls, config: ServerConfig, trainers: int) -> int:
+        return 1
+
+    @property
+    def slowest_clock(self) -> int:
+        """The smallest clock of a trainer whose data has not ended; of all trainers if all data has ended."""
+        running = [clock for i, clock in self.clocks.items() if i not in self._drained]
+        return min(running or self.clocks.values(), default=0)
+
+    def join(self, trainer_index: int) -> None:
+        super().join(trainer_index)
+        self.clocks[trainer_index] = self.slowest_clock
+
+    def remove(self, trainer_index: int) -> None:
+        super().remove(trainer_index)
+        del self.clocks[trainer_index]
+
+    def may_start(self, trainer_index: int) -> bool:
+        return True
+
+    def push(self, trainer_index: int, version: int, samples: int, finite: bool = True) -> bool:
+        del self._permits[trainer_index]
+        self.clocks[trainer_index] += 1
+        if not finite:
+            return False
+        self._arrived.append((trainer_index, version, samples))
+        return True
+
+    def next_update(self) -> Update | None:
+        if not self._arrived:
+            return None
+        trainer_index, version, samples = self._arrived.popleft()
+        update = Update((trainer_index,), (self.step - version,), trainer_index)
+        self.samples += samples
+        self._advance()
+        return update
+
+    def wants_buffers_from(self, trainer_index: int) -> bool:
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"clocks": [self.clocks.get(i) for i in range(max(self.clocks, default=-1) + 1)]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        clocks = {i: c for i, c in enumerate(state.get("clocks", ())) if c is not None and i in self.trainers}
+        slowest = min(clocks.values(), default=0)  # also of a trainer that was lost when the state was saved
+        self.clocks = {i: clocks.get(i, slowest) for i in self.trainers}
+
+
+class Bounded(Async):
+    """Stale-synchronous parallel: a trainer starts clock c only once the slowest has finished c - ``bound``.
+
+    Otherwise like ``Async``. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
+    server", NeurIPS 2013. Their condition is on clocks. It follows that a gradient of one of T trainers is at most
+    (T - 1)(2 ``bound`` + 1) versions stale: while a trainer computes, each of the others starts no clock more than
+    ``bound`` ahead of it, and may have been ``bound`` behind it. A trainer whose data has ended does not count.
+
+    A trainer whose full buffer blocks simulations does not wait for those that wait for samples. Their clocks are
+    raised to its own less ``bound``, as if they had made those steps with gradients of zero. So the condition still
+    holds, and what follows from it.
+    """
+
+    def __init__(self, terms: RunTerms, bound: int, step: int = 0, samples: int = 0) -> None:
+        super().__init__(terms, step, samples)
+        self.bound = bound
+
+    @classmethod
+    def from_config(cls, config: ServerConfig, terms: RunTerms, step: int, samples: int) -> Bounded:
+        return cls(terms, config.staleness_bound, step, samples)
+
+    def may_start(self, trainer_index: int) -> bool:
+        return self.clocks[trainer_index] - self.slowest_clock <= self.bound
+
+    def pop_decisions(self) -> dict[int, Decision]:
+        for index in self._blocks & self._announced.keys():
+            least = self.clocks[index] - self.bound
+            behind = {i for i, clock in self.clocks.items() if clock < least and i not in self._drained}
+            # Only if that lets it start: a clock must not move ahead of what another one waits for.
+            if self._announced[index].readiness is Readiness.READY and behind <= self._waiting:
+                self.clocks |= dict.fromkeys(behind, least)
+        return super().pop_decisions()
+
+
+class Buffered(Async):
+    """An update is the mean of the next ``arrivals`` gradients, of any trainers, which continue as soon as they pushed.
+
+    Nguyen et al., "Federated learning with buffered asynchronous aggregation" (FedBuff), AISTATS 2022. A gradient is
+    added to a sum when it arrives, and counts from then on, also if its trainer is lost before the update is made. The
+    last update before the end of the run has fewer gradients, rather than waiting for more.
+    """
+
+    allows_tables = False
+
+    def __init__(self, terms: RunTerms, arrivals: int, step: int = 0, samples: int = 0) -> None:
+        super().__init__(terms, step, samples)
+        self.arrivals = arrivals
+        self._held = 0  # gradients in the sum
+        self._held_samples = 0
+
+    @classmethod
+    def from_config(cls, config: ServerConfig, terms: RunTerms, step: int, samples: int) -> Buffered:
+        return cls(terms, config.arrivals, step, samples)
+
+    @classmethod
+    def gradients_per_update(cls, config: ServerConfig, trainers: int) -> int:
+        return config.arrivals
+
+    def versions_coming(self) -> int:
+        return (self._held + len(self._arrived) + len(self._permits)) // self.arrivals
+
+    def samples_coming(self) -> int:
+        return self._held_samples + sum(samples for _, _, samples in self._arrived)
+
+    def next_update(self) -> Update | None:
+        if self._arrived:
+            trainer_index, version, samples = self._arrived.popleft()
+            self._held, self._held_samples = self._held + 1, self._held_samples + samples
+            staleness = self.step - version
+            completes = self._held == self.arrivals
+            if completes:
+                self._make_version()
+            return Update((trainer_index,), (staleness,), trainer_index, completes=completes)
+        return self.complete_update() if self._ends() and not self._permits else None
+
+    def complete_update(self) -> Update | None:
+        if not self._held:
+            return None
+        self._make_version()
+        return Update((), (), -1)
+
+    def _ends(self) -> bool:
+        limits = self.terms.limits
+        return self._end is not None or limits.reached(self.step, self.samples + self._held_samples) is not None
+
+    def _make_version(self) -> None:
+        self.samples += self._held_samples
+        self._held = self._held_samples = 0
+        self._advance()
+
+
+class BackupSync(FreeRunning):
+    """An update is the mean of the first T - B gradients of a version; later ones are dropped and counted.
+
+    Chen et al., "Revisiting distributed synchronous SGD", ICLR workshop 2016 (arXiv:1604.00981), section 3. A trainer
+    whose gradient was dropped continues with the newest version. T counts the trainers that have pushed for this
+    version and the live ones whose data has not ended; of these not those that wait for samples, once the run is to
+    end, so that a partial update delays no stop, and while a trainer that has pushed blocks simulations with its full
+    buffer. An update has at least one gradient, however many trainers leave. B is at most T - 1.
+    """
+
+    drops_pushes = True
+    validates_together = True
+
+    def __init__(self, terms: RunTerms, backups: int, step: int = 0, samples: int = 0) -> None:
+        super().__init__(terms, step, samples)
+        self.backups = backups
+        self._held: dict[int, int] = {}  # trainer index: samples of its gradient of this version
+
+    @classmethod
+    def from_config(cls, config: ServerConfig, terms: RunTerms, step: int, samples: int) -> BackupSync:
+        return cls(terms, config.backup_trainers, step, samples)
+
+    @classmethod
+    def gradients_per_update(cls, config: ServerConfig, trainers: int) -> int:
+        return max(1, trainers - config.backup_trainers)
+
+    def may_start(self, trainer_index: int) -> bool:
+        return trainer_index not in self._held  # one gradient of each trainer in a version
+
+    @property
+    def has_partial_update(self) -> bool:
+        return bool(self._held)
+
+    def push(self, trainer_index: int, version: int, samples: int, finite: bool = True) -> bool:
+        del self._permits[trainer_index]
+        if not finite:
+            return False
+        if version < self.step:
+            self.dropped[trainer_index] += 1
+            return False
+        self._held[trainer_index] = samples
+        return True
+
+    def next_update(self) -> Update | None:
+        # No gradient of this version can come from trainers without data, nor, before the end, from those that wait;
+        # nor from those whose samples wait behind a full buffer, of which the next batch is taken after this version.
+        only_ready = self._end is not None or not self._blocks.isdisjoint(self._held)
+        absent = self._drained | (self._waiting if only_ready else set())
+        if not self._held or len(self._held) < len((self.trainers - absent) | self._held.keys()) - self.backups:
+            return None
+        trainers = tuple(sorted(self._held))
+        self.samples += sum(self._held.values())
+        self._held = {}
+        self._advance()
+        return Update(trainers, (0,) * len(trainers), trainers[0])
+
+    def wants_buffers_from(self, trainer_index: int) -> bool:
+        return True

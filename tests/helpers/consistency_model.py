@@ -7,9 +7,7 @@ from functools import cache
 from random import Random
 
 from paramserver.consistency import Announcement, Async, Bounded, Decision, Readiness, RunTerms, Stop, Update, Verdict
-from paramserver.consistency.backup import BackupSync
-from paramserver.consistency.buffered import Buffered
-from paramserver.consistency.free_running import MAX_RETAINED_VERSIONS
+from paramserver.consistency.free_running import MAX_RETAINED_VERSIONS, BackupSync, Buffered
 from paramserver.limits import Limits
 
 KINDS = ("async", "bounded", "backup", "buffered")

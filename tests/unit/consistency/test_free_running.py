@@ -23,9 +23,8 @@ from paramserver.consistency import (
     Verdict,
     make_consistency,
 )
-from paramserver.consistency.backup import BackupSync
 from paramserver.consistency.factory import CLASSES
-from paramserver.consistency.free_running import MAX_RETAINED_VERSIONS
+from paramserver.consistency.free_running import MAX_RETAINED_VERSIONS, BackupSync
 from paramserver.limits import Limits
 
 READY, WAITING, DRAINED = (Announcement(readiness) for readiness in Readiness)
