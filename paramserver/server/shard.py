@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -57,10 +56,12 @@ class _Preparation:
         return ApplyRequest(version, named, (1.0,) * len(named), None, self.groups, frozenset())
 
 
-class ShardHandlers(ABC):
-    """The handlers that every server has for its shard, server 0 among them."""
+class ShardHandlers:
+    """The handlers that every server has for its shard; server 0, whose trainers take part in more, overrides them."""
 
-    @abstractmethod
+    shard: ParameterShard
+    _lock: threading.RLock
+
     def pull(
         self, sender: PushId, version: int, received: Collection[int] = (), recorded: bool = True
     ) -> tuple[Tensor, ...]:
@@ -68,18 +69,22 @@ class ShardHandlers(ABC):
 
         See ``ParameterShard.pull``.
         """
+        with self._lock:
+            return self.shard.pull(sender, version, received, recorded)
 
-    @abstractmethod
     @repeatable
     def receive_bucket(
         self, sender: PushId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
     ) -> Future:
         """Accept a part of a push while the trainer's backward continues; see ``ParameterShard.receive_bucket``."""
+        with self._lock:
+            return self.shard.receive_bucket(sender, version, number, gradient, revision, has_all)
 
-    @abstractmethod
     @repeatable
     def look_up(self, sender: TrainerId, version: int | None, rows: Mapping[int, Tensor]) -> Future:
         """Reply with rows of embedding tables, outside of the trainer's context; see ``ParameterShard.look_up``."""
+        with self._lock:
+            return self.shard.look_up(sender, version, rows)
 
 
 class ParameterShard:

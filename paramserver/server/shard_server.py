@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -127,13 +127,7 @@ class ShardServer(ShardHandlers):
         assert self._segments_address is not None
         return attach(self._segments_address, key, layout, self.config.cluster.timeout_s)
 
-    # Handlers that trainers call.
-
-    def pull(
-        self, sender: PushId, version: int, received: Collection[int] = (), recorded: bool = True
-    ) -> tuple[Tensor, ...]:
-        with self._lock:
-            return self.shard.pull(sender, version, received, recorded)
+    # Handlers that trainers call, in addition to ``ShardHandlers``.
 
     @repeatable
     def view_version(self, sender: TrainerId, version: int | None, without: Collection[int] = ()) -> tuple[Tensor, ...]:
@@ -141,18 +135,6 @@ class ShardServer(ShardHandlers):
         with self._lock:
             self.shard.admit(sender)
             return self.shard.view_version(version, without)
-
-    @repeatable
-    def receive_bucket(
-        self, sender: PushId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
-    ) -> Future:
-        with self._lock:
-            return self.shard.receive_bucket(sender, version, number, gradient, revision, has_all)
-
-    @repeatable
-    def look_up(self, sender: TrainerId, version: int | None, rows: Mapping[int, Tensor]) -> Future:
-        with self._lock:
-            return self.shard.look_up(sender, version, rows)
 
     @repeatable
     def report_push(self, push: PushId, version: int) -> None:
