@@ -344,7 +344,6 @@ class ServerConnection(ABC):
 _OVER_SOCKETS = frozenset(
     {
         ParameterServer.announce,
-        ParameterServer.look_up,
         ParameterServer.push,
         ParameterServer.wait_version,
         ShardHandlers.look_up,
@@ -507,13 +506,10 @@ class ServerClient(ServerConnection):
         self, version: int | None, rows: Mapping[int, Mapping[int, Tensor]]
     ) -> dict[int, InFlightCall[dict[int, Tensor]]]:
         """Request rows of embedding tables, by server and range; see ``ParameterShard.look_up``."""
-        handler, calls = ShardHandlers.look_up, {}
-        for server_index, own in rows.items():
-            if server_index == 0:
-                calls[0] = self.begin_deferred(SERVER_NAME, ParameterServer.look_up, self._id, version, own)
-                continue
-            calls[server_index] = self.begin_deferred(server_name(server_index), handler, self._id, version, own)
-        return calls
+        return {
+            index: self.begin_deferred(server_name(index), ShardHandlers.look_up, self._id, version, own)
+            for index, own in rows.items()
+        }
 
     def backward(self, context_id: int, root: Tensor) -> None:
         """Push by the distributed backward of ``root``.
