@@ -15,6 +15,7 @@ from paramserver.consistency import Decision
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import HeartbeatReport, Member, Members
 from paramserver.distributed.rpc_calls import RemoteError, repeatable
+from paramserver.distributed.session import server_name
 from paramserver.errors import GenerationChanged, ParamserverError, PeerLost
 from paramserver.optim.parallel_step import is_elementwise
 from paramserver.optim.shard_updater import ShardUpdater
@@ -60,29 +61,29 @@ class RemoteShard:
     """
 
     _network: Network
-    _name: Callable[[], str]
+    _name: str
     _timeout_s: float
 
     def apply(self, request: ApplyRequest) -> Future:
-        return self._network.send_deferred(self._name(), ShardServer.apply, request)
+        return self._network.send_deferred(self._name, ShardServer.apply, request)
 
     def apply_clipped(self, norm: Tensor) -> Future:
-        return self._network.send_deferred(self._name(), ShardServer.apply_clipped, norm)
+        return self._network.send_deferred(self._name, ShardServer.apply_clipped, norm)
 
     def begin_update(self, version: int, trainers: Sequence[int], groups: list[dict[str, Any]]) -> Future:
-        return self._network.send_deferred(self._name(), ShardServer.begin_update, version, trainers, groups)
+        return self._network.send_deferred(self._name, ShardServer.begin_update, version, trainers, groups)
 
     def collect_state(self, weights: bool, snapshot: int | None = None, states: bool = True) -> Future:
-        return self._network.send(self._name(), self._timeout_s, ShardServer.collect_state, weights, snapshot, states)
+        return self._network.send(self._name, self._timeout_s, ShardServer.collect_state, weights, snapshot, states)
 
     def read_rows(self, snapshot: int, rows: SnapshotTensor, first: int, end: int) -> Future:
-        return self._network.send(self._name(), self._timeout_s, ShardServer.read_rows, snapshot, rows, first, end)
+        return self._network.send(self._name, self._timeout_s, ShardServer.read_rows, snapshot, rows, first, end)
 
     def delete_snapshot(self, snapshot: int) -> None:
         try:
-            self._network.send(self._name(), self._timeout_s, ShardServer.delete_snapshot, snapshot)
+            self._network.send(self._name, self._timeout_s, ShardServer.delete_snapshot, snapshot)
         except RuntimeError as unreachable:  # it ended before
-            _log.debug("%s has no snapshot any more: %s", self._name(), unreachable)
+            _log.debug("%s has no snapshot any more: %s", self._name, unreachable)
 
 
 @dataclass(eq=False)
@@ -121,10 +122,7 @@ class ShardCoordinator:
     def remote_shards(self) -> list[RemoteShard]:
         """Return the shards of the other servers, in their order."""
         timeout_s = self.config.cluster.timeout_s
-        return [RemoteShard(self._network, self._name_of(i), timeout_s) for i in range(1, self.num_servers)]
-
-    def _name_of(self, server_index: int) -> Callable[[], str]:
-        return lambda: self._members.get(server_index).name
+        return [RemoteShard(self._network, server_name(i), timeout_s) for i in range(1, self.num_servers)]
 
     # Handlers that a shard server calls.
 
