@@ -50,14 +50,7 @@ def has_foreign_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return any(not isinstance(hook, OWN_HOOKS) for name in _HOOKS for hook in getattr(optimizer, name).values())
 
 
-def _share_hooks(part: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Let a copy of the optimizer call its hooks."""
-    for name in _HOOKS:
-        setattr(part, name, getattr(optimizer, name))
-
-
 _ATTRIBUTE = "updates_each"
-_KINDS = ("element", "parameter")
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer, servers: int) -> bool:
@@ -83,7 +76,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer, servers: int) -> bool:
             "cluster.num_servers: 1"
         )
     declared = None if has_foreign_hooks(optimizer) and not hasattr(kind, _ATTRIBUTE) else _declared_kind(kind)
-    if declared not in _KINDS:
+    if declared not in ("element", "parameter"):
         raise TaskError(
             f"optimizer ({kind.__name__}) must look at no two parameters together, in step() or in hooks of it, with "
             f"cluster.num_servers ({servers}), as each server steps a part of them; if it does not, declare it by the "
@@ -212,7 +205,8 @@ def _part(optimizer: torch.optim.Optimizer, ids: set[int]) -> torch.optim.Optimi
 def copy_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return a shallow copy that steps a part of the parameters, with the hooks of ``optimizer``."""
     part = copy.copy(optimizer)  # without hooks
-    _share_hooks(part, optimizer)
+    for name in _HOOKS:
+        setattr(part, name, getattr(optimizer, name))
     part.__dict__.pop("step", None)  # the wrapper of a schedule counts steps of the whole
     return part
 
