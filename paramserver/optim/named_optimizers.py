@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from paramserver.errors import CheckpointError
 
@@ -132,13 +131,3 @@ def stored_groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the parameter groups in the ``state_dict()`` of one optimizer, or of several."""
     states = {"": state} if "param_groups" in state else unpacked(state)
     return [group for own in states.values() for group in own["param_groups"]]
-
-
-def shared_parameters(by_name: Mapping[str, torch.optim.Optimizer]) -> Iterator[tuple[Tensor, str, str]]:
-    """Yield each parameter that is in two optimizers, and their names."""
-    owners: dict[int, str] = {}
-    for name, optimizer in by_name.items():
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            owner = owners.setdefault(id(parameter), name)
-            if owner != name:
-                yield parameter, owner, name

@@ -26,7 +26,6 @@ from paramserver.optim.named_optimizers import (
     by_position,
     joined_states,
     optimizers_of,
-    shared_parameters,
     unpacked,
 )
 from paramserver.optim.outer import OptimizerBuilder
@@ -366,11 +365,14 @@ def _check_names(by_name: Mapping[str, torch.optim.Optimizer], model: nn.Module,
             "optimizers, as text that is not empty"
         )
     names = {id(p): name for name, p in model.named_parameters()}
-    for parameter, first, second in shared_parameters(by_name):
-        raise TaskError(
-            f"{task_name}.build_optimizer gives {names[id(parameter)]} to two optimizers ({first}, {second}); give "
-            "each parameter to one of them"
-        )
+    owners: dict[int, str] = {}
+    for name, optimizer in by_name.items():
+        for parameter in parameters_of(optimizer):
+            if (owner := owners.setdefault(id(parameter), name)) != name:
+                raise TaskError(
+                    f"{task_name}.build_optimizer gives {names[id(parameter)]} to two optimizers ({owner}, {name}); "
+                    "give each parameter to one of them"
+                )
 
 
 def _check_optimizer(optimizer: object, model: nn.Module, task_name: str, where: str = "") -> None:
