@@ -53,7 +53,7 @@ class Updater:
         self.optimizer = build_optimizer(task, model, training)
         names = {id(p): name for name, p in model.named_parameters()}
         # In the order in which their states are numbered.
-        self.parameter_names = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+        self.parameter_names = [names[id(p)] for p in parameters_of(self.optimizer)]
         self._averages_parameters = training.ema_decay is not None
         # The names of the parameters of each optimizer, by its name; empty if all are stepped together.
         self.parameters_of: dict[str, tuple[str, ...]] = {}
@@ -65,9 +65,12 @@ class Updater:
                     "larger training.batch_size"
                 )
             for name, own in self.optimizer.by_name.items():
-                params = [p for group in own.param_groups for p in group["params"]]
-                self.parameters_of[name] = tuple(names[id(p)] for p in params)
+                self.parameters_of[name] = tuple(names[id(p)] for p in parameters_of(own))
         self._with_modes = [SwitchedOptimizer(own) for own in optimizers_of(self.optimizer) if has_modes(own)]
+        # The class of an optimizer that has ``train()`` and ``eval()``; None if there is none.
+        self.with_modes = next((type(switched.optimizer).__name__ for switched in self._with_modes), None)
+        # Whether validations are of ``averages()`` in place of the parameters.
+        self.validates_averages = self._averages_parameters or bool(self._with_modes)
         for own in optimizers_of(self.optimizer) if training.ema_decay is not None else ():
             reason = "whose eval() gives the parameters that are validated" if has_modes(own) else None
             if "state" not in own.state_dict():
@@ -115,16 +118,6 @@ class Updater:
 
     def release(self) -> None:
         """Do nothing: a checkpoint has copies of everything."""
-
-    @property
-    def validates_averages(self) -> bool:
-        """Whether validations are of ``averages()`` in place of the parameters."""
-        return self._averages_parameters or bool(self._with_modes)
-
-    @property
-    def with_modes(self) -> str | None:
-        """The class of an optimizer that has ``train()`` and ``eval()``; None if there is none."""
-        return next((type(switched.optimizer).__name__ for switched in self._with_modes), None)
 
     def clear_gradients(self) -> None:
         """Release all gradients of the model, also those of parameters that are in no optimizer."""
@@ -395,7 +388,7 @@ def _check_optimizer(optimizer: object, model: nn.Module, task_name: str, where:
         )
     # By identity: ``==`` of tensors compares their elements.
     known = {id(p) for p in model.parameters()}
-    unknown = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    unknown = sum(id(p) not in known for p in parameters_of(optimizer))
     if unknown:
         raise TaskError(
             f"{task_name}.build_optimizer optimizes {unknown} tensor(s) that are not parameters of the model it was "
