@@ -138,10 +138,6 @@ class ShardUpdater:
             # Views of the mean: clipping scales the mean itself, so no copy is needed.
             parameter.grad = tables.get(slot, views[name]) if used is None or used[slot] else None
 
-    def clear_gradients(self) -> None:
-        for _, _, parameter in self.owned:
-            parameter.grad = None
-
     def measure(self, clipping: Clipping) -> Tensor:
         """Return what server 0 needs of the gradients to clip them; see ``Clipping``."""
         return clipping.measure([p for _, _, p in self.owned], self._is_everything)
@@ -167,7 +163,8 @@ class ShardUpdater:
         if self.tables and version is not None:
             record_rows(self.optimizer, version)
         # Otherwise the next update would apply these to a parameter for which no trainer has a gradient.
-        self.clear_gradients()
+        for _, _, parameter in self.owned:
+            parameter.grad = None
 
     def generators(self, seed: int, version: int, server_index: int) -> AbstractContextManager[None]:
         """Return a context for a step of the optimizer that makes ``version``; see ``generators_of_update``."""
