@@ -351,11 +351,10 @@ def _sliced(value: Any, slot: TensorSlot, piece: ShardSlice, is_table: bool) -> 
     return ordered.as_strided((piece.length,), (1,), piece.start).clone()
 
 
-def join_state(
-    parts: Sequence[tuple[ShardSlice, Mapping[str, Any]]], slot: TensorSlot, is_table: bool = False
-) -> State:
+def _join_state(parts: Sequence[tuple[ShardSlice, Mapping[str, Any]]], layout: FlatLayout) -> State:
     """Return the state of a parameter from those of its slices."""
     first, state = parts[0]
+    slot, is_table = layout.slots[first.slot], first.slot in layout.tables
     if first.length == slot.numel:
         return dict(state)
     pieces = [piece for piece, _ in parts]
@@ -407,8 +406,5 @@ def merge_state(
         for piece in shard.slices:
             index = indices[piece.slot]
             if index is not None and index in states:
-                found.setdefault(piece.slot, []).append((piece, states[index]))
-    joined = {
-        indices[slot]: join_state(pieces, layout.slots[slot], slot in layout.tables) for slot, pieces in found.items()
-    }
-    return {index: state for index, state in sorted(joined.items()) if index is not None}
+                found.setdefault(index, []).append((piece, states[index]))
+    return {index: _join_state(pieces, layout) for index, pieces in sorted(found.items())}
