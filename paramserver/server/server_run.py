@@ -184,17 +184,9 @@ class ServerRun:
 class Network:
     """What a server needs of its RPC agent. Tests and the simulation of the protocol derive their own from it."""
 
-    def watch(self, name: str, on_gone: Callable[[str | None], None]) -> None:
-        """Call ``on_gone`` when a process ends; see ``watch_peer``."""
-        watch_peer(name, on_gone)
-
-    def context_id(self) -> int:
-        """Return the id of the distributed-autograd context of the call that runs in this thread."""
-        return current_context_id()
-
-    def release_context(self, context_id: int) -> None:
-        """Release what this process holds of a context whose trainer is dead."""
-        release_context(context_id)
+    watch = staticmethod(watch_peer)
+    context_id = staticmethod(current_context_id)
+    release_context = staticmethod(release_context)
 
     def send(
         self, name: str, timeout_s: float, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
