@@ -24,11 +24,10 @@ from paramserver.server.coordinator import ShardCoordinator, split_over_servers
 from paramserver.server.model_service import ModelService
 from paramserver.server.parameter_server import ParameterServer
 from paramserver.server.parameter_store import ParameterStore, check_optimizers
-from paramserver.server.quorum import Gathers, Quorum, Validations
+from paramserver.server.quorum import Gathers, Quorum, Staging, Validations
 from paramserver.server.roster import Roster
 from paramserver.server.server_run import Network, ServerRun, SubmitFn, run_now
 from paramserver.server.shard import ParameterShard
-from paramserver.server.staging import Staging
 from paramserver.server.trainer_sources import TrainerSources
 from paramserver.server.update_pipeline import plan_buckets
 from paramserver.server.updates import Updates

@@ -33,11 +33,10 @@ from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.runs.checkpoint_manager import UpdaterState
 from paramserver.server.aggregator import Aggregator
 from paramserver.server.model_service import ModelService, ServedTransport
-from paramserver.server.quorum import Gathers, Validations
+from paramserver.server.quorum import Gathers, Staging, Validations
 from paramserver.server.roster import Roster
 from paramserver.server.server_run import ServerRun
 from paramserver.server.shard import ParameterShard, ShardHandlers
-from paramserver.server.staging import Staging
 from paramserver.transport.autograd import pull
 from paramserver.transport.messages import (
     DataPosition,

@@ -16,9 +16,8 @@ from paramserver.metrics.records import TrainerTotals
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.server.aggregator import Aggregator
 from paramserver.server.coordinator import ShardCoordinator
-from paramserver.server.quorum import Quorum
+from paramserver.server.quorum import Quorum, Staging
 from paramserver.server.server_run import Network, ServerRun
-from paramserver.server.staging import Staging
 from paramserver.server.trainer_sources import TrainerSources
 from paramserver.transport.base import ServerTransport
 from paramserver.transport.messages import Future, JoinReply, PendingReplies
