@@ -80,7 +80,6 @@ class Aggregator:
         self._publishes: CheckpointManager | None = None
         self.batch_began: int | None = None  # the version that the last batch began with, if it may make several
         self._shard.on_push = self.gradients_arrived
-        self._epoch = self.monitor.epoch
         self._seconds = self.monitor.seconds
         self._announcements = PendingReplies()
         self._version_waits = PendingReplies()
@@ -374,10 +373,9 @@ class Aggregator:
 
     def _enter_epoch(self, samples: int) -> None:
         """Step the schedule of epochs before the first step of a new epoch, after ``samples`` applied or skipped."""
-        while self.epoch_samples and samples >= (self._epoch + 1) * self.epoch_samples:
-            self._epoch += 1
+        while self.epoch_samples and samples >= (self.monitor.epoch + 1) * self.epoch_samples:
             self.store.updater.on_epoch_end()
-            self.monitor.enter_epoch(self._epoch)
+            self.monitor.enter_epoch(self.monitor.epoch + 1)
 
     def pull(
         self, sender: PushId, version: int, received: Collection[int] = (), recorded: bool = True
