@@ -154,7 +154,7 @@ class ParameterShard:
         # The update in progress.
         self._request: ApplyRequest | None = None
         self._reply: Future | None = None
-        self._groups: list[dict[str, Any]] | None = None  # hyper-parameters of the one that is clipped
+        self._measured: ApplyRequest | None = None  # that is clipped next
         self._is_partial = False  # gradients of the next version were added to its sum; of the jobs only
         self._num_computing = 0  # jobs without the lock that have not ended
         self._preparation: _Preparation | None = None
@@ -451,17 +451,17 @@ class ParameterShard:
     def apply_clipped(self, norm: Tensor) -> Future:
         """Make the version whose request was replied to, with the gradients clipped by their norm on all servers."""
         reply: Future = torch.futures.Future()
-        groups = self._groups
+        request, clipping = self._measured, self._clipping
+        assert request is not None
+        assert clipping is not None
 
         @spanned("apply")
         def step() -> None:
-            assert self._clipping is not None
-            self.updater.clip(self._clipping, norm)
-            self._step(self.version + 1, groups)
+            self.updater.clip(clipping, norm)
+            self._step(request.version, request.groups)
 
         def made(_: None) -> None:
-            self._snapshot = None
-            self.version += 1
+            self._made(request)
             reply.set_result(None)
 
         self._compute(step, made, reply)
@@ -476,7 +476,7 @@ class ParameterShard:
         if any(key is None and push not in arrived for push, key in request.pushes):
             return
         self._request = self._reply = None
-        self._groups = request.groups
+        self._measured = request
         self._end_preparation()
         self._retain(request)
         taken = self.take_gradients(request)
