@@ -1,16 +1,9 @@
 """The consistency interface: which trainer continues, and which gradients make the next version. No clock, no process.
 
-To add a consistency model:
-
-1. Write a module with a subclass of ``Consistency``. It implements ``announce`` (optional), ``pop_decisions``,
-   ``rejection_reason``, ``push``, ``next_update``, ``wants_buffers_from`` and ``gradients_per_update``, and declares
-   ``lockstep`` and ``drops_pushes``, and where they apply ``waits_for_all``, ``allows_tables`` and
-   ``validates_together``; with keys of its own it implements ``from_config``, and with a state ``state_dict`` and
-   ``load_state_dict``. If trainers wait for each other at checkpoints only, subclass ``FreeRunning`` instead: it leaves
-   ``may_start``, ``push``, ``next_update``, ``wants_buffers_from`` and ``has_partial_update``.
-2. Add the class to ``CLASSES`` in consistency/factory.py.
-3. Add its name to ``CONSISTENCIES`` in config/schema.py.
-
+A consistency model is a subclass of ``Consistency``, or of ``FreeRunning`` if trainers wait for each other at
+checkpoints only. It implements the abstract methods, and declares ``lockstep`` and ``drops_pushes``, and what else
+applies of the attributes below; with keys of its own it implements ``from_config``, and with a state ``state_dict`` and
+``load_state_dict``. docs/architecture.md ("Where to make changes") has where it is registered.
 tests/helpers/consistency_model.py runs random trainers against a model and checks what must hold.
 """
 
