@@ -201,12 +201,11 @@ def table_ranges(layout: FlatLayout, shards: Sequence[Shard]) -> list[TableRange
 
 
 def large_tables(layout: FlatLayout) -> list[int]:
-    """Return the slots of the tables that are large as a whole, and lie in memory row by row."""
+    """Return the slots of the tables that are large as a whole. All tables lie in memory row by row."""
     return [
         number
         for number in layout.tables
         if (slot := layout.slots[number]).numel * layout.dtypes[slot.group].itemsize >= LARGE_BYTES
-        and slot.stride == tuple(math.prod(slot.shape[place + 1 :]) for place in range(len(slot.shape)))
     ]
 
 
