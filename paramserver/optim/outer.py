@@ -27,11 +27,6 @@ from paramserver.task import Task
 MANY_LOCAL_STEPS = 64
 """From so many local steps on, momentum is the default: those of fewer are close to steps of the inner optimizer."""
 
-_MOMENTUM = {"sgd": 0.0, "nesterov": 0.9, "adam": 0.9, "delayed_nesterov": 0.9}
-# Douillard et al. for Nesterov; for Adam, Reddi et al. (figure 1) found from 0.01 to 0.1 on most tasks.
-_LR = {"sgd": 1.0, "nesterov": 0.7, "adam": 0.01, "delayed_nesterov": 0.7}
-
-
 OptimizerBuilder: TypeAlias = "Task | OuterBuilder"
 """Builds an optimizer and its schedule."""
 
@@ -51,9 +46,10 @@ class OuterBuilder:
         outer = config.training.outer or OuterConfig()
         many = config.training.local_steps >= MANY_LOCAL_STEPS
         self.name = outer.optimizer or ("nesterov" if many else "sgd")
-        momentum = _MOMENTUM[self.name] if outer.momentum is None else outer.momentum
+        self.kind, lr, momentum = _OPTIMIZERS[self.name]
+        momentum = momentum if outer.momentum is None else outer.momentum
         updates = updates_per_round(config)
-        lr = _LR[self.name] if outer.lr is None else outer.lr
+        lr = lr if outer.lr is None else outer.lr
         if outer.lr is None and self.name != "delayed_nesterov":  # which divides by the delay
             lr /= max(updates, 1.0)  # successive rounds of a trainer in one update begin from the same version
         self.hyperparameters: dict[str, Any] = {"lr": lr}
@@ -67,7 +63,7 @@ class OuterBuilder:
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of ``trainable_parameters`` of a model."""
         parameters = list(trainable_parameters(model).values())
-        optimizer: torch.optim.Optimizer = _CLASSES[self.name](parameters, **self.hyperparameters)
+        optimizer: torch.optim.Optimizer = self.kind(parameters, **self.hyperparameters)
         optimizer.register_load_state_dict_post_hook(self._restore_hyperparameters)
         return optimizer
 
@@ -81,12 +77,12 @@ class OuterBuilder:
 
 def outer_class(config: Config) -> str | None:
     """Return the class of the outer optimizer, whose state a checkpoint has; None without rounds."""
-    return _CLASSES[OuterBuilder(config).name].__name__ if config.training.has_rounds else None
+    return OuterBuilder(config).kind.__name__ if config.training.has_rounds else None
 
 
 def outer_names(class_name: str) -> list[str]:
     """Return the values of ``training.outer.optimizer`` that are of a class: each may continue another's state."""
-    return [name for name, kind in _CLASSES.items() if kind.__name__ == class_name]
+    return [name for name, (kind, *_) in _OPTIMIZERS.items() if kind.__name__ == class_name]
 
 
 def updates_per_round(config: Config) -> float:
@@ -141,9 +137,11 @@ class DelayedNesterov(PerParameterOptimizer):
             parameter.add_(momentum, alpha=-lr * group["momentum"])
 
 
-_CLASSES: dict[str, type[Any]] = {
-    "sgd": torch.optim.SGD,
-    "nesterov": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "delayed_nesterov": DelayedNesterov,
+# By name: the class, and the default learning rate and momentum. Douillard et al. for Nesterov; for Adam, Reddi et al.
+# (figure 1) found learning rates from 0.01 to 0.1 on most tasks.
+_OPTIMIZERS: dict[str, tuple[type[Any], float, float]] = {
+    "sgd": (torch.optim.SGD, 1.0, 0.0),
+    "nesterov": (torch.optim.SGD, 0.7, 0.9),
+    "adam": (torch.optim.Adam, 0.01, 0.9),
+    "delayed_nesterov": (DelayedNesterov, 0.7, 0.9),
 }
