@@ -309,12 +309,7 @@ class Aggregator:
     def with_updater_state(
         self, then: Callable[[UpdaterState], None], streams_tables: bool = False, states: bool = True
     ) -> None:
-        """Call ``then`` with the state of optimizer and schedule, once the model holds all parameters.
-
-        Without the lock, in the update thread, while no update is applied. With ``streams_tables`` the state has
-        streams in the place of large tables, which may be read afterwards. Without ``states`` those of optimizers on
-        other servers are missing.
-        """
+        """Call ``then`` with the state of optimizer and schedule while no update is applied: ``Updates.with_state``."""
         self.run_exclusively(lambda release: self._updates.with_state(then, release, streams_tables, states))
 
     def publish_with(self, checkpoints: CheckpointManager, lock: AbstractContextManager[Any]) -> None:
