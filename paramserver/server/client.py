@@ -475,10 +475,7 @@ class ServerClient(ServerConnection):
     # A step.
 
     def announce(self, announcement: Announcement, buffers: PackedBuffers | None = None) -> StepGrant:
-        """Announce the next step; returns once the consistency model lets this trainer continue.
-
-        ``buffers`` are the module buffers that were changed since the last push, and are to be kept.
-        """
+        """Announce the next step; returns once the consistency model lets this trainer continue."""
         self._announced += 1
         return self.call_deferred(ParameterServer.announce, self._id, announcement, self._announced, buffers)
 
@@ -570,10 +567,7 @@ class ServerClient(ServerConnection):
     # Validation, checkpoints, records.
 
     def view_version(self, version: int | None, without: Iterable[GradientBucket] = ()) -> VersionView:
-        """Return a version without gradients; None for the current one of each server.
-
-        Of the ranges ``without`` no values are sent.
-        """
+        """Return a version without gradients, of all servers; see ``ParameterServer.view_version``."""
         numbers = self._by_server(without)
         others = zip(self._shard_servers, numbers[1:], strict=True)
         on_shards = [self.begin(name, ShardServer.view_version, self._id, version, own) for name, own in others]
@@ -588,7 +582,7 @@ class ServerClient(ServerConnection):
         return numbers
 
     def report_validation(self, version: int, shares: Mapping[int, WeightedSums]) -> ValidationReply:
-        """Report shares of a validation, by the indices of their trainers; wait for the means over all of them."""
+        """Report shares of a validation; wait for the means over all of them."""
         return self.call_deferred(ParameterServer.report_validation, self._id, version, shares)
 
     def report_validation_share(self, version: int, share: int, sums: WeightedSums) -> None:
@@ -602,10 +596,7 @@ class ServerClient(ServerConnection):
         buffers: PackedBuffers | None = None,
         ends_epoch: bool = False,
     ) -> InFlightCall[bool]:
-        """Take part in a checkpoint; the reply, whether to send a part, comes once model and optimizer are copied.
-
-        ``buffers`` as for ``announce``, ``ends_epoch`` as for ``Staging.call``.
-        """
+        """Take part in a checkpoint; see ``ParameterServer.stage_checkpoint``."""
         return self.begin_deferred(
             SERVER_NAME, ParameterServer.stage_checkpoint, self._id, reason, extra_state, buffers, ends_epoch
         )

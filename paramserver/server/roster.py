@@ -316,7 +316,7 @@ class Roster:
         """Whether no trainer is left, and what is applied is being saved."""
         return self._staging.saves_alone
 
-    # Other numbers of trainers. Called by the main thread.
+    # Other numbers of trainers: see ``TrainerSources``. Called by the main thread.
 
     @property
     def knows_data(self) -> bool:
@@ -325,7 +325,6 @@ class Roster:
             return self.started and self.sources.knows_all
 
     def can_divide_data(self, lost: Collection[int] = ()) -> bool:
-        """Whether other trainers than today's, and without those that are lost, can serve the rest of the data."""
         with self._run.lock:
             return self.knows_data and self.sources.can_divide({*lost, *self._given_up})
 
@@ -339,7 +338,6 @@ class Roster:
             return self.sources.refetchable or (self.sources.are_read() and not self.missing_trainers())
 
     def has_room(self, trainers: int) -> bool:
-        """Whether the buffers of so many trainers can hold what those of today's must keep, however full they are."""
         with self._run.lock:
             return self.sources.has_room(trainers, len(self.members.present()))
 
