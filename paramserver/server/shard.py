@@ -365,11 +365,6 @@ class ParameterShard:
 
     # Updates in advance.
 
-    def begin(self, trainers: Sequence[int], groups: list[dict[str, Any]] | None = None) -> None:
-        """Update buckets from now on as soon as the gradients of these trainers are here; see ``UpdatePipeline``."""
-        if self.pipeline is not None:
-            self.pipeline.begin(trainers, groups)
-
     def begin_update(self, version: int, trainers: Sequence[int], groups: list[dict[str, Any]]) -> Future:
         """Begin, and compute the next version when all pushes are here.
 
@@ -379,7 +374,7 @@ class ParameterShard:
         if self.pipeline is None or version != self.version:
             return completed_future(None)
         self._end_preparation()
-        self.begin(trainers, groups)
+        self.pipeline.begin(trainers, groups)
         preparation = self._preparation = _Preparation(trainers, groups)
         self._prepare()
         return preparation.reply

@@ -160,10 +160,10 @@ class Updates:
 
     def begin(self, decision: Decision) -> None:
         """Let all servers update buckets as soon as they have the gradients of the trainers of this step."""
-        if self._shard.pipeline is None:
+        if (pipeline := self._shard.pipeline) is None:
             return
         groups = get_hyperparameters(self._shard.updater.optimizer)
-        self._shard.begin(decision.active, groups)
+        pipeline.begin(decision.active, groups)
         try:
             replies = [other.begin_update(decision.step, decision.active, groups) for other in self._others]
         except RuntimeError as unreachable:  # the update itself shows whether a server is lost
