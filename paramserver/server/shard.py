@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -528,7 +527,7 @@ class ParameterShard:
             assert self.pipeline is not None
             cut, keys = self.pipeline.updates.cut, [key for _, key in request.pushes]
             in_buckets = [own if key is None else cut(own) for key, own in zip(keys, gradients, strict=True)]
-            with self._generators(request.version):
+            with self.updater.generators(self._seed, request.version, self.server_index):
                 self.pipeline.commit(in_buckets, request.used, request.groups)
             return None
         if self._is_partial or not request.completes:
@@ -548,11 +547,8 @@ class ParameterShard:
         return None
 
     def _step(self, version: int, groups: Sequence[Mapping[str, Any]] | None) -> None:
-        with self._generators(version):
+        with self.updater.generators(self._seed, version, self.server_index):
             self.updater.step(groups, version)
-
-    def _generators(self, version: int) -> AbstractContextManager[None]:
-        return self.updater.generators(self._seed, version, self.server_index)
 
     def _made(self, request: ApplyRequest) -> None:
         """The version that was requested is made. Called with the lock held."""
