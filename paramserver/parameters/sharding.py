@@ -128,12 +128,12 @@ def split_ranges(
     multiple of them and of ``block``, are larger.
     """
     ranges: list[tuple[int, int, int]] = []
-    slices, slots, dtypes = [], [], []
+    slices, slots = [], []
     for number, (group, first, end) in enumerate(shard.ranges):
-        dtype = layout.dtypes[group]
+        item_bytes = layout.dtypes[group].itemsize
         held = [(p, s) for p, s in zip(shard.slices, shard.layout.slots, strict=True) if s.group == number]
-        most = int(range_bytes // dtype.itemsize)
-        most_first = most if first_bytes is None or ranges else int(first_bytes // dtype.itemsize)
+        most = int(range_bytes // item_bytes)
+        most_first = most if first_bytes is None or ranges else int(first_bytes // item_bytes)
         for begin, stop in pairwise(_cuts(held, end - first, most, most_first, math.lcm(_CUT_ELEMENTS, block))):
             for piece, slot in held:
                 start, last = max(slot.offset, begin), min(slot.offset + piece.length, stop)
@@ -145,9 +145,7 @@ def split_ranges(
                     slices.append(cut)
                     slots.append(_slot_of_slice(slot, cut, piece, len(ranges), start - begin))
             ranges.append((group, first + begin, first + stop))
-            dtypes.append(dtype)
-    sizes = tuple(end - first for _, first, end in ranges)
-    return Shard(tuple(ranges), tuple(slices), FlatLayout(tuple(dtypes), sizes, tuple(slots)))
+    return _shard_of(layout, ranges, slices, slots)
 
 
 def _cuts(held: Sequence[tuple[ShardSlice, TensorSlot]], size: int, most: int, most_first: int, unit: int) -> list[int]:
