@@ -176,10 +176,7 @@ class Buffer(ABC):
         """
         deadline = _deadline(timeout)
         with self._lock:
-            try:
-                self._put(sample, key, deadline)
-            finally:
-                self._store.flush()
+            self._put(sample, key, deadline)
             if last:
                 self.finished = True
                 self._wake_all()
@@ -591,8 +588,6 @@ class Buffer(ABC):
                 done += 1
         except (BufferTimeout, BufferClosed) as error:
             return done, error
-        finally:
-            self._store.flush()
         self._mark = mark
         if last:
             self.finished = True
@@ -602,28 +597,20 @@ class Buffer(ABC):
     def _put_together(self, samples: Sequence[Any], keys: Sequence[Any], start: int) -> int | None:
         """Put as many samples from ``start`` on as there is room for without an eviction; return how many.
 
-        None: they must be put one by one, because of ``max_bytes`` or of what they are.
+        None: they must be put one by one, because of what they are.
         """
-        store = self._store
-        if store.max_bytes is not None:
-            return None
         if self.closed or self.finished:
             raise self._not_open_error()
-        end = min(start + self.capacity - store.count, len(samples))
+        end = min(start + self._store.room(), len(samples))
         if end <= start:
             return 0
         try:
-            columns = store.prepare_many(samples[start:end], max(self.watermark, self._batch_size))
+            prepared = self._store.prepare(samples[start:end], max(self.watermark, self._batch_size))
         except ValueError:
             return None  # one of them is refused: those before it are put first
-        if columns is None:
+        if prepared is None:
             return None
-        slots = store.insert_many(columns, keys[start:end], self._counters.puts)
-        self._index.extend(slots)
-        self._note_steps(slots, samples[start:end])
-        self._counters.puts += end - start
-        if self._awaited and self._is_ready(self._awaited):
-            self._can_get.notify()
+        self._insert(*prepared, samples[start:end], keys[start:end])
         return end - start
 
     def _put(self, sample: Any, key: Any, deadline: float | None, served: int = 0) -> None:
@@ -632,15 +619,21 @@ class Buffer(ABC):
             if self.closed or self.finished:
                 raise self._not_open_error()
             # Again after each wait: another producer's sample may have changed how samples are stored.
-            values, size = store.prepare(sample, max(self.watermark, self._batch_size))
+            prepared = store.prepare([sample], max(self.watermark, self._batch_size))
+            assert prepared is not None
+            values, size = prepared
             if self._make_room(size):
                 break
             self._wait_for_room(size, deadline)
-        slot = store.insert(values, size, key, self._counters.puts, served)
-        self._index.append(slot)
-        self._note_steps(np.array([slot]), [sample])
-        self._counters.puts += 1
-        self._counters.gets += served
+        self._insert(values, size, [sample], [key], served)
+
+    def _insert(self, values: Any, size: int, samples: Sequence[Any], keys: Sequence[Any], served: int = 0) -> None:
+        """Insert samples that were prepared, for which there is room, each served so many times elsewhere."""
+        slots = self._store.insert(values, size, keys, self._counters.puts, served)
+        self._index.extend(slots)
+        self._note_steps(slots, samples)
+        self._counters.puts += len(keys)
+        self._counters.gets += served * len(keys)
         # Notified only once its n is complete: waking the consumer for each sample would switch threads at every put.
         if self._awaited and self._is_ready(self._awaited):
             self._can_get.notify()

@@ -27,12 +27,8 @@ class SlotIndex(ABC):
         return self._count
 
     @abstractmethod
-    def append(self, slot: int) -> None:
-        """Add the slot of a new sample."""
-
-    @abstractmethod
     def extend(self, slots: Slots) -> None:
-        """Add slots of new samples, as ``append`` does one after the other."""
+        """Add the slots of new samples, in their order."""
 
     def keep(self, stays: npt.NDArray[np.bool_]) -> None:
         """Remove the slots that are not marked, in the order of ``slots``; the others stay in their order.
@@ -53,10 +49,6 @@ class SlotQueue(SlotIndex):
     """Slots in the order in which they were added: a ring buffer."""
 
     _head = 0
-
-    def append(self, slot: int) -> None:
-        self._slots[(self._head + self._count) % len(self._slots)] = slot
-        self._count += 1
 
     def extend(self, slots: Slots) -> None:
         self._slots[self._places(self._count, len(slots))] = slots
@@ -87,10 +79,6 @@ class SlotQueue(SlotIndex):
 class SlotBag(SlotIndex):
     """Slots in arbitrary order. A hole is filled from the tail: positions stay dense, so any one can be drawn."""
 
-    def append(self, slot: int) -> None:
-        self._slots[self._count] = slot
-        self._count += 1
-
     def extend(self, slots: Slots) -> None:
         self._slots[self._count : self._count + len(slots)] = slots
         self._count += len(slots)
@@ -109,13 +97,6 @@ class SlotBag(SlotIndex):
 
 class SeenUnseenBag(SlotBag):
     """A bag in two parts: positions [0, unseen) were never served, positions [unseen, len) were."""
-
-    def append(self, slot: int) -> None:
-        # The first seen slot moves to the end, so that the unseen part grows by one and stays contiguous.
-        self._slots[self._count] = self._slots[self.unseen]
-        self._slots[self.unseen] = slot
-        self._count += 1
-        self.unseen += 1
 
     def extend(self, slots: Slots) -> None:
         seen, new = self._slots[self.unseen : self._count], len(slots)

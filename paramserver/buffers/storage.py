@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -34,8 +34,8 @@ from paramserver.buffers.sample_tree import (
 from paramserver.buffers.slots import Slots
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 
-# Rows that are collected and then written together.
-_ROWS_PER_WRITE = 64
+# Samples that ``held_in_groups`` yields at once.
+_GROUP = 64
 
 AllocateBytes: TypeAlias = Callable[[int], npt.NDArray[np.uint8]]
 """Returns memory of so many bytes."""
@@ -96,7 +96,7 @@ class _Keys:
         self._used = 0
 
     def set(self, slots: Slots, keys: Sequence[Any]) -> None:
-        self._used = max(self._used, int(slots.max(initial=-1)) + 1)
+        self._used = max(self._used, int(slots[-1]) + 1)  # slots that are used for the first time come last
         if self._array.dtype != np.object_:
             if set(map(type, keys)) == {int} and min(keys) in INT64 and max(keys) in INT64:
                 self._array[slots] = keys
@@ -149,27 +149,37 @@ class SampleStore:
         # {times served: samples that were removed}
         self._removed: dict[int, int] = {}
 
-    def prepare(self, sample: Any, at_least: int) -> tuple[Any, int]:
-        """Convert a sample to what ``insert`` takes: its values and its bytes. The first one decides the storage.
+    def room(self) -> int:
+        """Return how many samples can be put together now; with ``max_bytes`` only those of one layout."""
+        free = self.capacity - self.count
+        if self.max_bytes is None:
+            return free
+        if not isinstance(self.storage, ColumnStorage):
+            return 0
+        return min(free, (self.max_bytes - self.bytes) // max(self.storage.row_bytes, 1))
+
+    def prepare(self, samples: Sequence[Any], at_least: int) -> tuple[Any, int] | None:
+        """Convert samples to what ``insert`` takes: their values, and the bytes of each. The first decides the storage.
+
+        None: they must be prepared one by one, as they are not all of its layout.
 
         Raises:
             ValueError: a tensor requires gradients, or ``max_bytes`` cannot hold ``at_least`` samples like the first.
         """
         if self.storage is None:
-            layout = sample_spec_of(sample)
+            layout = sample_spec_of(samples[0])
             rows = 0 if layout is None else _num_rows(layout, self.capacity, self.max_bytes)
             storage: Storage = ObjectStorage() if layout is None else ColumnStorage(layout, rows)
-            prepared = storage.prepare(sample)
-            assert prepared is not None, "a storage accepts the sample that it was made for"
-            self._check_max_bytes(prepared[1], at_least)
+            first = storage.prepare(samples[:1])
+            assert first is not None, "a storage accepts the sample that it was made for"
+            self._check_max_bytes(first[1], at_least)
             self.storage = storage
-            return prepared
-        prepared = self.storage.prepare(sample)
-        if prepared is None:
+        prepared = self.storage.prepare(samples)
+        if prepared is None and len(samples) == 1:
             # Prepared before any sample is moved, because this may refuse the sample.
-            prepared = ObjectStorage().prepare(sample)
+            prepared = ObjectStorage().prepare(samples)
             self._move_to_objects(self.storage)
-        if self.max_bytes is not None:
+        if prepared is not None:
             self._check_max_bytes(prepared[1], 1)
         return prepared
 
@@ -185,64 +195,31 @@ class SampleStore:
         objects = ObjectStorage()
         slots = np.flatnonzero(self._held)
         for slot, sample in zip(slots.tolist(), columns.gather(slots)[1](), strict=True):
-            objects.write(slot, *objects.prepare(sample))
+            objects.add(slot, sample)
         self.storage = objects
         self._count_bytes()
 
-    def insert(self, values: Any, size: int, key: Any, position: int, served: int = 0) -> int:
-        """Store what ``prepare`` returned, with nothing in between, and return the slot."""
+    def insert(self, values: Any, size: int, keys: Sequence[Any], position: int, served: int = 0) -> Slots:
+        """Copy what ``prepare`` returned, with nothing in between, and return the slots in order."""
         assert self.storage is not None
-        if self._free:
-            slot = self._free.pop()
-        else:
-            slot = self._untouched
-            self._untouched += 1
-        self._keys.set(np.array([slot]), [key])
-        self._held[slot] = True
-        self.served[slot] = served
-        self.positions[slot] = position
-        self.count += 1
-        if not served:
-            self.unseen += 1
-        elif self.max_bytes is not None:
-            self.seen_bytes += size
-        self.bytes += size
-        self.storage.write(slot, values, size)
-        return slot
-
-    def prepare_many(self, samples: Sequence[Any], at_least: int) -> list[Any] | None:
-        """Convert samples to what ``insert_many`` takes; None if they must be prepared one by one.
-
-        Raises:
-            ValueError: as of ``prepare``.
-        """
-        if self.storage is None:
-            self.prepare(samples[0], at_least)
-        return self.storage.prepare_many(samples) if isinstance(self.storage, ColumnStorage) else None
-
-    def insert_many(self, columns: list[Any], keys: Sequence[Any], position: int) -> Slots:
-        """Copy what ``prepare_many`` returned, with nothing in between, and return the slots in order."""
-        assert isinstance(self.storage, ColumnStorage)
         count = len(keys)
         again = self._free[-count:]
         del self._free[-count:]
         end = self._untouched + count - len(again)
-        slots = np.concatenate([np.array(again, np.int64), np.arange(self._untouched, end)])
+        slots = np.array([*again, *range(self._untouched, end)], np.int64)
         self._untouched = end
         self._keys.set(slots, keys)
         self._held[slots] = True
-        self.served[slots] = 0
+        self.served[slots] = served
         self.positions[slots] = np.arange(position, position + count)
         self.count += count
-        self.unseen += count
-        self.bytes += self.storage.row_bytes * count
-        self.storage.write_many(slots, columns)
+        if not served:
+            self.unseen += count
+        elif self.max_bytes is not None:
+            self.seen_bytes += size * count
+        self.bytes += size * count
+        self.storage.write(slots, values, size)
         return slots
-
-    def flush(self) -> None:
-        """Copy what was inserted, so that the caller may change its samples."""
-        if self.storage is not None:
-            self.storage.flush()
 
     def serve(self, slots: Slots) -> tuple[int, Slots]:
         """Count one more serving of these distinct slots; return how many are new, and the servings of each by now."""
@@ -281,9 +258,9 @@ class SampleStore:
 
     def held_in_groups(self, slots: Slots) -> Iterator[tuple[Slots, list[Any]]]:
         """Yield these slots and their samples, some at a time."""
-        for start in range(0, len(slots), _ROWS_PER_WRITE):
+        for start in range(0, len(slots), _GROUP):
             assert self.storage is not None
-            group = slots[start : start + _ROWS_PER_WRITE]
+            group = slots[start : start + _GROUP]
             yield group, self.storage.gather(group)[1]()
 
     def count_removed(self, samples: int, times: int) -> None:
@@ -330,9 +307,10 @@ class SampleStore:
         keys = state["keys"]
         if samples is not None:
             for sample, key in zip(samples, keys, strict=True):
-                values, size = self.prepare(sample, 1)
-                self._check_loaded(self.bytes + size, len(keys))
-                self.insert(values, size, key, 0)
+                prepared = self.prepare([sample], 1)
+                assert prepared is not None
+                self._check_loaded(self.bytes + prepared[1], len(keys))
+                self.insert(*prepared, [key], 0)
         elif keys:
             self.storage = _storage_from_state(state["samples"], self.capacity, self.max_bytes)
             self.count = self._untouched = len(keys)
@@ -341,7 +319,6 @@ class SampleStore:
         self.served[: len(keys)] = state["served"].numpy()
         self.positions[: len(keys)] = state["positions"].numpy()
         self.unseen = int(np.count_nonzero(self.served[: len(keys)] == 0))
-        self.flush()
         self._removed = dict(state["removed"])
         self._count_bytes()
         self._check_loaded(self.bytes, len(keys))
@@ -364,17 +341,14 @@ Gathered: TypeAlias = tuple[Any | None, Callable[[], list[Any]]]
 
 
 class Storage(ABC):
-    """The values of samples by slot. A sample is first prepared, then written once there is room for it."""
+    """The values of samples by slot. Samples are first prepared, then written once there is room for them."""
 
     @abstractmethod
-    def prepare(self, sample: Any) -> tuple[Any, int] | None:
-        """Return what ``write`` takes, and its bytes; None if the sample cannot be kept here."""
+    def prepare(self, samples: Sequence[Any]) -> tuple[Any, int] | None:
+        """Return what ``write`` takes, and the bytes of each sample; None if they cannot be kept here together."""
 
     @abstractmethod
-    def write(self, slot: int, values: Any, size: int) -> None: ...
-
-    def flush(self) -> None:
-        """Finish all writes; the samples given to ``prepare`` may change afterwards."""
+    def write(self, slots: Slots, values: Any, size: int) -> None: ...
 
     @abstractmethod
     def gather(self, slots: Slots) -> Gathered:
@@ -407,11 +381,11 @@ class Column:
         self.array: npt.NDArray[Any] = numpy_view(self.rows)
         self._is_tensor = isinstance(leaf, TensorLeaf)
 
-    def write(self, slots: list[int] | Slots, values: list[Any] | npt.NDArray[Any]) -> None:
+    def write(self, slots: Slots, values: list[Any] | npt.NDArray[Any]) -> None:
         if isinstance(values, np.ndarray):
             self.array[slots] = values
         elif self._is_tensor and len(slots) == 1:
-            self.rows[slots[0]].copy_(values[0])
+            self.rows[int(slots[0])].copy_(values[0])
         elif self._is_tensor:
             # One stack and one write: a call per sample would cost more than the copy.
             self.array[slots] = numpy_view(torch.stack(values).resolve_conj().resolve_neg())
@@ -419,7 +393,7 @@ class Column:
             self.array[slots] = values
         else:
             # Stacking arrays would copy them twice, and numpy visits them one by one there too.
-            for slot, value in zip(np.asarray(slots).tolist(), values, strict=True):
+            for slot, value in zip(slots.tolist(), values, strict=True):
                 self.array[slot] = value
 
     def gather_into(self, slots: Slots, allocate: AllocateBytes) -> Tensor:
@@ -439,9 +413,6 @@ class ColumnStorage(Storage):
         self.layout = layout
         leaves = layout.leaves()
         self.row_bytes = sum(leaf.row_bytes for leaf in leaves)
-        # Written samples that ``flush`` has not copied to the columns yet.
-        self._pending_slots: list[int] = []
-        self._pending_values: list[list[Any]] = []
         try:
             self._columns = [Column(leaf, rows) for leaf in leaves]
         except MemoryError as error:
@@ -450,36 +421,17 @@ class ColumnStorage(Storage):
                 "lower capacity or set max_bytes"
             ) from error
 
-    def prepare(self, sample: Any) -> tuple[list[Any], int] | None:
-        columns = self.prepare_many([sample])
-        return None if columns is None else ([values[0] for values in columns], self.row_bytes)
-
-    def prepare_many(self, samples: Sequence[Any]) -> list[Any] | None:
-        """Return the values of each column; None if a sample has another layout."""
+    def prepare(self, samples: Sequence[Any]) -> tuple[list[Any], int] | None:
         if isinstance(samples, StackedSamples):
-            return samples.columns if samples.layout == self.layout else None
+            return (samples.columns, self.row_bytes) if samples.layout == self.layout else None
         columns: list[list[Any]] = []
-        return columns if self.layout.flatten(samples, columns) else None
+        return (columns, self.row_bytes) if self.layout.flatten(samples, columns) else None
 
-    def write_many(self, slots: Slots | list[int], columns: Iterable[Any]) -> None:
-        for column, values in zip(self._columns, columns, strict=True):
-            column.write(slots, values)
-
-    def write(self, slot: int, values: list[Any], size: int) -> None:
-        self._pending_slots.append(slot)
-        self._pending_values.append(values)
-        if len(self._pending_slots) == _ROWS_PER_WRITE:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._pending_slots:
-            self.write_many(self._pending_slots, map(list, zip(*self._pending_values, strict=True)))
-            self._pending_slots, self._pending_values = [], []
+    def write(self, slots: Slots, values: list[Any], size: int) -> None:
+        for column, rows in zip(self._columns, values, strict=True):
+            column.write(slots, rows)
 
     def gather(self, slots: Slots) -> Gathered:
-        # A producer that waits for room in the middle of a put_many has released the lock before its flush.
-        if self._pending_slots:
-            self.flush()
         # ``view`` for a dtype that numpy lacks.
         columns = [torch.from_numpy(one.array.take(slots, axis=0)).view(one.rows.dtype) for one in self._columns]
         return self.layout.stack(iter(columns)), partial(_rebuild, self.layout, columns, len(slots))
@@ -508,12 +460,14 @@ class ObjectStorage(Storage):
         self._samples: dict[int, Any] = {}
         self._sizes: dict[int, int] = {}
 
-    def prepare(self, sample: Any) -> tuple[Any, int]:
-        return sample, size_of(sample)
+    def prepare(self, samples: Sequence[Any]) -> tuple[Any, int] | None:
+        return (samples, size_of(samples[0])) if len(samples) == 1 else None  # each may have another size
 
-    def write(self, slot: int, values: Any, size: int) -> None:
-        self._samples[slot] = values
-        self._sizes[slot] = size
+    def write(self, slots: Slots, values: Sequence[Any], size: int) -> None:
+        self._samples[int(slots[0])], self._sizes[int(slots[0])] = values[0], size
+
+    def add(self, slot: int, sample: Any) -> None:
+        self._samples[slot], self._sizes[slot] = sample, size_of(sample)
 
     def gather(self, slots: Slots) -> Gathered:
         return None, partial(list, [self._samples[slot] for slot in slots.tolist()])
@@ -567,7 +521,7 @@ def stack_samples(samples: Sequence[Any]) -> Sequence[Any]:
     columns = []
     for leaf, values in zip(layout.leaves(), flat, strict=True):
         column = Column(leaf, len(samples))
-        column.write(list(range(len(samples))), values)
+        column.write(np.arange(len(samples)), values)
         columns.append(column.array)
     return StackedSamples(layout, columns, len(samples))
 
@@ -599,7 +553,7 @@ def _storage_from_state(state: dict[str, Any], capacity: int, max_bytes: int | N
     if "objects" in state:
         objects = ObjectStorage()
         for slot, tree in enumerate(state["objects"]):
-            objects.write(slot, *objects.prepare(decode(tree)))
+            objects.add(slot, decode(tree))
         return objects
     layout = sample_spec_of(decode(state["template"]))
     assert layout is not None, "a template is a sample that was stacked before"
