@@ -492,9 +492,8 @@ class Buffer(ABC):
             self._wake_all()
 
     # To add a buffer: subclass Buffer, set ``kind`` (and ``options``) and ``_index_type``, implement ``_draw``, and
-    # override what differs of the rest. Then add the class to the registry in factory.py, and its kind and
-    # options to BUFFERS in config/schema.py. All of these methods are called with the lock held, so they must not
-    # block.
+    # override what differs of the rest. Then add the class to the registry in kinds.py, and its kind and options
+    # to BUFFERS in config/schema.py. All of these methods are called with the lock held, so they must not block.
 
     _index_type: ClassVar[type[SlotIndex]]
     """The structure that keeps the slots in the order of the draws, see slots.py."""
@@ -702,60 +701,6 @@ class Buffer(ABC):
     def _wake_all(self) -> None:
         self._can_put.notify_all()
         self._can_get.notify_all()
-
-
-class CountedBuffer(Buffer):
-    """Each sample is served exactly ``pseudo_epochs`` times and keeps its slot until the last of them.
-
-    While input continues a batch holds no sample twice. At the end of a drain it may: when fewer than ``n`` samples are
-    left but more servings. So the number of batches is ``ceil(samples * pseudo_epochs / n)``.
-    """
-
-    options = ("pseudo_epochs",)
-
-    def __init__(
-        self,
-        capacity: int,
-        *,
-        seed: int | Sequence[int] = 0,
-        watermark: int = 0,
-        pseudo_epochs: int = 1,
-        max_bytes: int | None = None,
-        batch_size: int | None = None,
-    ) -> None:
-        super().__init__(capacity, seed=seed, watermark=watermark, max_bytes=max_bytes, batch_size=batch_size)
-        check_at_least("pseudo_epochs", pseudo_epochs, 1, "use 1 to serve each sample once")
-        self.pseudo_epochs = self.times_due = pseudo_epochs
-
-    def expected_batches(self, samples: int, batch_size: int) -> int | None:
-        return -(-samples * self.pseudo_epochs // batch_size)
-
-    @abstractmethod
-    def _draw_distinct(self, n: int) -> tuple[Slots, Slots, int]:
-        """Serve n distinct samples once; returns as of ``_draw``."""
-
-    def _draw(self, n: int) -> tuple[Slots, Slots, int]:
-        held = self._store.count
-        slots, removed, new = self._draw_distinct(min(n, held))
-        # Only in a drain: fewer than n samples are left but more servings, so some are served a second time.
-        while len(slots) < n and held > len(removed):
-            more, more_removed, _ = self._draw_distinct(min(n - len(slots), held - len(removed)))
-            slots, removed = np.concatenate([slots, more]), np.concatenate([removed, more_removed])
-        return slots, removed, new
-
-    def _servings_held(self) -> int:
-        return self._store.count * self.pseudo_epochs - int(self._store.served[self._index.slots()].sum())
-
-    def _check_state(self, state: dict[str, Any], fetch: Callable[[Any], Any] | None) -> None:
-        super()._check_state(state, fetch)
-        if state["pseudo_epochs"] != self.pseudo_epochs:
-            raise CheckpointError(
-                f"buffer.pseudo_epochs ({self.pseudo_epochs}) must be {state['pseudo_epochs']}, as in the "
-                "checkpoint; set it to that"
-            )
-
-    def _extra_state(self) -> dict[str, Any]:
-        return {"pseudo_epochs": self.pseudo_epochs}
 
 
 def check_at_least(name: str, value: int, least: int, cure: str) -> None:

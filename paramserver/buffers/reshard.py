@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from paramserver.buffers.base import ServingCounts
-from paramserver.buffers.factory import buffer_class
+from paramserver.buffers.kinds import buffer_class
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.buffers.storage import join_states
 from paramserver.errors import CheckpointError

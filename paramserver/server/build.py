@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from paramserver.buffers.factory import buffer_class
+from paramserver.buffers.kinds import buffer_class
 from paramserver.checkpoint import stage_copy
 from paramserver.config import Config, num_servers_of, server_computes
 from paramserver.consistency import Consistency, DynamicSteps, Ledger, make_consistency

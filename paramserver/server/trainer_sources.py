@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from paramserver.buffers.factory import buffer_class
+from paramserver.buffers.kinds import buffer_class
 from paramserver.config import Config
 from paramserver.consistency import Consistency, Ledger
 from paramserver.runs.monitor import RunMonitor

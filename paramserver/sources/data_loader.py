@@ -16,7 +16,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paramserver.buffers.factory import buffer_class
+from paramserver.buffers.kinds import buffer_class
 from paramserver.config import Config
 from paramserver.config.checks import check_reading
 from paramserver.errors import TaskError, UnsupportedConfiguration

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from paramserver.buffers.factory import buffer_class
+from paramserver.buffers.kinds import buffer_class
 from paramserver.config import Config
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.sources.base import Partition, Source

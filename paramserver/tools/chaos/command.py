@@ -291,7 +291,7 @@ def _check_steps(outcome: ChaosRun, summary: Mapping[str, Any]) -> Check:
 
 def _samples_due(outcome: ChaosRun) -> int | None:
     """Return how many samples the run must have applied; None where its config does not determine that."""
-    from paramserver.buffers.factory import buffer_class  # imports torch, which a launch does without
+    from paramserver.buffers.kinds import buffer_class  # imports torch, which a launch does without
     from paramserver.consistency.factory import consistency_class
 
     config = outcome.config

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from paramserver.buffers import Buffer, Fifo, Firo, Reservoir, make_buffer
-from paramserver.buffers.factory import REGISTRY
+from paramserver.buffers.kinds import REGISTRY
 from paramserver.buffers.storage import stack_samples
 from paramserver.config.schema import BUFFERS
 from paramserver.errors import BufferClosed, BufferExhausted, BufferTimeout
