@@ -138,7 +138,7 @@ def _predict(restored: Restored, batches: Iterable[Any]) -> dict[str, Tensor]:
 def _batches(task: Task, samples: Any, size: int) -> Iterator[Any]:
     from torch.utils.data import DataLoader
 
-    from paramserver.sources.data_loader import is_map_style
+    from paramserver.sources.factory import is_map_style
 
     if isinstance(samples, DataLoader):
         yield from samples

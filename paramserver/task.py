@@ -18,13 +18,13 @@ from paramserver.errors import ParamserverError, TaskError, message_of
 from paramserver.importing import describe_user_error, load_object, name_user_error
 from paramserver.rng import CONSTRUCTOR, random_states, restore_random_states, seed_all
 from paramserver.sources.base import Partition
-from paramserver.sources.data_loader import is_map_style, resolve_reading
 from paramserver.sources.expected import total_steps
+from paramserver.sources.factory import is_map_style, resolve_reading
 
 if TYPE_CHECKING:
     from paramserver.config import Config
     from paramserver.metrics.records import Reduction
-    from paramserver.sources.data_loader import Reading
+    from paramserver.sources.factory import Reading
 
 # Methods without a default, with the signature that a message shows.
 REQUIRED = {

@@ -49,8 +49,8 @@ from paramserver.rng import random_states, restore_random_states, seed_all
 from paramserver.runs.checkpoint_manager import SAVE_REASONS, CheckpointManager
 from paramserver.runs.monitor import RunMonitor
 from paramserver.sources import Partition
-from paramserver.sources.data_loader import is_map_style
 from paramserver.sources.dataset import DatasetSource
+from paramserver.sources.factory import is_map_style
 from paramserver.task import Hooks, Task, restore_task, task_state
 from paramserver.trainers.control import Control, OptimizerCalls, sendable
 from paramserver.trainers.data import DataStream

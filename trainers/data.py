@@ -30,9 +30,8 @@ from paramserver.errors import (
 from paramserver.importing import describe_user_error, name_user_error
 from paramserver.online.spec import ReceiverSpec
 from paramserver.sources import Feeder, Partition, ResumePosition, Source, make_source
-from paramserver.sources.data_loader import Reading, resolve_reading
 from paramserver.sources.dataset import DatasetSource
-from paramserver.sources.factory import check_watermark
+from paramserver.sources.factory import Reading, check_watermark, resolve_reading
 from paramserver.sources.loader import WorkerOptions
 from paramserver.sources.stream import Stream
 from paramserver.task import Task, sampler_of, uses_default_batching

@@ -21,7 +21,7 @@ from paramserver.parameters.model import autocast
 from paramserver.parameters.numerics import explain_errors, to_number
 from paramserver.rng import validation_generators
 from paramserver.sources.base import Partition
-from paramserver.sources.data_loader import is_map_style, resolve_reading
+from paramserver.sources.factory import is_map_style, resolve_reading
 from paramserver.sources.sampler import SamplerOrder
 from paramserver.task import Hooks, Task
 from paramserver.trainers.data import collate_of

@@ -17,9 +17,8 @@ from paramserver.online.sampler import sampler_of_run
 from paramserver.online.spec import IngestSpec, check_keys
 from paramserver.runtime.rank import trainer_class
 from paramserver.sources import Partition, make_source
-from paramserver.sources.data_loader import resolve_reading
 from paramserver.sources.expected import expected_batches, expected_samples
-from paramserver.sources.factory import check_watermark
+from paramserver.sources.factory import check_watermark, resolve_reading
 from paramserver.task import Task, make_callbacks, make_task, sampler_of
 
 

@@ -13,9 +13,8 @@ from paramserver.config import Config, TrainingConfig, mode_of, num_trainers_of
 from paramserver.consistency.factory import consistency_class
 from paramserver.online.spec import IngestSpec
 from paramserver.sources.base import Partition, Source
-from paramserver.sources.data_loader import Reading
 from paramserver.sources.dataset import DatasetSource
-from paramserver.sources.factory import make_source
+from paramserver.sources.factory import Reading, make_source
 
 
 def expected_samples(source: Source, partition: Partition, config: Config) -> int | None:

@@ -21,7 +21,7 @@ from paramserver.config.checks import RELATIONS
 from paramserver.config.schema import BufferConfig
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.sources import DatasetSource, make_source
-from paramserver.sources.data_loader import resolve_reading
+from paramserver.sources.factory import resolve_reading
 from paramserver.sources.sampler import SamplerOrder
 from paramserver.trainers.data import DataStream
 
