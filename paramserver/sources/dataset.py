@@ -255,7 +255,7 @@ class _Requests:
         return replace(self, order=replace(self.order, options=options))
 
     def items(self, dataset: Any, sampler: SamplerOrder | None, seed: int) -> tuple[IndexedReads, _Requests]:
-        """Return what the workers of a ``Loader`` read, and in which order."""
+        """Return what ``Workers`` read, and in which order."""
         return IndexedReads(dataset, seed, sampler is not None), self.with_sampler(sampler)
 
 

@@ -264,7 +264,7 @@ class _Groups:
     trainer_index: int
 
     def items(self, dataset: Any, sampler: None, seed: int) -> tuple[_GroupReads, None]:
-        """Return what the workers of a ``Loader`` read."""
+        """Return what ``Workers`` read."""
         return _GroupReads(dataset, seed, self), sampler
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any, TypeAlias
 
 import torch
@@ -56,87 +57,10 @@ class WorkerOptions:
     trainer_index: int = 0
 
 
-def pickle_data(dataset: Any, options: WorkerOptions, sampler: Any = None) -> bytes:
-    """Return what a loader is sent first.
-
-    Raises:
-        TaskError: the data set, its sampler or ``worker_init_fn`` cannot be pickled.
-    """
-    try:
-        return pickle.dumps((dataset, options.init_fn, sampler), pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # pickle calls methods of the user's classes
-        kind = type(dataset)
-        raise TaskError(
-            f"the training data set ({kind.__module__}.{kind.__qualname__}) and worker_init_fn must be picklable "
-            f"to be sent to worker processes ({kind_and_message(error)}); define what they consist of at the top of a "
-            f"module and open files in __getitem__ or __iter__, or use training.loader_workers: 0, not {options.count}"
-        ) from error
-
-
-class Loader:
-    """The loader process of one trainer, as the rank sees it. It ends when the thread that started it does.
-
-    ``data`` is that of ``pickle_data``. ``requests`` is pickled: its ``items`` returns what the workers read, each item
-    a pickled result of ``receive``, and the order of a map-style one.
-    """
-
-    def __init__(self, data: bytes, options: WorkerOptions, seed: int, requests: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._options = options
-        self._connection, theirs = context.Pipe()
-        # Errors have a pipe of their own: a signal may interrupt the loader while it sends samples.
-        self._errors, their_errors = context.Pipe(duplex=False)
-        with theirs, their_errors:
-            self._process = context.Process(target=_run, args=(theirs, their_errors), name=LOADER_NAME)
-            self._process.start()
-        try:
-            self._connection.send_bytes(data)
-            self._connection.send((options.count, options.trainer_index, seed, requests))
-        except OSError:
-            pass  # it ended; ``receive`` raises the reason
-
-    def receive(self) -> Any:
-        """Return the next result, whose last entry is the error of a read that failed after its samples, or None.
-
-        None: there are no more results.
-
-        Raises:
-            SourceError: the loader or a worker ended, or could not start.
-        """
-        try:
-            return pickle.loads(self._connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            raise SourceError(f"trainer {self._options.trainer_index}: {self._reason()}") from error
-
-    def _reason(self) -> str:
-        """Return why the loader ended."""
-        try:
-            if self._errors.poll(0):
-                return str(self._errors.recv())
-        except (EOFError, OSError):
-            pass
-        self._process.join()
-        code = self._process.exitcode or 0
-        how = f"was {describe_exit(code)}" if code < 0 else describe_exit(code)
-        return (
-            f"the process that reads its data set (pid {self._process.pid}) {how}; if the machine ran out of memory, "
-            f"use fewer training.loader_workers ({self._options.count})"
-        )
-
-    def kill(self) -> None:
-        """End the loader and its workers; any thread may call this."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """End the loader and its workers, and wait until it has ended. Called by the thread that receives."""
-        self._process.kill()
-        self._process.join()
-        self._connection.close()
-        self._errors.close()
-
-
 class Workers:
     """The worker processes of one source, which read ``dataset``: at each call of ``results``, in new processes.
+
+    They end when the thread that calls ``results`` does, or with that generator.
 
     Raises:
         TaskError: the data set, its sampler or ``worker_init_fn`` cannot be pickled.
@@ -145,22 +69,69 @@ class Workers:
     def __init__(self, dataset: Any, options: WorkerOptions, seed: int, sampler: Any = None) -> None:
         self.options = options
         self._seed = seed
-        self._parts = dataset, options, sampler
+        self._dataset, self._sampler = dataset, sampler
         # Here, not when the feeder thread reads it: the user learns of an error before any process waits.
-        self._pickled: bytes | None = pickle_data(*self._parts)
-        self._loader: Loader | None = None
+        self._pickled: bytes | None = self._pickle()
+        self._loader: SpawnProcess | None = None
+
+    def _pickle(self) -> bytes:
+        try:
+            return pickle.dumps((self._dataset, self.options.init_fn, self._sampler), pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # pickle calls methods of the user's classes
+            kind = type(self._dataset)
+            raise TaskError(
+                f"the training data set ({kind.__module__}.{kind.__qualname__}) and worker_init_fn must be picklable "
+                f"to be sent to worker processes ({kind_and_message(error)}); define what they consist of at the top "
+                "of a module and open files in __getitem__ or __iter__, or use training.loader_workers: 0, not "
+                f"{self.options.count}"
+            ) from error
 
     def results(self, requests: Any) -> Generator[Any, None, None]:
-        """Yield what ``Loader.receive`` returns; the processes end with the generator."""
-        pickled, self._pickled = self._pickled or pickle_data(*self._parts), None
-        self._loader = Loader(pickled, self.options, self._seed, requests)
-        del pickled
+        """Yield what the workers read; the last entry of each result is the error of a read that failed, or None.
+
+        ``requests`` is pickled: its ``items`` returns what the workers read, each item a pickled result, and the order
+        of a map-style one.
+
+        Raises:
+            SourceError: the loader or a worker ended, or could not start.
+        """
+        pickled, self._pickled = self._pickled or self._pickle(), None
+        context = multiprocessing.get_context("spawn")
+        connection, theirs = context.Pipe()
+        # Errors have a pipe of their own: a signal may interrupt the loader while it sends samples.
+        errors, their_errors = context.Pipe(duplex=False)
+        with connection, errors:
+            with theirs, their_errors:
+                loader = context.Process(target=_run, args=(theirs, their_errors), name=LOADER_NAME)
+                loader.start()
+            self._loader = loader
+            try:
+                connection.send_bytes(pickled)
+                connection.send((self.options.count, self.options.trainer_index, self._seed, requests))
+                del pickled
+                while (result := pickle.loads(connection.recv_bytes())) is not None:
+                    yield result
+            except (EOFError, OSError) as error:
+                reason = self._why_ended(loader, errors)
+                raise SourceError(f"trainer {self.options.trainer_index}: {reason}") from error
+            finally:
+                loader.kill()
+                loader.join()
+                self._loader = None
+
+    def _why_ended(self, loader: SpawnProcess, errors: Connection) -> str:
         try:
-            while (result := self._loader.receive()) is not None:
-                yield result
-        finally:
-            self._loader.close()
-            self._loader = None
+            if errors.poll(0):
+                return str(errors.recv())
+        except (EOFError, OSError):
+            pass
+        loader.join()
+        code = loader.exitcode or 0
+        how = f"was {describe_exit(code)}" if code < 0 else describe_exit(code)
+        return (
+            f"the process that reads its data set (pid {loader.pid}) {how}; if the machine ran out of memory, "
+            f"use fewer training.loader_workers ({self.options.count})"
+        )
 
     def kill(self) -> None:
         """End the processes, if there are any; any thread may call this."""
@@ -262,7 +233,7 @@ def explain_read(error: BaseException, failed_at: str) -> str:
 
 
 def pickle_result(result: tuple[Any, ...], without_samples: tuple[Any, ...]) -> bytes:
-    """Return a result that ``receive`` returns, with samples in second place; if they cannot be sent, the reason."""
+    """Return a result of ``Workers.results``, with samples in second place; if they cannot be sent, the reason."""
     try:
         return pickle.dumps((result[0], stack_samples(result[1]), *result[2:]), pickle.HIGHEST_PROTOCOL)
     except Exception as reason:  # noqa: BLE001 - pickle calls methods of the user's classes
