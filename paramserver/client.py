@@ -96,14 +96,14 @@ class Client:
             raise ClientError(f"member ({self.member}) must be below members ({self.members}); count from 0")
         if timeout_s is not None and not 0 < timeout_s < math.inf:
             raise ClientError(f"timeout_s ({timeout_s}) must be above 0 and finite; give seconds")
-        # Three states: created (no sender), open (a sender), ended (_ended: "closed", or the error that ended it).
+        # Three states: created (no sender), open (a sender), ended (_ended: "closed", or the error that ended it). One
+        # that has ended keeps its sender, closed, for its counters.
         self._sender: SampleSender | None = None
         self._ended: str | ClientError | None = None
         self._sent_steps = SentSteps()
         self._parameters: npt.NDArray[np.float64] | None = None
         self._simulation: int | None = None
         self._directory: TrainerDirectory | None = None
-        self._counters = (0, 0, 0.0)
 
     def open(self, simulation_id: int | None = None, parameters: Sequence[float] | None = None) -> Client:
         """Register the simulation at the run, before the first ``send``; waits until all trainers have joined.
@@ -119,9 +119,9 @@ class Client:
             ClientError: it is open or closed already, an argument is invalid, or the run refuses or is not there.
             RunOver: the run needs no more samples.
         """
+        self._refuse_if_ended()
         if self._sender is not None:
             raise ClientError(f"this client is open already, for simulation {self._simulation}; make another one")
-        self._refuse_if_ended()
         simulation = self._environment.simulation if simulation_id is None else simulation_id
         if simulation is None:
             raise ClientError(
@@ -193,11 +193,10 @@ class Client:
             ClientError: a trainer is gone, or the run.
             RunOver: the run needs no more samples, and not all that were sent are acknowledged.
         """
-        if self._sender is not None:
+        if self._sender is not None and self._ended is None:
             with self._ended_by_errors():
                 self._sender.finish()
-            self._close_sender()
-        self._ended = self._ended or "closed"
+        self._end("closed")
 
     def __enter__(self) -> Client:
         return self
@@ -206,8 +205,7 @@ class Client:
         if kind is None:
             self.close()
         else:
-            self._close_sender()
-            self._ended = self._ended or "closed"
+            self._end("closed")
 
     # Properties.
 
@@ -253,22 +251,17 @@ class Client:
     @property
     def sent(self) -> int:
         """Samples that were sent."""
-        return self._read_counters()[0]
+        return 0 if self._sender is None else self._sender.sent
 
     @property
     def refused(self) -> int:
         """Messages that the run refused. The log ``paramserver.client`` has each reason once."""
-        return self._read_counters()[1]
+        return 0 if self._sender is None else self._sender.refused
 
     @property
     def waited_s(self) -> float:
         """Seconds that ``send`` has waited for room."""
-        return self._read_counters()[2]
-
-    def _read_counters(self) -> tuple[int, int, float]:
-        if self._sender is not None:
-            self._counters = (self._sender.sent, self._sender.refused, self._sender.waited_s)
-        return self._counters
+        return 0.0 if self._sender is None else self._sender.waited_s
 
     # States.
 
@@ -284,15 +277,13 @@ class Client:
         try:
             yield
         except ClientError as error:
-            self._ended = error
-            self._close_sender()
+            self._end(error)
             raise
 
-    def _close_sender(self) -> None:
-        self._read_counters()  # they stay readable afterwards
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.close()
+    def _end(self, why: str | ClientError) -> None:
+        self._ended = self._ended or why
+        if self._sender is not None:
+            self._sender.close()
 
 
 def _first(*values: int | None) -> Any:
