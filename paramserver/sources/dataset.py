@@ -384,21 +384,17 @@ class DatasetSource(Source):
             low -= skip
             here = [(n, wanted.pop(low + n)) for n in range(len(indices)) if low + n in wanted]
             low += len(indices)
-            if self._reader.reads_groups and here and all(indices[n] == keys[place] for n, place in here):
-                read, error = self._reader.read(epoch, indices)
-                read = [read[n] for n, _ in here] if error is None else []
-            else:
-                # By key: with other options than those of the run that stored it, another index is at its position.
-                read, error = [], None
-                for _, place in here:
-                    one, error = self._reader.read(epoch, [keys[place]])
-                    read += one
-                    if error is not None:
-                        break
-            if error is not None:
-                raise error
-            for (_, place), sample in zip(here, read, strict=True):
-                samples[place] = sample
+            # By key where another index is at its position: the run that stored it had other options.
+            as_read = self._reader.reads_groups and all(indices[n] == keys[place] for n, place in here)
+            requests = [[keys[place]] for _, place in here]
+            read: list[Any] = []
+            for request in [indices] if as_read and here else requests:
+                found, error = self._reader.read(epoch, request)
+                if error is not None:
+                    raise error
+                read += found
+            for i, (n, place) in enumerate(here):
+                samples[place] = read[n if as_read else i]
         return samples
 
     @property

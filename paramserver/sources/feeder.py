@@ -25,16 +25,11 @@ class _Group:
     mark: Any
     last: bool
 
-    def first(self) -> _Group:
-        """Return the first sample."""
-        served = None if self.served is None else self.served[:1]
-        is_last = self.last and len(self.samples) == 1
-        return replace(self, samples=self.samples[:1], keys=self.keys[:1], served=served, last=is_last)
-
-    def after(self, count: int) -> _Group:
-        """Return what is left after the first ``count`` samples."""
-        served = None if self.served is None else self.served[count:]
-        return replace(self, samples=self.samples[count:], keys=self.keys[count:], served=served)
+    def part(self, start: int, stop: int | None = None) -> _Group:
+        """Return the samples from ``start`` on, and before ``stop``."""
+        served = None if self.served is None else self.served[start:stop]
+        is_last = self.last and (stop is None or stop >= len(self.samples))
+        return replace(self, samples=self.samples[start:stop], keys=self.keys[start:stop], served=served, last=is_last)
 
 
 class Feeder:
@@ -120,7 +115,7 @@ class Feeder:
                     return True
                 done = buffer.offer(group.samples, group.keys, last=group.last, mark=group.mark, served=group.served)
                 if done < len(group.samples):
-                    self._pending = group.after(done)
+                    self._pending = group.part(done)
                     return True
                 self._pending = None
                 if time.monotonic() >= deadline:
@@ -149,9 +144,9 @@ class Feeder:
         while group.samples:
             done = self.buffer.offer(group.samples, group.keys, last=group.last, served=group.served)
             if not done:
-                done = self._put(group.first())
+                done = self._put(group.part(0, 1))
             self.source.mark_stored(done)
-            group = group.after(done)
+            group = group.part(done)
 
     def _read_groups(self) -> Generator[_Group, None, None]:
         """Read the source; its errors become a SourceError that names the sample."""
