@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -119,28 +120,22 @@ def reshard_buffers(
     Raises:
         CheckpointError: more samples must be kept than fit, and they cannot be fetched again.
     """
+    divided: list[dict[str, Any]] = [{"unserved": [], "partly": [], "kept": []} for _ in states]
     kept: list[_Place] = []
-    unserved: list[list[Any]] = [[] for _ in states]
-    longest = max(len(state["keys"]) for state in states)
-    for i in range(longest):
-        for which, state in enumerate(states):
-            if i >= len(state["keys"]):
-                continue
-            if state["samples"] is None and not int(state["served"][i]):
-                unserved[which].append(state["keys"][i])
-            else:
-                kept.append((which, i))
-    partly: list[list[tuple[Any, int]]] = [[] for _ in states]
+    places = ([(which, i) for i in range(len(state["keys"]))] for which, state in enumerate(states))
+    for which, i in (place for turn in zip_longest(*places) for place in turn if place is not None):
+        state = states[which]
+        if state["samples"] is None and not int(state["served"][i]):
+            divided[which]["unserved"].append(state["keys"][i])
+        else:
+            kept.append((which, i))
     room = count * capacity
     if buffer_class(states[0]["kind"]).repeats or any(states[which]["samples"] is not None for which, _ in kept):
         kept = _evict_excess(states, kept, room, entropy)
     else:
         for which, i in kept[room:]:
-            partly[which].append((states[which]["keys"][i], int(states[which]["served"][i])))
+            divided[which]["partly"].append((states[which]["keys"][i], int(states[which]["served"][i])))
         kept = kept[:room]
-    divided: list[dict[str, Any]] = [
-        {"unserved": unserved[which], "partly": partly[which], "kept": []} for which in range(len(states))
-    ]
     for which, i in kept:
         divided[which]["kept"].append(states[which]["keys"][i])
     return [_new_state(states, kept[i::count], i, count, entropy) for i in range(count)], divided
