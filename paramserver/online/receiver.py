@@ -48,7 +48,7 @@ from paramserver.online.validator import (
     StepsReported,
     describe_sender,
 )
-from paramserver.online.versions import SampleVersions
+from paramserver.online.weights import SampleVersions
 from paramserver.platform import WakeupFd
 
 GROUP = 64

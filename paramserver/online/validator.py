@@ -32,7 +32,7 @@ from paramserver.online.protocol import (
 )
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.spec import COLUMNS, RESERVED, VERSION_COLUMN, FieldSpec, IngestSpec
-from paramserver.online.versions import SampleVersions
+from paramserver.online.weights import SampleVersions
 
 Reason: TypeAlias = Literal[
     "malformed",  # no message of this protocol, or of another version of it

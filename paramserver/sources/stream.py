@@ -14,7 +14,7 @@ from paramserver.config import SimulationsConfig
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.spec import COLUMNS, OPTIONAL, RESERVED, VERSION_COLUMN, ReceiverSpec
-from paramserver.online.versions import SampleVersions
+from paramserver.online.weights import SampleVersions
 from paramserver.sources.base import KeyedSamples, ResumePosition, Source
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from paramserver.online.received_log import ReceivedLog
 from paramserver.online.spec import VERSION_COLUMN, IngestSpec
 from paramserver.online.tracker import ExternalSimulations
 from paramserver.online.validator import MessageRefused, MessageValidator, PartReceived, SampleAccepted
-from paramserver.online.versions import SampleVersions
-from paramserver.online.weights import Version, effective_step
+from paramserver.online.weights import SampleVersions, Version, effective_step
 
 STARTS = (Version(1, 0), Version(2, 90), Version(4, 60))
 PEER, OTHER = b"\0peer", b"\0other"
