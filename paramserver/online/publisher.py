@@ -106,10 +106,6 @@ class VersionMemory:
         mapped = torch.frombuffer(mmap.mmap(descriptor, size + len(number)), dtype=torch.uint8)
         return MappedFile(os.getpid(), descriptor, number), mapped[:size]
 
-    def prepare(self) -> None:
-        """Let the kernel provide the pages now: it takes longer than to copy a version to them."""
-        self.flat.zero_()
-
 
 @cache
 def _warn_once(text: str) -> None:
@@ -469,5 +465,5 @@ class ModelPublisher(RouterThread):
             newest = self._requests.newest
         assert newest is not None
         memory = VersionMemory(newest.memory.size)
-        memory.prepare()
+        memory.flat.zero_()  # the kernel provides the pages now: it takes longer than to copy a version to them
         self._memory = memory

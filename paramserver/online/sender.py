@@ -256,11 +256,9 @@ class SampleSender:
             self._receive(trainers)
 
     def _poll(self, trainers: Sequence[TrainerConnection], until: float) -> None:
-        poller = zmq.Poller()
         # The coordinator is polled too, so that its OVER ends a wait for a trainer.
-        for socket in [socket for connection in (self._coordinator, *trainers) for socket in connection.sockets]:
-            poller.register(socket, zmq.POLLIN)
-        poller.poll(_poll_ms(until))
+        sockets = [socket for connection in (self._coordinator, *trainers) for socket in connection.sockets]
+        zmq.zmq_poll([(socket, zmq.POLLIN) for socket in sockets], _poll_ms(until))
 
     def _receive(self, trainers: Sequence[TrainerConnection]) -> None:
         for trainer in trainers:

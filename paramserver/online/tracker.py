@@ -556,9 +556,8 @@ class ExternalSimulations(SimulationTracker):
 
     def on_report(self, trainer_index: int, report: SimulationReport, now: float) -> None:
         received = self._received[trainer_index]
-        if any(count != received.get(number, 0) for number, count in report.received.items()):
-            self._last_sign_s = now
-        if any(number in self._open for number, _ in report.active):
+        is_new = any(count != received.get(number, 0) for number, count in report.received.items())
+        if is_new or any(number in self._open for number, _ in report.active):
             self._last_sign_s = now
         super().on_report(trainer_index, report, now)
 
