@@ -231,17 +231,12 @@ class BestMetric:
 
     A validation that takes place only because the run ends may be the best, but it does not count for patience: a run
     that is resumed later ends where it would have ended without the interruption.
-
-    Raises:
-        UnsupportedConfiguration: there is no such mode.
     """
 
     def __init__(self, metric: str, mode: str, min_delta: float = 0.0) -> None:
-        if mode not in ("min", "max"):
-            raise UnsupportedConfiguration(f"checkpoint.best.mode ({mode}) must be min or max; write one of these")
         # The names of these attributes are the stored keys: see ``state_dict``.
         self.metric = metric  # the name in the dictionary that ``validation_step`` returns
-        self.mode = mode
+        self.mode = mode  # min or max
         self.min_delta = min_delta  # for patience, a value counts as better only if it is by more than this
         self.value: float | None = None
         self.step: int | None = None

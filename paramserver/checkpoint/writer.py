@@ -13,7 +13,7 @@ from typing import Any
 
 from paramserver.checkpoint.format import read_manifest, step_name
 from paramserver.checkpoint.save import apply_retention, mark_best, write_checkpoint
-from paramserver.errors import DeadlineExceeded, ParamserverError, PeerLost, StorageError, UnsupportedConfiguration
+from paramserver.errors import DeadlineExceeded, ParamserverError, PeerLost, StorageError
 
 _log = logging.getLogger(__name__)
 _WAKE_S = 5.0
@@ -47,14 +47,9 @@ class CheckpointWriter:
     copies of the state: the one being written, the newest and the best that wait. A fourth exists while a new one is
     staged. Writing copies nothing. Without ``background``, ``submit`` writes before it returns. With ``optional`` a
     file system that refuses a checkpoint fails its future only, and the next one is written.
-
-    Raises:
-        UnsupportedConfiguration: ``keep`` is below 1.
     """
 
     def __init__(self, folder: Path, keep: int, background: bool, optional: bool = False) -> None:
-        if keep < 1:
-            raise UnsupportedConfiguration(f"checkpoint.keep ({keep}) must be at least 1; resuming needs one")
         self.folder = folder
         self.keep = keep
         self.optional = optional

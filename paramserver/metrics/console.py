@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from paramserver.config import Config
-from paramserver.errors import UnsupportedConfiguration
 from paramserver.metrics.quantities import MEASURED
 from paramserver.metrics.sinks import Record, Sink
 from paramserver.metrics.summary import summary_text
@@ -121,8 +120,6 @@ class Progress(Sink):
         clock: Callable[[], float] = time.monotonic,
         step_name: str = "step",
     ) -> None:
-        if style not in ("auto", "on", "off"):
-            raise UnsupportedConfiguration(f"logging.progress ({style}) must be auto, on or off; write one of these")
         by_samples = total_steps is None and total_samples is not None
         self._unit, self._total = ("samples", total_samples) if by_samples else (step_name, total_steps)
         self._done = 0

@@ -13,7 +13,7 @@ from open_writers import open_writer
 
 from paramserver.checkpoint import CheckpointWriter, StagingPool, find_checkpoint, read_checkpoint, stage_copy, writer
 from paramserver.checkpoint.staging import RowStream
-from paramserver.errors import DeadlineExceeded, ParamserverError, PeerLost, TrainingError, UnsupportedConfiguration
+from paramserver.errors import DeadlineExceeded, ParamserverError, PeerLost, TrainingError
 
 WAIT_S = 20.0
 Pair = namedtuple("Pair", "left right")
@@ -156,11 +156,6 @@ def test_without_background_the_failure_is_that_of_submit(folder):
     writing = CheckpointWriter(folder, keep=1, background=False)
     with pytest.raises(TrainingError, match="could not be written"):
         writing.submit(1, {}, {})
-
-
-def test_keep_must_be_at_least_one(folder):
-    with pytest.raises(UnsupportedConfiguration, match=r"checkpoint.keep \(0\)"):
-        CheckpointWriter(folder, keep=0, background=True)
 
 
 def test_a_private_copy_changes_no_more_and_is_what_was_written(folder, gate):

@@ -24,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from paramserver.cluster import bind_listener
 from paramserver.config import Config, LoggingConfig, TrainingConfig
-from paramserver.errors import StorageError, TrainingError, UnsupportedConfiguration
+from paramserver.errors import StorageError, TrainingError
 from paramserver.metrics import FanOut, JsonLines, Prometheus, Sink, TensorBoard, console, sinks
 from paramserver.metrics.console import Progress
 from paramserver.metrics.records import make_record
@@ -327,8 +327,6 @@ def test_progress_on_is_live_anywhere_and_off_is_nothing():
     assert "\r" in on.getvalue()
     assert "4/4" in on.getvalue()
     assert off.getvalue() == ""
-    with pytest.raises(UnsupportedConfiguration, match=r"logging.progress \(loud\) must be auto, on or off"):
-        Progress(on, "loud")
 
 
 @pytest.mark.parametrize("style", ["auto", "on", "off"])
