@@ -42,6 +42,10 @@ _UNFINISHED = re.compile(r"\.(?P<name>[^.]+)\.(?P<pid>\d+)\.(?P<kind>tmp|old|gon
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
+class OtherFormatError(CheckpointError):
+    """A manifest has another format version: another release can read the checkpoint."""
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """Size and hexadecimal SHA-256 of one file."""
@@ -131,7 +135,7 @@ def read_manifest(folder: Path) -> Manifest:
     version = _other_format(text)
     if version is not None:
         cure = "update paramserver" if version > FORMAT_VERSION else "resume it with the release that wrote it"
-        raise CheckpointError(
+        raise OtherFormatError(
             f"{path} has format version {version}, and this release of paramserver reads version {FORMAT_VERSION}; "
             f"{cure}"
         )
@@ -272,16 +276,10 @@ def why_incomplete(checkpoint: Path) -> str | None:
     """
     try:
         return check_sizes(checkpoint, read_manifest(checkpoint))
+    except OtherFormatError:
+        return None
     except CheckpointError as error:
-        return None if _has_other_format(checkpoint) else str(error)
-
-
-def _has_other_format(checkpoint: Path) -> bool:
-    try:
-        manifest = checkpoint / MANIFEST
-        return manifest.is_file() and _other_format(manifest.read_text()) is not None
-    except (OSError, UnicodeDecodeError):
-        return False
+        return str(error)
 
 
 def has_manifest(checkpoint: Path) -> bool:
