@@ -152,6 +152,7 @@ class Trainer(ABC):
     validator: Validator
     updater: Updater | None = None  # with the optimizer and its schedule; None if the servers have them
     local_steps: LocalSteps | None = None
+    table_uses: Mapping[str, TableUse] = {}  # what gradients had of embedding tables, where that is counted
 
     ends_epoch = False
     """Whether the last checkpoint follows hooks that ended an epoch."""
@@ -202,12 +203,6 @@ class Trainer(ABC):
     def is_single_process_per_device(self) -> bool:
         """Whether this process computes on one device; batches are then moved to it before the forward."""
         return len(self.process.placement.devices) == 1
-
-    @property
-    def updaters(self) -> list[Updater]:
-        """The optimizers and schedules of this process: those of all trainers, and those of its local steps."""
-        own = None if self.local_steps is None else self.local_steps.updater
-        return [updater for updater in (self.updater, own) if updater is not None]
 
     @property
     def inner_step(self) -> int:
@@ -302,22 +297,11 @@ class Trainer(ABC):
         """Return a context for the announcement and the step."""
         return nullcontext()
 
-    def table_uses(self) -> dict[str, TableUse]:
-        """Return what the gradients of this trainer had of each embedding table, where that is counted."""
-        return {}
-
     def load_version(self) -> None:
         """Load the parameters of this step's version into the model, after its batches have been taken."""
 
     def on_last_loss(self, totals: StepTotals) -> None:
         """Called before the last backward of a step, with what is measured of its batches so far."""
-
-    def local_step_scope(self) -> AbstractContextManager[Any]:
-        """Return a context for what changes the parameters in a round: its begin, each local step, and its end."""
-        return nullcontext()
-
-    def on_round_ended(self) -> None:
-        """Called after the local steps of a round, before what they changed is pushed."""
 
     def follow_update(self) -> int:
         """Take part, without a gradient, in an update that others make with one of several optimizers.
@@ -916,7 +900,7 @@ class TrainingLoop:
             # Not before the first batches are loaded: until then the parameters are those of an earlier version.
             if local is not None and not done:
                 began = time.perf_counter()  # after the pull, which does not get shorter with fewer local steps
-                with trainer.local_step_scope():
+                with local.lock:
                     local.begin()
             # 2. Their forward and backward. Before the last backward the loss of the step is known, and announced.
             before = summed
@@ -944,9 +928,8 @@ class TrainingLoop:
         totals, inner_s = StepTotals(trainer.progress.loss, samples - skipped, skipped), 0.0
         if local is not None:
             inner_s = time.perf_counter() - began
-            with trainer.local_step_scope():
+            with local.lock:
                 totals = replace(totals, drift=local.end(), inner_steps=-(-done // at_once))
-            trainer.on_round_ended()
         return self._update(decision, totals, inner_s, buffers)
 
     def _update(self, decision: Decision, totals: StepTotals, inner_s: float, buffers: PackedBuffers | None) -> int:
@@ -971,7 +954,7 @@ class TrainingLoop:
         """Make a local step, or skip it; return whether it was made. ``buffers`` are those before it."""
         trainer = self.trainer
         scale, trainer.progress.inner_steps = trainer.loss_scale, trainer.progress.inner_steps + 1
-        with trainer.local_step_scope():
+        with local.lock:
             cause = local.step(trainer.progress.inner_steps, loss)
             if cause and buffers is not None:
                 trainer.tree.load_buffers(buffers)
@@ -1045,8 +1028,10 @@ class TrainingLoop:
         for epoch in range(progress.epoch, epoch_of(samples, epoch_samples)):
             self._close_epoch()
             # After the last sample of an epoch and before the first of the next, also if a run was resumed in between.
-            for updater in self.trainer.updaters:
-                updater.on_epoch_end()
+            if self.trainer.updater is not None:
+                self.trainer.updater.on_epoch_end()
+            if self.trainer.local_steps is not None:
+                self.trainer.local_steps.updater.on_epoch_end()
             progress.epoch = epoch + 1
         if not progress.epoch_open:
             progress.epoch_open = True
@@ -1158,7 +1143,7 @@ class TrainingLoop:
             wire_bytes=trainer.wire_bytes if trainer.counts_bytes else None,
             core_wait_share=self._core_wait.share(),
             threads=torch.get_num_threads(),
-            tables=trainer.table_uses(),
+            tables=dict(trainer.table_uses),
         )
 
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +59,8 @@ class LocalTrainer(ReplicaTrainer):
         # meanwhile, the lock is held during an update, and while a checkpoint is staged.
         self._source_at_start = stage_copy(self.data.source.state_dict())
         self._lock = threading.RLock()
+        if self.local_steps is not None:
+            self.local_steps.lock = self._lock
         self._committed = self.step
         self._applied, self._applied_progress = self.step, replace(self.progress)
         limit = self.process.stop_limit
@@ -103,9 +105,6 @@ class LocalTrainer(ReplicaTrainer):
                         self._save_applied()
             finally:
                 self._lock.release()
-
-    def local_step_scope(self) -> AbstractContextManager[Any]:
-        return self._lock
 
     def _save_applied(self) -> None:
         """Save what is applied, while the main thread is in a hook, perhaps of the next step.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ class LocalSteps:
     A round is ``begin``, a ``step`` for each gradient, and ``end``. In between the parameters of the model are in
     memory of this object, so that the version stays as it is, also where other processes read it. ``updater`` has the
     optimizer and the schedule of the task, and clips the gradient of each step. ``parameters`` are those that it steps.
+    The training loop holds ``lock`` during each of these calls.
 
     Raises:
         UnsupportedConfiguration: the optimizer or the model of the task does not go with rounds.
@@ -52,6 +54,7 @@ class LocalSteps:
         training = replace(config.training, local_steps=1, outer=None, ema_decay=None)
         # Each trainer has random numbers of its own, and the first those of a run without rounds.
         self.updater = Updater(task, model, training, config.seed + trainer_index)
+        self.lock: AbstractContextManager[Any] = nullcontext()
         self._trainer_index = trainer_index
         self._check(model)
         stepped = {id(parameter) for parameter in parameters_of(self.updater.optimizer)}

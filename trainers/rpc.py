@@ -16,7 +16,7 @@ from paramserver.buffers.positions import AppliedPositions
 from paramserver.checkpoint import stage_copy, unpack
 from paramserver.consistency import Decision, Verdict, module_buffer_owner
 from paramserver.metrics.profile import span
-from paramserver.metrics.records import StepReport, StepResult, StepTotals, TableUse
+from paramserver.metrics.records import StepReport, StepResult, StepTotals
 from paramserver.parameters.model import TrainingFlags, build_model, load_frozen_state, load_part_of_state
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.remote_tables import exclude_from_compile
@@ -161,7 +161,7 @@ class RpcTrainer(Trainer):
             lambda: self.control.flush_records().wait(),
             row_ends(layout, shards),
         )
-        self.tree = self.model_copy.tree
+        self.tree, self.table_uses = self.model_copy.tree, self.model_copy.table_uses
         self.record("transport", transport=transport.name)
         self.optimizer_calls.set_optimizers(reply.parameters_of, self.model)
         self.prepare_local_steps(self.model)
@@ -242,10 +242,9 @@ class RpcTrainer(Trainer):
         if self.local_steps is None and not waits:
             self.push.buckets.start()
 
-    def on_round_ended(self) -> None:
-        self.model_copy.loaded.note()
-
     def step_optimizer(self, report: StepReport) -> StepResult:
+        if self.local_steps is not None:
+            self.model_copy.loaded.note()  # the parameters are the version again
         if report.optimizer:
             self.pull.pull_now(report.version)
         if cause := self.find_nonfinite(report.loss):
@@ -291,9 +290,6 @@ class RpcTrainer(Trainer):
         self._next_grant = grant if has_grant else None
         self.clock.lap_shared("push", wait=grant.result.held_s + grant.held_s, apply=grant.result.apply_s)
         return grant.result
-
-    def table_uses(self) -> dict[str, TableUse]:
-        return self.model_copy.table_uses
 
     def idle(self, decision: Decision) -> int:
         """Wait for the version that the others make, which may be validated or saved next."""
