@@ -655,10 +655,11 @@ class Trainer(ABC):
         self.flags = TrainingFlags(self.tree.model)
         if packed is not None:
             self.load_state_dict(unpack(packed))
+            self.control.saved_step = self.step
 
     def load_state_dict(self, part: Mapping[str, Any]) -> None:
-        """Restore a ``state_dict()``, or what resharding made for this trainer of those of others."""
-        if part["buffer"] is None:  # it was lost when the checkpoint was made
+        """Restore a ``state_dict()``, what resharding made of those of others, or what is known of a lost trainer."""
+        if part["buffer"] is None:  # of a lost trainer
             positions = AppliedPositions()
             positions.load_state_dict(part["applied"])
             self.data.load_after_loss(part, positions)
@@ -669,10 +670,9 @@ class Trainer(ABC):
         self.progress = TrainerProgress(**part["counters"])
         if self.monitor is not None:  # the time of the run, which another trainer may have reported
             self.progress.seconds = max(self.progress.seconds, self.monitor.seconds)
-        self.control.saved_step = self.step
         if part["random"] is not None:
             restore_random_states(part["random"], self.process.placement.devices)
-        else:  # the checkpoint is of fewer trainers, or this one was lost when it was made
+        else:  # the checkpoint is of fewer trainers, or this one was lost
             seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
         if part["random"] is not None or part["task"]:
             restore_task(self.task, part["task"], self.process.kept.callbacks)
@@ -682,20 +682,20 @@ class Trainer(ABC):
         self.restore_local_steps(part)
         self.restore_residuals(part)
 
-    def restore_residuals(self, part: Mapping[str, Any] | None) -> None:
+    def restore_residuals(self, part: Mapping[str, Any]) -> None:
         """Continue with what compression has lost before a checkpoint, if gradients are compressed."""
-        if part is not None and part.get("residuals"):
+        if part.get("residuals"):
             self.record(
                 "note",
                 text=f"trainer {self.trainer_index}: what the compression of its gradients lost before the checkpoint "
                 "is dropped, as they are not compressed now",
             )
 
-    def restore_local_steps(self, part: Mapping[str, Any] | None) -> None:
+    def restore_local_steps(self, part: Mapping[str, Any]) -> None:
         """Continue the local steps of a part of a checkpoint; without them they begin anew, which is recorded."""
         if self.local_steps is None:
             return
-        state = None if part is None else part.get("local_steps")
+        state = part.get("local_steps")
         if state is not None:
             self.local_steps.updater.load_state_dict(state)
         origin = "a new optimizer" if state is None else "the checkpoint"

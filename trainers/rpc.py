@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from paramserver.buffers.positions import AppliedPositions
 from paramserver.checkpoint import stage_copy, unpack
 from paramserver.consistency import Decision, Verdict, module_buffer_owner
 from paramserver.metrics.profile import span
 from paramserver.metrics.records import StepReport, StepResult, StepTotals
-from paramserver.parameters.model import TrainingFlags, build_model, load_frozen_state, load_part_of_state
+from paramserver.parameters.model import TrainingFlags, build_model, load_frozen_state
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.remote_tables import exclude_from_compile
 from paramserver.parameters.sharding import full_shard
@@ -25,8 +24,8 @@ from paramserver.parameters.tables import row_ends
 from paramserver.rng import seed_all
 from paramserver.server.client import ServerClient
 from paramserver.server.shared_optimizer import SharedOptimizer
-from paramserver.task import Callback, Hooks, Task, restore_task
-from paramserver.trainers.base import Trainer, TrainerProgress, overrides
+from paramserver.task import Callback, Hooks, Task
+from paramserver.trainers.base import Trainer, overrides
 from paramserver.trainers.model_copy import ModelCopy, find_trained
 from paramserver.trainers.pull import StepContext, VersionPull, make_transport
 from paramserver.trainers.push import GradientPush
@@ -116,25 +115,18 @@ class RpcTrainer(Trainer):
         """
         seed_all(self.config.seed, incarnation, 1 + self.trainer_index)
         self.flags = TrainingFlags(self.tree.model)
-        applied = AppliedPositions()
-        applied.load_state_dict(position.applied)
-        self.data.load_after_loss({"source": position.source, "buffer": None}, applied)
-        self.progress = TrainerProgress(**position.counters)
-        stored = None if part is None else unpack(part)
-        if stored is not None and stored["task"]:
-            restore_task(self.task, stored["task"], self.process.kept.callbacks)
-        if stored is not None:
-            load_part_of_state(self.tree.model, stored.get("extra_state") or {})
-            self.flags.load_state_dict(stored.get("flags") or {})
-        self.restore_local_steps(stored)
-        self.restore_residuals(stored)
+        stored = {} if part is None else unpack(part)
+        kept = {name: stored.get(name) for name in ("task", "local_steps", "residuals", "extra_state", "flags")}
+        data = {"buffer": None, "source": position.source, "applied": position.applied, "counters": position.counters}
+        # Not by an override of the user, which expects what its ``state_dict`` has added.
+        Trainer.load_state_dict(self, {**kept, **data, "random": None, "resumes": incarnation})
 
-    def restore_residuals(self, part: Mapping[str, Any] | None) -> None:
+    def restore_residuals(self, part: Mapping[str, Any]) -> None:
         transport = self.transport
         if not isinstance(transport, RpcTrainerTransport) or transport.feedback is None:
             super().restore_residuals(part)
             return
-        residuals = None if part is None else part.get("residuals")
+        residuals = part.get("residuals")
         transport.load_residuals(residuals or {})
         self.record("residuals", restored=bool(residuals))
 
