@@ -33,8 +33,8 @@ from paramserver.parameters.tables import find_tables
 from paramserver.platform import SHARES_MEMORY
 from paramserver.trainers.base import overrides
 from paramserver.trainers.ddp_control import AgreedStep, DdpControl, translate_peer_loss
+from paramserver.trainers.local import ReplicaTrainer
 from paramserver.trainers.local_steps import LocalSteps
-from paramserver.trainers.replica import ReplicaTrainer
 from paramserver.transport.all_reduce import SharedAllReduce
 from paramserver.transport.messages import OptimizerCall
 
