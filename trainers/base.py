@@ -7,8 +7,8 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -157,7 +157,7 @@ class Trainer(ABC):
     ends_epoch = False
     """Whether the last checkpoint follows hooks that ended an epoch."""
 
-    _is_scaled = False  # the loss of the backward that is computed
+    is_scaled = False  # the loss of the backward that is computed
 
     def __init__(
         self,
@@ -363,15 +363,7 @@ class Trainer(ABC):
         if kept.partition != partition:
             kept.partition, kept.validation = partition, validation_batches(self.task, partition, self.config)
         self.validator = Validator(
-            self.task,
-            self.config,
-            self.process.placement,
-            partition,
-            kept.validation,
-            self.hooks,
-            as_input=self.on_before_forward,
-            model=lambda: self.unwrapped_model,
-            averages=self.averages,
+            self.task, self.process, self.hooks, self.on_before_forward, lambda: self.unwrapped_model, self.averages
         )
         # The library partitions one data set, and would leave samples of data sets of different lengths out.
         held = getattr(kept.validation, "dataset", None)
@@ -494,9 +486,8 @@ class Trainer(ABC):
             self.on_before_backward(loss)
             for parameter in self.unwrapped_model.parameters():
                 parameter.grad = None
-            self._is_scaled = self.config.training.scales_loss
-            run_backward(name, self.scaled(loss), parameters, retain_graph)
-            self._is_scaled = False
+            with explain_replaced_values(name):
+                self.run_backward(loss, inputs=parameters, retain_graph=retain_graph)
             self.on_after_backward()
         self.clock.lap("backward")
         used = tuple(parameter.grad is not None for parameter in parameters)
@@ -557,32 +548,19 @@ class Trainer(ABC):
     def backward_batch(self, loss: Tensor, batches: int) -> None:
         """Add the gradients of a loss, of so many batches of a step, and end the batch."""
         self.on_before_backward(loss)
-        loss = self.scaled(loss / batches if batches > 1 else loss)
-        self._is_scaled = self.config.training.scales_loss
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._is_scaled = False
+        self.run_backward(loss / batches if batches > 1 else loss)
         self.on_after_backward()
         self.clock.lap("backward")
         self.end_batch()
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return a loss as its backward is computed."""
-        if not self.config.training.scales_loss:
-            return loss
-        # Not by a number: a loss of float16 would overflow.
-        return loss * torch.tensor(self.loss_scale, dtype=torch.float32, device=loss.device)
-
-    def unscale_gradients(self) -> None:
-        """Let each gradient be unscaled before it is accumulated: before it is summed, reduced, sent or clipped."""
-
-        def unscale(gradient: Tensor) -> Tensor:
-            # A backward of the user has no scale. The division is exact, unless the result is subnormal.
-            return gradient / self.loss_scale if self._is_scaled else gradient
-
-        for parameter in self.unwrapped_model.parameters() if self.config.training.scales_loss else ():
-            if parameter.requires_grad:
-                hook = parameter.register_hook(unscale)  # type: ignore[no-untyped-call]
-                self.resources.callback(hook.remove)
+    def run_backward(self, loss: Tensor, **options: Any) -> None:
+        """Compute the gradients of a loss, which is scaled for it; ``options`` are those of ``Tensor.backward``."""
+        self.is_scaled = self.config.training.scales_loss
+        if self.is_scaled:
+            # Not by a number: a loss of float16 would overflow.
+            loss = loss * torch.tensor(self.loss_scale, dtype=torch.float32, device=loss.device)
+        loss.backward(**options)  # type: ignore[no-untyped-call]
+        self.is_scaled = False
 
     def find_nonfinite(self, loss: float) -> str:
         """Return what is NaN or infinite of a step that may be skipped, as in ``StepReport.nonfinite``."""
@@ -679,7 +657,13 @@ class Trainer(ABC):
         if part.get("extra_state"):
             load_part_of_state(self.tree.model, part["extra_state"])
         self.flags.load_state_dict(part.get("flags") or {})
-        self.restore_local_steps(part)
+        if self.local_steps is not None:
+            state = part.get("local_steps")
+            if state is not None:
+                self.local_steps.updater.load_state_dict(state)
+            origin = "a new optimizer" if state is None else "the checkpoint"
+            log.info("trainer %d: its local steps continue with the state of %s", self.trainer_index, origin)
+            self.record("local_steps", restored=state is not None)
         self.restore_residuals(part)
 
     def restore_residuals(self, part: Mapping[str, Any]) -> None:
@@ -690,17 +674,6 @@ class Trainer(ABC):
                 text=f"trainer {self.trainer_index}: what the compression of its gradients lost before the checkpoint "
                 "is dropped, as they are not compressed now",
             )
-
-    def restore_local_steps(self, part: Mapping[str, Any]) -> None:
-        """Continue the local steps of a part of a checkpoint; without them they begin anew, which is recorded."""
-        if self.local_steps is None:
-            return
-        state = part.get("local_steps")
-        if state is not None:
-            self.local_steps.updater.load_state_dict(state)
-        origin = "a new optimizer" if state is None else "the checkpoint"
-        log.info("trainer %d: its local steps continue with the state of %s", self.trainer_index, origin)
-        self.record("local_steps", restored=state is not None)
 
     def stop(self, reason: str) -> None:
         """End the run in good order, from any step or hook: all trainers validate and save, and it is completed.
@@ -790,7 +763,8 @@ class TrainingLoop:
         trainer = self.trainer
         try:
             trainer.init_connection()
-            trainer.unscale_gradients()
+            if trainer.config.training.scales_loss:
+                self._unscale_gradients()
             if not trainer.process.kept.has_started:
                 trainer.process.kept.has_started = True
                 for hooks in trainer.hooks:
@@ -808,6 +782,19 @@ class TrainingLoop:
         finally:
             trainer.resources.close()
         return decision
+
+    def _unscale_gradients(self) -> None:
+        """Let each gradient be unscaled before it is accumulated: before it is summed, reduced, sent or clipped."""
+        trainer = self.trainer
+
+        def unscale(gradient: Tensor) -> Tensor:
+            # A backward of the user has no scale. The division is exact, unless the result is subnormal.
+            return gradient / trainer.loss_scale if trainer.is_scaled else gradient
+
+        for parameter in trainer.unwrapped_model.parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_hook(unscale)  # type: ignore[no-untyped-call]
+                trainer.resources.callback(hook.remove)
 
     def _fit(self) -> Decision:
         """Take the steps on which the trainers decide, until they decide to end; return that decision."""
@@ -1147,14 +1134,11 @@ class TrainingLoop:
         )
 
 
-def run_backward(name: str, loss: Tensor, parameters: Sequence[nn.Parameter], retain_graph: bool) -> None:
-    """Compute the gradients of the parameters of the optimizer ``name``, and of no others.
-
-    Raises:
-        TaskError: an update has replaced values that ``loss`` depends on.
-    """
+@contextmanager
+def explain_replaced_values(name: str) -> Iterator[None]:
+    """Raise a ``TaskError`` where an update has replaced values that the loss of the optimizer ``name`` depends on."""
     try:
-        loss.backward(inputs=parameters, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        yield
     except RuntimeError as error:
         if "modified by an inplace operation" not in message_of(error):
             raise

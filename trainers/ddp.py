@@ -142,10 +142,8 @@ class DdpTrainer(ReplicaTrainer):
             self._check_not_wrapped()
             # Not wrapped: a loss has gradients for a part of the model, or for a local step of this rank alone. What
             # all ranks share is reduced afterwards.
-            for parameter in model.parameters():  # what the constructor of DDP does
-                _broadcast(parameter, 0)
-            for buffer in model.buffers():
-                _broadcast(buffer, 0)
+            for tensor in (*model.parameters(), *model.buffers()):  # what the constructor of DDP does
+                _broadcast(tensor, 0)
             self._may_be_idle = self._broadcasts_buffers = is_fed or self._uneven_inputs == "join"
             return
         self.model = wrapped = self.configure_ddp(model, device_ids)
@@ -286,10 +284,6 @@ class DdpTrainer(ReplicaTrainer):
             ) from error
         return wrapped
 
-    def _ddp(self) -> DistributedDataParallel:
-        assert isinstance(self.model, DistributedDataParallel)
-        return self.model
-
     @property
     def unwrapped_model(self) -> nn.Module:
         return self._built_model
@@ -299,7 +293,7 @@ class DdpTrainer(ReplicaTrainer):
         return dist.group.WORLD
 
     def block_backward_sync(self) -> AbstractContextManager[Any]:
-        return self._ddp().no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
+        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
 
     # A step.
 
@@ -650,7 +644,7 @@ class DdpTrainer(ReplicaTrainer):
 
     def _shadow_backward(self) -> None:
         """Take part in the collectives of the last backward of the others, as the ``main_hook`` of ``join_hook``."""
-        ddp: Any = self._ddp()
+        ddp: Any = self.model
         ddp._match_all_reduce_for_bwd_pass()
         if ddp.find_unused_parameters and not ddp.static_graph:
             # It has the parameters that all ranks have used in another step.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from paramserver.config import Config
+from paramserver.context import ProcessContext
 from paramserver.devices import Placement, move_to_device
 from paramserver.errors import TaskError
 from paramserver.importing import name_user_error
@@ -128,17 +129,14 @@ class Validator:
     """Evaluates shares of a validation in one trainer, with the hooks, random numbers and parameters that belong to it.
 
     ``validated_step`` is the last version of which this trainer evaluated its own share. It ``is_alone`` while it
-    evaluates the share of a lost trainer, and the others wait. ``averages`` returns what takes the place of parameters
-    meanwhile, by name.
+    evaluates the share of a lost trainer, and the others wait. ``process.kept`` has the batches of its own share.
+    ``averages`` returns what takes the place of parameters meanwhile, by name.
     """
 
     def __init__(
         self,
         task: Task,
-        config: Config,
-        placement: Placement,
-        partition: Partition,
-        loader: Iterable[tuple[Any, int]] | None,
+        process: ProcessContext,
         hooks: Sequence[Hooks],
         as_input: Callable[[Any], Any],
         model: Callable[[], nn.Module],
@@ -146,9 +144,10 @@ class Validator:
     ) -> None:
         self.validated_step: int | None = None
         self.is_alone = False
-        self._task, self._config, self._placement, self._hooks = task, config, placement, hooks
-        self._partition = partition
-        self._loaders = {partition.index: loader}  # by trainer; those of others once these are lost
+        self._task, self._config, self._placement, self._hooks = task, process.config, process.placement, hooks
+        self._trainers = process.trainers
+        # By trainer; those of others once these are lost.
+        self._loaders: dict[int, Iterable[tuple[Any, int]] | None] = {process.trainer_index: process.kept.validation}
         self._as_input, self._model, self._averages = as_input, model, averages
         self._is_validating = False  # between the hooks
         self._kept: list[tuple[nn.Parameter, Tensor]] = []  # while the model has averages
@@ -160,8 +159,7 @@ class Validator:
     def evaluate(self, share: int, batch_idx: int) -> WeightedSums:
         """Evaluate the share of a trainer, inside of ``generators``; its own comes first, then those of lost ones."""
         if share not in self._loaders:
-            others = Partition(share, self._partition.count)
-            self._loaders[share] = validation_batches(self._task, others, self._config)
+            self._loaders[share] = validation_batches(self._task, Partition(share, self._trainers), self._config)
         batches = self._loaders[share]
         if batches is None:
             return WeightedSums()
