@@ -129,23 +129,13 @@ class Trainer(ABC):
         ...         return [tensor * 0.5 for tensor in super().on_before_forward(batch)]
     """
 
-    for_mode: str | None = None
-    """The mode that this trainer implements; None for any."""
-
-    computes: str | None = None
-    """The value of ``server.compute`` that this trainer implements; None if the key does not apply."""
-
-    reports_served = False
-    """Whether pushes name the samples of a step."""
-
-    counts_bytes = False
-    """Whether ``wire_bytes`` has the tensors that are sent and received."""
-
-    makes_all_updates = False
-    """Whether no other process makes updates of the model."""
-
+    # What a subclass declares.
+    for_mode: str | None = None  # the mode that it implements; None for any
+    computes: str | None = None  # the value of ``server.compute`` that it implements; None if the key does not apply
+    reports_served = False  # pushes name the samples of a step
+    counts_bytes = False  # ``wire_bytes`` has the tensors that are sent and received
+    makes_all_updates = False  # no other process makes updates of the model
     control_class: type[Control]
-    """What a trainer of this mode agrees with the others by."""
 
     model: nn.Module
     data: DataStream
@@ -153,10 +143,7 @@ class Trainer(ABC):
     updater: Updater | None = None  # with the optimizer and its schedule; None if the servers have them
     local_steps: LocalSteps | None = None
     table_uses: Mapping[str, TableUse] = {}  # what gradients had of embedding tables, where that is counted
-
-    ends_epoch = False
-    """Whether the last checkpoint follows hooks that ended an epoch."""
-
+    ends_epoch = False  # the last checkpoint follows hooks that ended an epoch
     is_scaled = False  # the loss of the backward that is computed
 
     def __init__(

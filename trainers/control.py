@@ -33,9 +33,7 @@ class Control(ABC):
     ``request_stop`` and ``report_failure``.
     """
 
-    knows_saved = False
-    """Whether rank 0 replies to a trainer that a checkpoint exists already."""
-
+    knows_saved = False  # rank 0 replies to a trainer that a checkpoint exists already
     sender: BackgroundSender | None = None  # of parts of checkpoints; None if the part of rank 0 is the only one
 
     def __init__(

@@ -1,10 +1,4 @@
-"""How the ranks of a ddp run decide and save together, next to DDP's all-reduce of gradients.
-
-Before each step the ranks agree by one small exchange, started while they still compute (:class:`StepAgreement`): in
-memory that they share if they run on one host, otherwise by a reduction.
-Parts of a checkpoint reach rank 0 over the control channel while the ranks train (:class:`PartGather`).
-:class:`DdpControl` is all of it for a trainer.
-"""
+"""How the ranks of a ddp run decide and save together, next to DDP's all-reduce of gradients."""
 
 from __future__ import annotations
 
@@ -173,7 +167,7 @@ def share_rows(group: Any, channel: ControlChannel, timeout_s: float) -> SharedR
 
 
 class StepAgreement:
-    """The exchanges of one rank, at most one at a time.
+    """The exchanges of one rank, at most one at a time: one before each step, started while the ranks still compute.
 
     All ranks start theirs at the same points of the loop. Reductions have a process group of their own, because
     collectives of one group must run in the same order on all ranks, and these overlap with the all-reduces of

@@ -263,15 +263,12 @@ class BackgroundSender:
             Exception: a job's failure.
             DeadlineExceeded: it did not end, or make progress, within ``timeout_s`` seconds.
         """
-        self._wait_idle(timeout_s, self._last_progress)
-
-    def _wait_idle(self, timeout_s: float, last_progress: Callable[[], float]) -> None:
         began = time.monotonic()
         with self._changed:
             while self._job is not None:
                 # Called under the lock, so ``last_progress`` must not block. Computed again after each wake-up, as
                 # progress may have moved the deadline meanwhile.
-                remaining_s = max(began, last_progress()) + timeout_s - time.monotonic()
+                remaining_s = max(began, self._last_progress()) + timeout_s - time.monotonic()
                 if remaining_s <= 0:
                     raise DeadlineExceeded(
                         f"{_PART} must be with rank 0 within {timeout_s:g} s, and is not; look at the network and "
@@ -290,9 +287,10 @@ class BackgroundSender:
         """
         with self._changed:
             self._closed = True
+            self._last_progress = lambda: 0.0  # it does not extend this wait
             self._changed.notify_all()
         # After ``_closed`` is set: the job in progress ends, and no other is accepted meanwhile.
-        self._wait_idle(timeout_s, lambda: 0.0)
+        self.wait(timeout_s)
         if self._thread is not None:
             self._thread.join(timeout_s)
 
