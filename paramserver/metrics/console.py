@@ -35,7 +35,7 @@ class Console(Sink):
         self._stream = stream
         self._changes = changes
         self._first_step = 0
-        self._progress: Progress | None = None
+        self._progress = Progress(stream, "off")  # until the start
         self._run_dir = ""
         self._started = False
 
@@ -50,14 +50,12 @@ class Console(Sink):
             phases = record["phases"]
             parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
             self._print(f"first step after {sum(phases.values()):.1f} s ({parts})")
-        if self._progress is not None:
-            self._progress.write(record)
+        self._progress.write(record)
         if kind == "end":
             self._on_end(record)
 
     def _on_start(self, record: Record) -> None:
-        if self._progress is not None:  # of ranks that start again after a loss
-            self._progress.close()
+        self._progress.close()  # of ranks that start again after a loss
         self._run_dir, self._first_step = record["run_dir"], record.get("first_step", record["step"])
         for line in self._changes:
             self._print(line)
@@ -85,15 +83,13 @@ class Console(Sink):
             self._print(f"completed at step {record['step']}, no step was made: {summary['reason']}{cure}")
 
     def _print(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress.clear()
+        self._progress.clear()
         # Closed, full or gone, as after the end of a terminal, or no stream at all: that ends no run.
         with suppress(AttributeError, OSError, ValueError):
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
+        self._progress.close()
 
 
 class Progress(Sink):
