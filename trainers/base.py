@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.checkpoint import check_storable, stage_copy, unpack
 from paramserver.checkpoint.memory import MEMORY
-from paramserver.config import Config
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict
 from paramserver.context import ProcessContext
 from paramserver.devices import move_to_device, use_device
@@ -162,7 +161,9 @@ class Trainer(ABC):
         self.control = self.control_class(process, checkpoints, rendezvous)
         self._overrides_data_available = overrides(self, Trainer.data_available)
         training, checkpoint = self.config.training, self.config.checkpoint
-        self._due_every = training.validate_every, save_every(self.config), checkpoint.memory_every or 0
+        every = training.validate_every if checkpoint.every is None else checkpoint.every
+        # Steps between two validations, two checkpoints, and two in memory.
+        self.due_every = training.validate_every, every, checkpoint.memory_every or 0
         self.clock = PhaseClock()
         self.progress = TrainerProgress()
         self.step = 0
@@ -575,7 +576,7 @@ class Trainer(ABC):
 
     def is_due(self, step: int) -> bool:
         """Whether a validation or a checkpoint is due at this step, or was due since the last batch began."""
-        return any(is_due(step, every, self.optimizer_calls.batch_began) for every in self._due_every)
+        return any(is_due(step, every, self.optimizer_calls.batch_began) for every in self.due_every)
 
     def save(self, reason: str) -> None:
         """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent.
@@ -1057,11 +1058,12 @@ class TrainingLoop:
 
     def _validate_and_save(self) -> None:
         """Do what is due at the current step, which all trainers have reached."""
-        trainer, config, since = self.trainer, self.trainer.config, self.trainer.optimizer_calls.batch_began
-        improved = is_due(trainer.step, config.training.validate_every, since) and self._validate(trainer.trainer_index)
-        if improved or is_due(trainer.step, save_every(config), since):
+        trainer, since = self.trainer, self.trainer.optimizer_calls.batch_began
+        validates, saves, saves_in_memory = (is_due(trainer.step, every, since) for every in trainer.due_every)
+        improved = validates and self._validate(trainer.trainer_index)
+        if improved or saves:
             trainer.save("best" if improved else "periodic")
-        elif is_due(trainer.step, config.checkpoint.memory_every or 0, since):
+        elif saves_in_memory:
             trainer.save(MEMORY)
 
     def _validate(self, share: int) -> bool:
@@ -1133,11 +1135,6 @@ def explain_replaced_values(name: str) -> Iterator[None]:
             f"optimize({name!r}, loss): the loss was computed before an update of parameters that its gradient "
             "depends on; compute it, or the part that uses these parameters, after the call that updates them"
         ) from error
-
-
-def save_every(config: Config) -> int:
-    """Return the number of steps between two checkpoints."""
-    return config.training.validate_every if config.checkpoint.every is None else config.checkpoint.every
 
 
 def overrides(owner: object, method: Callable[..., Any]) -> bool:
