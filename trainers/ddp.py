@@ -385,14 +385,12 @@ class DdpTrainer(ReplicaTrainer):
             return
         # DDP does it before a forward, but not with several optimizers, where the model is not wrapped, nor if it found
         # no buffers at first.
-        own_broadcast = not isinstance(self.model, DistributedDataParallel) or self._wrapped_without_buffers
-        everything = own_broadcast or source != module_buffer_owner(active, self._uneven_inputs)
+        everything = not isinstance(self.model, DistributedDataParallel) or self._wrapped_without_buffers
         _separate_elements(self.unwrapped_model)
         if everything or self._sends_bytes:
-            with translate_peer_loss():
-                for buffer in self.unwrapped_model.buffers():
-                    if everything or buffer.dtype not in _COLLECTIVE_DTYPES:
-                        _broadcast(buffer, source)
+            for buffer in self.unwrapped_model.buffers():
+                if everything or buffer.dtype not in _COLLECTIVE_DTYPES:
+                    _broadcast(buffer, source)
 
     def _send_buffers(self, source: int) -> None:
         """Give all ranks the module buffers of one, which forwards may have reshaped or registered since."""
@@ -634,8 +632,7 @@ class DdpTrainer(ReplicaTrainer):
             self.updater.apply(decision.step + 1)
             self.updater.clear_gradients()
             return super().idle(decision)
-        with translate_peer_loss():
-            self._shadow_backward()
+        self._shadow_backward()
         if self._skipped() is not None:
             return decision.step
         self._missed_updates = True
