@@ -195,11 +195,10 @@ class Validator:
             yield
             return
         own = {name: parameter for name, parameter in self._model().named_parameters() if name in averages}
-        kept = {name: parameter.data for name, parameter in own.items()}
+        self._kept = [(parameter, parameter.data) for parameter in own.values()]
         # By ``data``, without a write: with shared memory the parameters of all processes are the same memory.
         for name, parameter in own.items():
             parameter.data = averages[name].to(parameter.device)
-        self._kept = [(parameter, kept[name]) for name, parameter in own.items()]
         try:
             yield
         finally:
