@@ -189,7 +189,7 @@ class DdpTrainer(ReplicaTrainer):
             and not (self._uses_hook or overrides(self, DdpTrainer.configure_ddp) or self._tables)
         ):
             parameters = list(trainable_parameters(model).values())
-            self.all_reduce = self.resources.enter_context(self.control.shared_all_reduce(parameters))
+            self.all_reduce = self.control.shared_all_reduce(parameters, self.resources)
         self.record("transport", transport="shared_memory" if self.all_reduce else placement.backend)
 
     def _reduce_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:

@@ -422,27 +422,25 @@ class DdpControl(ReplicaControl):
 
     # Collectives.
 
-    @contextmanager
-    def shared_all_reduce(self, parameters: Sequence[torch.Tensor]) -> Iterator[SharedAllReduce | None]:
-        """Inside ``with``, an all-reduce of gradients in shared memory; None on several hosts. Called by all ranks."""
-        all_reduce: SharedAllReduce | None = None
-        with ExitStack() as stack, self.rendezvous.sockets.record():
-            if self.agreement.shared is not None:
-                layout = area_layout(self.process.trainers, parameters)
-                try:
-                    flats, barrier = share_memory(self.group, "gradients", layout, self._timeout_s, connects=True)
-                except UnsupportedConfiguration as error:
-                    if self.monitor is not None:
-                        why = str(error).partition(";")[0]  # the cure after it is that of servers
-                        self.monitor.note(f"ddp.shared_memory (auto): gradients are reduced over gloo, as {why}")
-                else:
-                    stack.callback(barrier.close)
-                    self._barrier = barrier
-                    areas = list(layout.views(flats).values())
-                    all_reduce = SharedAllReduce(areas, self.trainer_index, barrier)
-            on_exit = stack.pop_all()
-        with on_exit:
-            yield all_reduce
+    def shared_all_reduce(self, parameters: Sequence[torch.Tensor], resources: ExitStack) -> SharedAllReduce | None:
+        """Return an all-reduce of gradients in shared memory; None on several hosts. Called by all ranks.
+
+        Its connections are closed with ``resources``.
+        """
+        if self.agreement.shared is None:
+            return None
+        layout = area_layout(self.process.trainers, parameters)
+        try:
+            with self.rendezvous.sockets.record():
+                flats, barrier = share_memory(self.group, "gradients", layout, self._timeout_s, connects=True)
+        except UnsupportedConfiguration as error:
+            if self.monitor is not None:
+                why = str(error).partition(";")[0]  # the cure after it is that of servers
+                self.monitor.note(f"ddp.shared_memory (auto): gradients are reduced over gloo, as {why}")
+            return None
+        resources.callback(barrier.close)
+        self._barrier = barrier
+        return SharedAllReduce(list(layout.views(flats).values()), self.trainer_index, barrier)
 
     @contextmanager
     def waits_for_steps(self) -> Iterator[None]:
