@@ -134,7 +134,7 @@ SocketConnection: TypeAlias = "LocalConnection | TcpConnection"
 
 
 class CallInterceptor(Protocol):
-    """Stands between ``send`` or ``send_deferred`` and the call; see ``faults/receiver.py``."""
+    """Stands between ``send`` or ``send_deferred`` and the call; see ``tools/chaos/faults.py``."""
 
     def intercept(
         self, to: str, handler: str, call: Callable[[], torch.futures.Future[Any]]

@@ -251,7 +251,7 @@ def test_every_lock_has_a_place():
     ordered = section("Threads").partition("Locks, the outermost first")[2]
     files = {f"paramserver.{file.removesuffix('.py').replace('/', '.')}" for file in re.findall(PATH, ordered)}
     # Taken for one act of a process that no other lock can be part of: its end, the fork of a rank, a fault in chaos.
-    alone = {"paramserver.context", "paramserver.platform", "paramserver.tools.chaos.receiver"}
+    alone = {"paramserver.context", "paramserver.platform", "paramserver.tools.chaos.faults"}
     found = [(module.name, lock) for module, lock in locks() if module.name not in alone]
     assert len(found) > 25
     of_the_server = ["ServerRun.lock", "ShardServer._lock"]

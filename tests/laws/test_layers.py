@@ -57,8 +57,7 @@ LINUX_ONLY = {
     "paramserver.online.process_guard",
     "paramserver.tools.bench.processes",
     "paramserver.tools.chaos.command",
-    "paramserver.tools.chaos.director",
-    "paramserver.tools.chaos.receiver",
+    "paramserver.tools.chaos.faults",
     "paramserver.tools.doctor.machine",
 }
 MODES = frozenset({"rpc", "ddp", "local"})

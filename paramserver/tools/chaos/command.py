@@ -19,8 +19,16 @@ from paramserver.errors import Interrupted, ParamserverError, UnsupportedConfigu
 from paramserver.importing import code_folders
 from paramserver.launch import CommandParser, add_overrides, launch_local, run_command
 from paramserver.process_utils import print_output
-from paramserver.tools.chaos.director import Fault, FaultDirector, Shot, name_of, parse_faults, random_faults
-from paramserver.tools.chaos.receiver import FAULT_ADDRESS, receive_faults
+from paramserver.tools.chaos.faults import (
+    FAULT_ADDRESS,
+    Fault,
+    FaultDirector,
+    Shot,
+    name_of,
+    parse_faults,
+    random_faults,
+    receive_faults,
+)
 
 # The load of the machine may delay a process by this, in addition to what limits a wait.
 _DELAY_S = 5.0

@@ -9,7 +9,7 @@ from paramserver.checkpoint.save import write_checkpoint
 from paramserver.config import Config, config_from_mapping
 from paramserver.errors import TrainingError
 from paramserver.tools.chaos.command import ChaosRun, check_run, main
-from paramserver.tools.chaos.director import Fault, FaultDirector, Shot
+from paramserver.tools.chaos.faults import Fault, FaultDirector, Shot
 
 JOIN = config_from_mapping({"task": "task.py:Task", "training": {"max_epochs": 2, "uneven_inputs": "join"}})
 KILL = Fault("kill", "trainer:1", at_step=2)

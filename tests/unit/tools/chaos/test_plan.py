@@ -6,7 +6,7 @@ import pytest
 
 from paramserver.config import Config, config_from_mapping, roles
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.tools.chaos.director import EXAMPLE, Fault, parse_faults, random_faults
+from paramserver.tools.chaos.faults import EXAMPLE, Fault, parse_faults, random_faults
 
 RPC = Config()
 RANKS = roles(RPC, 4)

@@ -13,8 +13,7 @@ import torch
 
 from paramserver.config import Config, Role
 from paramserver.distributed import rpc_calls
-from paramserver.tools.chaos.director import Fault, FaultDirector
-from paramserver.tools.chaos.receiver import FAULT_ADDRESS, FaultReceiver, receive_faults
+from paramserver.tools.chaos.faults import FAULT_ADDRESS, Fault, FaultDirector, FaultReceiver, receive_faults
 
 TRAINER_1 = Role(2, "trainer", trainer_index=1)
 PATIENCE_S = 20.0
@@ -177,7 +176,7 @@ def test_the_interpreter_is_held(injected):
 def test_signals_reach_the_process_that_connected():
     """A child that registers is frozen, continued and killed; this process is not."""
     program = (
-        "import sys; from paramserver.tools.chaos.receiver import FaultReceiver;"
+        "import sys; from paramserver.tools.chaos.faults import FaultReceiver;"
         "receiver = FaultReceiver(sys.argv[1], 1); sys.stdin.read()"
     )
     faults = [Fault("freeze", "trainer:0", at_step=1, for_s=0.3), Fault("kill", "trainer:0", at_step=2)]
