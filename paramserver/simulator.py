@@ -457,6 +457,10 @@ class World(ABC):
     node_type = Node
     session_type = Session
 
+    config: Config
+    num_trainers: int
+    epoch_samples = 0
+    """Samples of all trainers in one pass; 0 without epochs."""
     waits = 0.0
     """Probability that a trainer has no samples when it announces."""
 
@@ -470,22 +474,7 @@ class World(ABC):
         self.processes: list[Process] = []
         self.complete = False
 
-    # What a subclass defines.
-
-    @property
-    @abstractmethod
-    def config(self) -> Config:
-        """The configuration of the run."""
-
-    @property
-    @abstractmethod
-    def num_trainers(self) -> int:
-        """Number of trainers."""
-
-    @property
-    def epoch_samples(self) -> int:
-        """Samples of all trainers in one pass; 0 without epochs."""
-        return 0
+    # What a subclass defines, in addition to ``config`` and ``num_trainers``.
 
     @abstractmethod
     def make_data(self, trainer_index: int) -> TrainerData:
@@ -502,10 +491,6 @@ class World(ABC):
     @abstractmethod
     def disconnect(self, session: Session, reason: str | None) -> None:
         """Let the server know, by ``_gone``, that the connection of a session was closed."""
-
-    @abstractmethod
-    def kill(self, process: Process) -> None:
-        """End a process; another one takes its place."""
 
     def samples_of(self, positions: Sequence[int]) -> int:
         """Return the number of samples of a push."""

@@ -248,7 +248,7 @@ class ModelledRun(World):
     def __init__(self, deployment: Deployment) -> None:
         super().__init__(random.Random(deployment.seed))
         self.deployment = deployment
-        self._config = _simulated_config(deployment)
+        self.config, self.num_trainers = _simulated_config(deployment), deployment.trainers
         costs, link = deployment.costs, deployment.link
         self._latency_s, self._bandwidth = link.latency, link.bandwidth * costs.link_share
         # Where many share an interface, a whole message is small enough a turn.
@@ -294,14 +294,6 @@ class ModelledRun(World):
         )
 
     # What the engine needs.
-
-    @property
-    def config(self) -> Config:
-        return self._config
-
-    @property
-    def num_trainers(self) -> int:
-        return self.deployment.trainers
 
     def make_data(self, trainer_index: int) -> EndlessData:
         return EndlessData()
