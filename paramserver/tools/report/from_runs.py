@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,7 @@ from paramserver.tools.report.results import (
     parse_result,
     read_results,
 )
+from paramserver.tools.report.statistics import interpolated
 
 Record = Mapping[str, Any]
 
@@ -88,19 +87,10 @@ def learning_curves(records: Sequence[Record], summary: Record) -> dict[str, lis
             for name in CURVES
         },
         "validation": [
-            [_interpolated(one["step"], samples_at), one["seconds"], known(one.get("values") or {})]
+            [float(interpolated(samples_at, one["step"])), one["seconds"], known(one.get("values") or {})]
             for one in of_kind("validation", "step", "seconds")
         ],
     }
-
-
-def _interpolated(x: float, points: Sequence[tuple[float, float]]) -> float:
-    """The y of ``x`` between points (x, y) in the order of x; that of the last one beyond it."""
-    after = bisect.bisect_left(points, x, key=itemgetter(0))
-    if after == len(points) or points[after][0] == x or not after:
-        return float(points[min(after, len(points) - 1)][1])
-    (x0, y0), (x1, y1) = points[after - 1 : after + 1]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def _has_numbers(record: Record, *names: str) -> bool:
