@@ -32,20 +32,17 @@ def format_interval(estimate: Estimate | None, scale: float = 1.0, digits: int =
     return f"{format_number(estimate.low * scale, digits)} to {format_number(estimate.high * scale, digits)}"
 
 
-def format_estimate(estimate: Estimate | None, scale: float = 1.0) -> str:
+def format_estimate(estimate: Estimate | None, scale: float = 1.0, digits: int = 3, unit: str = "") -> str:
     """The value and, in brackets, its interval: "5200 (5100 to 5300)"."""
     if estimate is None:
         return DASH
-    text = format_number(estimate.value * scale)
-    return f"{text} ({format_interval(estimate, scale)})" if estimate.has_interval else text
+    text = f"{format_number(estimate.value * scale, digits)}{unit}"
+    return f"{text} ({format_interval(estimate, scale, digits)})" if estimate.has_interval else text
 
 
 def format_percent(estimate: Estimate | None) -> str:
     """A share, "89 % (86 to 92)"."""
-    if estimate is None:
-        return DASH
-    text = f"{format_number(estimate.value * 100, 2)} %"
-    return f"{text} ({format_interval(estimate, 100, 2)})" if estimate.has_interval else text
+    return format_estimate(estimate, 100, 2, " %")
 
 
 def aligned(rows: Sequence[Sequence[str]], numbers: Collection[int]) -> list[str]:
