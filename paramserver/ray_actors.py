@@ -260,16 +260,14 @@ class _Run:
             host, port = self._ray.get(actors[0].find_address.remote(self._port), timeout=self._limit_s)
             if self._signals:
                 raise Interrupted("interrupted by a signal while nothing was trained; nothing was saved")
+            of_all = {"WORLD_SIZE": str(len(actors)), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
             # Ray shows an actor its own GPUs only, as if it were alone on its host.
-            of_all = {"WORLD_SIZE": len(actors), "MASTER_ADDR": host, "MASTER_PORT": port, "LOCAL_WORLD_SIZE": 1}
-            of_each = [{"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank} for rank in range(len(actors))]
-            variables = [{name: str(value) for name, value in {**of_all, **own}.items()} for own in of_each]
-            job = {JOB_VARIABLE: self._job}
-            running = [
-                actor.run.remote(self._flags, {**own, **job}, str(current_folder()))
-                for actor, own in zip(actors, variables, strict=True)
-            ]
-            return self._wait(actors, {future: rank for rank, future in enumerate(running)})
+            of_all |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", JOB_VARIABLE: self._job}
+            running = {}
+            for rank, actor in enumerate(actors):
+                variables = {**of_all, "RANK": str(rank), "GROUP_RANK": str(rank)}
+                running[actor.run.remote(self._flags, variables, str(current_folder()))] = rank
+            return self._wait(actors, running)
         finally:
             for actor in actors:
                 self._ray.kill(actor)
