@@ -6,7 +6,6 @@ interfaces of hosts are sampled from the kernel's counters during the run.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -19,13 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paramserver.config import (
-    Config,
-    dump_yaml,
-    is_colocated,
-    num_commands_of,
-    server_computes,
-)
+from paramserver.config import Config, dump_yaml, is_colocated, num_commands_of, server_computes
 from paramserver.config.schema import sends
 from paramserver.consistency.factory import consistency_class
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
@@ -44,7 +37,7 @@ from paramserver.tools.bench.step_stamps import (
     server_pids,
 )
 from paramserver.tools.report.formatting import plural
-from paramserver.tools.report.from_runs import learning_curves
+from paramserver.tools.report.from_runs import Run, read_run
 from paramserver.tools.report.results import (
     COMPUTED_RING,
     COMPUTED_SHARED,
@@ -355,7 +348,8 @@ def _outcome(
 ) -> dict[str, Any]:
     each = case.trainers // case.runs
     stamps = [one for place in places for one in read_stamps(place, each)]
-    summaries = [_read_summary(place) for place in places]
+    runs = [_read_run(place) for place in places]
+    summaries = [run.summary for run in runs]
     window = measured_window(stamps, method.warm_s, -(-WARM_STEPS // case.config.training.local_steps))
     steps = sum(len(one.steps) for one in stamps)
     servers = [pid for place in places for pid in server_pids(place, stamps)]
@@ -377,7 +371,7 @@ def _outcome(
     return {
         **found,
         "wire_bytes_per_sample": wire_bytes * steps / samples if wire_bytes and samples else None,
-        **_curves(method, places[0], summaries[0]),
+        **_curves(method, runs[0]),
         "cpu_s": {name: watch.all_used_s(pids, window.begin, window.end) for name, pids in processes.items()},
         "peak_rss_mb": {k: max((p[k] for p in peaks if p[k] is not None), default=None) for k in ("server", "trainer")},
         "staleness": summaries[0]["staleness"],
@@ -407,18 +401,16 @@ def _wire_bytes(
     return {"wire_bytes_per_step": moved / steps, "wire_bytes_source": COUNTED_BY_KERNEL}
 
 
-def _read_summary(place: Path) -> dict[str, Any]:
+def _read_run(place: Path) -> Run:
     file = place / "run" / "summary.json"
     if not file.is_file():
         raise TrainingError(f"the run ended without {file}")
-    summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return summary
+    return read_run(file.parent)
 
 
-def _curves(method: MeasuringMethod, place: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
+def _curves(method: MeasuringMethod, run: Run) -> dict[str, Any]:
     """The learning curves; of several runs with one trainer each, those of the first."""
-    lines = (place / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    curves = curve_fields(learning_curves([json.loads(line) for line in lines], summary))
+    curves = curve_fields(run.curves)
     met = None if method.target is None else require_first_reached(curves["validation"], method.target)
     samples, seconds = met or (None, None)
     return {**curves, "samples_to_target": samples, "time_to_target_s": seconds}
