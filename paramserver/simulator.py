@@ -29,7 +29,6 @@ from torch import Tensor
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Decision, PushId, Readiness, TrainerId, Verdict
 from paramserver.context import StopRequest
-from paramserver.devices import CPU
 from paramserver.distributed.membership import HeartbeatReport, Member
 from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import GenerationChanged, ParamserverError, PeerFailed, PeerLost, RunEnded
@@ -71,7 +70,7 @@ _SHARD = full_shard(FlatLayout.of([(name, torch.zeros(8, dtype=torch.float64)) f
 class Store:
     """In the place of ``ParameterStore``: the parameters are the number of their version."""
 
-    model, device, buffers = None, CPU.device, None
+    model = buffers = None
     retained_versions: frozenset[int] = frozenset()
 
     def __init__(self, node: Node) -> None:
@@ -171,10 +170,7 @@ class Checkpoints(CheckpointManager):
     """Of a run that neither resumes nor saves."""
 
     def __init__(self, node: Node, config: Config) -> None:
-        self.node = node
-        self.config = config
         self.generation = node.generation
-        self.simulations = None
         self.monitor = RunMonitor(config, cast("Any", SimpleNamespace(write=node.record)), Path())
         self._resume = None
         self.first_step = 0
