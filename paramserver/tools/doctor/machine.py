@@ -15,6 +15,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from paramserver import __version__
@@ -100,8 +101,6 @@ def describe_machine(found: Diagnosis, config: Config, environ: Environ) -> None
 def _versions(found: Diagnosis, subject: Subject) -> None:
     subject.add("python", platform.python_version())
     subject.add("paramserver", f"{__version__}, {Path(__file__).parents[2]}", __version__)
-    import torch
-
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
     # The version is of a class that is text with methods of its own.
     subject.add("torch", f"{torch.__version__}, for {cuda}", str(torch.__version__))
@@ -154,20 +153,16 @@ def _memory(found: Diagnosis, subject: Subject, config: Config) -> None:
     shm_bytes = 0 if status is None else status.f_bavail * status.f_frsize
     subject.add("/dev/shm", f"{shm_bytes / _MIB:.0f} MiB free", shm_bytes, "batches of workers of a validation")
     if shm_bytes < _LITTLE_SHM_BYTES:
-        cure = "enlarge it (docker run --shm-size 1g, or an emptyDir of medium Memory)"
         found.note(
             f"/dev/shm has {shm_bytes / _MIB:.0f} MiB, which is little for a DataLoader with workers in "
             "validation_source, and for checkpoint.memory_every; training.loader_workers does not use it",
-            cure,
+            "enlarge it (docker run --shm-size 1g, or an emptyDir of medium Memory)",
         )
 
 
 def _gpus(found: Diagnosis, subject: Subject, config: Config, environ: Environ) -> None:
-    import torch
-
     names = [torch.cuda.get_device_name(i) for i in range(num_gpus())]
-    distinct = {name: names.count(name) for name in names}
-    subject.add("GPUs", ", ".join(f"{count} x {name}" for name, count in distinct.items()) or "none", names)
+    subject.add("GPUs", ", ".join(f"{count} x {name}" for name, count in Counter(names).items()) or "none", names)
     given = allocated_gpus(environ)
     if given[0]:
         subject.add("GPUs of the job", str(given[0]), given[0])
