@@ -224,8 +224,8 @@ def predict(words: Sequence[str]) -> int:
     base, notes = calibrated(used, measured.source)
     target = replace(base, link=link, cores=cores, one_machine=False, jitter=jitter)
     predictions = [_predicted(case, target, failures) for case in cases]
-    lines = [*notes, f"{SIMULATED}: each host with {cores} cores and {link.bandwidth / 1e6:.0f} MB/s, "]
-    lines[-1] += f"{link.latency * 1e6:.0f} us a message"
+    network = f"{link.bandwidth / 1e6:.0f} MB/s, {link.latency * 1e6:.0f} us a message"
+    lines = [*notes, f"{SIMULATED}: each host with {cores} cores and {network}"]
     lines += ["", table(_table(predictions, measured_rate)), ""]
     if arguments.break_even:
         lines += list(_break_even(cases, target))
