@@ -117,8 +117,8 @@ def compare(before: Results, after: Results) -> Comparison:
         notes.append(
             f"A ran on {join_names(a)}, B on {join_names(b)}: the figures include the difference of the machines."
         )
-    for name, change in ((name, (old[name], new[name])) for name in changes):
-        used = [transports_of(case) for case in change]
+    for name in changes:
+        used = [transports_of(cases[name]) for cases in (old, new)]
         if all(used) and used[0] != used[1]:
             notes.append(f"{name} used {used[0]} as its transport in A, and {used[1]} in B: not only the code differs.")
     return Comparison(changes, broken, tuple(notes))
