@@ -215,8 +215,8 @@ class SimulationTracker(ABC):
         self._reported_s = [-math.inf] * num_trainers
         # Whether samples that were acknowledged may be missing: with a trainer, or because of a return to a checkpoint.
         self._some_lost = False
-        # Whether ``lost`` of each simulation is what no trainer reports, also before they have joined.
-        self._lost_is_divided = False
+        # simulation -> what each trainer had reported as lost, when the state of a checkpoint was made.
+        self._lost_before: dict[int, Sequence[int]] = {}
 
     # Events.
 
@@ -228,8 +228,9 @@ class SimulationTracker(ABC):
         self._first_missing = [dict(one.first_missing) for one in joined]
         self._trainers_joined = True
         for simulation in self.simulations.values():
-            if not self._lost_is_divided:  # it is the number of all: without those that the trainers know
-                simulation.lost = max(simulation.lost - sum(one.get(simulation.id, 0) for one in self._lost), 0)
+            # Of a checkpoint, in which it is the number of all: without those that the trainers had reported.
+            reported = [lost.get(simulation.id, 0) for lost in self._lost]
+            simulation.lost = max(simulation.lost - sum(self._lost_before.get(simulation.id, reported)), 0)
             if self._is_complete(simulation):
                 simulation.state = SimulationState.COMPLETE
                 self.num_complete += 1
@@ -442,13 +443,10 @@ class SimulationTracker(ABC):
             # A run with more trainers wrote the checkpoint: deal it anew. All trainers know what was received of it.
             if one.trainer is not None and one.trainer >= self.num_trainers:
                 one.trainer = None
-        # The part of a trainer may be that of one which died after this state was made: it has lost more by then. With
+        # The part of a trainer may be that of one which died after this state was made, and has lost more by then. With
         # another number of trainers, or of an earlier release, the parts say what is known.
-        by_trainer = [one.get("lost_by_trainer", ()) for one in state["simulations"]]
-        self._lost_is_divided = all(len(counts) == self.num_trainers for counts in by_trainer)
-        if self._lost_is_divided:
-            for one, counts in zip(found, by_trainer, strict=True):
-                one.lost = max(one.lost - sum(counts), 0)
+        by_trainer = {one["id"]: one.get("lost_by_trainer", ()) for one in state["simulations"]}
+        self._lost_before = {number: lost for number, lost in by_trainer.items() if len(lost) == self.num_trainers}
         self.simulations = {one.id: one for one in found}
 
     def _check_state(self, state: Mapping[str, Any], opened: bool) -> None:
