@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from paramserver.config import Config, ServerConfig
+from paramserver.config import Config, ServerConfig, server_computes
 from paramserver.consistency.base import Consistency, RunTerms
 from paramserver.consistency.free_running import Async, BackupSync, Bounded, Buffered
 from paramserver.consistency.lockstep import Sync
@@ -27,6 +27,19 @@ def consistency_class(config: ServerConfig) -> type[Consistency]:
     """Return the class of the consistency of a config, which declares what holds for it."""
     variant = _variant(config)
     return CLASSES[config.consistency] if variant is None else _VARIANTS[variant]
+
+
+def why_never_by_bucket(config: Config) -> str:
+    """Return why no update is computed by bucket, as gradients arrive; empty: model and optimizer decide it."""
+    if not consistency_class(config.server).waits_for_all:
+        return "trainers do not wait for each other"
+    if server_computes(config):
+        return "the forward runs on the server"
+    if config.training.may_skip:
+        return "a step whose gradients are not finite is skipped"
+    if config.training.weights_samples:
+        return "the mean over the trainers is weighted by samples"
+    return ""
 
 
 def key_of_choice(

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paramserver.config import Config, is_colocated, server_computes
-from paramserver.consistency.factory import consistency_class
+from paramserver.config import Config, is_colocated
+from paramserver.consistency.factory import why_never_by_bucket
 from paramserver.metrics.profile import spanned
 from paramserver.optim.bucket_updates import BucketUpdates, UpdatedBucket, why_not_by_bucket
 from paramserver.optim.updater import Updater
@@ -37,18 +37,11 @@ def plan_buckets(
     config: Config, updater: Updater, layout: FlatLayout, shards: Sequence[Shard]
 ) -> tuple[tuple[Shard, ...], str]:
     """Return each server's shard in buckets that are updated as their gradients arrive, or none and the reason."""
-    if not consistency_class(config.server).waits_for_all:
-        return (), "trainers do not wait for each other"
-    if server_computes(config):
-        return (), "the forward runs on the server"
-    if layout.tables:
-        return (), "embedding tables are updated by rows"
-    if config.training.may_skip:
-        return (), "a step whose gradients are not finite is skipped"
-    if config.training.weights_samples:
-        return (), "the mean over the trainers is weighted by samples"
-    reason = why_not_by_bucket(updater.optimizer, updater.clipping)
-    if reason is not None:
+    reason = why_never_by_bucket(config)
+    if layout.tables and not reason:
+        reason = "embedding tables are updated by rows"
+    reason = reason or why_not_by_bucket(updater.optimizer, updater.clipping) or ""
+    if reason:
         return (), reason
     most = pipelined_bucket_bytes(config, layout.total_bytes / len(shards))
     block = block_of(config.server)

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paramserver.config import Config, dump_yaml, is_colocated, num_commands_of, server_computes
+from paramserver.config import Config, dump_yaml, is_colocated, num_commands_of
 from paramserver.config.schema import sends
-from paramserver.consistency.factory import consistency_class
+from paramserver.consistency.factory import why_never_by_bucket
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.importing import find_file
 from paramserver.metrics.records import PHASES, DurationHistogram
@@ -421,10 +421,8 @@ def _predicted(case: Case, method: MeasuringMethod, stamps: StepStamps, wire_byt
     if speed is None:
         return None
     hook, size, colocated = case.config.ddp.comm_hook, stamps.model_bytes, is_colocated(case.config)
-    # With an optimizer that updates each element by itself; only the servers know which one it is.
-    may_overlap = consistency_class(case.config.server).waits_for_all and not server_computes(case.config)
-    # With rounds the trainers clip.
+    # With an optimizer that updates each element by itself; only the servers know which it is. Rounds clip elsewhere.
     training = case.config.training
-    overlap = may_overlap and (training.has_rounds or not (training.clips or training.may_skip))
+    overlap = not why_never_by_bucket(case.config) and (training.has_rounds or not training.clips)
     counts = case.trainers, case.servers
     return predict_communication(case.mode, speed, size, wire_bytes, *counts, hook, overlap, colocated)

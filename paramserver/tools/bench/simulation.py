@@ -42,7 +42,7 @@ from paramserver.config import (
     num_servers_of,
 )
 from paramserver.consistency import Announcement, Decision, Readiness
-from paramserver.consistency.factory import consistency_class
+from paramserver.consistency.factory import consistency_class, why_never_by_bucket
 from paramserver.errors import PeerLost
 from paramserver.server.update_pipeline import FIRST_BUCKET_BYTES, pipelined_bucket_bytes
 from paramserver.simulator import Call, Node, Process, Session, SimulatedTask, World
@@ -124,9 +124,7 @@ class Deployment:
 
     @property
     def updates_by_bucket(self) -> bool:
-        waits_for_all = consistency_class(self.config.server).waits_for_all
-        training = self.config.training
-        return self.by_bucket and waits_for_all and not (training.clips or training.may_skip)
+        return self.by_bucket and not (why_never_by_bucket(self.config) or self.config.training.clips)
 
 
 @dataclass(frozen=True)

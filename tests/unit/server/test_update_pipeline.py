@@ -204,15 +204,21 @@ def updater_of(config):
 
 
 @pytest.mark.parametrize(
-    ("server", "reason"),
+    ("given", "reason"),
     [
-        ({"consistency": "async"}, "trainers do not wait for each other"),
-        ({"backup_trainers": 1}, "trainers do not wait for each other"),
-        ({"compute": "server"}, "the forward runs on the server"),
+        ({"server": {"consistency": "async"}}, "trainers do not wait for each other"),
+        ({"server": {"backup_trainers": 1}}, "trainers do not wait for each other"),
+        ({"server": {"compute": "server"}}, "the forward runs on the server"),
+        ({"training": {"nonfinite": "skip"}}, "a step whose gradients are not finite is skipped"),
+        ({"training": {"clip_grad_norm": 1.0}}, "training.clip_grad_norm needs the norm of all gradients"),
+        (
+            {"training": {"local_steps": 2, "outer": {"weighting": "samples"}}},
+            "the mean over the trainers is weighted by samples",
+        ),
     ],
 )
-def test_why_there_are_no_buckets(server, reason):
-    mapping = {"task": "t:T", "mode": "rpc", "cluster": {"num_trainers": 2}, "server": server}
+def test_why_there_are_no_buckets(given, reason):
+    mapping = {"task": "t:T", "mode": "rpc", "cluster": {"num_trainers": 2}, **given}
     layout = Run().flat.layout
     config = config_from_mapping(mapping)
     assert plan_buckets(config, updater_of(config), layout, [full_shard(layout)]) == ((), reason)
