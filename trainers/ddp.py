@@ -146,6 +146,9 @@ class DdpTrainer(ReplicaTrainer):
                 _broadcast(tensor, 0)
             self._may_be_idle = self._broadcasts_buffers = is_fed or self._uneven_inputs == "join"
             return
+        for name in self._tables:
+            # Of tables whose outputs are added it is one memory, which DDP would divide in place for each of them.
+            model.get_parameter(name).register_hook(Tensor.clone)  # type: ignore[no-untyped-call]
         self.model = wrapped = self.configure_ddp(model, device_ids)
         if not isinstance(wrapped, DistributedDataParallel):
             if self._uneven_inputs == "join":

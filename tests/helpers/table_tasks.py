@@ -19,12 +19,13 @@ SETTINGS = {"dtype": torch.float64, "sparse": True}
 
 
 class Scores(nn.Module):
-    """Tables of several widths, one of them in two modules, and a dense layer."""
+    """Tables of several widths, one of them in two modules, two whose outputs are added, and a dense layer."""
 
     def __init__(self, sparse=True, rare=True):
         super().__init__()
         settings = {**SETTINGS, "sparse": sparse}
         self.users = nn.Embedding(ROWS, 4, padding_idx=0, **settings)
+        self.items, self.places = nn.Embedding(ROWS, 4, **settings), nn.Embedding(ROWS, 4, **settings)
         self.words = nn.EmbeddingBag(ROWS, 3, mode="mean", **settings)
         self.weighted = nn.EmbeddingBag(ROWS, 5, mode="sum", **settings)
         self.tied = nn.Embedding(ROWS, 5, **settings)
@@ -33,7 +34,9 @@ class Scores(nn.Module):
         self.head = nn.Linear(19, 1, dtype=torch.float64)
 
     def forward(self, ids, weights):
-        parts = [self.users(ids[:, 0]), self.words(ids), self.weighted(ids, per_sample_weights=weights)]
+        columns = ids.t().contiguous()  # otherwise autograd copies gradients
+        users = self.users(ids[:, 0]) + torch.tanh(self.items(columns[3]) + self.places(columns[1]))
+        parts = [users, self.words(ids), self.weighted(ids, per_sample_weights=weights)]
         parts += [self.tied(ids[:, 1])]
         # In many steps no trainer uses this table, or only some of them.
         is_used = self.rare is not None and int(ids[0, 2]) % 3 == 0
