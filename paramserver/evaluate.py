@@ -15,7 +15,7 @@ from paramserver.checkpoint.load import ObjectMissingError
 from paramserver.config import Config, load_config
 from paramserver.errors import CheckpointError, TaskError
 from paramserver.fileio import json_text
-from paramserver.importing import code_folders
+from paramserver.importing import code_folders, name_user_error
 from paramserver.launch import CommandParser, add_overrides, run_command
 from paramserver.process_utils import exit_process, print_output
 from paramserver.runs.resume import find_config_file, open_run
@@ -38,6 +38,7 @@ class EvaluationTrainer:
     """What ``task.trainer`` is during an evaluation or prediction: it only has ``log`` and ``all_gather``."""
 
     trainer_index = 0
+    is_evaluation = True  # for the error of an attribute that only training makes
 
     def __init__(self) -> None:
         self.logged: dict[str, float] = {}
@@ -77,6 +78,7 @@ def restore(
 
     Raises:
         CheckpointError: there is no such checkpoint, or it was removed meanwhile, or it is damaged.
+        SourceError: ``on_resume`` of the task fails.
     """
     from paramserver.devices import place_trainer
     from paramserver.parameters.model import build_model, load_weights
@@ -103,7 +105,8 @@ def restore(
     task.devices, task.config = placement.devices, config
     model = build_model(task, config.seed, placement)
     load_weights(model, weights, str(checkpoint.path), state.get("late_buffers", ()))
-    restore_task(task, part["task"], {})
+    with name_user_error("on_resume"):
+        restore_task(task, part["task"], {})
     return Restored(config, folders, checkpoint, task, model, placement, part["counters"]["batch_idx"])
 
 

@@ -142,7 +142,13 @@ class Task(Hooks):
         def __getattr__(self, name: str) -> Any:
             """Explain a missing attribute: what one process keeps in its task, the others do not have."""
             message = f"{type(self).__name__} has no attribute {name!r}"
-            if "config" in vars(self) and mode_of(self.config).has_servers and not self.config.training.has_rounds:
+            if getattr(self.trainer, "is_evaluation", False):
+                message += (
+                    " where a stored model is loaded to be evaluated, exported or used: train_source, build_optimizer "
+                    "and the hooks of training, such as on_train_start, are not called there; make it in __init__ or "
+                    "build_model"
+                )
+            elif "config" in vars(self) and mode_of(self.config).has_servers and not self.config.training.has_rounds:
                 message += (
                     " in this process: in mode rpc build_optimizer and build_scheduler are called on the server, "
                     "training_step and the hooks on the trainers"

@@ -121,6 +121,26 @@ class Own(ReferenceTask):
     assert found["values"]["batch_idx"] == 6.0
 
 
+def test_an_on_resume_that_uses_what_training_makes_is_named(run, tmp_path, capsys):
+    (tmp_path / "own.py").write_text(
+        """
+from tasks import ReferenceTask
+
+class Own(ReferenceTask):
+    def train_source(self, partition):
+        self.data = super().train_source(partition)
+        return self.data
+
+    def on_resume(self, state):
+        self.data.level = 1
+"""
+    )
+    assert evaluate.main([str(run.run_dir), "--set", f"task={tmp_path}/own.py:Own", "--set", "mode=rpc"]) == 1
+    sentence = capsys.readouterr().err.splitlines()[0]
+    assert sentence.startswith("error: on_resume raised AttributeError: Own has no attribute 'data' where a stored")
+    assert sentence.endswith(f"make it in __init__ or build_model ({tmp_path}/own.py:10)")
+
+
 def test_a_checkpoint_without_averages_names_the_cure(run, capsys):
     assert evaluate.main([str(run.run_dir), "--set", "training.ema_decay=0.9"]) == 2
     error = capsys.readouterr().err
