@@ -82,6 +82,7 @@ class DdpTrainer(ReplicaTrainer):
     # Where it may not, and the full buffer of this rank blocks simulations: what all have received, and since when.
     _stalled: tuple[int, float] | None = None
     _received = 0
+    _buffers_differ = False  # forwards gave a module buffer another shape on one rank than on another
     _broadcasts_buffers = False  # in place of DistributedDataParallel, whose forwards ranks without data do not know
     _has_common_step = False  # a step that all ranks had data for
     _wrapped_without_buffers = False
@@ -309,7 +310,8 @@ class DdpTrainer(ReplicaTrainer):
             # Not within a step: there a rank does not wait for its data, so another one must not continue without it.
             announcement, may_be_idle = self.announcement(), self._may_be_idle
             received = 0 if may_be_idle else self.data.received
-            self.control.announce(announcement, blocks=may_be_idle and self.data.blocks, received=received)
+            blocks, kinds = may_be_idle and self.data.blocks, self.tree.buffer_kinds()
+            self.control.announce(announcement, blocks=blocks, received=received, buffer_kinds=kinds)
             decision = self._decide()
         self._check_progress(decision)
         if decision.verdict is Verdict.WAIT and self._idle_ranks:
@@ -389,6 +391,10 @@ class DdpTrainer(ReplicaTrainer):
         # DDP does it before a forward, but not with several optimizers, where the model is not wrapped, nor if it found
         # no buffers at first.
         everything = not isinstance(self.model, DistributedDataParallel) or self._wrapped_without_buffers
+        if self._buffers_differ:
+            if everything or self._broadcasts_buffers:
+                self._send_buffers(source)
+            return
         _separate_elements(self.unwrapped_model)
         if everything or self._sends_bytes:
             for buffer in self.unwrapped_model.buffers():
@@ -472,7 +478,7 @@ class DdpTrainer(ReplicaTrainer):
         # It is made again after a validation or a checkpoint.
         announcement = None if self.is_due(self.step + 1) else self.announcement_if_ready()
         announcement = announcement or self.control.with_stop(Announcement(Readiness.WAITING))
-        self.control.announce(announcement, totals, in_step=True)
+        self.control.announce(announcement, totals, in_step=True, buffer_kinds=self.tree.buffer_kinds())
 
     @property
     def _has_announced(self) -> bool:
@@ -503,6 +509,12 @@ class DdpTrainer(ReplicaTrainer):
         """Wait for the announcements of all ranks, and count the step during which they were exchanged."""
         with span("wait"):
             agreed, self._known = self._known or self.control.agreement.wait(), None
+        if agreed.buffers_differ and not self._buffers_differ:
+            self._buffers_differ = True
+            if isinstance(self.model, DistributedDataParallel) and not self._may_be_idle:
+                # It broadcasts by position and size. Without ``broadcast_buffers`` each rank has its own.
+                wrapped = self.model
+                self._broadcasts_buffers, wrapped.forward_sync_buffers = wrapped.forward_sync_buffers, False
         if agreed.totals is not None:
             self.samples += agreed.totals.samples
             self.count_skipped(agreed.totals.skipped)
@@ -666,11 +678,12 @@ class DdpTrainer(ReplicaTrainer):
 
     def _synchronize(self) -> None:
         source = module_buffer_owner(self._active, self._uneven_inputs)
-        if self._may_be_idle:
+        sends = self._may_be_idle or self._buffers_differ
+        if sends:
             self._send_buffers(source)
         _separate_elements(self.unwrapped_model)
         with translate_peer_loss():
-            for buffer in () if self._may_be_idle else self.unwrapped_model.buffers():
+            for buffer in () if sends else self.unwrapped_model.buffers():
                 _broadcast(buffer, source)
             if not self._idle_ranks:
                 self._compare_parameters()

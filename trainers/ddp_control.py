@@ -47,6 +47,7 @@ class AgreedStep:
 
     ``totals`` are of the step during which the exchange ran, over the ranks that took part in it; None if there was
     none. ``blocking`` are the ranks whose full buffers block simulations, ``received`` counts what all have received.
+    ``buffers_differ`` is whether module buffers have other names, shapes or dtypes on one rank than on another.
     """
 
     announcements: dict[int, Announcement]
@@ -54,13 +55,14 @@ class AgreedStep:
     collect_records: bool
     blocking: frozenset[int] = frozenset()
     received: int = 0
+    buffers_differ: bool = False
 
 
 # A rank's row: readiness, batches and stop of its announcement; whether rank 0 collects records; whether its full
-# buffer blocks simulations, and how many samples it has received; 1 if the rank takes part in the current step, its
-# samples, those that it skipped, and its quantities.
+# buffer blocks simulations, and how many samples it has received; the kinds of its module buffers; 1 if the rank takes
+# part in the current step, its samples, those that it skipped, and its quantities.
 _QUANTITIES = tuple(one.name for one in QUANTITIES)
-_ROW = 9 + len(_QUANTITIES)
+_ROW = 10 + len(_QUANTITIES)
 
 
 class SharedRows:
@@ -196,16 +198,17 @@ class StepAgreement:
         before_collective: bool = False,
         blocks: bool = False,
         received: int = 0,
+        buffer_kinds: int = 0,
     ) -> None:
         """Start an exchange and return.
 
         ``totals`` are of the current step; None if this rank does not take part. With ``collect_records`` rank 0
         collects records; with ``before_collective`` all ranks take part in another collective between this and
         ``wait``. ``blocks`` is whether the full buffer of this rank blocks simulations, ``received`` the number of
-        samples that it has received from them.
+        samples that it has received from them, and ``buffer_kinds`` that of ``ModelTree.buffer_kinds``.
         """
         assert self._own is None
-        row = [*map(float, (own.readiness, own.batches, own.stop, collect_records, blocks, received))]
+        row = [*map(float, (own.readiness, own.batches, own.stop, collect_records, blocks, received, buffer_kinds))]
         if totals is not None:
             row += [1.0, totals.samples, totals.skipped, *(getattr(totals, name) for name in _QUANTITIES)]
         row += [0.0] * (_ROW - len(row))
@@ -230,8 +233,10 @@ class StepAgreement:
                 self._work.wait()
             rows, self._matrix = self._matrix.tolist(), None
         announcements, parts, collect_records, blocking, received = {}, list[StepTotals](), False, set[int](), 0.0
+        buffer_kinds = set[float]()
         for i, row in enumerate(rows):
-            readiness, batches, stop, collects, blocks, came, takes_part, samples, skipped, *values = row
+            readiness, batches, stop, collects, blocks, came, kinds, takes_part, samples, skipped, *values = row
+            buffer_kinds.add(kinds)
             received += came
             reason = own.reason if i == self.trainer_index else f"a signal to trainer {i}"
             announcements[i] = Announcement(Readiness(int(readiness)), int(batches), Stop(int(stop)), reason)
@@ -248,7 +253,9 @@ class StepAgreement:
                 skipped=sum(part.skipped for part in parts),
                 **combine(parts),
             )
-        return AgreedStep(announcements, totals, collect_records, frozenset(blocking), int(received))
+        return AgreedStep(
+            announcements, totals, collect_records, frozenset(blocking), int(received), len(buffer_kinds) > 1
+        )
 
 
 @contextmanager
@@ -481,10 +488,11 @@ class DdpControl(ReplicaControl):
         in_step: bool = False,
         blocks: bool = False,
         received: int = 0,
+        buffer_kinds: int = 0,
     ) -> None:
         """Start to agree on the next step; see ``StepAgreement.start``."""
         collects = self.monitor is not None and time.monotonic() - self._last_collected > _COLLECT_EVERY_S
-        self.agreement.start(announcement, totals, collects, in_step, blocks, received)
+        self.agreement.start(announcement, totals, collects, in_step, blocks, received, buffer_kinds)
 
     def collect_records(self) -> None:
         super().collect_records()

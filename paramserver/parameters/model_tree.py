@@ -7,6 +7,7 @@ bound: each use finds the buffers by their names.
 from __future__ import annotations
 
 import pickle
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -88,6 +89,7 @@ class ModelTree:
         self._packed_kinds: list[tuple[object, ...]] | None = None
         self._layout = FlatLayout.of([])
         self._description = b""
+        self._numbered_kinds: tuple[list[tuple[object, ...]], int] = [], 0
 
     # Parameters and layers.
 
@@ -152,6 +154,13 @@ class ModelTree:
             if module._buffers
             for name, buffer in module._buffers.items()
         }
+
+    def buffer_kinds(self) -> int:
+        """Return a number of names, shapes and dtypes of all module buffers; in each process the same for the same."""
+        kinds = _kinds(self.buffers())
+        if kinds != self._numbered_kinds[0]:
+            self._numbered_kinds = kinds, zlib.crc32(repr(kinds).encode())
+        return self._numbered_kinds[1]
 
     def pack_buffers(self) -> PackedBuffers:
         """Return a copy of all module buffers."""

@@ -125,6 +125,32 @@ class Buffers(Task):
         self.model.hooks[5] += 1
 
 
+class Growing(nn.Module):
+    """Keeps a table that is as long as the largest input needs; its output depends on the length."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        needed = 1 + int(8 * x.detach().abs().max())
+        if self.training and len(self.table) < needed:
+            self.table = torch.arange(float(needed))
+        return x * (1 + 0.01 * len(self.table))
+
+
+class Grows(Buffers):
+    """A module buffer of it has another shape on each trainer after a step."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.insert(0, Growing())
+        return model
+
+    def build_optimizer(self, model):
+        return super().build_optimizer(model[1:])
+
+
 class Served(Buffers):
     """The same without access to the model."""
 

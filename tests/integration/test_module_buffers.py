@@ -63,6 +63,15 @@ def test_buffers_of_two_trainers_are_the_same_in_ddp_and_rpc(tmp_path, optimizer
     assert_equal(ddp, train(tmp_path / "servers", "rpc", 2, **config, **sections))
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_buffer_may_get_another_shape_on_one_trainer_than_on_another(tmp_path, optimizers):
+    several = {**SEVERAL, "task_args": {**SEVERAL["task_args"], "without": ["on_batch_end"]}}
+    config = {**(CONFIG if optimizers == 1 else several), "task": "buffer_tasks:Grows"}
+    ddp, rpc = (train(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))
+    assert_equal(ddp, rpc)
+
+
 @pytest.mark.claim("late-buffers")
 @pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("ddp", 2), ("rpc", 2)])
 def test_buffers_that_get_their_shape_later_are_resumed(tmp_path, mode, trainers):

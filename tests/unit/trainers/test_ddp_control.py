@@ -104,6 +104,14 @@ def test_all_ranks_learn_how_many_samples_all_of_them_have_received():
     assert [agreement.wait().received for agreement in agreements] == [43, 43]
 
 
+@pytest.mark.parametrize("kinds", [(7, 7), (7, 8), (0, 2**32 - 1)])
+def test_all_ranks_learn_whether_their_module_buffers_differ(kinds):
+    agreements = [StepAgreement(None, 2, rank, rows) for rank, rows in enumerate(pair())]
+    for agreement, own in zip(agreements, kinds, strict=True):
+        agreement.start(READY, before_collective=True, buffer_kinds=own)
+    assert [agreement.wait().buffers_differ for agreement in agreements] == [kinds[0] != kinds[1]] * 2
+
+
 def test_a_rank_without_data_has_no_share_in_the_totals():
     agreements = [StepAgreement(None, 2, rank, rows) for rank, rows in enumerate(pair())]
     agreements[0].start(READY, StepTotals(1.5, 32), before_collective=True)
