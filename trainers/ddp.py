@@ -26,7 +26,7 @@ from paramserver.metrics.quantities import combine
 from paramserver.metrics.records import StepReport, StepResult, StepTotals
 from paramserver.optim.outer import round_weights
 from paramserver.parameters.flat import trainable_parameters
-from paramserver.parameters.model import build_model, extra_state_dict, load_part_of_state
+from paramserver.parameters.model import build_model, extra_state_dict, load_part_of_state, refuse_synced_batch_norm
 from paramserver.parameters.model_tree import mean_buffers, set_buffer
 from paramserver.parameters.numerics import checksums, divide_
 from paramserver.parameters.tables import find_tables
@@ -107,6 +107,8 @@ class DdpTrainer(ReplicaTrainer):
     def _build_model(self) -> None:
         placement = self.process.placement
         model = build_model(self.task, self.config.seed, placement)
+        if placement.device.type == "cpu":
+            refuse_synced_batch_norm(model, "in mode ddp on the CPU")
         # DDP broadcasts and reduces by position, and would end with an error of the collective.
         self.control.check_equal(
             "build_model",

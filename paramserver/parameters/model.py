@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from paramserver.devices import Placement
-from paramserver.errors import CheckpointError, TaskError
+from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration
 from paramserver.parameters.model_tree import is_writable, set_buffer
 from paramserver.parameters.numerics import checksums
 from paramserver.parameters.remote_tables import tables_without_memory
@@ -62,6 +62,20 @@ def build_model(task: Task, seed: int, placement: Placement, owns_tables: bool =
             if buffer is not None and not _is_plain(buffer):
                 module._buffers[name] = _plain(buffer)
     return model.to(placement.device) if len(placement.devices) == 1 else model
+
+
+def refuse_synced_batch_norm(model: nn.Module, where: str) -> None:
+    """Refuse ``nn.SyncBatchNorm`` where it takes no statistics over the trainers.
+
+    Raises:
+        UnsupportedConfiguration: the model has such a layer; the message names it.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UnsupportedConfiguration(
+                f"layer {name} (SyncBatchNorm) must be a BatchNorm {where}, as it takes statistics over the trainers "
+                "only in mode ddp on GPUs; use BatchNorm, whose statistics are of each trainer's own batch"
+            )
 
 
 def _is_plain(tensor: Tensor) -> bool:

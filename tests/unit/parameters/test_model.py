@@ -6,8 +6,14 @@ from torch import nn
 
 from paramserver import Task
 from paramserver.devices import CPU
-from paramserver.errors import TaskError
-from paramserver.parameters.model import build_model, extra_state_dict, load_part_of_state, load_weights
+from paramserver.errors import TaskError, UnsupportedConfiguration
+from paramserver.parameters.model import (
+    build_model,
+    extra_state_dict,
+    load_part_of_state,
+    load_weights,
+    refuse_synced_batch_norm,
+)
 from paramserver.parameters.numerics import check_parameters_finite
 
 
@@ -91,3 +97,10 @@ def test_a_model_that_is_in_eval_as_a_whole_is_trained(on_meta):
     for model in (part, root):
         before = [module.training for module in model.modules()]
         assert [module.training for module in build_model(Builds(model), 0, CPU).modules()] == before
+
+
+def test_a_layer_that_would_not_take_statistics_over_the_trainers_is_named():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    refuse_synced_batch_norm(model, "here")
+    with pytest.raises(UnsupportedConfiguration, match=r"layer 1 \(SyncBatchNorm\) must be a BatchNorm here, as it"):
+        refuse_synced_batch_norm(nn.SyncBatchNorm.convert_sync_batchnorm(model), "here")
