@@ -417,8 +417,14 @@ class DataStream:
         except BufferClosed:
             self._raise_source_error()
             raise
-        state = {"buffer": buffer, "source": stage_copy(self.source.state_dict(), memory)}
-        if self._ahead(buffer["counters"]["puts"]) and self.source.repeatable:
+        source, puts = self.source.state_dict(), buffer["counters"]["puts"]
+        ahead = self._ahead(puts)
+        order = self.source.order if isinstance(self.source, DatasetSource) else None
+        if order is not None and order.is_between_passes(puts) and not buffer["keys"] and not ahead:
+            # The passes that follow may have another order.
+            source["order"] = {"per_pass": source["order"]["per_pass"]} if puts else {}
+        state = {"buffer": buffer, "source": stage_copy(source, memory)}
+        if ahead and self.source.repeatable:
             state |= {"buffer": None, "applied": self._served_positions().state_dict()}
         return state
 

@@ -110,6 +110,17 @@ class PartitionOrder:
         length = self.length if sampler is None else sampler.length
         return len(deal(length, self.partition, epoch=0, **{**self.options, "shuffle": False, "sampler": None}))
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides which indices each pass of this trainer has, and in which order; numbers and text."""
+        sampler: SamplerOrder | None = self.options.get("sampler")
+        shuffles = sampler is None and self.options.get("shuffle", True)
+        return {
+            "seed": int(self.options["seed"]) if shuffles else None,
+            "sampler": None if sampler is None else sampler.checksum,
+            "per_pass": self.per_pass,
+        }
+
     def total(self, passes: int) -> int:
         """Return how many indices there are until the end of ``passes`` passes over the data set."""
         return len(self.rest) + max(passes - self.epoch, 0) * self.per_pass
@@ -143,6 +154,11 @@ class PartitionOrder:
         while passes is None or epoch < passes:
             yield epoch, deal(self.length, self.partition, epoch=epoch, **self.options), offset
             epoch, offset = epoch + 1, 0
+
+    def is_between_passes(self, position: int) -> bool:
+        """Return whether no pass is begun and not ended at ``position``."""
+        at = position - len(self.rest)
+        return at >= 0 and at % self.per_pass == 0
 
     def first_unserved_pass(self, position: int) -> int:
         """Return the first pass of which no index is before ``position``."""
@@ -230,6 +246,13 @@ class PartitionOrder:
         """Return this trainer's share of what is taken in turn from each of ``parts``."""
         in_turn = [one for turn in zip_longest(*parts) for one in turn if one is not None]
         return in_turn[self.partition.index :: self.partition.count]
+
+
+def _describe_order(order: Mapping[str, Any]) -> str:
+    how = f"shuffled with seed {order['seed']}" if order.get("seed") is not None else "not shuffled"
+    if order.get("sampler") is not None:
+        how = f"of a sampler with checksum {order['sampler']}"
+    return f"{how}, {order['per_pass']} entries of each pass for a trainer"
 
 
 def _rest_of(state: Mapping[str, Any]) -> list[Any]:
@@ -434,12 +457,14 @@ class DatasetSource(Source):
 
     def state_dict(self) -> dict[str, Any]:
         drawn = {} if self.sampler is None else self.sampler.state_dict()
-        return {"length": self.length, "rest": self._rest, "epoch": self.order.epoch, **drawn}
+        order = {"epoch": self.order.epoch, "order": self.order.identity}
+        return {"length": self.length, "rest": self._rest, **order, **drawn}
 
     def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
         self._check_length(state)
         if self.sampler is not None:
             self.sampler.load_state_dict(state)
+        self._check_order(state, self.partition)
         self._set_order(replace(self.order, rest=_rest_of(state), epoch=state["epoch"]))
 
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> dict[int, int]:
@@ -447,6 +472,8 @@ class DatasetSource(Source):
             self._check_length(leftover.state)
         if self.sampler is not None:
             self.sampler.load_state_dict(leftovers[0].state)
+        for i, leftover in enumerate(leftovers):
+            self._check_order(leftover.state, Partition(i, len(leftovers)))
         order, partly = self.order.reshard(leftovers, held)
         self._set_order(order)
         return partly
@@ -461,4 +488,18 @@ class DatasetSource(Source):
             raise CheckpointError(
                 f"the training data set has {self.length} samples, it must have {state['length']} as when the "
                 "checkpoint was written; use init_from to continue from the weights with other data"
+            )
+
+    def _check_order(self, state: Mapping[str, Any], partition: Partition) -> None:
+        """Refuse a state of the trainer with this partition whose position is one in passes of another order.
+
+        Raises:
+            CheckpointError: they had; what a state does not have is not compared.
+        """
+        order = PartitionOrder(self.length, partition, self.options).identity
+        if (before := state.get("order", {})) != {name: order[name] for name in before}:
+            raise CheckpointError(
+                f"the order of the training data ({_describe_order(order)}) must be that of the checkpoint "
+                f"({_describe_order(before)}), which was written within a pass; set seed, the sampler, and shuffle, "
+                "batch_size and drop_last of the DataLoader as they were, or use init_from to continue from the weights"
             )

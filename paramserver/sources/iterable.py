@@ -175,9 +175,25 @@ class IterableSource(Source):
         return {"position": self._position, "state": deepcopy(self.dataset.state_dict()), "ended": self._ended}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"origin": self._origin, "workers": self._worker_count}
+        return {"origin": self._origin, "workers": self._worker_count, "batch": self._batch}
+
+    @property
+    def _batch(self) -> int | None:
+        """How many samples an entry has that is a whole batch."""
+        return self.iterable.size if isinstance(self.iterable, IterableBatches) else None
+
+    def _check_batch(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that counted other entries, which the buffer holds, or by which the iterable is skipped."""
+        before = state.get("batch", self._batch)  # earlier releases did not store it
+        if before != self._batch and (not self.stateful or None in (before, self._batch)):
+            now, then = ("samples" if one is None else f"batches of {one}" for one in (self._batch, before))
+            raise CheckpointError(
+                f"{self._name} of train_source gives {now}, it must give {then} as when the checkpoint was written; "
+                "set batch_size of its DataLoader so, or use init_from to continue from the weights"
+            )
 
     def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
+        self._check_batch(state)
         self._origin = state.get("origin")
         mark, before = mark or self._origin, state.get("workers", 0)
         if before != self._worker_count:
@@ -213,6 +229,8 @@ class IterableSource(Source):
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
         if not self.can_reshard:
             super().reshard(leftovers, held)
+        for leftover in leftovers:
+            self._check_batch(leftover.state)
         marks = [(leftover.mark, leftover.state.get("workers", 0)) for leftover in leftovers]
         self._deal(marks, self.partition, len(held))
 

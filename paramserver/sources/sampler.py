@@ -44,6 +44,7 @@ class SamplerOrder:
         self.seed = seed
         self._dataset = dataset
         self._length: int | None = None
+        self._checksum = ""  # of the first pass; empty = it is not drawn
         self._max_length = max(100 * len(dataset), 10_000_000)
         generator = _generator_of(sampler)
         self._first_state = None if generator is None else generator.get_state()
@@ -62,9 +63,16 @@ class SamplerOrder:
         return len(self.indices(0)) if self._length is None else self._length
 
     @property
+    def checksum(self) -> str:
+        """Of the first pass; once a pass has been drawn, this draws none."""
+        if not self._checksum:
+            self.indices(0)
+        return self._checksum
+
+    @property
     def description(self) -> str:
         """What must be the same on every trainer."""
-        return f"in the order of {self.name} with checksum {zlib.crc32(repr(self.indices(0)).encode()):08x}"
+        return f"in the order of {self.name} with checksum {self.checksum}"
 
     @property
     def gives_batches(self) -> bool:
@@ -84,6 +92,8 @@ class SamplerOrder:
         if epoch not in self._drawn:
             last = max(self._drawn, default=-1)
             order = self._draw(epoch)
+            if epoch == 0 and not self._checksum:
+                self._checksum = f"{zlib.crc32(repr(order).encode()):08x}"
             # Two passes: the one that is read, and the one of which the buffer still holds samples.
             self._drawn = {n: old for n, old in self._drawn.items() if n == last} | {epoch: order}
         return self._drawn[epoch]
@@ -173,6 +183,8 @@ class SamplerOrder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Draw the passes of the run whose ``state_dict()`` this is."""
         if self._first_state is not None and "generator" in state:
+            if not torch.equal(self._first_state, state["generator"]):
+                self._checksum = ""
             self._first_state = state["generator"].clone()
             self._restart()
 

@@ -85,7 +85,7 @@ def test_a_resume_that_has_nothing_to_do_says_so_and_the_run_keeps_its_figures(r
 def test_so_it_does_with_several_processes(tmp_path, mode):
     run = train(tmp_path, mode, 2, **STEPS)
     before = without_logs(content(run))
-    changed = (f"task={SIGNAL_TASKS}:EndsAtTheStart", "task_args={how: raise}", "seed=3")
+    changed = (f"task={SIGNAL_TASKS}:EndsAtTheStart", "task_args={how: raise}", "training.clip_grad_norm=3")
     more = resume(run, *(word for change in changed for word in ("--set", change)))
     assert more.code == 1, more.output
     assert "it ends here" in more.output

@@ -7,12 +7,14 @@ from collections import Counter
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.utils.data import RandomSampler
 
 from paramserver.buffers import Fifo, make_buffer
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.buffers.reshard import reshard_buffers, reshard_parts
 from paramserver.errors import CheckpointError
 from paramserver.sources import DatasetSource, IterableSource, Partition, ResumePosition
+from paramserver.sources.sampler import SamplerOrder
 
 COUNTERS = {"batch_idx": 3, "samples_served": 5, "epoch": 1, "epoch_open": True, "seconds": 0.5}
 
@@ -143,6 +145,55 @@ def test_another_data_set_is_refused():
     (old,) = [Trainer(range(10), 0, 1, None)]
     with pytest.raises(CheckpointError, match=r"has 12 samples, it must have 10.*init_from"):
         DatasetSource(range(12), Partition(0, 1), seed=4).load_state_dict(old.source.state_dict())
+
+
+def ordered(seed=0, sampler=None, index=0, count=1, **options):
+    if sampler is not None:
+        options["sampler"] = SamplerOrder(sampler, range(10), seed)
+    return DatasetSource(range(10), Partition(index, count), seed=seed, sampler_kwargs=options)
+
+
+ORDERS = {
+    "seed": ({}, {"seed": 1}, r"shuffled with seed 1, .*shuffled with seed 0"),
+    "shuffle": ({}, {"shuffle": False}, r"\(not shuffled, .*shuffled with seed 0"),
+    "drop_last": ({"multiple": 2}, {"multiple": 3}, r"3 entries .* 4 entries"),
+    "pad": ({"sampler": range(9)}, {"sampler": range(9), "pad": True}, r"5 entries .* 4 entries"),
+    "sampler": ({"sampler": range(10)}, {"sampler": range(9, -1, -1)}, r"checksum \w+, 5 .* checksum \w+, 5"),
+    "batches": ({"sampler": [[0, 1, 2], [3, 4]]}, {"sampler": [[0, 1], [2, 3], [4]]}, r"checksum .* checksum"),
+    "none": ({"sampler": range(10)}, {}, r"shuffled with seed 0, .*\(of a sampler with checksum"),
+}
+
+
+@pytest.mark.parametrize(("before", "after", "message"), ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("trainers", [2, 3])
+def test_another_order_of_the_data_is_refused(before, after, message, trainers):
+    """Positions of one order are others in another: samples of the pass would be served twice, and others never."""
+    states = [ordered(**before, index=i, count=2).state_dict() for i in range(2)]
+
+    def resume(options):
+        made = ordered(**options, index=1, count=trainers)
+        if trainers == 2:
+            made.load_state_dict(states[1])
+        else:
+            made.reshard([ResumePosition(state, 1) for state in states], [])
+
+    with pytest.raises(CheckpointError, match=f"order of the training data.*{message}.*init_from"):
+        resume(after)
+    resume(before)
+    for state in states:
+        del state["order"]  # of an earlier release
+    resume(before)
+
+
+def test_what_changes_no_order_is_no_other_one():
+    state = ordered(shuffle=False, multiple=5).state_dict()
+    ordered(seed=1, shuffle=False, drop_last=True).load_state_dict(state)
+    ordered(seed=1, sampler=range(10)).load_state_dict(ordered(sampler=[*range(10)]).state_dict())
+    seeded = (torch.Generator().manual_seed(seed) for seed in range(2))
+    first, second = (ordered(sampler=RandomSampler(range(10), True, generator=one)) for one in seeded)
+    assert second.state_dict()["order"] != first.state_dict()["order"]
+    second.load_state_dict(first.state_dict())  # which has the state of the generator
+    assert second.state_dict()["order"] == first.state_dict()["order"]
 
 
 def state_of(kind, samples, served=0, capacity=16, **options):

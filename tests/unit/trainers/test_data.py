@@ -2,9 +2,11 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader, IterableDataset
 
 from paramserver import Partition, Task
 from paramserver.buffers.positions import AppliedPositions
@@ -12,7 +14,7 @@ from paramserver.buffers.reshard import reshard_parts
 from paramserver.config import Config, PublishConfig, SimulationsConfig, TrainingConfig
 from paramserver.config.schema import BufferConfig
 from paramserver.consistency import Readiness
-from paramserver.errors import SourceError
+from paramserver.errors import CheckpointError, SourceError
 from paramserver.online.spec import IngestSpec, ReceiverSpec
 from paramserver.online.weights import Version
 from paramserver.sources import Source, Stream
@@ -186,6 +188,62 @@ def test_a_restored_stream_states_what_was_served():
         data.load_state_dict(state)
         assert data.positions() == expected
         assert expected.above  # some were served once
+
+
+@pytest.mark.parametrize("batches", [0, 4, 10, 20])
+def test_passes_that_are_not_begun_may_have_another_order(batches):
+    settings = Config(training=TrainingConfig(batch_size=BATCH, max_epochs=2))
+    with stream(lambda: list(range(50)), settings) as data:
+        for _ in range(batches):
+            serve(data)
+        state = data.state_dict()
+    assert bool(state["buffer"]["keys"]) is (batches in (4, 10))
+    with stream(lambda: list(range(50)), replace(settings, seed=1)) as data:
+        if state["buffer"]["keys"]:
+            with pytest.raises(CheckpointError, match=r"seed 1.*seed 0"):
+                data.load_state_dict(state)
+        else:
+            data.load_state_dict(state)
+            assert data.samples_left == 100 - batches * BATCH
+
+
+def whole_batches(size, kind=Shuffled):
+    class Lines(kind, IterableDataset):
+        pass
+
+    return lambda: DataLoader(Lines(range(40)), batch_size=size)
+
+
+class Plain:
+    def __init__(self, values):
+        self.values = values
+
+    def __iter__(self):
+        return iter(self.values)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (whole_batches(4, Plain), whole_batches(5, Plain), "gives batches of 5, it must give batches of 4"),
+        (whole_batches(4), lambda: Shuffled(range(40)), "gives samples, it must give batches of 4"),
+        (whole_batches(4), whole_batches(5), None),  # it continues after what was read
+        (lambda: Plain(range(40)), lambda: Plain(range(40)), None),
+    ],
+)
+def test_another_number_of_samples_of_each_entry_is_refused_where_entries_are_counted(before, after, message):
+    settings = Config(training=TrainingConfig())
+    with stream(before, settings) as data:
+        data.start()
+        data.available(WAIT_S)
+        data.next_batch()
+        state = data.state_dict()
+    with stream(after, settings) as data:
+        if message is not None:
+            with pytest.raises(CheckpointError, match=message):
+                data.load_state_dict(state)
+        else:
+            data.load_state_dict(state)
 
 
 def test_positions_of_a_step_are_those_of_all_its_batches():
