@@ -32,6 +32,7 @@ from paramserver.online.spec import ReceiverSpec
 from paramserver.sources import Feeder, Partition, ResumePosition, Source, make_source
 from paramserver.sources.dataset import DatasetSource
 from paramserver.sources.factory import Reading, check_watermark, resolve_reading
+from paramserver.sources.iterable import IterableSource
 from paramserver.sources.loader import WorkerOptions
 from paramserver.sources.stream import Stream
 from paramserver.task import Task, sampler_of, uses_default_batching
@@ -41,6 +42,13 @@ _ANNOUNCE_AFTER_S = 1.0
 
 STARVATION_S = 5.0
 """A trainer whose samples are all too old reports that after so long without a batch."""
+
+# Kinds of sources, what only their states have, and their names.
+_KINDS = (
+    (DatasetSource, {"length", "rest"}, "a map-style data set"),
+    (IterableSource, {"origin"}, "an iterable"),
+    (Stream, {"inherited", "log"}, "samples of simulations"),
+)
 
 _SUMS = ("puts", "gets", "put_wait_s", "get_wait_s")
 _BUFFER_FIGURES = ("population", "unseen", "capacity", *_SUMS)
@@ -511,10 +519,24 @@ class DataStream:
             self.buffer.skip(applied.low, applied.stale)
         self.feeder = Feeder(self.source, self.buffer, self.trainer_index, applied)
 
+    def _check_kind(self, source: Mapping[str, Any], buffer: Mapping[str, Any] | None) -> None:
+        """Refuse the state of a source of another kind. Which states a user's own ``Source`` can load is its matter."""
+        own = "a Source of its own"
+        now = next((name for kind, _, name in _KINDS if isinstance(self.source, kind)), own)
+        before = next((name for _, keys, name in _KINDS if keys <= source.keys()), own)
+        lacks_samples = buffer is not None and buffer["keys"] and buffer["samples"] is None
+        if now != before and (now != own or (lacks_samples and not self.source.refetchable)):
+            raise CheckpointError(
+                f"train_source gives {now}, it must give {before} as when the checkpoint was written; use init_from to "
+                "continue from the weights with other data"
+            )
+
     def _load_source(self, state: Mapping[str, Any], mark: Any = None) -> list[int]:
         """Return positions that were applied fewer times than due before a resharding, as often as they were."""
         partly: Mapping[int, int] = {}
-        if (left := state.get("leftovers")) is None:
+        left = state.get("leftovers")
+        self._check_kind(state["source"] if left is None else left[0]["state"], state.get("buffer"))
+        if left is None:
             self.source.load_state_dict(state["source"], mark)
         else:
             if not self.source.refetchable and any(one.get("applied") for one in left):

@@ -207,6 +207,53 @@ def test_passes_that_are_not_begun_may_have_another_order(batches):
             assert data.samples_left == 100 - batches * BATCH
 
 
+NUMBERED = {
+    "a map-style data set": lambda: list(range(20)),
+    "an iterable": lambda: Plain(range(20)),
+    "a Source of its own": Arriving,
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "trainers"),
+    [
+        ("a map-style data set", "an iterable", 1),
+        ("a map-style data set", "an iterable", 2),
+        ("a map-style data set", "a Source of its own", 1),
+        ("an iterable", "a map-style data set", 1),
+        ("an iterable", "a map-style data set", 2),
+        ("a Source of its own", "a map-style data set", 1),
+        ("a Source of its own", "an iterable", 1),
+    ],
+)
+def test_another_kind_of_source_is_refused(before, after, trainers):
+    def settings(kind):
+        return config("fifo", passes=1 if "data set" in kind else None)
+
+    with stream(NUMBERED[before], settings(before)) as data:
+        data.start()
+        assert data.available(WAIT_S).readiness is Readiness.READY
+        data.next_batch()
+        counters = {"batch_idx": 0, "samples_served": 0, "seconds": 0.0}
+        part = {**data.state_dict(), "random": None, "task": {}, "counters": counters}
+    if trainers > 1:
+        part = reshard_parts([part], trainers, capacity=16, entropy=(0, 1))[0]
+    message = rf"^train_source gives {after}, it must give {before}.*init_from"
+    made = stream(NUMBERED[after], settings(after), Partition(0, trainers))
+    with made as data, pytest.raises(CheckpointError, match=message):
+        data.load_state_dict(part)
+
+
+def test_samples_of_simulations_are_another_kind():
+    part = OfActors().put(0, 4, 4, 4).train(6).part()
+    with stream(lambda: Plain(range(9)), config("fifo", passes=None)) as data:
+        other = data.state_dict()
+        with pytest.raises(CheckpointError, match="gives an iterable, it must give samples of simulations"):
+            data.load_state_dict(part)
+    with pytest.raises(CheckpointError, match="gives samples of simulations, it must give an iterable"):
+        OfActors().resumed(other)
+
+
 def whole_batches(size, kind=Shuffled):
     class Lines(kind, IterableDataset):
         pass
