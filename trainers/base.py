@@ -625,14 +625,6 @@ class Trainer(ABC):
 
     def load_state_dict(self, part: Mapping[str, Any]) -> None:
         """Restore a ``state_dict()``, what resharding made of those of others, or what is known of a lost trainer."""
-        if part["buffer"] is None:  # of a lost trainer
-            positions = AppliedPositions()
-            positions.load_state_dict(part["applied"])
-            self.data.load_after_loss(part, positions)
-        else:
-            self.data.load_state_dict(part)
-            if part["buffer"]["counters"]["puts"] and (note := self.data.source.resume_note):
-                self.record("note", text=f"trainer {self.trainer_index}: {note}")
         self.progress = TrainerProgress(**part["counters"])
         if self.monitor is not None:  # the time of the run, which another trainer may have reported
             self.progress.seconds = max(self.progress.seconds, self.monitor.seconds)
@@ -642,6 +634,7 @@ class Trainer(ABC):
             seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
         if part["random"] is not None or part["task"]:
             restore_task(self.task, part["task"], self.process.kept.callbacks)
+        self._load_data(part)
         if part.get("extra_state"):
             load_part_of_state(self.tree.model, part["extra_state"])
         self.flags.load_state_dict(part.get("flags") or {})
@@ -653,6 +646,20 @@ class Trainer(ABC):
             log.info("trainer %d: its local steps continue with the state of %s", self.trainer_index, origin)
             self.record("local_steps", restored=state is not None)
         self.restore_residuals(part)
+
+    def _load_data(self, part: Mapping[str, Any]) -> None:
+        """Restore the data; after ``on_resume``, as the samples of the buffer are read again of what it restores."""
+        devices = self.process.placement.devices
+        states = random_states(devices)  # which a data set of the user may change
+        if part["buffer"] is None:  # of a lost trainer
+            positions = AppliedPositions()
+            positions.load_state_dict(part["applied"])
+            self.data.load_after_loss(part, positions)
+        else:
+            self.data.load_state_dict(part)
+            if part["buffer"]["counters"]["puts"] and (note := self.data.source.resume_note):
+                self.record("note", text=f"trainer {self.trainer_index}: {note}")
+        restore_random_states(states, devices)
 
     def restore_residuals(self, part: Mapping[str, Any]) -> None:
         """Continue with what compression has lost before a checkpoint, if gradients are compressed."""

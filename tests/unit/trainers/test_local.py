@@ -1,5 +1,6 @@
-"""What another thread saves of a local run whose hook does not return."""
+"""What another thread saves of a local run whose hook does not return; how a local run is resumed."""
 
+import random
 import threading
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from tasks import ReferenceTask
 
 import paramserver
+from paramserver import Task
 from paramserver.runs.checkpoint_manager import CheckpointManager
 
 WAIT_S = 20.0
@@ -78,3 +80,54 @@ def test_a_checkpoint_of_another_thread_has_one_version(tmp_path, monkeypatch, h
     assert [one.step for one in saving.staged] == [3]
     for name, value in saving.applied.items():
         assert torch.equal(saving.staged[0].objects["model"][name], value), name
+
+
+class Harder(Task):
+    """A data set whose samples depend on a level, which ``on_epoch_start`` sets."""
+
+    def __init__(self, served):
+        self.served = served
+
+    class Samples(list):
+        level = 0
+
+        def __getitem__(self, index):
+            torch.rand(1), random.random()
+            return self.level * torch.ones(1)
+
+    def build_model(self):
+        return torch.nn.Linear(1, 1)
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_source(self, partition):
+        self.data = self.Samples(range(32))
+        return self.data
+
+    def on_epoch_start(self, epoch):
+        self.data.level = epoch
+
+    def on_checkpoint(self, state):
+        state["level"] = self.data.level
+
+    def on_resume(self, state):
+        self.data.level = state["level"]
+
+    def training_step(self, model, batch, batch_idx):
+        self.served((batch.flatten().tolist(), torch.rand(1).item(), random.random()))
+        return model(batch).mean()
+
+
+def test_samples_that_the_buffer_holds_are_read_again_of_what_on_resume_restores(tmp_path):
+    config = {
+        "mode": "local",
+        "training": {"max_steps": 16, "batch_size": 4},
+        "checkpoint": {"every": 13, "keep": 2, "background": False},
+        "logging": {"run_dir": str(tmp_path), "name": "run", "progress": "off", "tensorboard": False},
+    }
+    whole, resumed = [], []
+    paramserver.run(Harder(whole.append), config)
+    paramserver.run(Harder(resumed.append), resume=tmp_path / "run" / "checkpoints" / "step-00000013")
+    assert len(resumed) == 3
+    assert resumed == whole[13:]
