@@ -233,7 +233,9 @@ class DataStream:
         except BufferClosed:
             self._raise_source_error()
             raise
-        left = self._due if self._counts_ahead else self.buffer.remaining_servings()
+        left = self.buffer.remaining_servings()
+        if left is None and self._counts_ahead:
+            left = self._due
         if left is not None:
             batches = min(batches, -(-left // self.training.batch_size))
         most = self._reading.largest_batch or self.training.batch_size
@@ -465,9 +467,17 @@ class DataStream:
         partly = self._load_source(state, mark)
         if state.get("leftovers") is not None:
             mark = self.source.mark()
-        # A resumed run may have a higher limit of epochs, so that more samples follow.
-        finished = state["buffer"]["counters"]["puts"] == self.source.total
-        buffer = {**state["buffer"], "finished": finished, "mark": mark}
+        # A resumed run may have a higher limit of epochs, so that more samples follow, or a lower one.
+        total, puts = self.source.total, state["buffer"]["counters"]["puts"]
+        buffer = {**state["buffer"], "finished": total is not None and puts >= total, "mark": mark}
+        if total is not None and puts > total and isinstance(self.source, DatasetSource):
+            positions = buffer["positions"].tolist()
+            due = [n for n, position in enumerate(positions) if position < total]
+            buffer |= {name: buffer[name][due] for name in ("positions", "served")}
+            buffer["keys"] = [buffer["keys"][n] for n in due]
+            # Those that are dropped are read again by a run with a higher limit.
+            puts = min((position for position in positions if position >= total), default=puts)
+            buffer["counters"] = {**buffer["counters"], "puts": puts}
         fetch = None
         if self.source.refetchable and buffer["samples"] is None:
             fetched = iter(self.source.fetch_all(buffer["keys"], buffer["positions"].tolist()))

@@ -207,6 +207,31 @@ def test_passes_that_are_not_begun_may_have_another_order(batches):
             assert data.samples_left == 100 - batches * BATCH
 
 
+@pytest.mark.parametrize(("kind", "times"), [("fifo", 1), ("fifo", 2), ("firo", 1), ("reservoir", 1)])
+@pytest.mark.parametrize("batches", [17, 19, 22, 24])
+def test_a_resume_with_fewer_passes_serves_none_beyond_them(kind, times, batches):
+    def part(settings, state, most):
+        positions = []
+        with stream(lambda: list(range(SAMPLES)), settings) as data:
+            if state is not None:
+                data.load_state_dict(state)
+            while most and (served := serve(data)) is not None:
+                positions += served[1]
+                most -= 1
+            assert not most or data.samples_left == 0
+            return positions, data.state_dict()
+
+    first, state = part(config(kind, times), None, batches * times)
+    second, state = part(config(kind, times, passes=2), state, 1000)
+    assert max(second, default=0) < 2 * SAMPLES
+    if kind != "reservoir":
+        most = Counter(dict.fromkeys(range(2 * SAMPLES), times))
+        assert Counter(n for n in first + second if n < 2 * SAMPLES) == most
+    if (kind, times) == ("fifo", 1):
+        third, _ = part(config(kind, times), state, 1000)
+        assert first + second + third == list(range(3 * SAMPLES))
+
+
 NUMBERED = {
     "a map-style data set": lambda: list(range(20)),
     "an iterable": lambda: Plain(range(20)),
