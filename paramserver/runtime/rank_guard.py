@@ -19,6 +19,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+# Without a rank the guard ends at once.
+_END_S = 5.0
+
 
 class RankGuard:
     """The supervisor's end: starts the guard process, which lives until :meth:`close`.
@@ -55,6 +58,9 @@ class RankGuard:
         """End the guard process. Call it once all ranks have ended."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self._process.kill()  # one that is stopped does not end by itself
         self._process.wait()
 
 

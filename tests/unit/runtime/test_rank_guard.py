@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from paramserver.runtime import rank_guard
+
 LIMIT_S = 2.0
 
 
@@ -65,3 +67,11 @@ def test_what_a_rank_leaves_in_its_group_ends_with_it(dead_supervisor):
     ends = dead_supervisor("sleep 1000 & echo $!; exec >&-; exit 0")
     assert len(ends) == 2, "the rank and its child"
     assert seconds_until_gone(ends) < LIMIT_S
+
+
+def test_a_guard_that_is_stopped_does_not_keep_its_supervisor_from_ending(monkeypatch):
+    monkeypatch.setattr(rank_guard, "_END_S", 0.1)
+    guard = rank_guard.RankGuard(LIMIT_S)
+    guard._process.send_signal(signal.SIGSTOP)
+    guard.close()
+    assert guard._process.returncode == -signal.SIGKILL
