@@ -103,9 +103,10 @@ class ReplicaTrainer(Trainer):
 
     def save_part(self, reason: str, since: float) -> None:
         self.sync_model()
-        # A checkpoint holds the records of its steps, so they are with rank 0 before it is staged.
+        part = self.state_dict()
+        # A checkpoint holds the records of its steps, those of ``on_checkpoint`` too: rank 0 has them before it stages.
         self.control.collect_records()
-        self.commit(self.step, self.state_dict(), reason, since)
+        self.commit(self.step, part, reason, since)
 
     def commit(self, step: int, part: Mapping[str, Any], reason: str, since: float) -> None:
         """Save the checkpoint of a step with ``part``, the state of this trainer."""

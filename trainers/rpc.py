@@ -303,7 +303,6 @@ class RpcTrainer(Trainer):
             self.model_copy.load_buffers(view.buffers)
 
     def save_part(self, reason: str, since: float) -> None:
-        records = self.control.flush_records()
         callbacks = self.process.kept.callbacks.values()
         if overrides(self.task, Task.on_checkpoint) or any(overrides(one, Callback.state_dict) for one in callbacks):
             self.sync_model()
@@ -313,6 +312,7 @@ class RpcTrainer(Trainer):
             reason, model.extra_state(), model.changed_buffers(), ends_epoch=self.ends_epoch
         )
         step, part = self.step, self.state_dict()
+        records = self.control.flush_records()  # with those of ``on_checkpoint``
         takes_part = staging.wait()
         records.wait()  # records from before the checkpoint are stored before it is
         if takes_part:

@@ -43,5 +43,8 @@ class LogsEverywhere(ReferenceTask):
     def on_validation_end(self, batch_idx):
         self.log("validation_end", batch_idx)
 
+    def on_checkpoint(self, state):
+        self.log("checkpoint", 1, "sum")
+
     def on_train_end(self):
         self.log("train_end", 0)

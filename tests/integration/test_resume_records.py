@@ -49,6 +49,9 @@ def account(finished):
 def test_killed_and_resumed_it_has_the_records_of_a_run_that_was_not(tmp_path, mode, trainers):
     """Killed while step 7 or 11 is made: of the steps after the checkpoint, that one and those before it come again."""
     whole = train(tmp_path / "whole", mode, trainers, **config_of(tmp_path, trainers))
+    kind = "log" if trainers == 1 else "reduced"
+    stored = [(r["step"], r["value"]) for r in whole.of_kind(kind) if r["name"] == "checkpoint"]
+    assert stored == [(4, trainers), (8, trainers), (11, trainers)]
     for kill_at in (6, 10) if mode == "local" else (6,):
         folder = tmp_path / f"killed-{kill_at}"
         config = config_of(folder, trainers, kill_at=kill_at)
@@ -75,6 +78,7 @@ def test_each_record_has_the_step_that_it_was_made_for(tmp_path):
     assert steps.pop("epoch_start") == [1, 5]
     assert steps.pop("epoch_end") == [5, 5]
     assert steps.pop("validation_end") == [2, 4, 5]
+    assert steps.pop("checkpoint") == [4, 5]
     assert (steps.pop("train_start"), steps.pop("train_end")) == ([0], [5])
     assert steps == {"batch_start": made, "batch_end": made, "loss": made}
 
