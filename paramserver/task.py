@@ -461,7 +461,13 @@ def task_state(task: Task, callbacks: Mapping[str, Callback]) -> dict[str, Any]:
     """Return what a checkpoint stores of a task and of its callbacks."""
     state: dict[str, Any] = {}
     task.on_checkpoint(state)
-    if stored := {name: own for name, callback in callbacks.items() if (own := callback.state_dict())}:
+    stored = {}
+    for name, callback in callbacks.items():
+        own: dict[str, Any] | None = callback.state_dict()
+        # An empty state is one too, to which a callback returns that outlives a loss.
+        if own or (own is not None and type(callback).state_dict is not Callback.state_dict):
+            stored[name] = own
+    if stored:
         state[_CALLBACKS] = stored
     return state
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver import Partition, Task, rank_zero_only
+from paramserver import Callback, Partition, Task, rank_zero_only
 from paramserver.context import set_trainer_index
 from paramserver.errors import TaskError
-from paramserver.task import REQUIRED, check_task_class, uses_default_batching
+from paramserver.task import REQUIRED, check_task_class, restore_task, task_state, uses_default_batching
 
 
 class Complete(Task):
@@ -206,3 +206,23 @@ def test_a_frozen_dataclass_is_refused_by_name():
     Frozen(3)
     with pytest.raises(TaskError, match=r"^task \(m:Frozen\) must be no frozen dataclass"):
         check_task_class(Frozen, "m:Frozen")
+
+
+class Validated(Callback):
+    def __init__(self):
+        self.seen = {}
+
+    def state_dict(self):
+        return dict(self.seen)
+
+    def load_state_dict(self, state):
+        self.seen = dict(state)
+
+
+def test_a_callback_that_outlives_a_loss_returns_to_an_empty_state():
+    callbacks = {"Validated": Validated(), "Callback": Callback()}
+    state = task_state(Complete(), callbacks)
+    assert state == {"paramserver.callbacks": {"Validated": {}}}
+    callbacks["Validated"].seen[6] = 1
+    restore_task(Complete(), state, callbacks)
+    assert callbacks["Validated"].seen == {}
