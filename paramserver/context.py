@@ -423,13 +423,16 @@ class Kept:
     """What a trainer keeps from one session to the next.
 
     Attributes:
+        started: the task whose ``on_train_start`` was called.
+        generation: of the last session; 0 before the first one.
         partition: the trainer's share, for which the rest was made.
         train: what ``Task.train_source`` returned; None if it cannot be read again.
         validation: batches; None if there are none.
     """
 
     callbacks: Mapping[str, Any] = field(default_factory=dict)
-    has_started: bool = False
+    started: Any = None
+    generation: int = 0
     partition: Any = None
     train: Any = None
     validation: Any = None

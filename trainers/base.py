@@ -760,8 +760,8 @@ class TrainingLoop:
             trainer.init_connection()
             if trainer.config.training.scales_loss:
                 self._unscale_gradients()
-            if not trainer.process.kept.has_started:
-                trainer.process.kept.has_started = True
+            if trainer.process.kept.started is not trainer.task:
+                trainer.process.kept.started = trainer.task
                 for hooks in trainer.hooks:
                     hooks.on_train_start()
             self._buffer_before = trainer.data.figures()

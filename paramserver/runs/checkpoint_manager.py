@@ -313,6 +313,11 @@ class CheckpointManager:
         return self._resume is not None
 
     @property
+    def stored_trainers(self) -> int:
+        """How many trainers have a part of the checkpoint from which the run resumed; 0 in a new run."""
+        return 0 if self._resume is None else self._resume.checkpoint.num_trainers
+
+    @property
     def last_checkpoint(self) -> str | None:
         """The name of the newest checkpoint that is complete; one that the user removed is none."""
         paths = [written.path for written in self.writer.written] or [c.path for c in (self.checkpoint,) if c]

@@ -297,6 +297,7 @@ class RankSession:
                 run = checkpoints.run
                 if rendezvous is not None:
                     rendezvous.record_run(run.name)
+                    rendezvous.set("stored_trainers", str(checkpoints.stored_trainers))
                     rendezvous.set("run", run.name)
             else:
                 assert rendezvous is not None
@@ -305,6 +306,8 @@ class RankSession:
             with self._reports_failure(rendezvous):
                 if plan.writes_log:
                     stack.enter_context(_log_file(run, identity.global_rank))
+                if process.role.kind == "trainer" and rendezvous is not None:
+                    self._renew_task(process, int(rendezvous.get("stored_trainers")))
                 if config.publish is not None and checkpoints is not None:
                     stack.enter_context(start_publisher(process, checkpoints))
                 if config.simulations is not None:
@@ -317,6 +320,22 @@ class RankSession:
                     endpoint = publish_endpoint(process, coordinator, publisher, rendezvous)
                     process = replace(process, receiver_spec=endpoint)
             return self._work(process, checkpoints, rendezvous, run, stack)
+
+    def _renew_task(self, process: ProcessContext, stored_trainers: int) -> None:
+        """Make the task anew if it has trained in an earlier generation, and this one begins without a state of it.
+
+        The checkpoint that this generation begins with has the states of so many trainers; 0 if there is none.
+        """
+        kept, earlier = process.kept, process.kept.generation
+        kept.generation = self.generation
+        has_trained = kept.started is self.task and earlier != self.generation
+        if not has_trained or process.trainer_index < stored_trainers:
+            return
+        plan, self.task = self.plan, make_task(self.plan.config, self.plan.folders, self.plan.create_task)
+        plan.on_task(process.role, self.task)
+        self.task.devices, self.task.config = process.placement.devices, process.config
+        kept.callbacks = make_callbacks(self.task)
+        kept.partition = kept.train = kept.validation = None
 
     @contextmanager
     def _reports_failure(self, rendezvous: Rendezvous | None) -> Iterator[None]:
@@ -354,7 +373,7 @@ class RankSession:
 
     @property
     def _is_newcomer(self) -> bool:
-        return self.plan.joins and not self.process.kept.has_started
+        return self.plan.joins and self.process.kept.started is None
 
     @property
     def _is_leaving(self) -> bool:

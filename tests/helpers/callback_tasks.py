@@ -1,6 +1,10 @@
 """Callbacks that record, count, change gradients and stop."""
 
+import os
+from pathlib import Path
+
 import torch
+from supervised_tasks import ranks_of
 from tasks import HookRecorder, ReferenceTask
 
 from paramserver import Callback
@@ -142,6 +146,21 @@ class Counted(ReferenceTask):
 
     def on_resume(self, state):
         assert state == {"own": 7}
+
+
+class LosesARank(Counted):
+    """Kills a rank once, in the sixth step of trainer 0, whose loss depends on how many the task has seen."""
+
+    def __init__(self, mark, rank, **options):
+        super().__init__(**options)
+        self.mark, self.rank, self.trained = Path(mark), rank, 0
+
+    def training_step(self, model, batch, batch_idx):
+        self.trained += 1
+        if self.trained == 6 and self.trainer.trainer_index == 0 and not self.mark.exists():
+            self.mark.touch()
+            ranks_of(os.getppid())[self.rank].kill()
+        return super().training_step(model, batch, batch_idx) * (1 + self.trained)
 
 
 class Unclamped(ReferenceTask):

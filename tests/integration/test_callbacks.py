@@ -70,6 +70,22 @@ def test_a_resumed_run_has_the_callbacks_of_one_that_was_not_stopped(tmp_path, m
         assert state["paramserver.callbacks"]["Counter"]["seen"][:1] == validated
 
 
+@pytest.mark.processes
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("rank", "on_loss"), [(0, "continue"), (2, "rollback")])
+def test_a_loss_before_the_first_checkpoint_leaves_nothing_of_the_task(tmp_path, rank, on_loss):
+    """Nor of its callbacks: the processes that live make their tasks anew."""
+    config = {"training": {"max_steps": 8, "batch_size": 8, "validate_every": 4}, "checkpoint": {"every": 0}}
+    runs = []
+    for name in ("lost", "whole"):  # the mark of the first is there
+        lost = task("LosesARank", mark=str(tmp_path / "mark"), rank=rank)
+        runs.append(train(tmp_path / name, "rpc", 2, **lost, **config, server={"on_loss": on_loss}))
+    lost, whole = runs
+    assert lost.summary["updates_redone"] > 0
+    assert_equal_runs(whole, lost, 2)
+    assert [lost.load(f"trainer-{n}")["task"] for n in (0, 1)] == [whole.load(f"trainer-{n}")["task"] for n in (0, 1)]
+
+
 VARIANTS = {
     "shared memory": {},
     "tcp": {"server": {"transport": "tcp"}},
