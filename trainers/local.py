@@ -191,7 +191,7 @@ class LocalTrainer(ReplicaTrainer):
         # A step of this trainer's own optimizer is short; otherwise an update is in progress, or a commit.
         if place and self._lock.acquire(timeout=_STEP_S):
             try:
-                if self._applied != self._committed:
+                if self._applied != self._committed and not self.monitor.lacks_validation(self._applied):
                     version = nullcontext() if self.local_steps is None else self.local_steps.version()
                     with self.process.stop_limit.paused(), version:
                         self._save_applied()

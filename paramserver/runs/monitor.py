@@ -73,6 +73,7 @@ class RunMonitor:
         self._window = RecordWindow()
         self._validated_step: int | None = None
         self._due_validated_step: int | None = None
+        self._reported_step = 0  # of the last validation, also of one without samples, or of the checkpoint
         trainers = num_trainers_of(config)
         self._reducer = LogReducer(range(trainers)) if trainers > 1 else None
 
@@ -194,6 +195,7 @@ class RunMonitor:
             TaskError: it lacks the metric of ``checkpoint.best``.
         """
         with self._lock:
+            self._reported_step = max(self._reported_step, step)
             values = sums.means()
             if step == self._validated_step:
                 return False
@@ -209,6 +211,11 @@ class RunMonitor:
             fields = {"values": values, "samples": sums.samples, "seconds": self.seconds, "best": improved}
             self.record(make_record("validation", step, **fields))
             return improved
+
+    def lacks_validation(self, step: int) -> bool:
+        """Return whether a validation that was due by ``step`` is not made yet: a resumed run would not make it."""
+        every = self.config.training.validate_every
+        return every > 0 and step // every > self._reported_step // every
 
     def _improves(self, best: BestMetric, values: Mapping[str, float], step: int, is_scheduled: bool) -> bool:
         if best.metric not in values:
@@ -252,6 +259,7 @@ class RunMonitor:
         self.first_samples, self.first_seconds = self.samples, self.seconds
         self.validation = dict(state["validation"])
         self._validated_step = self._due_validated_step = state.get("validated_step")
+        self._reported_step = self.step
         self.epoch, self.skipped = state["epoch"], state.get("skipped", 0)
         self.resumes = state["resumes"] + 1
         if "staleness" in state:

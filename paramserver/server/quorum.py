@@ -348,7 +348,7 @@ class Staging(JointCall):
                 if run.finished.is_set() or run.last_decision is not None:
                     return {}
                 self.saves_alone = True
-                is_due = self._staged != self._due()
+                is_due = self._staged != self._due() and not self._checkpoints.monitor.lacks_validation(rules.step)
             if is_due:
                 self._reason = "interrupted"
                 self._stage(updater, time.perf_counter(), ())

@@ -139,6 +139,17 @@ def test_other_hooks(tmp_path, fork_server, hook):
 
 
 @pytest.mark.claim("stuck-hook")
+@pytest.mark.parametrize(("mode", "trainers", "count"), [("local", (0,), 6), ("rpc", (0, 1), 4)])
+def test_a_step_is_not_saved_without_its_validation(tmp_path, fork_server, mode, trainers, count):
+    """A resumed run would not make it: it makes the steps again, and validates."""
+    finished = interrupted(fork_server, tmp_path, mode, trainers=trainers, hook="validation_step", count=count, every=4)
+    assert finished.checkpoints == ["step-00000004"]
+    assert "after step 8; the last checkpoint is step-00000004" in finished.output.splitlines()[-1]
+    validations = resumed(finished, tmp_path).of_kind("validation")
+    assert [record["step"] for record in validations] == list(range(4, 33 if mode == "local" else 17, 4))
+
+
+@pytest.mark.claim("stuck-hook")
 @pytest.mark.parametrize(("rank", "servers"), [(0, 1), (0, 2), (1, 2)])
 @pytest.mark.parametrize("how", ["lock", "call"])
 def test_a_step_of_the_optimizer_ends_at_the_limit_and_names_its_server(tmp_path, fork_server, rank, servers, how):
