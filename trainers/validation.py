@@ -304,9 +304,10 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         # By train(), in which a layer may undo what it did in eval(): a module before those in it, of which some may be
-        # frozen by the user. One that is in several modules may need it once more.
+        # frozen by the user. One that is in several modules may need it once more. The stub of a model on the server
+        # has its flag as a property.
         for module, training in (*flags.items(), *flags.items()):
-            if module.training != training:
+            if module.training != training and "training" in vars(module):
                 module.train(training)
         for module, training in flags.items():
             module.training = training
