@@ -39,9 +39,13 @@ class FinishedRun:
 
     @property
     def records(self):
-        found = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
-        check_records(found)
-        return found
+        check_records(self.records_as_they_are)
+        return self.records_as_they_are
+
+    @property
+    def records_as_they_are(self):
+        """Also those that an earlier version stored, which may lack fields."""
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
 
     def of_kind(self, kind):
         return [record for record in self.records if record["kind"] == kind]

@@ -30,9 +30,7 @@ def task(tmp_path):
 
 
 def validations(run):
-    """Its records, of which those of the earlier version lack fields that this version has."""
-    records = map(json.loads, (run.run_dir / "metrics.jsonl").read_text().splitlines())
-    return [record for record in records if record["kind"] == "validation"]
+    return [record for record in run.records_as_they_are if record["kind"] == "validation"]
 
 
 @pytest.mark.processes
