@@ -429,10 +429,8 @@ class DataStream:
             raise
         source, puts = self.source.state_dict(), buffer["counters"]["puts"]
         ahead = self._ahead(puts)
-        order = self.source.order if isinstance(self.source, DatasetSource) else None
-        if order is not None and order.is_between_passes(puts) and not buffer["keys"] and not ahead:
-            # The passes that follow may have another order.
-            source["order"] = {"per_pass": source["order"]["per_pass"]} if puts else {}
+        if not buffer["keys"] and not ahead:
+            self.source.release_order(source, puts)
         state = {"buffer": buffer, "source": stage_copy(source, memory)}
         if ahead and self.source.repeatable:
             state |= {"buffer": None, "applied": self._served_positions().state_dict()}
@@ -470,7 +468,7 @@ class DataStream:
         # A resumed run may have a higher limit of epochs, so that more samples follow, or a lower one.
         total, puts = self.source.total, state["buffer"]["counters"]["puts"]
         buffer = {**state["buffer"], "finished": total is not None and puts >= total, "mark": mark}
-        if total is not None and puts > total and isinstance(self.source, DatasetSource):
+        if total is not None and puts > total and self.source.refetchable:
             positions = buffer["positions"].tolist()
             due = [n for n, position in enumerate(positions) if position < total]
             buffer |= {name: buffer[name][due] for name in ("positions", "served")}

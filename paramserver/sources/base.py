@@ -204,6 +204,12 @@ class Source(ABC):
         """Return what is needed to continue, besides the position and the mark."""
         return {}
 
+    def release_order(self, state: dict[str, Any], position: int) -> None:
+        """Let a run that resumes with this ``state_dict()`` serve what follows in another order, if no pass has begun.
+
+        Nothing before ``position`` is held.
+        """
+
     def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
         """Restore ``state_dict()``, and the mark of the last group in the buffer."""
 

@@ -460,6 +460,10 @@ class DatasetSource(Source):
         order = {"epoch": self.order.epoch, "order": self.order.identity}
         return {"length": self.length, "rest": self._rest, **order, **drawn}
 
+    def release_order(self, state: dict[str, Any], position: int) -> None:
+        if self.order.is_between_passes(position):
+            state["order"] = {"per_pass": state["order"]["per_pass"]} if position else {}
+
     def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
         self._check_length(state)
         if self.sampler is not None:
