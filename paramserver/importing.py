@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import importlib
 import importlib.machinery
@@ -32,6 +33,8 @@ _LIBRARY_PREFIXES = ("<frozen", sys.prefix, sys.base_prefix, str(Path(__file__).
 
 PICKLED_TASK = "task.pkl"
 """The file of a run with its task, if that is a class without a file, such as one of a notebook's cell."""
+
+_PICKLED_MODULE = "_paramserver_pickled"
 
 
 @contextmanager
@@ -113,10 +116,7 @@ def current_folder() -> Path:
 
 def source_file(user_class: type) -> str | None:
     """Return the file that defines ``user_class``; None if it was defined in a notebook or at a prompt."""
-    module = sys.modules.get(user_class.__module__)
-    file = getattr(module, "__file__", None)
-    if user_class.__module__ == "__main__" and not hasattr(module, user_class.__qualname__.partition(".")[0]):
-        return None  # it was sent here from the main module of another process
+    file = getattr(sys.modules.get(user_class.__module__), "__file__", None)
     return None if file is None else str(Path(file).resolve())
 
 
@@ -189,6 +189,10 @@ def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
     loaded = sys.modules.get(path.stem)
     if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() == path:
         return loaded
+    for imported in _imports_of(path):
+        # Another program's, in this process before; a library that a file beside this one is named like is no mistake.
+        if not (getattr(sys.modules.get(imported), "__file__", None) or "<frozen").startswith(_LIBRARY_PREFIXES):
+            _check_loaded(imported, key, [path.parent])
     name = path.stem if loaded is None else f"_paramserver_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -204,6 +208,17 @@ def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
         del sys.modules[name]
         raise TaskError(f"{key}: importing {path} raised {describe_user_error(error)}") from error
     return module
+
+
+def _imports_of(path: Path) -> set[str]:
+    """Return the names at the top level that a file imports; none if it is no Python, which its import will report."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (SyntaxError, ValueError):
+        return set()
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in names}
 
 
 @contextmanager
@@ -293,6 +308,26 @@ def pickle_class(user_class: type) -> bytes:
 def _load_pickled(place: str, key: str, folders: Sequence[Path]) -> Any:
     path = find_file(place, key, folders)
     try:
-        return pickle.loads(path.read_bytes())
+        loaded = pickle.loads(path.read_bytes())
     except Exception as error:
         raise TaskError(f"{key}: loading {path} raised {describe_user_error(error)}") from error
+    _name_pickled(loaded)
+    return loaded
+
+
+def _name_pickled(user_class: Any) -> None:
+    """Give the classes and functions that came with a pickled class a module, by which ranks pickle their instances."""
+    module = sys.modules[_PICKLED_MODULE] = ModuleType(_PICKLED_MODULE)
+    found = [user_class]
+    while found:
+        value = found.pop()
+        value = getattr(value, "__func__", value)  # of a static or a class method
+        if not isinstance(value, type | FunctionType):
+            value = type(value)
+        if value.__module__ != "__main__":
+            continue
+        value.__module__ = _PICKLED_MODULE
+        if value.__qualname__ == value.__name__:
+            setattr(module, value.__name__, value)
+        # All functions that were pickled together have one dictionary of the names that they use.
+        found += [*value.__mro__, *vars(value).values()] if isinstance(value, type) else value.__globals__.values()

@@ -103,7 +103,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--rank",
         type=int,
         metavar="N",
-        help="start this rank only (with cluster.colocate: the ranks of host N); without it all ranks are started here",
+        help="be this rank only (with cluster.colocate: the ranks of host N); launch without it starts all ranks here",
     )
     parser.add_argument(
         "--world_size",

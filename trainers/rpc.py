@@ -16,7 +16,7 @@ from paramserver.checkpoint import stage_copy, unpack
 from paramserver.consistency import Decision, Verdict, module_buffer_owner
 from paramserver.metrics.profile import span
 from paramserver.metrics.records import StepReport, StepResult, StepTotals
-from paramserver.parameters.model import TrainingFlags, build_model, load_frozen_state, refuse_synced_batch_norm
+from paramserver.parameters.model import TrainingFlags, build_model, load_frozen_state
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.remote_tables import exclude_from_compile
 from paramserver.parameters.sharding import full_shard
@@ -78,8 +78,6 @@ class RpcTrainer(Trainer):
 
     def init_connection(self) -> None:
         self.model = build_model(self.task, self.config.seed, self.process.placement, owns_tables=False)
-        if self.process.trainers > 1:
-            refuse_synced_batch_norm(self.model, "in mode rpc with more than one trainer")
         self.prepare_data()
         self.server = self.resources.enter_context(self.control.connected(lambda: self.data.blocks))
         self.start_from(self.control.join(self.data.epoch_samples))

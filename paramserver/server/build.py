@@ -16,7 +16,7 @@ from paramserver.devices import place_parameters
 from paramserver.distributed.local_calls import LocalCallServer
 from paramserver.distributed.membership import Member
 from paramserver.optim.clipping import clipping_of
-from paramserver.parameters.model import frozen_state_dict
+from paramserver.parameters.model import frozen_state_dict, refuse_synced_batch_norm
 from paramserver.parameters.tables import describe_large
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.server.aggregator import Aggregator
@@ -75,6 +75,8 @@ def build_server(
     in_place = (rules.lockstep or servers > 1) and segments is not None and device.type == "cpu"
     allocate = shared_memory.allocate_parameters if in_place else None
     store = ParameterStore(task, config, allocate, checkpoints.resumes)
+    if trainers > 1:
+        refuse_synced_batch_norm(store.model, "in mode rpc with more than one trainer")
     check_optimizers(config, store)
     if (large := describe_large(store.model)) is not None:
         monitor.note(large)

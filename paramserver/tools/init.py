@@ -108,6 +108,8 @@ def _write(folder: Path) -> str:
     class_name = "".join(word[:1].upper() + word[1:] for word in words)
     if not class_name.isidentifier() or keyword.iskeyword(class_name):
         raise UnsupportedConfiguration(f"NAME ({folder}) must end with a letter and letters or digits, such as my_task")
+    if re.search(rf"\b{class_name}\b", _TASK + _TEST):  # such as Path
+        class_name += "Task"
     try:
         folder.mkdir(parents=True)
         for name, text in (("task.py", _TASK), ("config.yaml", _CONFIG), ("test_task.py", _TEST)):

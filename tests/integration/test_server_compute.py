@@ -4,17 +4,21 @@ import copy
 import operator
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from launching import TASKS, differing_tensors, launch, resume, run_in_process, train
 from server_forward_tasks import Branches, replay
+from servers import no_checkpoints
 from tasks import ReferenceModel, ReferenceTask
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paramserver.config import ClusterConfig, Config, DeviceConfig, ServerConfig, config_from_mapping, trainer_of
+from paramserver.context import StopRequest
 from paramserver.devices import CPU, Placement, place_server, place_trainer
 from paramserver.distributed.rpc_calls import WORKER_THREADS, agent_options
 from paramserver.errors import ModelIsElsewhere, TaskError, UnsupportedConfiguration
@@ -22,6 +26,8 @@ from paramserver.metrics.records import StepReport
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.model_tree import ModelTree
 from paramserver.rng import PrivateRng
+from paramserver.runs.monitor import RunMonitor
+from paramserver.server.build import build_server
 from paramserver.server.model_service import ModelService, ServedTransport
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.trainers.server_forward import RemoteModel
@@ -284,6 +290,19 @@ class Spread(ReferenceTask):
         self.seen = [*getattr(self, "seen", []), len(self.devices)]
         model.last.to(self.devices[-1])
         return model
+
+
+class Synced(Spread):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+
+
+@pytest.mark.parametrize("compute", ["server", "trainer"])
+def test_a_layer_that_takes_statistics_over_trainers_is_refused(compute):
+    config = Config(cluster=ClusterConfig(num_trainers=2), server=ServerConfig(compute=compute))
+    monitor = RunMonitor(config, SimpleNamespace(write=lambda record: None), Path())
+    with pytest.raises(UnsupportedConfiguration, match=r"layer 1 .* in mode rpc with more than one trainer"):
+        build_server(Synced(), config, 2, no_checkpoints(monitor), StopRequest())
 
 
 def test_a_model_may_be_spread_over_devices_of_the_server(monkeypatch):

@@ -153,6 +153,19 @@ def test_the_folders_come_first_also_where_one_is_searched_already(tmp_path, mon
     assert Path(sys.modules["pack_found_twice.mod"].__file__).parts[-3] == "one"
 
 
+def test_a_file_does_not_get_what_another_program_imported_under_the_name_of_a_file_beside_it(tmp_path):
+    program = "from {module} import WHERE\nimport os.path\nclass Digits:\n    where = WHERE\n"
+    for folder in ("first", "second"):
+        write(tmp_path / folder, "beside_the_task.py", f"WHERE = {folder!r}\n")
+        write(tmp_path / folder, "json.py", "raise OSError\n")  # of the name of a library that is loaded
+        write(tmp_path / folder, f"{folder}_task.py", program.format(module="beside_the_task") + "import json\n")
+    assert load_object("first_task.py:Digits", "task", [tmp_path / "first"]).where == "first"
+    with pytest.raises(TaskError, match=r"module beside_the_task must be .*second.*has loaded .*first"):
+        load_object("second_task.py:Digits", "task", [tmp_path / "second"])
+    write(tmp_path / "third", "third_task.py", program.format(module="beside_the_task"))
+    assert load_object("third_task.py:Digits", "task", [tmp_path / "third"]).where == "first"  # as it has none
+
+
 def test_a_reference_is_relative_to_where_it_was_written(tmp_path, monkeypatch):
     current, config, recorded = tmp_path, tmp_path / "project" / "config.yaml", tmp_path / "recorded"
     monkeypatch.chdir(current)
@@ -245,11 +258,19 @@ def test_a_class_of_a_program_from_standard_input_has_no_reference(monkeypatch):
 
 def test_a_class_without_a_file_is_sent_with_what_it_uses(tmp_path, monkeypatch):
     scope = {"__name__": "__main__", "WIDTH": 3}
-    exec("class Typed:\n    def width(self):\n        return WIDTH\n", scope)
+    exec(
+        "class Base: ...\nclass Metric(Base): ...\nclass Kept: ...\nKEPT = Kept()\n"
+        "class Typed:\n    def width(self):\n        return WIDTH\n"
+        "    @staticmethod\n    def made():\n        return [Metric(), KEPT]\n",
+        scope,
+    )
     (tmp_path / PICKLED_TASK).write_bytes(pickle_class(scope["Typed"]))
     loaded = load_object(f"{PICKLED_TASK}:Typed", "task", [tmp_path])
     assert loaded().width() == 3
     assert source_file(loaded) is None
+    # Ranks send what it makes to each other, such as a metric, whose class they have all loaded.
+    for made in loaded.made():
+        assert type(pickle.loads(pickle.dumps(made))) is type(made)
 
 
 def test_a_class_that_cannot_be_sent_is_named(tmp_path, monkeypatch):

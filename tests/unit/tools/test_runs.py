@@ -11,6 +11,7 @@ import yaml
 from launching import train
 
 from paramserver.config import load_config
+from paramserver.importing import load_object
 from paramserver.tools import init
 from paramserver.tools.report import command as report_command
 
@@ -142,6 +143,15 @@ def test_what_init_writes_trains_and_its_test_passes(tmp_path, capsys):
     assert "2 epochs done" in done.stderr
     (found,) = report_command.runs_in(folder / "runs")
     assert (found["status"], found["mode"]) == ("completed", "rpc sync, 2 trainers")
+
+
+@pytest.mark.parametrize("name", ["tensorDataset", "path", "task"])
+def test_the_class_of_init_hides_no_name_that_its_program_uses(tmp_path, monkeypatch, name):
+    assert init.main([str(tmp_path / name)]) == 0
+    made = load_object(load_config(tmp_path / name / "config.yaml").task, "task", [tmp_path / name])
+    monkeypatch.delitem(sys.modules, made.__module__)
+    assert made.__name__ == f"{name[0].upper()}{name[1:]}Task"
+    assert len(made().train_source(None)) == 1024
 
 
 def test_a_run_that_is_damaged_does_not_hide_the_others(finished, tmp_path, capsys):
