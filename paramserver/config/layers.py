@@ -324,7 +324,11 @@ def _parse(override: str, origin: str) -> tuple[tuple[str, ...], Any]:
             f"{origin}: a value that begins with # is a comment, and none is left; put it in quotes, inside those of "
             f"the shell: --set \"{name}='{text}'\""
         )
-    return path, read_text(text, origin, numbered=False).value
+    value = read_text(text, origin, numbered=False).value
+    key = KEYS.get(".".join(path))
+    if isinstance(value, bool | int | float) and key and key.rule.kind == "str" and not key.rule.choices:
+        value = text.strip()  # such as logging.name=4711: a shell takes quotes away
+    return path, value
 
 
 def apply_flags(settings: Settings, flags: Mapping[str, Any]) -> None:
