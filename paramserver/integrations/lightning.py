@@ -311,9 +311,33 @@ class LightningTask(Task):
 
     def on_validation_end(self, batch_idx: int) -> None:
         self.values.update(getattr(self.trainer, "validation", {}))
-        with eval_mode(self.module):
+        with eval_mode(self.module), self._metrics_of_all_trainers():
             self._call("on_validation_epoch_end", "on_validation_end")
         self.is_validating = False
+
+    @contextmanager
+    def _metrics_of_all_trainers(self) -> Iterator[None]:
+        """Let what a metric of torchmetrics computes be of the samples of all trainers.
+
+        It gathers its states over the default process group; in ``rpc`` there is none.
+        """
+        trainer = self.trainer
+        # Nothing but a trainer takes steps: ``paramserver evaluate`` has all samples in one process.
+        takes_steps_together = getattr(trainer, "lockstep", False) and trainer.process.trainers > 1
+        gathers = takes_steps_together and not torch.distributed.is_initialized()
+        metrics = [m for m in self.module.modules() if hasattr(m, "distributed_available_fn")] if gathers else []
+        before = [(metric, metric.distributed_available_fn, metric.dist_sync_fn) for metric in metrics]
+
+        def gather(state: Tensor, group: Any = None) -> list[Tensor]:
+            return [value.to(state.device) for value in trainer.all_gather(state)]
+
+        for metric in metrics:
+            metric.distributed_available_fn, metric.dist_sync_fn = (lambda: True), gather
+        try:
+            yield
+        finally:
+            for metric, *functions in before:
+                metric.distributed_available_fn, metric.dist_sync_fn = functions
 
     def on_epoch_end(self, epoch: int) -> None:
         for (name, recorded), (reduction, value, weight) in self._sums.items():

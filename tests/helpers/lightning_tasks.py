@@ -10,7 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import R2Score
+from torchmetrics import CatMetric, R2Score
 
 from paramserver.integrations.lightning import LightningTask
 
@@ -273,12 +273,20 @@ class Scored(Regression):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.score = R2Score()
+        self.score, self.kept, self.seen = R2Score(), R2Score(), CatMetric()
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
-        self.score.update(self(x), y)
+        for score in (self.score, self.kept):
+            score.update(self(x), y)
+        self.seen.update(x[:, 0])
         self.log("r2", self.score)
+
+    def on_validation_epoch_end(self):
+        """As in torchmetrics' own documentation; a state of each kind, and of other lengths on each trainer."""
+        self.log_dict({"kept_r2": self.kept.compute(), "seen": float(len(self.seen.compute()))})
+        self.kept.reset()
+        self.seen.reset()
 
 
 class PreparedPoints(Points):

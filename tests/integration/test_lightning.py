@@ -308,6 +308,10 @@ def test_a_metric_of_torchmetrics_is_merged_over_trainers(tmp_path):
     x, y = points.valid.tensors
     expected = R2Score()(module(x), y).item()
     assert rpc.summary["validation"] == {"r2": pytest.approx(expected, abs=1e-6)}
+    # What the module computes of all validations by itself; the last one with the averages.
+    computed = {record["name"]: record["value"] for record in rpc.of_kind("reduced")}
+    assert computed["kept_r2"] == pytest.approx(expected, abs=1e-6)
+    assert computed["seen"] == len(x)
 
 
 def test_modules_of_the_other_package_train(tmp_path):
