@@ -59,10 +59,12 @@ def seed_all(*entropy: int) -> None:
 
 def random_states(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
     """Return the states of all generators, also of GPUs in ``devices``, for ``torch.load(weights_only=True)``."""
+    version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "random": random.getstate(),
+        # In a tensor, as each value of a list costs time when it is stored.
+        "random": [version, torch.tensor(numbers), gauss],
         # torch.load refuses numpy arrays, and torch has no arithmetic for uint32: store the keys as int64.
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, float(cached)],
     }
@@ -79,7 +81,7 @@ def restore_random_states(states: dict[str, Any], devices: Sequence[torch.device
     """
     torch.set_rng_state(states["torch"])
     version, numbers, gauss = states["random"]
-    random.setstate((version, tuple(numbers), gauss))
+    random.setstate((version, tuple(map(int, numbers)), gauss))
     name, keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     gpus = (device for device in devices if device.type != "cpu")

@@ -31,6 +31,13 @@ def drawn() -> tuple:
     )
 
 
+def test_a_state_as_an_earlier_version_stored_it_is_restored():
+    states = {**random_states(), "random": random.getstate()}
+    expected = drawn()
+    restore_random_states(states)
+    assert drawn() == expected
+
+
 def test_the_same_seed_gives_the_same_numbers():
     seed_all(5, 2)
     first = drawn()
