@@ -190,7 +190,7 @@ def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
     if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() == path:
         return loaded
     for imported in _imports_of(path):
-        # Another program's, in this process before; a library that a file beside this one is named like is no mistake.
+        # What another program imported in this process; a file of this folder may have the name of a library.
         if not (getattr(sys.modules.get(imported), "__file__", None) or "<frozen").startswith(_LIBRARY_PREFIXES):
             _check_loaded(imported, key, [path.parent])
     name = path.stem if loaded is None else f"_paramserver_task_{path.stem}"
