@@ -73,7 +73,8 @@ class FanOut(Sink):
 
     A sink that fails is reported once and dropped. The failure of a required sink is raised, after the other sinks have
     received the record. ``on_failure`` is called, without a lock, with a sentence about a sink that failed. Sinks that
-    are ``kept`` are closed by others, and not here.
+    are ``kept`` are closed by others, and not here; they receive the record ``end`` after ``close_own`` only, as a
+    failure of that changes its summary.
     """
 
     def __init__(self, sinks: Sequence[Sink], kept: Sequence[Sink] = ()) -> None:
@@ -88,7 +89,8 @@ class FanOut(Sink):
         with self._lock:
             # The lock is held while all sinks write, so that they agree on the order. A copy of the list: a sink that
             # fails is removed from it.
-            failures = [self._write_to(sink, record, reports) for sink in list(self._sinks)]
+            own = self._own() if record["kind"] == "end" else []
+            failures = [self._write_to(sink, record, reports) for sink in own or list(self._sinks)]
         # After the loop and without the lock: every other sink has the record, and a handler of the error may write
         # another one.
         for text in reports:
@@ -114,22 +116,30 @@ class FanOut(Sink):
                 if sink.required:
                     sink.check()
 
-    def close(self) -> None:
+    def _own(self) -> list[Sink]:
+        return [sink for sink in self._sinks if sink not in self._kept]
+
+    def close_own(self) -> None:
+        """Close the sinks that are not kept. Those that are receive further records, until ``close``."""
         with self._lock:
-            # Emptied under the lock: a record that another thread writes from now on has no sink, and a second
-            # ``close`` does nothing.
-            sinks, self._sinks = self._sinks, [sink for sink in self._sinks if sink in self._kept]
+            # Emptied under the lock: a record that another thread writes from now on has none of these sinks, and a
+            # second call does nothing.
+            own, self._sinks = self._own(), [sink for sink in self._sinks if sink in self._kept]
             dropped, self._dropped = self._dropped, []
             for sink in dropped:
                 _close(sink, [])  # its failure was reported when it was dropped
             reports: list[str] = []
-            failures = [_close(sink, reports) for sink in sinks if sink not in self._kept]
-        # Sinks that others close receive what is reported about those that are closed here.
+            failures = [_close(sink, reports) for sink in own]
         for text in reports:
             self.on_failure(text)
-        with self._lock:
-            self._sinks = []
         _raise_first(failures)
+
+    def close(self) -> None:
+        try:
+            self.close_own()
+        finally:
+            with self._lock:
+                self._sinks = []
 
 
 def make_sinks(references: Sequence[str], folders: Sequence[Path] = ()) -> list[Sink]:

@@ -13,7 +13,7 @@ from paramserver.checkpoint import BestMetric
 from paramserver.config import Config, mode_of, num_servers_of, num_trainers_of
 from paramserver.errors import StorageError, TaskError
 from paramserver.limits import Limits, end_in_words, is_due
-from paramserver.metrics import Sink
+from paramserver.metrics import FanOut
 from paramserver.metrics.quantities import QUANTITIES
 from paramserver.metrics.records import (
     LogReducer,
@@ -40,7 +40,7 @@ class RunMonitor:
     it; a checkpoint stores its ``state_dict``.
     """
 
-    def __init__(self, config: Config, sink: Sink, summary_file: Path, losses: LossLog | None = None) -> None:
+    def __init__(self, config: Config, sink: FanOut, summary_file: Path, losses: LossLog | None = None) -> None:
         self.config = config
         self.losses = losses
         # Of the newest update.
@@ -330,12 +330,15 @@ class RunMonitor:
         attempt(self.write_logged)
         attempt(self._sink.check)  # before the summary: a run whose records are lost is not complete
         attempt(lambda: write_json(self._summary_file, summarized()))
+        before = summarized()
+        attempt(lambda: self.record(make_record("end", self.step, status=before["status"], summary=before)))
+        attempt(self._sink.close_own)
         summary = summarized()
-        attempt(lambda: self.record(make_record("end", self.step, status=summary["status"], summary=summary)))
-        attempt(self._sink.close)
-        if self.sink_failures != summary["sink_failures"]:  # one that failed when it was closed
-            summary = summarized()
+        if any(summary[name] != before[name] for name in ("status", "sink_failures")):  # a sink failed at its end
             attempt(lambda: write_json(self._summary_file, summary))
+        # To the console or the supervisor, for which this is the outcome of the run.
+        attempt(lambda: self._sink.write(make_record("end", self.step, status=summary["status"], summary=summary)))
+        attempt(self._sink.close)
         attempt(self._end_session)  # the last: it adds the time of this session to that of the earlier ones
         if failures and status != "failed":
             raise failures[0]

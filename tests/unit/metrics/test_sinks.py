@@ -14,7 +14,7 @@ import termios
 import threading
 import urllib.error
 import urllib.request
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from paramserver.errors import StorageError, TrainingError
 from paramserver.metrics import FanOut, JsonLines, Prometheus, Sink, TensorBoard, console, sinks
 from paramserver.metrics.console import Progress
 from paramserver.metrics.records import make_record
+from paramserver.runs.monitor import RunMonitor
 
 
 def record(kind, step=1, **fields):
@@ -96,6 +97,39 @@ def test_fan_out_leaves_the_sinks_of_others_open_and_tells_them_what_failed_at_t
     fan.write(train(2))
     assert len(kept.records) == 3
     assert (own.closed, failing.closed, kept.closed) == (1, 0, 0)
+
+
+class FailsAt(Collecting):
+    """Fails with the record ``end``, or when it is closed."""
+
+    def __init__(self, failing_at, required):
+        super().__init__(required=required)
+        self.failing_at_end = failing_at
+
+    def write(self, record):
+        super().write(record)
+        if record["kind"] == self.failing_at_end:
+            raise OSError("no space left")
+
+    def close(self):
+        if self.failing_at_end == "close":
+            raise OSError("no space left")
+
+
+@pytest.mark.parametrize("failing_at", ["end", "close"])
+@pytest.mark.parametrize("required", [True, False])
+def test_a_sink_that_fails_at_the_end_of_a_run_is_in_its_only_outcome(tmp_path, failing_at, required):
+    sink, kept = FailsAt(failing_at, required), Collecting()
+    monitor = RunMonitor(Config(), fan := FanOut([sink], kept=[kept]), tmp_path / "summary.json")
+    fan.on_failure = monitor.sink_failed
+    with pytest.raises(StorageError, match="no space left") if required else nullcontext():
+        monitor.close("completed", [])
+    [end] = [record for record in kept.records if record["kind"] == "end"]
+    assert end["status"] == end["summary"]["status"] == ("failed" if required else "completed")
+    assert len(end["summary"]["sink_failures"]) == (not required)
+    stored = json.loads((tmp_path / "summary.json").read_text())
+    assert [stored[name] for name in ("status", "error")] == [end["summary"][name] for name in ("status", "error")]
+    assert [record["kind"] for record in sink.records] == ["end"]
 
 
 def test_json_lines_are_flushed_one_by_one_and_appended(tmp_path):
