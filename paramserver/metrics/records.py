@@ -449,9 +449,19 @@ def peak_rss_mb() -> float:
 
 Reduction = Literal["mean", "sum", "max", "none"]
 
+
+def _sum(values: Iterable[float]) -> float:
+    """Return the exact sum, or what adding the values gives where ``fsum`` raises."""
+    values = list(values)
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # huge values, and infinities of both signs
+        return sum(values)
+
+
 _OPERATIONS: dict[str, Callable[[list[tuple[float, float]]], float]] = {
-    "mean": lambda pairs: math.fsum(v * w for v, w in pairs) / (math.fsum(w for _, w in pairs) or math.nan),
-    "sum": lambda pairs: math.fsum(value for value, _ in pairs),
+    "mean": lambda pairs: _sum(v * w for v, w in pairs) / (math.fsum(w for _, w in pairs) or math.nan),
+    "sum": lambda pairs: _sum(value for value, _ in pairs),
     "max": lambda pairs: max(value for value, _ in pairs),
 }
 REDUCTIONS = (*_OPERATIONS, "none")

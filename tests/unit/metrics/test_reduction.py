@@ -1,5 +1,6 @@
 """Values that several trainers log, combined over them."""
 
+import math
 import random
 
 import pytest
@@ -27,6 +28,22 @@ def test_the_values_of_a_step_become_one_once_all_have_passed_it(reduce, value):
         assert reducer.add(record) == []
     assert values(reducer.add(progress(4, 1))) == [(3, "gap", value, 2)]
     assert reducer.flush() == []
+
+
+@pytest.mark.parametrize(
+    ("pair", "reduce", "value"),
+    [
+        ((math.inf, -math.inf), "mean", math.nan),
+        ((math.inf, -math.inf), "sum", math.nan),
+        ((math.inf, 1.0), "mean", math.inf),
+        ((1e308, 1e308), "sum", math.inf),
+    ],
+)
+def test_values_whose_sum_is_not_finite_are_a_value_too(pair, reduce, value):
+    reducer = LogReducer([0, 1])
+    for trainer, logged in enumerate(pair):
+        reducer.add(log(3, trainer, logged, reduce))
+    assert values(reducer.flush()) == [(3, "gap", pytest.approx(value, nan_ok=True), 2)]
 
 
 def test_the_order_of_arrival_changes_nothing():
