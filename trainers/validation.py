@@ -247,6 +247,8 @@ def evaluate(
                 )
             numbers = {}
             for name, value in values.items():
+                if not isinstance(name, str):
+                    raise TaskError(f"{where}: the name {name!r} must be text; return str(name)")
                 if all(callable(getattr(value, method, None)) for method in ("update", "compute")):
                     _add_metric(total.metrics, name, value, f"{where}: {name}")
                 else:

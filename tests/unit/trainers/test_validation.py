@@ -211,6 +211,7 @@ def test_one_metric_with_two_names_has_its_value_under_both():
         ([("x", 1.0)], "returned list"),
         ({"x": torch.ones(3)}, r"x has shape \(3,\); each value must be one number, the mean"),
         ({"x": "high"}, "x is 'high'; each value must be one number"),
+        ({"x": 1.0, 0: 1.0}, "the name 0 must be text"),
         ({"x": [1.0]}, r"x is \[1\.0\]; each value must be one number"),
     ],
 )
