@@ -17,6 +17,8 @@ from paramserver.metrics.sinks import Record, Sink
 from paramserver.metrics.summary import summary_text
 
 _INTERVAL_S = 2.0
+# A run whose limit is further away ends in another way, and ``timedelta`` has a limit.
+_LONGEST_SHOWN_S = 10 * 365 * 86400.0
 _DEFAULT_COLUMNS, _DEFAULT_ROWS = 110, 24
 # Those of tqdm without its rate: the records have one.
 _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]"
@@ -246,7 +248,7 @@ class _PlainLines:
         if done <= start or now_s <= start_s:
             return ""
         left_s = max(0, self._total - done) * (now_s - start_s) / (done - start)
-        return f", {timedelta(seconds=round(left_s))} left"
+        return f", {timedelta(seconds=round(left_s))} left" if left_s < _LONGEST_SHOWN_S else ""
 
     def clear(self) -> None:
         pass

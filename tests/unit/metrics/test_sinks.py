@@ -298,6 +298,15 @@ def test_progress_in_a_pipe_is_a_line_per_interval_and_per_validation():
     assert out[5].endswith("valid accuracy 0.75, 0:00:17 left")  # 67 steps of 0.25 s
 
 
+def test_progress_towards_a_limit_that_no_run_reaches_shows_no_remaining_time():
+    stream, clock = io.StringIO(), Clock()
+    shown = Progress(stream, "auto", total_steps=2**63 - 1, clock=clock)
+    for step in (1, 2):
+        clock.now_s = step * 4.0
+        shown.write(train(step))
+    assert stream.getvalue().splitlines()[1] == f"step 2/{2**63 - 1}: train loss 0.5, 64 samples/s"
+
+
 def test_progress_counts_samples_where_they_are_the_limit():
     stream = io.StringIO()
     Progress(stream, "auto", total_samples=80).write(train(3, loss=None))
