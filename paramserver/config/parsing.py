@@ -122,7 +122,10 @@ def _to_str(value: Any, rule: Rule) -> str:
         raise _BrokenRuleError(f"be {rule.describe()}", known or likely)
     if not isinstance(value, str):
         raise _BrokenRuleError("be text", "put it in quotes")
-    text: str = str(Path(value).expanduser()) if value.startswith("~/") else value
+    try:
+        text: str = str(Path(value).expanduser()) if value.startswith("~/") else value
+    except RuntimeError:  # such as in a container with any user id
+        raise _BrokenRuleError("not begin with ~: this user has no home folder", "set HOME, or write it out") from None
     if not text.strip():
         raise _BrokenRuleError("not be empty")
     if rule.pattern and not re.fullmatch(rule.pattern, text):

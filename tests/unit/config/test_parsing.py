@@ -342,3 +342,11 @@ def test_a_text_in_the_home_folder(monkeypatch):
     config = load_config(None, base={"task": "~/x.py:B", "logging": {"run_dir": "~/runs", "name": "~"}})
     assert (config.task, config.logging.run_dir) == ("/home/someone/x.py:B", "/home/someone/runs")
     assert config.logging.name == "~"
+
+
+def test_a_home_folder_that_is_unknown_is_refused_where_it_is_used(monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 2)  # of no user
+    refused = r"logging.run_dir \(~/runs\) must not begin with ~: this user has no home folder; set HOME"
+    with pytest.raises(UnsupportedConfiguration, match=refused):
+        load_config(None, base={"logging": {"run_dir": "~/runs"}})
