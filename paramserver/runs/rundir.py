@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -34,7 +34,7 @@ from paramserver.fileio import (
     is_folder,
     json_text,
 )
-from paramserver.platform import is_alive
+from paramserver.platform import is_alive, start_ticks
 
 _GIT_TIMEOUT_S = 5.0
 # A process that has just locked a folder has written its id after this time, or has released the lock.
@@ -100,8 +100,8 @@ class RunDir:
         """
         for name in (".lock.json", ".reserved.json"):
             holder = read_mapping(self.path / name, json.loads)  # that of a process which was killed is left behind
-            host, pid = holder.get("host"), holder.get("pid")
-            if holder and (host != socket.gethostname() or (isinstance(pid, int) and is_alive(pid))):
+            host = holder.get("host")
+            if holder and (host != socket.gethostname() or _lives(holder)):
                 return str(host)
         return None
 
@@ -155,7 +155,8 @@ def _locked(folder: Path, name: str, resuming: bool) -> Iterator[None]:
         raise not_writable(f"run folder {folder}", error) from error
     try:
         try:
-            atomic_write_text(holder_file, json_text({"pid": os.getpid(), "host": socket.gethostname()}))
+            about = {"pid": os.getpid(), "started": start_ticks(os.getpid()), "host": socket.gethostname()}
+            atomic_write_text(holder_file, json_text(about))
         except OSError as error:
             raise not_writable(f"run folder {folder}", error) from error
         try:
@@ -176,6 +177,16 @@ def _acquire(file_lock: FileLock, holder_file: Path) -> None:
             raise
         # The holder has only just locked it, or is about to release it.
         file_lock.acquire(timeout=_HOLDER_WRITTEN_S)
+
+
+def _lives(holder: Mapping[str, Any]) -> bool:
+    """Return whether the process of this host that wrote ``holder`` lives: another one may have its id by now."""
+    pid = holder.get("pid")
+    if not isinstance(pid, int) or not is_alive(pid):
+        return False
+    with suppress(OSError):  # this user may not see it
+        return holder.get("started", 0) in (0, start_ticks(pid))  # 0: not known
+    return True
 
 
 def _holder(holder_file: Path) -> str | None:

@@ -102,6 +102,17 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
         pass
 
 
+def test_a_process_that_has_the_id_of_a_killed_one_uses_no_folder(tmp_path):
+    """In a container that starts again the same small ids are in use again."""
+    run = create_run(tmp_path, "first", "")
+    with run.lock():
+        assert run.used_on() == socket.gethostname()
+        holder = json.loads((run.path / ".lock.json").read_text())
+    for started, host in ((holder["started"] + 1, None), (0, holder["host"])):  # 0: not known
+        (run.path / ".lock.json").write_text(json.dumps({**holder, "started": started}))
+        assert run.used_on() == host
+
+
 def test_a_holder_that_has_not_written_its_id_is_a_holder_all_the_same(tmp_path):
     run = create_run(tmp_path, "first", "")
     with run.lock():
