@@ -20,6 +20,7 @@ import torch
 import yaml
 
 from paramserver.config import MODES, Config, Mode, config_from_mapping, dump_yaml, mode_of, server_computes
+from paramserver.consistency.factory import consistency_class
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import CommandParser, add_overrides
 from paramserver.parameters.flat import FlatLayout
@@ -81,6 +82,10 @@ def deployment_of(result: CaseResult, link: LinkSpeed, cores: int, costs: Costs 
         raise UnsupportedConfiguration(
             f"{where} must be complete, with model_bytes, steps, samples and phases_ms; benchmark again"
         )
+    samples = config.training.batch_size * config.training.batches_per_step
+    if not config.has_given("batch_size"):  # a DataLoader of the task may have another one than the default
+        per_update = consistency_class(config.server).gradients_per_update(config.server, result.trainers)
+        samples = round(result.samples / (result.steps * per_update))
     # The type of the parameters is not in a result; it is float32 with few exceptions.
     exact = FlatLayout((torch.float32,), (1,), ())
     on_wire = make_codec(config.server).wire_layout(exact).dtypes[0].itemsize / exact.dtypes[0].itemsize
@@ -90,7 +95,7 @@ def deployment_of(result: CaseResult, link: LinkSpeed, cores: int, costs: Costs 
         forward_s=sum(phases.get(name) or 0.0 for name in _COMPUTES) / 1e3,
         backward_s=(phases.get("backward") or 0.0) / 1e3,
         link=link,
-        samples=config.training.batch_size * config.training.batches_per_step,
+        samples=samples,
         costs=costs or Costs(),
         cores=cores,
         one_machine=True,
@@ -242,10 +247,16 @@ def usable(results: Results) -> list[MeasuredRun]:
         UnsupportedConfiguration: there is none, or one lacks what the simulator needs.
     """
     with_servers = [name for name, mode in MODES.items() if mode.has_servers]
-    used = [one for one in results.results if one.mode in with_servers and one.baseline is None and one.is_completed]
+    # The phases of a run with --slow include the waits of its slow trainer, which the simulator would add again.
+    used = [
+        one
+        for one in results.results
+        if one.mode in with_servers and one.baseline is None and one.is_completed and not one.scenario
+    ]
     if not used:
         raise UnsupportedConfiguration(
-            f"{results.source} must hold a completed case of mode rpc, and holds none; benchmark again with --modes rpc"
+            f"{results.source} must hold a completed case of mode rpc without --slow, and holds none; benchmark again "
+            "with --modes rpc"
         )
     return [(_deployed(one), one.samples_per_second or 0.0) for one in used]
 

@@ -14,11 +14,12 @@ from paramserver.config import (
     config_from_mapping,
     dump_yaml,
 )
+from paramserver.errors import UnsupportedConfiguration
 from paramserver.tools.bench import prediction
 from paramserver.tools.bench.link_probe import LinkSpeed, communication_s
 from paramserver.tools.bench.prediction import TRANSFER_JITTER, all_reduce, break_even_servers, calibrated, usable
 from paramserver.tools.bench.simulation import Costs, Deployment, simulate
-from paramserver.tools.report.results import CaseResult, append_result, read_results
+from paramserver.tools.report.results import CaseResult, Results, append_result, read_results
 
 COSTS = Costs(link_share=1.0, message_s=3e-3, byte_s=4e-9, update_byte_s=1e-9, step_s=6e-3)
 LINK = LinkSpeed(12.5e6, 2e-4)
@@ -80,6 +81,25 @@ def test_what_two_trainers_show_predicts_more(results):
 @pytest.fixture
 def _fitted(monkeypatch):
     monkeypatch.setattr(prediction, "fit", lambda measured: COSTS)
+
+
+@pytest.mark.parametrize(("server", "gradients"), [({}, 3), ({"backup_trainers": 1}, 2), ({"consistency": "async"}, 1)])
+def test_the_batch_of_a_data_loader_is_the_measured_one(tmp_path, server, gradients):
+    config = deployed(3, 1).config.given_mapping()
+    del config["training"]["batch_size"]  # as a benchmark writes it, where a DataLoader has the size
+    text = dump_yaml(config_from_mapping({**config, "server": {**config["server"], **server}}))
+    assert "\n  batch_size" not in text
+    loaded = measured(3, 1, steps=30, samples=30 * gradients * 256, environment={"cores": CORES, "config": text})
+    ((deployment, _),) = usable(Results("measured", (loaded,)))
+    assert deployment.samples == 256
+
+
+def test_the_fit_is_of_runs_without_a_slow_trainer():
+    slowed = measured(2, 1, scenario={"slow": {"trainer": 1, "factor": 5.0, "probability": 1.0}})
+    ((deployment, _),) = usable(Results("measured", (measured(2, 1), slowed)))
+    assert deployment.slow is None
+    with pytest.raises(UnsupportedConfiguration, match="a completed case of mode rpc without --slow"):
+        usable(Results("measured", (slowed,)))
 
 
 @pytest.mark.usefixtures("_fitted")
