@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,58 @@ class StepObserver:
         self._stamps.write(self._folder)
 
 
+class _EndingScheduler:
+    """A scheduler that keeps its learning rates once it has been stepped ``steps`` times."""
+
+    def __init__(self, scheduler: Any, steps: int) -> None:
+        self._scheduler, self._left = scheduler, steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def step(self, *metrics: Any) -> None:
+        if self._left > 0:
+            self._left -= 1
+            self._scheduler.step(*metrics)
+
+
+def ending(built: Any, ends: Mapping[str, int | None], every: str = "step") -> Any:
+    """Return what ``build_scheduler`` has returned, with schedulers that are stepped until their end only.
+
+    ``ends`` has the number of steps by interval, None where it is unknown.
+    """
+    if isinstance(built, Mapping):
+        every = built.get("every", every)
+        return {name: ending(one, ends, every) for name, one in built.items()}
+    if isinstance(built, (list, tuple)):
+        return [ending(one, ends) for one in built]
+    # OneCycleLR refuses a step after its total_steps.
+    known = [end for end in (ends.get(every), getattr(built, "total_steps", None)) if isinstance(end, int)]
+    return _EndingScheduler(built, min(known)) if known and hasattr(built, "step") else built
+
+
 class ObservedTask(Task):
-    """First base of the instrumented class, before the user's class; extends its methods."""
+    """First base of the instrumented class, before the user's class; extends its methods.
+
+    The task sees the ``limits`` of the user's config, of which a schedule takes its length, and not those of the
+    benchmark.
+    """
 
     _observer: StepObserver
+    _limits: Mapping[str, Any] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "config" and self._limits:
+            value = replace(value, training=replace(value.training, **self._limits))
+        super().__setattr__(name, value)
+
+    def build_scheduler(self, optimizer: Any) -> Any:
+        built, training = super().build_scheduler(optimizer), self.config.training
+        # Not counted unless the task has asked: that calls train_source, which may need a trainer.
+        steps = training.max_steps and training.max_steps * training.local_steps
+        if self._total_steps is not None:
+            steps = self._total_steps[1]
+        return ending(built, {"step": steps, "epoch": training.max_epochs})
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
@@ -116,12 +165,15 @@ class ObservedTask(Task):
 class InstrumentedTask(ObservedTask):
     """Constructs the user's ``task`` (a file by its absolute path), with ``ObservedTask`` as the first base."""
 
-    def __new__(cls, task: str, task_args: Mapping[str, Any], observer: Mapping[str, Any]) -> Any:
+    def __new__(
+        cls, task: str, task_args: Mapping[str, Any], observer: Mapping[str, Any], limits: Mapping[str, Any]
+    ) -> Any:
         user_class = check_task_class(load_object(task, "task"), task)
         names = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
         # ObservedTask comes first in the order of bases, so that its super() calls reach the user's class.
         made = construct_task(type(user_class.__name__, (ObservedTask, user_class), names), task, task_args)
         assert isinstance(made, ObservedTask)
+        made._limits = limits
         made._observer = StepObserver(**{**observer, "folder": Path(observer["folder"])})
         return made  # not an InstrumentedTask, so Python does not call __init__ again
 

@@ -294,7 +294,12 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
     return replace(
         config,
         task="paramserver.tools.bench.instrumentation:InstrumentedTask",
-        task_args={"task": reference, "task_args": config.task_args, "observer": observer},
+        task_args={
+            "task": reference,
+            "task_args": config.task_args,
+            "observer": observer,
+            "limits": {name: getattr(training, name) for name in limits},
+        },
         training=replace(training, **limits, min_delta=0.0),
         # Writing checkpoints takes CPU time and disk bandwidth from the steps that are measured.
         checkpoint=replace(config.checkpoint, every=0, memory_every=None, best=None),
