@@ -248,7 +248,10 @@ def _folders(found: Diagnosis, subject: Subject, config: Config) -> None:
 
 def check_rpc_agent(found: Diagnosis, config: Config) -> None:
     """Start an RPC agent as server 0 does, on the interface that was bound, if the mode has servers."""
-    if not mode_of(config).has_servers:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # With too few open files, which is a problem by itself, TensorPipe aborts the process.
+    too_few = soft != resource.RLIM_INFINITY and soft < FILES_OF_A_PROCESS
+    if too_few or not mode_of(config).has_servers:
         return
     from paramserver.distributed.session import rpc_server
 

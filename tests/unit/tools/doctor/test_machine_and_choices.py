@@ -3,12 +3,14 @@
 import resource
 import socket
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
 from paramserver.cluster import RankFlags, bind_listener, resolve_identity
 from paramserver.config import ClusterConfig, Config, DeviceConfig, LoggingConfig, ServerConfig, TrainingConfig
+from paramserver.distributed import session
 from paramserver.tools.doctor import machine
 from paramserver.tools.doctor.diagnosis import Diagnosis
 from paramserver.tools.doctor.machine import describe_choices, describe_deadlines, describe_machine
@@ -97,6 +99,15 @@ def test_too_few_open_files(config, monkeypatch):
     assert problems(found)[0].startswith(
         "a process may open 300 files, and rank 0 of 8 ranks opens up to about 384; ulim"
     )
+
+
+@pytest.mark.parametrize(("soft", "starts"), [(128, False), (256, True), (resource.RLIM_INFINITY, True)])
+def test_no_rpc_agent_is_started_with_so_few_open_files_that_it_aborts(config, monkeypatch, soft, starts):
+    started = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, resource.RLIM_INFINITY))
+    monkeypatch.setattr(session, "rpc_server", lambda rendezvous: nullcontext(started.append(rendezvous)))
+    machine.check_rpc_agent(Diagnosis(), config)
+    assert bool(started) is starts
 
 
 def test_a_small_dev_shm_is_noted_and_is_no_problem_for_loader_workers(config, monkeypatch):
