@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.cluster import SUPERVISED, process_environ
 from paramserver.config import Config, config_from_mapping, is_plain, load_config, mode_of, without_old_defaults
+from paramserver.config.layers import SECTIONS, Settings
 from paramserver.config.parsing import read_file
 from paramserver.config.schema import format_value
 from paramserver.errors import UnsupportedConfiguration
@@ -297,17 +298,22 @@ def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) 
     if isinstance(config, Mapping):
         return dict(config), None
     path = Path(config)
-    return load_config(path).given_mapping(), path
+    document = read_file(path)
+    # Keys and values only: what contradicts each other may be mended by other arguments of the call.
+    Settings().assign((), document.value, lambda key: f"{path}:{document.lines.get(key, 1)}")
+    return document.value, path
 
 
 def _assign(values: dict[str, Any], name: str, value: Any) -> None:
     """Set a key by its dotted name. Mappings of the caller are copied, not changed."""
-    *sections, key = name.split(".")
-    for section in sections:
-        inner = values.get(section)
-        values[section] = dict(inner) if isinstance(inner, Mapping) else {}
-        values = values[section]
-    values[key] = value
+    *parents, key = name.split(".")
+    for parent in parents:
+        inner = values.get(parent)
+        values[parent] = dict(inner) if isinstance(inner, Mapping) else {}
+        values = values[parent]
+    section = SECTIONS.get(name)
+    # As --set has it: a section that may be null is one value.
+    values.update({key: value} if section is None or section.nullable else _merge(values, {key: value}))
 
 
 def _merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

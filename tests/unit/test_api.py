@@ -9,6 +9,7 @@ import yaml
 from launching import differing_tensors
 
 import paramserver
+from paramserver.api import _assign
 from paramserver.errors import TaskError, UnsupportedConfiguration
 
 
@@ -96,6 +97,25 @@ def test_sections_override_the_config_and_overrides_override_both(tmp_path):
     assert given == config(tmp_path, "run", mode="rpc", steps=9), "the mapping of the caller is as it was"
     again = paramserver.run(Given(DATA), resume=result.run_dir, overrides={"training.max_steps": 6}, seed=3)
     assert again.summary["steps"] == 6
+
+
+def test_a_section_among_the_overrides_is_one_as_of_set(tmp_path):
+    for name, overrides in (("a", {"training": {"batch_size": 16}}), ("b", ["training={batch_size: 16}"])):
+        assert paramserver.run(Given(DATA), config(tmp_path, name), overrides=overrides).summary["samples"] == 4 * 16
+    values = {"checkpoint": {"best": {"metric": "loss", "mode": "min"}, "every": 5}}
+    _assign(values, "checkpoint.best", {"metric": "accuracy"})  # may be null: it is one value
+    assert values == {"checkpoint": {"best": {"metric": "accuracy"}, "every": 5}}
+
+
+def test_a_file_is_checked_with_the_rest_of_the_call(tmp_path):
+    file, values = tmp_path / "config.yaml", config(tmp_path, "run")
+    file.write_text(yaml.safe_dump({**values, "training": {**values["training"], "patience": 3, "validate_every": 2}}))
+    with pytest.raises(UnsupportedConfiguration, match=r"training\.patience \(3\) must have a metric to watch"):
+        paramserver.run(Given(DATA), file)
+    assert paramserver.run(Given(DATA), file, training={"patience": None}).summary["steps"] == 4
+    file.write_text("training:\n  max_step: 3\n")
+    with pytest.raises(UnsupportedConfiguration, match=r"config\.yaml:2: training\.max_step is not a key"):
+        paramserver.run(Given(DATA), file)
 
 
 def test_a_name_is_no_task_and_a_text_no_list():
