@@ -40,7 +40,7 @@ from paramserver.tools.report.formatting import (
 )
 from paramserver.tools.report.plots import SAMPLES, loss_against, validation_against
 from paramserver.tools.report.results import NO_COMMUNICATION
-from paramserver.tools.report.statistics import FEWEST_REPEATS, Estimate, interpolated
+from paramserver.tools.report.statistics import FEWEST_REPEATS, Estimate, difference, interpolated
 
 _MOST_PHASES = 3
 _LEAST_SHARE = 0.05
@@ -119,7 +119,8 @@ def _best_settings(cases: Sequence[ReportCase]) -> list[str]:
     if others:
         second = others[0]
         text += f"; next is {_with_folders(second)} with {format_estimate(second.estimate(BEST))}"
-        text += _caveat(first.ratio_to(second, BEST))
+        # Not the ratio: a log-likelihood, say, is below 0.
+        text += _caveat(difference(first.values(BEST), second.values(BEST)), equal=0.0)
     return [f"{text}."]
 
 
@@ -169,13 +170,13 @@ def _lead(case: ReportCase, other: ReportCase) -> str:
     return f"ahead of {quoted_name(other)}" if ratio is None else f"{format_estimate(ratio)} times {quoted_name(other)}"
 
 
-def _caveat(ratio: Estimate | None) -> str:
-    """The end of a sentence about a ratio that may be chance."""
-    if _is_significant(ratio):
+def _caveat(compared: Estimate | None, equal: float = 1.0) -> str:
+    """The end of a sentence about a ratio, or a difference (``equal`` is then 0), that may be chance."""
+    if compared is not None and compared.excludes(equal):
         return ""
-    if ratio is None or not ratio.has_interval:
-        return f", but {too_few(1 if ratio is None else ratio.repeats)} to show whether that is chance"
-    return ", and that interval includes 1: the difference is not significant"
+    if compared is None or not compared.has_interval:
+        return f", but {too_few(1 if compared is None else compared.repeats)} to show whether that is chance"
+    return f", and {'that interval includes 1: ' if equal else ''}the difference is not significant"
 
 
 def _scenario_costs(groups: Sequence[Group], cases: Sequence[ReportCase]) -> list[str]:

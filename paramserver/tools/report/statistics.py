@@ -117,7 +117,19 @@ def _around(values: Sequence[float]) -> Estimate:
 def ratio(
     ours: Mapping[int, float | None], theirs: Mapping[int, float | None], are_interleaved: bool = True
 ) -> Estimate | None:
-    """The geometric mean of ``ours`` over ``theirs``, with the t-interval of its logarithm.
+    """The geometric mean of ``ours`` over ``theirs``, with the t-interval of its logarithm; see ``difference``.
+
+    Returns:
+        None where one has no value above 0.
+    """
+    logs = difference(_logarithms(ours), _logarithms(theirs), are_interleaved)
+    return None if logs is None else _of_logarithms(logs)
+
+
+def difference(
+    ours: Mapping[int, float | None], theirs: Mapping[int, float | None], are_interleaved: bool = True
+) -> Estimate | None:
+    """The mean of ``ours`` less that of ``theirs``, with its t-interval.
 
     Args:
         ours, theirs: values by repeat.
@@ -127,16 +139,14 @@ def ratio(
             involved", Biometrika 34, 1947).
 
     Returns:
-        None where one has no value above 0.
+        None where one has no value.
     """
-    a, b = _logarithms(ours), _logarithms(theirs)
+    a, b = ({repeat: value for repeat, value in one.items() if value is not None} for one in (ours, theirs))
     if not a or not b:
         return None
     if are_interleaved and a.keys() == b.keys():
-        logs = _around([a[repeat] - b[repeat] for repeat in a])
-    else:
-        logs = _welch(list(a.values()), list(b.values()))
-    return _of_logarithms(logs)
+        return _around([a[repeat] - b[repeat] for repeat in a])
+    return _welch(list(a.values()), list(b.values()))
 
 
 def _of_logarithms(logs: Estimate, unit: float = 1.0) -> Estimate:
@@ -146,7 +156,7 @@ def _of_logarithms(logs: Estimate, unit: float = 1.0) -> Estimate:
     return logs.mapped(value_of)
 
 
-def _logarithms(values: Mapping[int, float | None]) -> dict[int, float]:
+def _logarithms(values: Mapping[int, float | None]) -> dict[int, float | None]:
     return {repeat: math.log(value) for repeat, value in values.items() if value is not None and value > 0}
 
 

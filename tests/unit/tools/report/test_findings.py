@@ -122,6 +122,22 @@ def test_a_search_for_settings_begins_with_the_best_and_not_with_the_fastest():
     ]
 
 
+@pytest.mark.parametrize(
+    ("worse", "end"),
+    [
+        ([-70.0, -71.5, -72.0], ")."),
+        ([-49.9, -54.0, -52.0], "), and the difference is not significant."),
+        ([-70.0], ", but one repeat is too few to show whether that is chance."),
+    ],
+)
+def test_the_best_of_a_search_may_be_below_0(worse, end):
+    both = ((0.1, [-50.0, -51.5, -52.5][: len(worse)]), (0.2, worse))
+    runs = [searched(lr, elbo, 1.0, repeat=n) for lr, elbos in both for n, elbo in enumerate(elbos)]
+    best, *_ = findings(cases_of(runs))
+    assert best.startswith("`rpc, task_args.lr=0.1` ")
+    assert best.endswith(end)
+
+
 def test_a_lower_loss_is_better_and_other_metrics_are_not_ranked_with_it():
     loss = {"name": "loss", "value": 0.5, "samples": 640.0, "less_is_better": True}
     results = [searched(0.1, 0, 1.0, best=loss), searched(0.2, 0, 1.0, best={**loss, "value": 0.4})]
