@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.cluster import SUPERVISED, process_environ
 from paramserver.config import Config, config_from_mapping, is_plain, load_config, mode_of, without_old_defaults
-from paramserver.config.layers import SECTIONS, Settings
+from paramserver.config.layers import SECTIONS, Settings, own_name
 from paramserver.config.parsing import read_file
 from paramserver.config.schema import format_value
 from paramserver.errors import UnsupportedConfiguration
@@ -308,10 +308,11 @@ def _assign(values: dict[str, Any], name: str, value: Any) -> None:
     """Set a key by its dotted name. Mappings of the caller are copied, not changed."""
     *parents, key = name.split(".")
     for parent in parents:
+        parent = own_name(values, parent)
         inner = values.get(parent)
         values[parent] = dict(inner) if isinstance(inner, Mapping) else {}
         values = values[parent]
-    section = SECTIONS.get(name)
+    key, section = own_name(values, key), SECTIONS.get(name)
     # As --set has it: a section that may be null is one value.
     values.update({key: value} if section is None or section.nullable else _merge(values, {key: value}))
 

@@ -67,6 +67,11 @@ def free_key(path: tuple[str, ...]) -> Key | None:
     return next((KEYS[name] for name in names if name in KEYS and KEYS[name].rule.kind == "mapping"), None)
 
 
+def own_name(mapping: Mapping[Any, Any], part: str) -> Any:
+    """Return the name in ``mapping`` that is written as ``part``, such as the number 0 as "0"; without one ``part``."""
+    return part if part in mapping else next((name for name in mapping if format_value(name) == part), part)
+
+
 def child_names(prefix: str) -> list[str]:
     """Return the last names of the direct children of a section ("" = the top level)."""
     names = [*KEYS, *SECTIONS]
@@ -261,13 +266,13 @@ class Settings:
         whole = check_value(free.name, free.rule, self.values.get(free.name, free.default) or {}, origin)
         inner, depth = whole, free.name.count(".") + 1
         for length in range(depth, len(path) - 1):
-            inner = inner.setdefault(path[length], {})
+            inner = inner.setdefault(own_name(inner, path[length]), {})
             if not isinstance(inner, dict):
                 raise UnsupportedConfiguration(
                     f"{origin_prefix(origin)}{'.'.join(path[: length + 1])} ({format_value(inner, 60)}) must be "
                     f"a mapping to hold {'.'.join(path[length + 1 :])}; set it as a whole"
                 )
-        inner[path[-1]] = value
+        inner[own_name(inner, path[-1])] = value
         self._store(free.name, check_value(free.name, free.rule, whole, origin), origin)
 
     def _store(self, name: str, value: Any, origin: str) -> None:

@@ -105,6 +105,10 @@ def test_a_section_among_the_overrides_is_one_as_of_set(tmp_path):
     values = {"checkpoint": {"best": {"metric": "loss", "mode": "min"}, "every": 5}}
     _assign(values, "checkpoint.best", {"metric": "accuracy"})  # may be null: it is one value
     assert values == {"checkpoint": {"best": {"metric": "accuracy"}, "every": 5}}
+    values = {"task_args": {"at": {0: 0.1, 10: {0: 1}}}}
+    _assign(values, "task_args.at.0", 0.5)
+    _assign(values, "task_args.at.10.0", 2)
+    assert values == {"task_args": {"at": {0: 0.5, 10: {0: 2}}}}
 
 
 def test_a_file_is_checked_with_the_rest_of_the_call(tmp_path):

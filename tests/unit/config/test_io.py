@@ -185,6 +185,13 @@ def test_a_stored_config_is_not_changed_by_an_override():
     assert stored["task_args"] == {"model": {"width": 1}}
 
 
+def test_a_part_of_a_dotted_name_is_the_name_that_is_written_so():
+    stored = {"task": "a:B", "task_args": {"at": {0: 0.1, 10: {True: 1}, "3": 2}}}
+    overrides = ["task_args.at.0=0.5", "task_args.at.10.true=4", "task_args.at.3=5", "task_args.at.7=6"]
+    config = load_config(None, base=stored, overrides=overrides)
+    assert config.task_args == {"at": {0: 0.5, 10: {True: 4}, "3": 5, "7": 6}}
+
+
 def test_from_python_a_message_has_no_origin():
     message = "seed (-1) must be at least 0; give a whole number from 0 to 9223372036854775807"
     assert refused({"seed": -1}) == message
