@@ -172,7 +172,7 @@ class Checkpoints(CheckpointManager):
     def __init__(self, node: Node, config: Config) -> None:
         self.generation = node.generation
         self.monitor = RunMonitor(config, cast("Any", SimpleNamespace(write=node.record)), Path())
-        self._resume = None
+        self._resume = self.simulations = None
         self.first_step = 0
         self.consistency_state: Mapping[str, Any] = {}
         self.ledger_state: Mapping[str, Any] = {"rows": {}}

@@ -289,7 +289,8 @@ class Roster:
     def check_absences(self) -> set[int]:
         """Give up each lost trainer whose place no process took within ``cluster.timeout_s``.
 
-        Return those whose data the others can serve, once they have it: the run has to continue without them.
+        Return those whose data the others can serve, once they have it: the run has to continue without them. While
+        samples of simulations are to come, a request to stop ends the run.
         """
         now, limit_s = self._clock(), self._config.cluster.timeout_s
         missing = self.missing_trainers()
@@ -305,10 +306,13 @@ class Roster:
             self._given_up.add(index)
             with self._run.lock:
                 self._aggregator.give_up(index)
-            self._monitor.note(
-                f"no process took the place of trainer {index} within cluster.timeout_s ({limit_s:g} s); what is left "
-                "of its data is not served"
-            )
+            text = f"no process took the place of trainer {index} within cluster.timeout_s ({limit_s:g} s)"
+            simulations = self._checkpoints.simulations
+            if simulations is None or simulations.finished:
+                self._monitor.note(f"{text}; what is left of its data is not served")
+            elif self._run.error is None:
+                # Each simulation waits for it: clients need the addresses of all trainers.
+                self._aggregator.stop.request(f"{text}, and simulations send samples to all trainers")
         return divided
 
     @property

@@ -42,6 +42,7 @@ def no_checkpoints(monitor):
         restore_model=lambda model: None,
         restore_optimizer=lambda updater: None,
         trainer_part=lambda index, newest: None,
+        simulations=None,
         publisher=None,
         is_wanted=lambda step: False,
     )

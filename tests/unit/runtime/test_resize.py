@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.config import ClusterConfig, Config, ServerConfig, TrainingConfig
 from paramserver.config.schema import BufferConfig
-from paramserver.consistency import TrainerId
+from paramserver.consistency import Announcement, Readiness, TrainerId, Verdict
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member
 from paramserver.distributed.resize import ResizeRequest, pending_requests, refusal, send_request
@@ -34,7 +34,8 @@ class Run:
             training=TrainingConfig(max_steps=10),
             buffer=BufferConfig(**buffer),
         )
-        monitor = RunMonitor(config, SimpleNamespace(write=lambda record: None), Path())
+        self.records = []
+        monitor = RunMonitor(config, SimpleNamespace(write=self.records.append), Path())
         task, checkpoints = SumOfOutputs(4, 4), no_checkpoints(monitor)
         self.later_s = 0.0
         self.server = build_server(
@@ -165,3 +166,23 @@ def test_a_join_is_refused_after_a_lost_trainer_was_given_up():
     assert run.server.roster.check_absences() == set()
     assert "cannot be divided" in run.ask(JOIN)[0]
     assert run.wanted is None
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_run_whose_simulations_would_wait_for_a_trainer_that_is_given_up_ends(finished):
+    run = Run(refetchable=False)
+    aggregator, roster = run.server.aggregator, run.server.roster
+    roster._checkpoints.simulations = SimpleNamespace(finished=finished)
+    roster.on_disconnect(run.members[1], "its connection was closed")
+    roster.check_absences()
+    run.later_s = 1e6
+    roster.check_absences()
+    text = "no process took the place of trainer 1 within cluster.timeout_s"
+    assert aggregator.stop.event.is_set() is not finished
+    if finished:
+        assert any(text in record.get("text", "") for record in run.records)
+        return
+    sender = TrainerId(0, 1, run.members[0].incarnation)
+    decision = run.server.announce(sender, Announcement(Readiness.WAITING)).value().decision
+    assert (decision.verdict, decision.interrupted) == (Verdict.END, True)
+    assert decision.reason.startswith(text)
