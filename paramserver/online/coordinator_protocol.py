@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
@@ -244,6 +245,7 @@ class RequestHandler:
                 replies += self.drain()
         if not self.all_joined:
             return replies
+        self.tracker.all_joined_s = now
         # Clients whose connection to the old address has not ended learn of the new one.
         for client, hello in self._clients.values():
             replies.append(_to(client, hello.reply(MessageKind.WELCOME), self._directory(hello).pack()))
@@ -260,6 +262,7 @@ class RequestHandler:
     def trainer_lost(self, index: int) -> None:
         """A trainer has died. Until its replacement joins every HELLO waits, and what it sends still is refused."""
         self._trainers[index] = None
+        self.tracker.all_joined_s = math.inf
 
     def _find_trainer(self, peer: bytes, index: int) -> ConnectedTrainer:
         trainer = self._trainers[index] if index < len(self._trainers) else None

@@ -205,6 +205,8 @@ class SimulationTracker(ABC):
         self.restarts = 0
         self.num_complete = 0
         self._trainers_joined = False
+        # When the last trainer joined; infinite while one is missing, for which simulations wait in silence.
+        self.all_joined_s = -math.inf
         self._received: list[dict[int, int]] = [{} for _ in range(num_trainers)]
         self._lost: list[Mapping[int, int]] = [{} for _ in range(num_trainers)]
         self._first_missing: list[dict[int, int]] = [{} for _ in range(num_trainers)]
@@ -299,6 +301,10 @@ class SimulationTracker(ABC):
 
     def on_exit(self, number: int, attempt: int, exit_code: int, now: float, last_line: str = "") -> None:
         """The process of a simulation ended, after this line of output; only for simulations that the run starts."""
+
+    def quiet_s(self, since_s: float, now: float) -> float:
+        """The seconds since then in which no trainer was missing, after the last time that one was."""
+        return now - max(since_s, self.all_joined_s)
 
     def waits_for_parts(self, simulation: Simulation) -> bool:
         """Whether its processes wait for each other: for long, there are parts of samples, and no others arrive."""
@@ -576,7 +582,8 @@ class ExternalSimulations(SimulationTracker):
                 del self._open[simulation.id]
                 actions.append(self._complete(simulation, now))
             else:
-                is_silent = now - simulation.silent_since(self.config.group_size) > self.config.timeout_s
+                silent_since = simulation.silent_since(self.config.group_size)
+                is_silent = self.quiet_s(silent_since, now) > self.config.timeout_s
                 waits = self.waits_for_parts(simulation)
                 if (is_silent or waits) and not simulation.reported_silent:
                     actions.append(
@@ -588,7 +595,7 @@ class ExternalSimulations(SimulationTracker):
         timeout_s, key = self.config.timeout_s, "simulations.timeout_s"
         if not self._hello_received and self._first_s > timeout_s:
             timeout_s, key = self._first_s, "cluster.timeout_s"
-        if not self.done and now - self._last_sign_s > timeout_s:
+        if not self.done and self.quiet_s(self._last_sign_s, now) > timeout_s:
             self.failure = self._describe_missing(timeout_s, key)
         return actions
 

@@ -138,7 +138,7 @@ class ManagedSimulations(SimulationTracker):
             )
             return [TrackerEvent("exited", simulation.id, text)]
         if simulation.state is SimulationState.SETTLING:
-            if not self._is_settled(simulation, now - simulation.since_s):
+            if not self._is_settled(simulation, self.quiet_s(simulation.since_s, now)):
                 return []
             self._close(simulation)
             if self._is_complete(simulation):
@@ -159,7 +159,7 @@ class ManagedSimulations(SimulationTracker):
         complete = simulation.state is SimulationState.COMPLETE
         since_s = simulation.since_s if complete else simulation.silent_since(self.config.group_size)
         waits = not complete and self.waits_for_parts(simulation)
-        if now - since_s <= limit_s and not waits:
+        if self.quiet_s(since_s, now) <= limit_s and not waits:
             return []
         if complete:
             simulation.kill_reason = f"it continued for {limit_s:g} s after its last sample was received"

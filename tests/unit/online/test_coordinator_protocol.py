@@ -115,6 +115,34 @@ def test_a_hello_of_a_simulation_that_the_run_started_waits_with_its_secret_for_
     assert not handler.refused
 
 
+@pytest.mark.parametrize("managed", [True, False])
+def test_silence_is_not_judged_while_a_trainer_is_missing(managed):
+    """Clients wait for the replacement: their HELLO gets no reply, and a PING does not name the simulation."""
+    function = "simulate.py:simulate" if managed else None
+    config = SimulationsConfig(function=function, fields={"t": [2]}, count=1, steps=4, timeout_s=60.0)
+    sampler = make_sampler("uniform", [("a", 0.5, 0.5)], 0, 1)
+    tracker = ManagedSimulations(config, 2, sampler, Path("logs")) if managed else ExternalSimulations(config, 2, 1.0)
+    handler = RequestHandler(IngestSpec.from_config(config), tracker, 2, TOKEN, dict)
+
+    def join(index, now):
+        joined = [Header(MessageKind.JOIN, index).pack(), TOKEN, TrainerJoined("tcp://1", {}, {}).pack()]
+        handler.handle(b"trainer %d" % index, joined, now)
+
+    join(0, 0.0)
+    join(1, 0.0)
+    if not managed:
+        handler.handle(b"client", [Header(MessageKind.HELLO, 0).pack(), *pack_opening([], None)], 1.0)
+    tracker.poll(1.0)
+    handler.trainer_lost(1)
+    assert tracker.poll(500.0) == []
+    join(1, 600.0)
+    assert tracker.poll(660.0) == []
+    assert tracker.failure is None
+    (silent,) = tracker.poll(661.0)
+    assert "silent for 60 s" in (silent.reason if managed else silent.text)
+    assert (tracker.failure is None) is managed
+
+
 @pytest.mark.parametrize("deal", ["round_robin", "simulation"])
 def test_another_attempt_begins_at_the_first_step_that_a_trainer_lacks(deal):
     config = SimulationsConfig(fields={"t": [2]}, group_size=2, count=5, steps=40, timeout_s=1e9, deal=deal)
