@@ -412,13 +412,14 @@ def replay(record: Iterable[str], make: Callable[[], Any]) -> list[tuple[Any, An
         with suppress(json.JSONDecodeError):
             entries.append(json.loads(line))
     size = next((len(entry["parameters"]) for entry in entries if "draw" in entry), 0)
+    reference = next((entry["state"]["sampler"] for entry in entries if entry.get("state") is not None), "replay")
 
     def make_checked() -> CheckedSampler:
         sampler = make()
         return (
             sampler
             if isinstance(sampler, CheckedSampler)
-            else CheckedSampler(sampler, [("", 0.0, 1.0)] * size, "replay")
+            else CheckedSampler(sampler, [("", 0.0, 1.0)] * size, reference)
         )
 
     sampler, draws = make_checked(), []

@@ -393,12 +393,15 @@ def test_a_report_is_one_line_of_the_record_and_keeps_its_order():
 
 
 def test_a_record_is_replayed_by_an_object_of_the_class_too():
+    """Also that of a run which was resumed."""
     lines = []
     sampler = own()
     sampler.record = lambda entry: lines.append(json.dumps(entry))
     sampler.draw_with_ratio(0)
-    ((recorded, repeated),) = replay(lines, lambda: own()._sampler)
-    assert recorded == repeated
+    lines.append(json.dumps({"state": sampler.state_dict()}))
+    sampler.draw_with_ratio(1)
+    draws = replay(lines, lambda: own()._sampler)
+    assert [recorded == repeated for recorded, repeated in draws] == [True, True]
 
 
 @pytest.mark.parametrize("torn", ["draw", "observe", "state"])
