@@ -165,7 +165,8 @@ class Client:
         Args:
             step: number of the sample in the simulation, from 0; each is sent once, in any order.
             fields: name -> array of each field that the run declares, whole or this member's part of it along the first
-                dimension. Other dtypes are converted if no number changes by more than rounding.
+                dimension. Numbers of another dtype are converted if each fits; floating-point ones are rounded, and are
+                not converted to whole ones.
             version: of the weights with which the sample was made, ``Weights.version`` of a ``Subscriber``; for a run
                 with the section ``publish``. Of a group, the oldest that a member gives is that of the sample.
 

@@ -78,6 +78,8 @@ class SampleEncoder:
         raise ClientError(f"field ({missing[0]}) must be in every sample, it is missing; send it too")
 
     def _convert(self, field: ArrayDescriptor, value: Any) -> npt.NDArray[Any]:
+        if np.ma.is_masked(value):
+            raise ClientError(f"field {field.name} must have no masked values, whose numbers mean nothing; fill them")
         try:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -103,7 +105,9 @@ class SampleEncoder:
 
 def _cast(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """The same numbers in the declared dtype. Rounding may lose digits; a number that does not fit is an error."""
-    if not np.can_cast(array.dtype, dtype, casting="same_kind"):
+    # Whole numbers and booleans are compared below, whichever of them is signed.
+    is_whole = array.dtype.kind in "biu" and dtype.kind in "biu"
+    if not (is_whole or np.can_cast(array.dtype, dtype, casting="same_kind")):
         raise ClientError(f"field {name} must be {dtype}, {array.dtype} is not converted to it implicitly; convert it")
     if np.can_cast(array.dtype, dtype, casting="safe"):
         return array.astype(dtype)

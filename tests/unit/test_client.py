@@ -515,7 +515,10 @@ def several():
         ("x", [np.inf, np.nan], [np.inf, np.nan]),
         ("x", np.arange(4, dtype=np.float32)[::2], [0.0, 2.0]),
         ("n", np.int64(-(2**31)), -(2**31)),
+        ("x", np.ma.masked_array([1.0, 2.0], [False, False]), [1.0, 2.0]),
         ("small", np.array([2**16 - 1], np.uint64), [2**16 - 1]),
+        ("small", [7], [7]),
+        ("flag", [1], [True]),
     ],
 )
 def test_numbers_that_fit_are_converted(several, name, value, arrived):
@@ -543,8 +546,10 @@ def test_numbers_that_fit_are_converted(several, name, value, arrived):
         ({"n": 2.0}, "field n must be int32, float64 is not"),
         ({"n": 2**31}, r"field n \(2147483648\) must fit into int32"),
         ({"small": np.array([2**16], np.uint32)}, r"field small \(65536\) must fit into uint16"),
-        ({"small": np.array([-1], np.int16)}, "field small must be uint16, int16 is not converted to it"),
-        ({"flag": [1]}, "field flag must be bool, int64 is not"),
+        ({"small": np.array([-1], np.int16)}, r"field small \(-1\) must fit into uint16"),
+        ({"small": [9.0]}, "field small must be uint16, float64 is not converted to it"),
+        ({"flag": [2]}, r"field flag \(2\) must fit into bool"),
+        ({"x": np.ma.masked_array([1.0, 1e36], [False, True])}, "field x must have no masked values.*; fill them"),
         ({"n": object()}, "field n must be int32, object is not"),
     ],
 )
