@@ -650,9 +650,13 @@ class SampleAssembly:
 def concatenate_parts(parts: list[SamplePart], num_columns: int = 0) -> Arrays:
     """The whole arrays: the parts of each field along the first dimension.
 
-    Of each of the last ``num_columns`` arrays, which every part has whole, it is the least: the oldest version.
+    Of each of the last ``num_columns`` arrays, which every part has whole, it is the least that is not all zeros: the
+    oldest version that a part has.
     """
     arrays = list(zip(*(part.arrays for part in parts), strict=True))
     num_fields = len(arrays) - num_columns
     fields = [np.concatenate(parts_of) for parts_of in arrays[:num_fields]]
-    return (*fields, *(min(parts_of, key=np.ndarray.tolist) for parts_of in arrays[num_fields:]))
+    columns = [
+        min(filter(np.any, parts_of), key=np.ndarray.tolist, default=parts_of[0]) for parts_of in arrays[num_fields:]
+    ]
+    return (*fields, *columns)

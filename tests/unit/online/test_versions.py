@@ -155,9 +155,10 @@ def test_a_run_without_publish_refuses_a_version():
 
 
 @pytest.mark.parametrize(
-    ("of_parts", "expected"), [([(2, 95), (1, 80)], [1, 80]), ([(2, 95), None], [0, 0]), ([None, (1, 80)], [0, 0])]
+    ("of_parts", "expected"),
+    [([(2, 95), (1, 80)], [1, 80]), ([(2, 95), None], [2, 95]), ([None, (1, 80)], [1, 80]), ([None, None], [0, 0])],
 )
-def test_the_version_of_a_group_is_the_oldest_of_its_parts(of_parts, expected):
+def test_the_version_of_a_group_is_the_oldest_of_those_parts_that_have_one(of_parts, expected):
     validator = made(group_size=2)
     halves = [(PEER, 0, slice(0, 2)), (OTHER, 1, slice(2, 4))]
     for peer, member, _ in halves:
