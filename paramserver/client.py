@@ -11,7 +11,6 @@ A simulation that the run starts needs no arguments: ``Client().open()`` reads t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ import numpy.typing as npt
 from paramserver.cluster.simulation import VARIABLES, SimulationEnvironment
 from paramserver.errors import ClientError, RunOver
 from paramserver.online.connections import zmq
-from paramserver.online.encoder import SampleEncoder, SentSteps, check_integer
+from paramserver.online.encoder import SampleEncoder, SentSteps, check_integer, check_timeout
 from paramserver.online.protocol import (
     Header,
     MalformedMessage,
@@ -94,8 +93,8 @@ class Client:
             )
         if self.member >= self.members:
             raise ClientError(f"member ({self.member}) must be below members ({self.members}); count from 0")
-        if timeout_s is not None and not 0 < timeout_s < math.inf:
-            raise ClientError(f"timeout_s ({timeout_s}) must be above 0 and finite; give seconds")
+        if timeout_s is not None:
+            check_timeout(timeout_s, above_zero=True)
         # Three states: created (no sender), open (a sender), ended (_ended: "closed", or the error that ended it). One
         # that has ended keeps its sender, closed, for its counters.
         self._sender: SampleSender | None = None
@@ -148,7 +147,7 @@ class Client:
             parameters = self._environment.parameters
         try:
             vector = np.array(() if parameters is None else parameters, dtype=np.float64).reshape(-1)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ClientError(f"parameters ({parameters}) must be numbers ({error})") from error
         if not np.isfinite(vector).all():
             raise ClientError(f"parameters ({parameters}) must be finite; correct them")
@@ -295,7 +294,7 @@ def ping(address: str, keys: str | Path | None = None, timeout_s: float = 5.0) -
     """Return the state of a running run; it answers also during a long validation.
 
     Raises:
-        ClientError: no message for ``timeout_s``.
+        ClientError: no message for ``timeout_s``, or an argument is invalid.
         RunOver: the run needs no more samples.
 
     Example::
@@ -310,7 +309,7 @@ def finish(address: str, keys: str | Path | None = None, timeout_s: float = 5.0)
     """Declare that no more simulations come from outside; the run ends when those that were opened are complete.
 
     Raises:
-        ClientError: the run refuses, or no message came for ``timeout_s``.
+        ClientError: the run refuses, no message came for ``timeout_s``, or an argument is invalid.
 
     Example::
 
@@ -324,6 +323,7 @@ def finish(address: str, keys: str | Path | None = None, timeout_s: float = 5.0)
 
 def _ping(address: str, keys: str | Path | None, timeout_s: float, *first: MessageKind) -> dict[str, Any]:
     """Send the ``first`` messages, then PING: messages on one connection are processed in order."""
+    check_timeout(timeout_s)
     context: zmq.Context[Any] = zmq.Context()
     try:
         coordinator = CoordinatorConnection(context, COORDINATOR_NAME, address, keys)

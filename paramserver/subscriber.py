@@ -12,19 +12,17 @@ Needs numpy and pyzmq, nothing else::
 from __future__ import annotations
 
 import logging
-import math
 import mmap
 import os
 import time
 import weakref
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from paramserver.cluster.simulation import VARIABLES, SimulationEnvironment
 from paramserver.errors import ClientError, RunOver
 from paramserver.online.connections import zmq
-from paramserver.online.encoder import check_version
+from paramserver.online.encoder import check_timeout, check_version
 from paramserver.online.protocol import Header, MalformedMessage, MessageKind
 from paramserver.online.sender import ClientConnection, decode_text
 from paramserver.online.weights import (
@@ -160,8 +158,7 @@ class Subscriber:
         """
         if not self._finalizer.alive:
             raise ClientError("this subscriber is closed; make another one")
-        if not _is_timeout(timeout_s):
-            raise ClientError(f"timeout_s ({timeout_s!r}) must be a number of seconds, at least 0; correct it")
+        check_timeout(timeout_s)
         deadline = time.monotonic() + timeout_s
         connection, before, is_own = self._connection, self._newest, False
         while True:
@@ -254,10 +251,6 @@ class Subscriber:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _is_timeout(value: Any) -> bool:
-    return isinstance(value, Real) and 0 <= float(value) < math.inf
 
 
 def _map(file: MappedFile, size: int) -> memoryview | None:

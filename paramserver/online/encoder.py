@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -144,6 +146,17 @@ def check_integer(name: str, value: Any, least: int = 0) -> int:
     if isinstance(value, bool) or not least <= number < _LIMITS[name]:
         raise ClientError(f"{name} ({value}) must be a whole number from {least}, below {_LIMITS[name]}; correct it")
     return number
+
+
+def check_timeout(value: Any, above_zero: bool = False) -> None:
+    """Check a number of seconds.
+
+    Raises:
+        ClientError: it is none, too small, or not finite.
+    """
+    if not (isinstance(value, Real) and 0 <= float(value) < math.inf and (value or not above_zero)):
+        rule = "above" if above_zero else "at least"
+        raise ClientError(f"timeout_s ({value!r}) must be a number of seconds, {rule} 0 and finite; correct it")
 
 
 def check_version(value: Any) -> tuple[int, int]:

@@ -303,6 +303,8 @@ class ClientConnection:
     """
 
     def __init__(self, context: zmq.Context[Any], name: str, address: str, keys: str | Path | None) -> None:
+        if not isinstance(address, str):
+            raise ClientError(f"address ({address}) must be a text, tcp://host:port; take the one that the run prints")
         self.name, self.address = name, address
         self._pid = os.getpid()
         self.last_seen_s = time.monotonic()

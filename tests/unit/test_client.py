@@ -633,8 +633,9 @@ def test_an_invalid_step(run, step):
         ({"members": 0}, r"members \(0\) must be a whole number from 1"),
         ({"members": 65536}, r"members \(65536\) must be a whole number from 1, below 65536"),
         ({"attempt": 2**32}, r"attempt \(4294967296\) must be"),
-        ({"timeout_s": 0}, r"timeout_s \(0\) must be above 0 and finite"),
-        ({"timeout_s": float("nan")}, r"timeout_s \(nan\) must be above 0 and finite"),
+        ({"timeout_s": 0}, r"timeout_s \(0\) must be a number of seconds, above 0 and finite"),
+        ({"timeout_s": float("nan")}, r"timeout_s \(nan\) must be a number of seconds, above 0 and finite"),
+        ({"timeout_s": "5"}, r"timeout_s \('5'\) must be a number of seconds, above 0 and finite"),
         (
             {"address": None},
             r"address \(None\) must be given where the run has not started this process \(PARAMSERVER_ADD",
@@ -653,6 +654,7 @@ def test_invalid_arguments(options, message):
         ((-1,), r"simulation_id \(-1\) must be a whole number"),
         ((True,), r"simulation_id \(True\) must be"),
         ((0, ["a"]), "parameters .* must be numbers"),
+        ((0, [10**400]), "parameters .* must be numbers"),
         ((0, [1.0, float("nan")]), "parameters .* must be finite"),
     ],
 )
@@ -666,6 +668,18 @@ def test_an_invalid_simulation(run, arguments, message):
 def test_an_invalid_address(address):
     with pytest.raises(ClientError, match=r"address \(.*\) must be (tcp://host:port|given)"):
         Client(address, timeout_s=1).open(0)
+
+
+def test_an_address_that_is_no_text():
+    with pytest.raises(ClientError, match=r"address \(5999\) must be a text, tcp://host:port"):
+        ping(5999)
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1, "5", None])
+@pytest.mark.parametrize("call", [ping, finish])
+def test_a_call_without_a_simulation_does_not_wait_for_an_invalid_time(call, timeout_s):
+    with pytest.raises(ClientError, match=r"timeout_s \(.*\) must be a number of seconds, at least 0 and finite"):
+        call("tcp://127.0.0.1:1", timeout_s=timeout_s)
 
 
 def test_beyond_this_machine_keys_are_needed():
