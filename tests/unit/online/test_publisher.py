@@ -372,6 +372,13 @@ def test_rounded_versions_are_the_same_with_and_without_differences(tmp_path, si
             np.testing.assert_array_equal(weights["weight"], rounded)
 
 
+def test_float64_is_rounded_by_way_of_float32():
+    """As docs/protocol.md states: the nearest of the last one would be 1 + 2**-7."""
+    values = torch.tensor([1 + 2**-7, 1 + 2**-8, 1 + 2**-8 + 2**-40], dtype=torch.float64)
+    _, rounded = ModelVersion(Version(1, 0), {"w": values}).rounded
+    assert np.frombuffer(rounded[:6], "<u2").tolist() == [0x3F81, 0x3F80, 0x3F80]
+
+
 def encodings(requests, version, tensors, have):
     """The encoding in which a subscriber that has ``have`` is sent a version."""
     header = Header(MessageKind.GET, *have, attempt=1).pack()
