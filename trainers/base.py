@@ -475,7 +475,7 @@ class Trainer(ABC):
             for parameter in self.unwrapped_model.parameters():
                 parameter.grad = None
             with explain_replaced_values(name):
-                self.run_backward(loss, inputs=parameters, retain_graph=retain_graph)
+                self.run_backward(loss, inputs=[p for p in parameters if p.requires_grad], retain_graph=retain_graph)
             self.on_after_backward()
         self.clock.lap("backward")
         used = tuple(parameter.grad is not None for parameter in parameters)

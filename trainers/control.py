@@ -229,7 +229,7 @@ class OptimizerCalls:
         self.parameters_of = {optimizer: [own[name] for name in of] for optimizer, of in names.items()}
 
     def parameters(self, name: str) -> list[nn.Parameter]:
-        """Return the trained parameters of the optimizer that a call names.
+        """Return the parameters of the optimizer that a call names, also those that are frozen at present.
 
         Raises:
             TaskError: there is no such optimizer, or no batch.
@@ -244,7 +244,7 @@ class OptimizerCalls:
         if name not in self.parameters_of:
             known = ", ".join(self.parameters_of)
             raise TaskError(f"trainer.optimize({name!r}) must name an optimizer; build_optimizer returned {known}")
-        return [parameter for parameter in self.parameters_of[name] if parameter.requires_grad]
+        return self.parameters_of[name]
 
     @property
     def nonfinite(self) -> str:

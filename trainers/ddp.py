@@ -594,9 +594,8 @@ class DdpTrainer(ReplicaTrainer):
 
     @torch.no_grad()
     def _reduce_gradients(self, name: str, calls: Mapping[int, OptimizerCall]) -> None:
-        parameters = [parameter for parameter in self.optimizer_calls.parameters_of[name] if parameter.requires_grad]
         dense: list[nn.Parameter] = []
-        for number, parameter in enumerate(parameters):
+        for number, parameter in enumerate(self.optimizer_calls.parameters(name)):
             # All ranks decide alike. A gradient that is sparse on some only is reduced as a dense one.
             kinds = {call.sparse[number] for call in calls.values() if call.used[number]}
             if kinds and min(kinds) == max(kinds) > 0:

@@ -21,8 +21,9 @@ class Networks(nn.Module):
 class Adversarial(Task):
     """Two or three updates in a batch; the samples that ``make`` gives are used in the losses of both networks."""
 
-    def __init__(self, samples=96, unused=False, schedule=True, most_calls=3):
+    def __init__(self, samples=96, unused=False, schedule=True, most_calls=3, freezes=False):
         self.samples, self.unused, self.schedule, self.most_calls = samples, unused, schedule, most_calls
+        self.freezes = freezes
 
     def build_model(self):
         return Networks(self.unused)
@@ -54,11 +55,13 @@ class Adversarial(Task):
     def training_step(self, model, batch, batch_idx):
         (real,) = batch
         third = self.most_calls > 2 and self.trainer.step % 5 == 0
+        model.judge.requires_grad_()
         made = model.make(torch.randn(len(real), 4)) * model.weight
         scores = model.judge(torch.cat([real, made.detach()]))
         truth = torch.cat([torch.ones(len(real), 1), torch.zeros(len(real), 1)])
         self.optimize("judge", F.binary_cross_entropy_with_logits(scores, truth))
         if self.most_calls > 1:
+            model.judge.requires_grad_(not self.freezes)
             scores = model.judge(made)
             loss = F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores))
             self.optimize("make", loss, retain_graph=third)

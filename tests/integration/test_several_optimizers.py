@@ -114,13 +114,14 @@ def test_one_trainer_is_the_same_in_every_mode_bit_for_bit(tmp_path):
 @pytest.mark.processes
 @pytest.mark.parametrize("uneven_inputs", ["stop", "join"])
 def test_two_trainers_are_the_same_in_ddp_and_rpc_bit_for_bit(tmp_path, uneven_inputs):
-    """With ``join`` trainer 0 has a batch more, which trainer 1 follows without data."""
+    """With ``join`` trainer 0 has a batch more, which trainer 1 follows without data, and with the judge frozen."""
     config = {**CONFIG, "training": {**CONFIG["training"], "clip_grad_norm": None}}
     if uneven_inputs == "join":
         limits = {"max_steps": None, "max_epochs": 2, "uneven_inputs": "join", "batch_size": 10}
         config = {**config, "training": {**config["training"], **limits}}
     samples = 61 if uneven_inputs == "join" else 96  # two shares of 31 and 30 samples
-    ddp = train(tmp_path / "ddp", "ddp", 2, **task(samples=samples), **config)
+    of_task = task(samples=samples, freezes=uneven_inputs == "join")
+    ddp = train(tmp_path / "ddp", "ddp", 2, **of_task, **config)
     assert ddp.summary["samples"] == (122 if uneven_inputs == "join" else ddp.of_kind("train")[-1]["samples"])
     for folder, cluster, transport in (
         ("memory", {}, "shared_memory"),
@@ -128,7 +129,7 @@ def test_two_trainers_are_the_same_in_ddp_and_rpc_bit_for_bit(tmp_path, uneven_i
         ("servers", {"num_servers": 2}, "rpc"),
     ):
         server = {"transport": transport, "bucket_mb": 0.0005}
-        rpc = train(tmp_path / folder, "rpc", 2, **task(samples=samples), **config, server=server, cluster=cluster)
+        rpc = train(tmp_path / folder, "rpc", 2, **of_task, **config, server=server, cluster=cluster)
         assert_same(ddp, rpc)
 
 
