@@ -790,6 +790,9 @@ class TrainingLoop:
             if parameter.requires_grad:
                 hook = parameter.register_hook(unscale)  # type: ignore[no-untyped-call]
                 trainer.resources.callback(hook.remove)
+                hooks = parameter._backward_hooks or {}
+                for earlier in [*hooks][:-1]:  # of the task, which torch would call first
+                    hooks[earlier] = hooks.pop(earlier)
 
     def _fit(self) -> Decision:
         """Take the steps on which the trainers decide, until they decide to end; return that decision."""

@@ -131,3 +131,24 @@ def test_samples_that_the_buffer_holds_are_read_again_of_what_on_resume_restores
     paramserver.run(Harder(resumed.append), resume=tmp_path / "run" / "checkpoints" / "step-00000013")
     assert len(resumed) == 3
     assert resumed == whole[13:]
+
+
+class Hooked(ReferenceTask):
+    """Compares what a hook of a parameter gets, which ``build_model`` registers, with the gradient."""
+
+    def build_model(self):
+        model, self.seen = super().build_model(), []
+        next(model.parameters()).register_hook(self.seen.append)
+        return model
+
+    def on_batch_end(self, batch_idx):
+        assert torch.equal(self.seen[-1], next(self.trainer.model.parameters()).grad)
+
+
+def test_hooks_of_build_model_see_gradients_without_the_scale(tmp_path):
+    config = {
+        "mode": "local",
+        "training": {"max_steps": 3, "batch_size": 4, "precision": "float16"},
+        "logging": {"run_dir": str(tmp_path), "progress": "off", "tensorboard": False},
+    }
+    assert paramserver.run(Hooked(), config).summary["steps"] == 3
