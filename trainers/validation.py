@@ -235,7 +235,7 @@ def evaluate(
         TaskError: ``validation_step`` does not return a dictionary of numbers and metrics.
     """
     total = WeightedSums()
-    with eval_mode(model), autocast(device, precision):
+    with eval_mode(model), autocast(device, precision), _reset_at_exit(total.metrics):
         for valid_batch_idx, (batch, samples) in enumerate(batches):
             batch = as_input(batch)
             with explain_errors("validation_step", batch, model):
@@ -258,11 +258,18 @@ def evaluate(
             raise TaskError(
                 f"validation_step: {both[0]} must be a mean in every batch, or a metric object in every one"
             )
-        taken = {name: _detach_metric(metric) for name, metric in total.metrics.items()}
-        for metric in total.metrics.values():  # only now, as one may have two names
-            metric.reset()
-        total.metrics = taken
+        total.metrics = {name: _detach_metric(metric) for name, metric in total.metrics.items()}
     return total
+
+
+@contextmanager
+def _reset_at_exit(metrics: Mapping[str, Any]) -> Iterator[None]:
+    """Reset metrics also where the loss of a process ends the evaluation: the task, and they with it, outlive that."""
+    try:
+        yield
+    finally:
+        for metric in metrics.values():  # only now, as one may have two names
+            metric.reset()
 
 
 def _add_metric(metrics: dict[str, Any], name: str, metric: Any, where: str) -> None:

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 
 from paramserver import Partition, Task
 from paramserver.config import Config, TrainingConfig
-from paramserver.errors import TaskError
+from paramserver.errors import PeerLost, TaskError
 from paramserver.metrics.records import merge_sums
 from paramserver.trainers.validation import eval_mode, evaluate, validation_batches
 
@@ -202,6 +202,21 @@ def test_one_metric_with_two_names_has_its_value_under_both():
     task = Mean(numbers(2), {"x": metric, "y": metric})
     assert evaluated(task, batches_of(task)).means() == {"x": 3.0, "y": 3.0}
     assert metric.total == 0.0
+
+
+def test_a_metric_does_not_keep_what_it_got_in_an_evaluation_that_is_ended():
+    class Ends(Mean):
+        metric = Total()
+
+        def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+            self.metric.update(3.0)
+            if valid_batch_idx == 1:
+                raise PeerLost("server 0")
+            return {"x": self.metric}
+
+    with pytest.raises(PeerLost):
+        evaluated(task := Ends(numbers(8)), batches_of(task))
+    assert task.metric.total == 0.0
 
 
 @pytest.mark.parametrize(
