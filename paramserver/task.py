@@ -141,6 +141,8 @@ class Task(Hooks):
 
         def __getattr__(self, name: str) -> Any:
             """Explain a missing attribute: what one process keeps in its task, the others do not have."""
+            if hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # a property again, whose own error Python has dropped
             message = f"{type(self).__name__} has no attribute {name!r}"
             if getattr(self.trainer, "is_evaluation", False):
                 message += (

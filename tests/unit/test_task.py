@@ -226,3 +226,13 @@ def test_a_callback_that_outlives_a_loss_returns_to_an_empty_state():
     callbacks["Validated"].seen[6] = 1
     restore_task(Complete(), state, callbacks)
     assert callbacks["Validated"].seen == {}
+
+
+def test_an_attribute_that_a_property_lacks_is_the_one_that_is_named():
+    class Scaled(Complete):
+        @property
+        def factor(self):
+            return self.options.factor
+
+    with pytest.raises(AttributeError, match=r"^Scaled has no attribute 'options'$"):
+        _ = Scaled().factor
