@@ -39,7 +39,10 @@ class Hooks:
     """What the training loop calls on a task and on callbacks, in this order. Only trainers call them."""
 
     def on_train_start(self) -> None:
-        """Called once, before the first step, after ``on_resume`` in a resumed run."""
+        """Called for each model that a process builds, before the first step and after ``on_resume``.
+
+        That is once in a process, and in ``rpc`` again whenever it joins again after a loss.
+        """
 
     def on_epoch_start(self, epoch: int) -> None:
         """Called before the first batch of a pass over the data."""

@@ -760,10 +760,13 @@ class TrainingLoop:
             trainer.init_connection()
             if trainer.config.training.scales_loss:
                 self._unscale_gradients()
-            if trainer.process.kept.started is not trainer.task:
-                trainer.process.kept.started = trainer.task
-                for hooks in trainer.hooks:
-                    hooks.on_train_start()
+            trainer.process.kept.started = trainer.task
+            devices = trainer.process.placement.devices
+            states = None if trainer.control.saved_step is None else random_states(devices)
+            for hooks in trainer.hooks:
+                hooks.on_train_start()
+            if states is not None:  # those of a checkpoint are of after this hook
+                restore_random_states(states, devices)
             self._buffer_before = trainer.data.figures()
             trainer.data.start()
             decision = self._fit()

@@ -163,6 +163,22 @@ class LosesARank(Counted):
         return super().training_step(model, batch, batch_idx) * (1 + self.trained)
 
 
+class Freezes(Callback):
+    """Keeps a layer as it is, by a hook on the model of ``on_train_start``."""
+
+    def on_train_start(self):
+        self.model = self.task.trainer.unwrapped_model
+        self.model.conv.weight.register_hook(torch.zeros_like)
+
+    def on_batch_start(self, batch_idx):
+        assert self.model is self.task.trainer.unwrapped_model
+
+
+class KeepsALayer(LosesARank):
+    def callbacks(self):
+        return [Freezes()]
+
+
 class Unclamped(ReferenceTask):
     pass
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from launching import (
     assert_equal_runs,
     differing_tensors,
@@ -84,6 +85,17 @@ def test_a_loss_before_the_first_checkpoint_leaves_nothing_of_the_task(tmp_path,
     assert lost.summary["updates_redone"] > 0
     assert_equal_runs(whole, lost, 2)
     assert [lost.load(f"trainer-{n}")["task"] for n in (0, 1)] == [whole.load(f"trainer-{n}")["task"] for n in (0, 1)]
+
+
+@pytest.mark.processes
+def test_a_hook_on_the_model_acts_also_after_the_loss_of_a_server(tmp_path):
+    """The trainer that lives builds the model anew, and calls ``on_train_start`` for it."""
+    lost = task("KeepsALayer", mark=str(tmp_path / "mark"), rank=0)
+    run = train(tmp_path, "rpc", 1, **lost, **CONFIG)
+    assert run.summary["updates_redone"] == 1
+    model, at_checkpoint = run.load("model"), run.load("model", step=4)
+    assert torch.equal(model["conv.weight"], at_checkpoint["conv.weight"])
+    assert not torch.equal(model["conv.bias"], at_checkpoint["conv.bias"])
 
 
 VARIANTS = {

@@ -152,3 +152,21 @@ def test_hooks_of_build_model_see_gradients_without_the_scale(tmp_path):
         "logging": {"run_dir": str(tmp_path), "progress": "off", "tensorboard": False},
     }
     assert paramserver.run(Hooked(), config).summary["steps"] == 3
+
+
+class DrawsAtStart(Harder):
+    def on_train_start(self):
+        torch.rand(1), random.random()
+
+
+def test_what_on_train_start_draws_is_drawn_once_in_a_run_that_is_resumed(tmp_path):
+    config = {
+        "mode": "local",
+        "training": {"max_steps": 6, "batch_size": 4},
+        "checkpoint": {"every": 4, "keep": 2},
+        "logging": {"run_dir": str(tmp_path), "name": "run", "progress": "off", "tensorboard": False},
+    }
+    whole, resumed = [], []
+    paramserver.run(DrawsAtStart(whole.append), config)
+    paramserver.run(DrawsAtStart(resumed.append), resume=tmp_path / "run" / "checkpoints" / "step-00000004")
+    assert resumed == whole[4:]
