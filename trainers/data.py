@@ -62,10 +62,8 @@ def collate_of(task: Task, reading: Reading, hook: str) -> Callable[[list[Any]],
     """
     if reading.collate is None:
         return task.collate
-    if type(task).collate is not Task.collate:
-        raise TaskError(
-            f"{type(task).__name__} has the method collate, and the DataLoader of {hook} a collate_fn; remove one"
-        )
+    if getattr(task.collate, "__func__", None) is not Task.collate:
+        raise TaskError(f"{type(task).__name__} has a collate, and the DataLoader of {hook} a collate_fn; remove one")
     return reading.collate
 
 

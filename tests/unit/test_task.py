@@ -138,6 +138,9 @@ def test_only_unchanged_batching_is_default():
     assert uses_default_batching(Complete())
     for name in ("process_sample", "collate"):
         assert not uses_default_batching(type("Own", (Complete,), {name: lambda self, x: x})())
+        task = Complete()
+        setattr(task, name, lambda x: x)
+        assert not uses_default_batching(task)
 
 
 def test_a_number_is_logged_by_the_trainer():

@@ -308,6 +308,13 @@ class Collates(Task):
         return samples
 
 
+class KeepsCollate(Collates):
+    collate = Task.collate
+
+    def __init__(self):
+        self.collate = tuple
+
+
 class Keeps(Task):
     def __init__(self):
         self.sampler = WeightedRandomSampler(DATA, 10)
@@ -324,7 +331,8 @@ class Inits(Collates):
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (Collates(), "Collates has the method collate, and the DataLoader of train_source a collate_fn"),
+        (Collates(), "Collates has a collate, and the DataLoader of train_source a collate_fn"),
+        (KeepsCollate(), "KeepsCollate has a collate, and the DataLoader of train_source a collate_fn"),
         (Keeps(), r"Keeps has an attribute sampler \(WeightedRandomSampler\), the name of a method of Task; return it"),
         (Inits(), "Inits and the DataLoader of train_source have a worker_init_fn"),
     ],
