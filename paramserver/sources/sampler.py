@@ -206,5 +206,4 @@ def _is_of_torch(sampler: Any) -> bool:
 
 def _is_stateless(sampler: Any) -> bool:
     """Whether the order of a pass is known to depend on nothing but its seed and number."""
-    is_known = _is_of_torch(sampler) and getattr(sampler, "generator", None) is None
-    return hasattr(sampler, "set_epoch") or is_known
+    return getattr(sampler, "generator", None) is None and (hasattr(sampler, "set_epoch") or _is_of_torch(sampler))

@@ -53,6 +53,13 @@ class Keeps(Sampler):
         return iter(self.random.permutation(self.length))
 
 
+class Curriculum(RandomSampler):
+    """Its own generator continues from pass to pass, and ``set_epoch`` notes the pass."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
 class Buckets(Sampler):
     """Batches of neighbours, of two sizes, in an order that ``set_epoch`` decides."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from sampler_tasks import Buckets, Keeps
+from sampler_tasks import Buckets, Curriculum, Keeps
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -45,6 +45,7 @@ SAMPLERS = {
     "default generators": Shuffles,
     "own numpy generator": lambda: Keeps(20),
     "set_epoch": lambda: Buckets(20),
+    "set_epoch and a generator": lambda: Curriculum(range(20), generator=seeded()),
     "batches with a generator": lambda: BatchSampler(RandomSampler(range(20), generator=seeded()), 8, drop_last=False),
     "batches of a user's sampler": lambda: BatchSampler(Keeps(20), 8, drop_last=True),
     "batches of one with set_epoch": lambda: BatchSampler(DistributedSampler(range(20), 1, 0), 8, drop_last=False),
