@@ -613,6 +613,7 @@ class Trainer(ABC):
             "local_steps": local,
             "extra_state": extra,
             "flags": self.flags.state_dict(),
+            "validation": dict(self.validation),
         }
 
     def seed_or_restore(self, packed: bytes | None) -> None:
@@ -632,6 +633,7 @@ class Trainer(ABC):
             restore_random_states(part["random"], self.process.placement.devices)
         else:  # the checkpoint is of fewer trainers, or this one was lost
             seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
+        self.validation = part.get("validation") or {}
         if part["random"] is not None or part["task"]:
             restore_task(self.task, part["task"], self.process.kept.callbacks)
         self._load_data(part)

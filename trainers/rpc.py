@@ -116,7 +116,8 @@ class RpcTrainer(Trainer):
         seed_all(self.config.seed, incarnation, 1 + self.trainer_index)
         self.flags = TrainingFlags(self.tree.model)
         stored = {} if part is None else unpack(part)
-        kept = {name: stored.get(name) for name in ("task", "local_steps", "residuals", "extra_state", "flags")}
+        names = "task", "local_steps", "residuals", "extra_state", "flags", "validation"
+        kept = {name: stored.get(name) for name in names}
         data = {"buffer": None, "source": position.source, "applied": position.applied, "counters": position.counters}
         # Not by an override of the user, which expects what its ``state_dict`` has added.
         Trainer.load_state_dict(self, {**kept, **data, "random": None, "resumes": incarnation})

@@ -79,6 +79,7 @@ def _trainer_part(
         "local_steps": parts[index].get("local_steps") if known else None,
         "extra_state": parts[index].get("extra_state", {}) if known else {},
         "flags": parts[index if known else 0].get("flags"),
+        "validation": parts[index if known else 0].get("validation"),
         "residuals": _sum_residuals(parts[index::trainers], trainers / len(parts)),
         "resumes": entropy[1],
     }

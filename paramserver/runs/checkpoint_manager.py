@@ -490,7 +490,7 @@ class CheckpointManager:
         return self._memory
 
     def _kept_state(self, trainer_index: int) -> dict[str, Any]:
-        """Return what the part of a lost trainer has of its newest one: of its task, local steps and compression.
+        """Return what the part of a lost trainer has of its newest one, such as of its task and local steps.
 
         No other process has these.
         """
@@ -498,7 +498,7 @@ class CheckpointManager:
         part = {} if packed is None else unpack(packed)
         return {
             "task": part.get("task", {}),
-            **{name: part.get(name) for name in ("local_steps", "residuals", "extra_state", "flags")},
+            **{name: part.get(name) for name in ("local_steps", "residuals", "extra_state", "flags", "validation")},
         }
 
     def _record_written(self, done: Future[WrittenCheckpoint], pause_s: float, reason: str) -> None:

@@ -29,3 +29,10 @@ def test_the_newest_part_is_that_of_the_newest_checkpoint_written_or_not(tmp_pat
     written = [SimpleNamespace(path=tmp_path / "removed"), SimpleNamespace(path=tmp_path)]
     manager = SimpleNamespace(writer=SimpleNamespace(pending=lambda: pending, written=written), _resume=None)
     assert unpack(CheckpointManager.trainer_part(manager, 1, newest=True)) == {"task": expected}
+
+
+def test_the_part_of_a_lost_trainer_keeps_what_no_other_process_has():
+    kept = {"task": {"n": 1}, "flags": {}, "validation": {"loss": 0.5}}
+    manager = SimpleNamespace(trainer_part=lambda index, newest: pack({**kept, "buffer": None}))
+    found = CheckpointManager._kept_state(manager, 1)
+    assert {name: found[name] for name in kept} == kept

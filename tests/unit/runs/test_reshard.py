@@ -57,6 +57,7 @@ class Trainer:
             "counters": {**COUNTERS, "samples_served": len(self.served)},
             "random": {"of": self.index},
             "task": {"of": self.index},
+            "validation": {"loss": self.index},
         }
 
     def resume(self, part):
@@ -269,6 +270,7 @@ def test_old_trainers_keep_their_random_state_and_new_ones_get_their_own():
     parts = reshard_parts([one.part() for one in trainers], 4, capacity=16, entropy=(4, 1))
     assert [part["random"] for part in parts] == [{"of": 0}, {"of": 1}, None, None]
     assert [part["task"] for part in parts] == [{"of": 0}, {"of": 1}, {}, {}]
+    assert [part["validation"]["loss"] for part in parts] == [0, 1, 0, 0]
     draws = [str(part["buffer"]["rng"]) for part in parts]
     assert len(set(draws)) == 4
     other = reshard_parts([one.part() for one in trainers], 4, capacity=16, entropy=(4, 2))

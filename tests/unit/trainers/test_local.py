@@ -170,3 +170,29 @@ def test_what_on_train_start_draws_is_drawn_once_in_a_run_that_is_resumed(tmp_pa
     paramserver.run(DrawsAtStart(whole.append), config)
     paramserver.run(DrawsAtStart(resumed.append), resume=tmp_path / "run" / "checkpoints" / "step-00000004")
     assert resumed == whole[4:]
+
+
+class Validated(ReferenceTask):
+    """Notes the values of the newest validation in each step."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def training_step(self, model, batch, batch_idx):
+        self.seen(dict(self.trainer.validation))
+        return super().training_step(model, batch, batch_idx)
+
+
+def test_the_values_of_the_newest_validation_are_those_of_the_run_that_is_resumed(tmp_path):
+    config = {
+        "mode": "local",
+        "training": {"max_steps": 8, "batch_size": 4, "validate_every": 4},
+        "checkpoint": {"every": 3, "keep": 4, "background": False},
+        "logging": {"run_dir": str(tmp_path), "name": "run", "progress": "off", "tensorboard": False},
+    }
+    whole, resumed = [], []
+    paramserver.run(Validated(whole.append), config)
+    paramserver.run(Validated(resumed.append), resume=tmp_path / "run" / "checkpoints" / "step-00000006")
+    assert resumed == whole[6:]
+    assert all(resumed)
