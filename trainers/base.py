@@ -598,12 +598,21 @@ class Trainer(ABC):
         memory = self.control.memory
         what = f"the state of {type(self.task).__name__}.on_checkpoint, or of a callback,"
         own = stage_copy(task_state(self.task, self.process.kept.callbacks), memory, what)
-        check_storable(own, type(self.task).__name__)
         stream = self.data.state_dict(memory)
         local = None if self.local_steps is None else stage_copy(self.local_steps.updater.state_dict(), memory)
         # model.pt has that of one trainer, and modules make it of what this one has seen.
         extra = stage_copy(extra_state_dict(self.tree.model) if self.process.trainers > 1 else {}, memory)
         memory.trim()
+        # Here, as the file of a part that is sent has what arrives. The buffer has checked its samples and their keys.
+        mark = stream["buffer"] and stream["buffer"]["mark"]
+        for where, state in (
+            (f"{type(self.task).__name__}.on_checkpoint", own),
+            ("the data set of train_source", {**stream, "buffer": mark}),
+            ("the optimizer or scheduler of local steps", local),
+            ("get_extra_state of a module", extra),
+        ):
+            if state:
+                check_storable(state, where)
         return {
             "trainer_index": self.trainer_index,
             **stream,

@@ -5,6 +5,7 @@ They consist of tensors, plain values and numpy arrays.
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 import re
@@ -166,21 +167,36 @@ def unpack(part: bytes) -> dict[str, Any]:
     return dict(check_mapping(load_archive(io.BytesIO(part)), "a trainer's part of a checkpoint"))
 
 
-def check_storable(state: Mapping[str, Any], task_name: str) -> None:
+# Exact types that every file of ``torch.save`` may hold.
+_LOADABLE = (torch.Tensor, int, float, bool, str, bytes, type(None))
+
+
+def check_storable(state: Mapping[str, Any], where: str) -> None:
     """Check, before a part is stored, that it can be loaded again. Looks at types only, so large tensors cost nothing.
 
     ``state`` is private, so that its tensors are plain ones.
 
     Raises:
-        TaskError: ``on_checkpoint`` stored something that ``torch.load(weights_only=True)`` refuses.
+        TaskError: ``where`` stored something that ``torch.load(weights_only=True)`` refuses.
     """
     try:
-        unpack(pack(without_values(state)))
+        unpack(pack(_without_loadable(state)))
     except Exception as error:  # pickle and torch raise many types for what they cannot store
         raise TaskError(
-            f"{task_name}.on_checkpoint stored what cannot be loaded again ({str(error).splitlines()[0]}); "
+            f"{where} stored what cannot be loaded again ({str(error).splitlines()[0]}); "
             "store tensors, numbers, strings, and lists or dicts of them"
         ) from error
+
+
+def _without_loadable(state: Any) -> Any:
+    """Return the same nested structure with None for each tensor and plain value of a dict, and none of a list."""
+    if isinstance(state, dict):
+        fresh = copy.copy(state)  # keeps the class
+        fresh.update({key: _without_loadable(value) for key, value in state.items()})
+        return fresh
+    if type(state) in (list, tuple):
+        return type(state)(_without_loadable(value) for value in state if type(value) not in _LOADABLE)
+    return None if type(state) in _LOADABLE else state
 
 
 def without_values(state: Any) -> Any:

@@ -3,7 +3,10 @@
 import json
 import math
 import os
+from collections import OrderedDict
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -117,9 +120,11 @@ def test_a_config_knows_which_keys_were_given():
 def test_what_a_task_stores_is_checked_by_its_types():
     values = without_values({"mean": torch.zeros(2), "epoch": 3})
     assert (len(values["mean"]), values["epoch"]) == (0, 3)
-    check_storable({"epoch": 3, "mean": torch.zeros(2)}, "Digits")
-    with pytest.raises(TaskError, match=r"Digits\.on_checkpoint stored what cannot be loaded again"):
-        check_storable({"lock": object()}, "Digits")
+    arrays = [np.zeros(2), np.float64(1.0), [b"x", {"a", "b"}, torch.Size([2])]]
+    check_storable({"epoch": 3, "mean": torch.zeros(2), "all": (1, "x", None, arrays), "odd": OrderedDict(a=1)}, "it")
+    for value in (object(), [1, Path("x")], {"a": ({Path("x"): 1},)}, np.array([object()]), torch.optim.SGD, tuple):
+        with pytest.raises(TaskError, match=r"^Digits\.on_checkpoint stored what cannot be loaded again \("):
+            check_storable({"value": value}, "Digits.on_checkpoint")
 
 
 def test_streams_take_the_place_of_their_tensors():

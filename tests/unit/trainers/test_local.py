@@ -2,6 +2,7 @@
 
 import random
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tasks import ReferenceTask
 
 import paramserver
 from paramserver import Task
+from paramserver.errors import TaskError
 from paramserver.runs.checkpoint_manager import CheckpointManager
 
 WAIT_S = 20.0
@@ -170,6 +172,63 @@ def test_what_on_train_start_draws_is_drawn_once_in_a_run_that_is_resumed(tmp_pa
     paramserver.run(DrawsAtStart(whole.append), config)
     paramserver.run(DrawsAtStart(resumed.append), resume=tmp_path / "run" / "checkpoints" / "step-00000004")
     assert resumed == whole[4:]
+
+
+class Paths(torch.utils.data.IterableDataset):
+    """Its place is a path."""
+
+    def __iter__(self):
+        return iter(torch.ones(8, 1))
+
+    def state_dict(self):
+        return {"file": [Path("shard-0")]}
+
+    def load_state_dict(self, state):
+        """Never called."""
+
+
+class Warmup(torch.optim.lr_scheduler.LambdaLR):
+    """Holds the scheduler that follows."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer, lambda step: 1.0)
+        self.after = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+class StoresObjects(Harder):
+    def __init__(self, data=None):
+        super().__init__(len)
+        self.own = data
+
+    def train_source(self, partition):
+        return super().train_source(partition) if self.own is None else self.own
+
+    def build_scheduler(self, optimizer):
+        return None if self.own else Warmup(optimizer)
+
+    def on_epoch_start(self, epoch):
+        """Sets no level."""
+
+    on_checkpoint = on_resume = Task.on_checkpoint
+
+
+@pytest.mark.parametrize(
+    ("task", "where", "held"),
+    [
+        (StoresObjects(Paths()), "the data set of train_source", "pathlib"),
+        (StoresObjects(), "the optimizer or scheduler of local steps", "StepLR"),
+    ],
+)
+def test_a_part_that_cannot_be_loaded_again_is_refused_by_its_trainer(tmp_path, task, where, held):
+    """Where rank 0 writes what it receives, it does not look into it."""
+    config = {
+        "mode": "local",
+        "training": {"max_steps": 2, "batch_size": 2, "local_steps": 2},
+        "checkpoint": {"every": 1, "background": False},
+        "logging": {"run_dir": str(tmp_path), "name": "run", "progress": "off", "tensorboard": False},
+    }
+    with pytest.raises(TaskError, match=f"{where} stored what cannot be loaded again .*{held}"):
+        paramserver.run(task, config)
 
 
 class Validated(ReferenceTask):
