@@ -474,13 +474,13 @@ class ProcessContext:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_trainer_index: int | None = None
+_role: Role | None = None
 
 
-def set_trainer_index(trainer_index: int | None) -> None:
-    """Set the index of the trainer that this process is; None = no trainer."""
-    global _trainer_index
-    _trainer_index = trainer_index
+def set_role(role: Role | None) -> None:
+    """Set what this process is in a run; None = there is no run."""
+    global _role
+    _role = role
 
 
 def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
@@ -495,13 +495,13 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
         ...     return "reported"
         >>> report()
         'reported'
-        >>> set_trainer_index(1)
+        >>> set_role(Role(1, "trainer", trainer_index=1))
         >>> report()
-        >>> set_trainer_index(None)
+        >>> set_role(None)
     """
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T | None:
-        return function(*args, **kwargs) if _trainer_index in (0, None) else None
+        return function(*args, **kwargs) if _role is None or _role.trainer_index == 0 else None
 
     return called

@@ -53,7 +53,7 @@ from paramserver.context import (
     StopLimit,
     StopRequest,
     place_of_user_code,
-    set_trainer_index,
+    set_role,
 )
 from paramserver.devices import Placement, place_server, place_trainer, require_visible_gpus
 from paramserver.distributed.backends import require_rpc
@@ -184,6 +184,8 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         role, trainers = ranks[identity.global_rank], sum(r.kind == "trainer" for r in ranks)
         if config.cluster.elastic and role.kind == "trainer":
             limit.limit_s = math.inf  # a signal asks it to leave, which may be refused
+        set_role(role)
+        stack.callback(set_role, None)
         task = make_task(config, plan.folders, plan.create_task)
         plan.on_task(role, task)
         log.info("task %s, defined in %s", type(task).__name__, source_file(type(task)))
@@ -283,6 +285,7 @@ class RankSession:
                 self.generation, self.store = rendezvous.generation, rendezvous.base
                 self.trainer_ranks = rendezvous.trainer_ranks
                 process = replace(_in_generation(process, rendezvous), is_newcomer=self._is_newcomer)
+                set_role(process.role)
                 self.peer = rendezvous.holder_of_rank(0)
                 if identity.global_rank != 0:
                     self._report("view")
@@ -417,8 +420,6 @@ class RankSession:
         devices = ", ".join(str(device) for device in process.placement.devices)
         log.info("rank %d of %d: %s on %s, run %s", identity.global_rank, identity.world_size, role, devices, run.name)
         task.devices, task.config = process.placement.devices, config
-        set_trainer_index(role.trainer_index)
-        stack.callback(set_trainer_index, None)
 
         trace_file = run.trace_file(identity.global_rank)
         process = replace(process, profiler=stack.enter_context(StepProfiler(config.profile, trace_file)))

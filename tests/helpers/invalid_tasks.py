@@ -196,7 +196,7 @@ class DiffersBetweenTrainers(ReferenceTask):
 
     def build_model(self):
         model = super().build_model()
-        if context._trainer_index == 1:
+        if context._role.trainer_index == 1:
             if self.what == "shape":
                 model.extra = nn.Linear(3, 2)
             if self.what == "dtype":

@@ -148,6 +148,6 @@ def _states() -> list[str]:
         "an initialised process group": ("torch.distributed", lambda m: m.is_initialized()),
         "an RPC agent": ("torch.distributed.rpc", lambda m: m.api._is_current_rpc_agent_set()),
         "a hosted parameter server": ("paramserver.distributed.rpc_calls", lambda m: bool(m._handlers)),
-        "a trainer index": ("paramserver.context", lambda m: m._trainer_index is not None),
+        "a role": ("paramserver.context", lambda m: m._role is not None),
     }
     return [what for what, (name, is_there) in checks.items() if name in sys.modules and is_there(sys.modules[name])]

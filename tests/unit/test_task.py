@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 from paramserver import Callback, Partition, Task, rank_zero_only
-from paramserver.context import set_trainer_index
+from paramserver.cluster import ProcessIdentity
+from paramserver.config import Role, config_from_mapping
+from paramserver.context import set_role
 from paramserver.errors import TaskError
+from paramserver.runtime.rank import RankPlan, run_rank
 from paramserver.task import REQUIRED, check_task_class, restore_task, task_state, uses_default_batching
 
 
@@ -158,8 +161,16 @@ def test_a_number_is_logged_by_the_trainer():
     assert task.trainer.logged == ("largest", 2.0, "max")
 
 
-@pytest.mark.parametrize(("trainer_index", "calls"), [(None, 1), (0, 1), (1, 0), (5, 0)])
-def test_rank_zero_only_runs_on_one_trainer(trainer_index, calls):
+@pytest.mark.parametrize(
+    ("role", "calls"),
+    [
+        (None, 1),
+        (Role(0, "server", server_index=0), 0),
+        (Role(1, "trainer", trainer_index=0), 1),
+        (Role(2, "trainer", trainer_index=1), 0),
+    ],
+)
+def test_rank_zero_only_runs_on_one_trainer(role, calls):
     called = []
 
     @rank_zero_only
@@ -167,13 +178,30 @@ def test_rank_zero_only_runs_on_one_trainer(trainer_index, calls):
         called.append(path)
         return "saved"
 
-    set_trainer_index(trainer_index)
+    set_role(role)
     try:
         assert save("a") == ("saved" if calls else None)
     finally:
-        set_trainer_index(None)
+        set_role(None)
     assert len(called) == calls
     assert save.__name__ == "save"
+
+
+@pytest.mark.parametrize(("global_rank", "calls"), [(0, 0), (1, 0), (2, 1), (3, 0)])
+def test_rank_zero_only_holds_in_the_constructor_of_a_task(tmp_path, global_rank, calls):
+    called = []
+
+    class Refuses(Task):
+        def __init__(self):
+            rank_zero_only(called.append)(global_rank)
+            raise TaskError("no task")
+
+    cluster = {"num_servers": 2, "num_trainers": 2}
+    config = config_from_mapping({"task": "m:C", "mode": "rpc", "cluster": cluster})
+    identity = ProcessIdentity(global_rank, 4, global_rank, 4, 0, "127.0.0.1", 0, False, "job", "flags")
+    with pytest.raises(TaskError, match="no task"):
+        run_rank(RankPlan(config, identity, [tmp_path], create_task=Refuses))
+    assert len(called) == calls
 
 
 def with_generator(method):
