@@ -421,17 +421,17 @@ def _check_signatures(user_class: type, base: type, what: str) -> None:
 def _check_signature(user_class: type, name: str, method: Callable[..., Any], what: str) -> None:
     """Refuse an override of ``method`` that cannot be called as it is: it would fail where it is called first."""
     own = inspect.getattr_static(user_class, name)
-    if own is None:
-        raise TaskError(f"{what}: {name} (None) must be a method; leave it out")
+    given = list(inspect.signature(method).parameters)
+    cure = f"write {name}({', '.join(given)})"
+    if not (callable(own) or hasattr(own, "__get__")):  # a property may return a function
+        raise TaskError(f"{what}: {name} ({type(own).__name__}) must be a method; {cure}, or leave it out")
     if own is method or not inspect.isfunction(own):
         return
-    given = list(inspect.signature(method).parameters)
     try:
         inspect.signature(own, follow_wrapped=False).bind(*given)  # a decorator may add arguments
     except TypeError:
         raise TaskError(
-            f"{what}: {name}{inspect.signature(own)} cannot be called with the arguments that it is given; "
-            f"write {name}({', '.join(given)})"
+            f"{what}: {name}{inspect.signature(own)} cannot be called with the arguments that it is given; {cure}"
         ) from None
 
 
@@ -439,9 +439,14 @@ def make_callbacks(task: Task) -> dict[str, Callback]:
     """Return the callbacks of a task by name: that of the class, with a number from the second one on.
 
     Raises:
-        TaskError: ``Task.callbacks`` returned something else, or a hook takes other arguments.
+        TaskError: ``Task.callbacks`` is no method or returned something else, or a hook takes other arguments.
     """
-    where, made = f"{type(task).__name__}.callbacks", task.callbacks()
+    where = f"{type(task).__name__}.callbacks"
+    method: object = task.callbacks
+    if not callable(method):  # an attribute of the object, or what a property returned
+        kind = type(method).__name__
+        raise TaskError(f"{where} ({kind}) must be a method; write callbacks(self), which returns the list")
+    made = method()
     if not isinstance(made, (list, tuple)):
         raise TaskError(
             f"{where} returned {type(made).__name__}; it must return a list of paramserver.Callback objects"

@@ -467,6 +467,11 @@ def _schedule_of(built: Any) -> _Schedule:
             'build_scheduler must return None, a scheduler, or {"scheduler": ..., "every": ..., "metric": ...}; '
             f"got {built!r}"
         )
+    if not all(callable(getattr(scheduler, name, None)) for name in ("state_dict", "load_state_dict")):
+        raise TaskError(
+            f"build_scheduler returned a {type(scheduler).__name__}, which must have state_dict and load_state_dict "
+            "for checkpoints; write both, or derive it from torch.optim.lr_scheduler.LRScheduler"
+        )
     if every not in _EVERY:
         raise TaskError(f"build_scheduler: every ({every!r}) must be one of {', '.join(_EVERY)}")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and metric is None:

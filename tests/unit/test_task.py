@@ -14,7 +14,7 @@ from paramserver.config import Role, config_from_mapping
 from paramserver.context import set_role
 from paramserver.errors import TaskError
 from paramserver.runtime.rank import RankPlan, run_rank
-from paramserver.task import REQUIRED, check_task_class, restore_task, task_state, uses_default_batching
+from paramserver.task import REQUIRED, check_task_class, make_callbacks, restore_task, task_state, uses_default_batching
 
 
 class Complete(Task):
@@ -221,12 +221,29 @@ def test_a_decorator_may_add_an_argument():
     assert check_task_class(Decorated, "m:Decorated") is Decorated
 
 
-def test_a_hook_that_is_none_is_refused():
-    class WithoutHook(Complete):
-        on_batch_start = None
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "on_batch_start",
+            None,
+            r"on_batch_start \(NoneType\) must be a method; write on_batch_start\(self, batch_idx\)",
+        ),
+        ("callbacks", [Callback()], r"callbacks \(list\) must be a method; write callbacks\(self\), or leave it out"),
+    ],
+)
+def test_an_attribute_in_the_place_of_a_method_is_refused(name, value, message):
+    with pytest.raises(TaskError, match=rf"^task \(m:C\): {message}"):
+        check_task_class(type("Other", (Complete,), {name: value}), "m:C")
+    check_task_class(type("Other", (Complete,), {name: property(lambda self: len)}), "m:C")
 
-    with pytest.raises(TaskError, match=r"on_batch_start \(None\) must be a method; leave it out"):
-        check_task_class(WithoutHook, "m:WithoutHook")
+
+def test_callbacks_in_an_attribute_of_the_object_are_refused():
+    task = Complete()
+    task.callbacks = [Callback()]
+    for one in (task, type("Other", (Complete,), {"callbacks": property(lambda self: [Callback()])})()):
+        with pytest.raises(TaskError, match=r"\.callbacks \(list\) must be a method; write callbacks\(self\), which"):
+            make_callbacks(one)
 
 
 def test_a_frozen_dataclass_is_refused_by_name():

@@ -1,5 +1,7 @@
 """How gradients become the next version: clipping, schedules, what is refused, and the loss as a number."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -251,6 +253,7 @@ def test_tensors_of_another_model_are_refused():
         (lambda o: "cosine", "build_scheduler must return None, a scheduler, or"),
         (lambda o: {"every": "step"}, "build_scheduler must return None"),
         (lambda o: {**plateau(o), "interval": 1}, "build_scheduler must return None"),
+        (lambda o: SimpleNamespace(step=len), "SimpleNamespace, which must have state_dict and load_state_dict"),
         (lambda o: {**plateau(o), "every": "batch"}, r"every \('batch'\) must be one of step, epoch, validation"),
         (lambda o: plateau(o)["scheduler"], "ReduceLROnPlateau needs a metric"),
         (lambda o: {**plateau(o), "metric": None}, "ReduceLROnPlateau needs a metric"),
