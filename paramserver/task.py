@@ -78,7 +78,7 @@ class Callback(Hooks):
 
         >>> class StopsWhenGoodEnough(Callback):
         ...     def on_validation_end(self, batch_idx):
-        ...         if self.task.trainer.validation["accuracy"] > 0.97:
+        ...         if self.task.trainer.validation.get("accuracy", 0.0) > 0.97:
         ...             self.task.trainer.stop("the accuracy is reached")
     """
 

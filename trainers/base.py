@@ -118,7 +118,7 @@ class Trainer(ABC):
         resources: contexts that are exited when this trainer ends, the last one first.
         control: what this trainer agrees with the others by.
         validation: the values of the newest validation in this process, by name: the means over all trainers; of a
-            version that trainers who run freely validate without waiting, those of this trainer's share.
+            version that trainers who run freely validate without waiting, those of this trainer's share, if it has any.
 
     Example::
 

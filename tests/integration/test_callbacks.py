@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,10 +172,21 @@ def test_what_is_no_callback_is_refused_before_the_first_step(tmp_path, what, ex
     assert not list((tmp_path / "runs").glob("*"))
 
 
+def documented():
+    return re.search(r"^<!-- file: task.py -->\n```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)[1]
+
+
+def test_the_documented_callback_takes_a_share_without_a_sample():
+    exec(documented(), module := {})
+    callback, trainer, logged = module["StopsAbove"](10.0), SimpleNamespace(validation={}), []
+    callback.task = SimpleNamespace(trainer=trainer, log=lambda name, value, reduce: logged.append(value))
+    callback.on_validation_end(3)
+    assert logged == [0.0]
+
+
 @pytest.mark.parametrize(("bound", "steps"), [(10.0, 8), (0.1, 4)])
 def test_the_documented_callback_stops_a_run(tmp_path, bound, steps):
-    code = re.search(r"^<!-- file: task.py -->\n```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)[1]
-    code = code.replace("StopsAbove(10.0)", f"StopsAbove({bound})")
+    code = documented().replace("StopsAbove(10.0)", f"StopsAbove({bound})")
     (tmp_path / "documented.py").write_text(
         f"{code}\nfrom tasks import ReferenceTask\n\nclass Documented(WithCallbacks, ReferenceTask):\n    pass\n"
     )
