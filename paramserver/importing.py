@@ -7,6 +7,8 @@ import gc
 import importlib
 import importlib.machinery
 import importlib.util
+import logging
+import os
 import pickle
 import re
 import sys
@@ -23,6 +25,8 @@ from paramserver.errors import ParamserverError, SourceError, TaskError, Unsuppo
 
 TORCH_FROM, TORCH_BELOW = "2.13", "2.16"
 """The releases of torch with which this version was tested, as setup.cfg has them."""
+
+_log = logging.getLogger("paramserver")
 
 # The keys whose values are references to user code.
 _REFERENCES = frozenset(
@@ -120,6 +124,27 @@ def source_file(user_class: type) -> str | None:
     return None if file is None else str(Path(file).resolve())
 
 
+@contextmanager
+def keeps_current_folder(key: str) -> Iterator[None]:
+    """Change back to the current folder after user code: the paths of a run are relative to it."""
+    try:
+        folder, before = Path.cwd(), Path().stat()
+    except FileNotFoundError:  # it was removed while the run took place
+        yield
+        return
+    try:
+        yield
+    finally:
+        if not os.path.samestat(before, Path().stat()):
+            os.chdir(folder)
+            _log.warning(
+                "%s: its code changed the current folder, which is %s again, as paths of the run are relative to it; "
+                "name the files that it reads by absolute paths, such as Path(__file__).parent / NAME",
+                key,
+                folder,
+            )
+
+
 def load_object(reference: str, key: str, folders: Sequence[Path] = ()) -> Any:
     """Import and return the object that ``reference`` names.
 
@@ -136,9 +161,10 @@ def load_object(reference: str, key: str, folders: Sequence[Path] = ()) -> Any:
         if folder in sys.path:  # perhaps behind another folder that has a module of this name
             sys.path.remove(folder)
         sys.path.insert(0, folder)
-    if Path(place).name == PICKLED_TASK:
-        return _load_pickled(place, key, folders)
-    module = _load_file(place, key, folders) if place.endswith(".py") else _load_module(place, key, folders)
+    with keeps_current_folder(key):
+        if Path(place).name == PICKLED_TASK:
+            return _load_pickled(place, key, folders)
+        module = _load_file(place, key, folders) if place.endswith(".py") else _load_module(place, key, folders)
     if not hasattr(module, name):
         raise TaskError(f"{key} ({reference}): {place} has no {name}; it has {_names_in(module)}")
     return getattr(module, name)

@@ -118,6 +118,19 @@ def test_a_file_with_the_name_of_a_module_does_not_replace_it(tmp_path):
     assert json.dumps([1]) == "[1]"
 
 
+@pytest.mark.parametrize("form", ["{}:Digits", "{}.py:Digits"])
+@pytest.mark.parametrize("end", ["", "raise ValueError"])
+def test_code_that_changes_the_current_folder_changes_no_path_of_the_run(tmp_path, monkeypatch, caplog, form, end):
+    monkeypatch.chdir(tmp_path)
+    text = f"import os\nos.chdir({str(tmp_path / 'task')!r})\nclass Digits: ...\n{end}\n"
+    write(tmp_path / "task", "moving_task.py", text)
+    with pytest.raises(TaskError) if end else nullcontext():
+        load_object(form.format("moving_task"), "task", [tmp_path / "task"])
+    assert Path.cwd() == tmp_path
+    (line,) = caplog.messages
+    assert line.startswith(f"task: its code changed the current folder, which is {tmp_path} again")
+
+
 def test_a_file_may_import_its_neighbours(tmp_path):
     write(tmp_path, "neighbour_of_task.py", "VALUE = 7\n")
     file = write(tmp_path, "with_neighbour.py", "from neighbour_of_task import VALUE\nclass A: value = VALUE\n")

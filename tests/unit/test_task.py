@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import os
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +16,15 @@ from paramserver.config import Role, config_from_mapping
 from paramserver.context import set_role
 from paramserver.errors import TaskError
 from paramserver.runtime.rank import RankPlan, run_rank
-from paramserver.task import REQUIRED, check_task_class, make_callbacks, restore_task, task_state, uses_default_batching
+from paramserver.task import (
+    REQUIRED,
+    check_task_class,
+    construct_task,
+    make_callbacks,
+    restore_task,
+    task_state,
+    uses_default_batching,
+)
 
 
 class Complete(Task):
@@ -111,6 +121,19 @@ def test_a_task_without_a_constructor_takes_no_arguments():
     assert Bare().keyword_arguments() == {}
     with pytest.raises(TypeError, match=r"Bare\(\) takes no arguments"):
         Bare(width=3)
+
+
+def test_a_constructor_that_changes_the_current_folder_changes_no_path_of_the_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+
+    class Moves(Complete):
+        def __init__(self, folder: str) -> None:
+            os.chdir(folder)
+
+    construct_task(Moves, "m:Moves", {"folder": "data"})
+    assert Path.cwd() == tmp_path
+    assert len(caplog.messages) == 1
 
 
 def test_optional_methods_have_defaults():
