@@ -16,7 +16,7 @@ from paramserver.config import Config, config_from_mapping, is_plain, load_confi
 from paramserver.config.layers import SECTIONS, Settings, own_name
 from paramserver.config.parsing import read_file
 from paramserver.config.schema import format_value
-from paramserver.errors import UnsupportedConfiguration
+from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.launch import launch_local
 from paramserver.process_utils import LOADER_NAME
 from paramserver.runs.attempt import recover
@@ -169,7 +169,7 @@ def run(
         >>> result.status, result.summary["samples"], 0 < weight < 2
         ('completed', 32, True)
     """
-    from paramserver.importing import PICKLED_TASK, class_reference, code_folders, pickle_class, script_folders
+    from paramserver.importing import PICKLED_TASK, class_reference, code_folders, pickle_class
     from paramserver.task import Task, check_task_class
 
     _check_call(task, overrides)
@@ -177,11 +177,11 @@ def run(
     # 1. The values of the config: those of this call override those of a run that continues.
     given, config_file = _values(config)
     given = _merge(given, {**sections, **({} if mode is None else {"mode": mode})})
-    values, folders = dict(given), [] if task_class is None else script_folders(task_class)
+    values, folders = dict(given), list[Path]()
     opened = None if resume is None else open_run(Path(resume))
     if opened is not None:
         values = _merge(_stored_values(opened, is_required=config is None), values)
-        folders += opened.task_folders()
+        folders = opened.task_folders()
     names = list(overrides)
     if isinstance(overrides, Mapping):
         for name, value in overrides.items():
@@ -197,10 +197,13 @@ def run(
         check_task_class(task_class, getattr(task_class, "__qualname__", repr(task_class)))
         values["task"] = f"{task_class.__module__}:{task_class.__name__}"
         single = mode_of(load_config(None, base=values, overrides=overrides, given=given_now)).single_process
-        if not single:
-            reference = class_reference(task_class)
+        try:
+            reference, found_in = class_reference(task_class)
             pickled = pickle_class(task_class) if reference is None else None
-            values["task"] = reference or f"{PICKLED_TASK}:{task_class.__name__}"
+            values["task"], folders = reference or f"{PICKLED_TASK}:{task_class.__name__}", [*found_in, *folders]
+        except TaskError:
+            if not single:
+                raise  # in one process only commands that continue or evaluate the run need it
         if isinstance(task, Task):
             plain, objects = _split_arguments(task, single)
             values["task_args"] = {**values.get("task_args", {}), **plain}
@@ -227,11 +230,13 @@ def _check_call(task: object, overrides: object) -> None:
     Raises:
         UnsupportedConfiguration: it is made while a task is imported, or an argument is of another type.
     """
+    from paramserver.importing import references_in_import
     from paramserver.task import Task
 
-    if SUPERVISED in process_environ() or multiprocessing.current_process().name == LOADER_NAME:
+    is_import = SUPERVISED in process_environ() or multiprocessing.current_process().name == LOADER_NAME
+    if is_import or references_in_import:
         raise UnsupportedConfiguration(
-            "paramserver.run was called while a process of a run imported this file to find its task or data set; "
+            "paramserver.run was called while this file was imported to find its task or data set; "
             'put the call under if __name__ == "__main__":'
         )
     if not (task is None or isinstance(task, (type, Task))):

@@ -40,6 +40,9 @@ PICKLED_TASK = "task.pkl"
 
 _PICKLED_MODULE = "_paramserver_pickled"
 
+references_in_import: list[str] = []
+"""What ``load_object`` imports now: code at the top of these modules must start no run."""
+
 
 @contextmanager
 def torch_import_without_gc() -> Iterator[None]:
@@ -120,7 +123,10 @@ def current_folder() -> Path:
 
 def source_file(user_class: type) -> str | None:
     """Return the file that defines ``user_class``; None if it was defined in a notebook or at a prompt."""
-    file = getattr(sys.modules.get(user_class.__module__), "__file__", None)
+    module = sys.modules.get(user_class.__module__)
+    file = getattr(module, "__file__", None)
+    if user_class.__module__ == "__main__" and not hasattr(module, user_class.__qualname__.partition(".")[0]):
+        return None  # the main module is another program's, such as a profiler's
     return None if file is None else str(Path(file).resolve())
 
 
@@ -161,10 +167,19 @@ def load_object(reference: str, key: str, folders: Sequence[Path] = ()) -> Any:
         if folder in sys.path:  # perhaps behind another folder that has a module of this name
             sys.path.remove(folder)
         sys.path.insert(0, folder)
-    with keeps_current_folder(key):
-        if Path(place).name == PICKLED_TASK:
-            return _load_pickled(place, key, folders)
-        module = _load_file(place, key, folders) if place.endswith(".py") else _load_module(place, key, folders)
+    references_in_import.append(reference)
+    try:
+        with keeps_current_folder(key):
+            if Path(place).name == PICKLED_TASK:
+                return _load_pickled(place, key, folders)
+            module = _load_file(place, key, folders) if place.endswith(".py") else _load_module(place, key, folders)
+    finally:
+        references_in_import.pop()
+    if not hasattr(module, name) and place == "__main__":
+        raise TaskError(
+            f"{key} ({reference}) must name a module or a file that each process can import, and {name} was defined in "
+            f"another program; name its file, --set {key}=path/to/file.py:{name}, or give the class to paramserver.run"
+        )
     if not hasattr(module, name):
         raise TaskError(f"{key} ({reference}): {place} has no {name}; it has {_names_in(module)}")
     return getattr(module, name)
@@ -273,38 +288,37 @@ def _names_in(module: ModuleType) -> str:
     return ", ".join(sorted(own)) or "no classes or functions"
 
 
-def script_folders(user_class: type) -> list[Path]:
-    """Return the folder of the running script if ``user_class`` is defined below it, and nothing otherwise.
-
-    Python searches this folder for modules in the process of the script only, and not in those that it starts.
-    """
-    main, file = sys.modules["__main__"], source_file(user_class)
-    script = getattr(main, "__file__", None)
-    if file is None or script is None or main.__spec__ is not None:  # started with -m, which adds the current folder
-        return []
-    folder = Path(script).resolve().parent
-    return [folder] if folder in Path(file).parents else []
-
-
-def class_reference(user_class: type) -> str | None:
-    """Return the reference by which other processes import ``user_class``.
+def class_reference(user_class: type) -> tuple[str | None, list[Path]]:
+    """Return the reference by which other processes import ``user_class``, and the folder in which its module is.
 
     None: they cannot, because it was defined in a notebook, at a prompt, or in a program that was read from standard
-    input; send them ``pickle_class`` in ``PICKLED_TASK``.
+    input or that another one runs; send them ``pickle_class`` in ``PICKLED_TASK``. The folder is that of ``sys.path``
+    by which this process has found the module, if it is not one of installed packages.
 
     Raises:
         TaskError: there is none, because the class was defined inside a function.
+        UnsupportedConfiguration: the current folder was removed.
     """
     if "." in user_class.__qualname__:
         raise TaskError(
             f"{user_class.__qualname__} must be defined at the top of a module, so that other processes find it"
         )
-    if user_class.__module__ != "__main__":
-        return f"{user_class.__module__}:{user_class.__name__}"
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    if file is None or not Path(file).is_file():  # "<stdin>" where Python reads the program from a pipe
-        return None
-    return f"{Path(file).resolve()}:{user_class.__name__}"
+    name, file = user_class.__module__, source_file(user_class)
+    place = name
+    if name == "__main__":
+        if file is None or not Path(file).is_file():  # "<stdin>" where Python reads the program from a pipe
+            return None, []
+        spec = sys.modules[name].__spec__  # of a program that was started with -m, which may have relative imports
+        name = name if spec is None else spec.name
+        place = file if name == "__main__" else name
+    # Python searches the folder of a script, and what a program adds to sys.path, in the process of that program only.
+    folders: list[Path] = []
+    if file is not None and name.partition(".")[0] != __package__:  # of this package ranks have loaded their own
+        levels = name.count(".") + (Path(file).name == "__init__.py")
+        searched = {(current_folder() / entry).resolve() for entry in sys.path}
+        installed = ("site-packages", "dist-packages")
+        folders = [f for f in Path(file).parents[levels : levels + 1] if f in searched and f.name not in installed]
+    return f"{place}:{user_class.__name__}", folders
 
 
 def pickle_class(user_class: type) -> bytes:
@@ -318,8 +332,8 @@ def pickle_class(user_class: type) -> bytes:
     except ImportError as error:
         raise TaskError(
             f"{user_class.__name__} was defined in a notebook, at a prompt or in a program that was read from standard "
-            "input, so cloudpickle must send it to other processes; install the extra notebook, put the class into a "
-            ".py file, or use mode: local"
+            "input or that another one runs, so cloudpickle must send it to other processes; install the extra "
+            "notebook, put the class into a .py file that the program imports, or use mode: local"
         ) from error
     try:
         pickled: bytes = cloudpickle.dumps(user_class)

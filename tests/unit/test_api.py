@@ -1,6 +1,7 @@
 """``paramserver.run`` with an instance of a task."""
 
 import math
+import sys
 import time
 
 import pytest
@@ -11,6 +12,7 @@ from launching import differing_tensors
 import paramserver
 from paramserver.api import _assign
 from paramserver.errors import TaskError, UnsupportedConfiguration
+from paramserver.evaluate import restore
 
 
 class Given(paramserver.Task):
@@ -54,6 +56,26 @@ def test_in_local_an_argument_may_be_any_object_and_a_resume_needs_it_again(tmp_
     stored = (first.run_dir / "config.yaml").read_text()
     assert "lr: 0.2" in stored
     assert "data:" not in stored
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_a_class_of_the_program_is_stored_so_that_a_command_finds_it(tmp_path, monkeypatch, has_file):
+    """In one process too: a command that evaluates or resumes the run is another program."""
+    main, program = sys.modules["__main__"], tmp_path / "one_process_program.py"
+    program.write_text(
+        f"from {__name__} import DATA, Given\n"
+        "class Digits(Given):\n    def __init__(self):\n        super().__init__(DATA)\n"
+    )
+    scope = {"__name__": "__main__"}
+    exec(program.read_text(), scope)
+    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.setattr(main, "__file__", str(program) if has_file else "<stdin>", raising=False)
+    monkeypatch.setattr(main, "Digits", scope["Digits"], raising=False)
+    result = paramserver.run(scope["Digits"], config(tmp_path, "run"))
+    monkeypatch.delattr(main, "Digits")
+    stored = yaml.safe_load((result.run_dir / "config.yaml").read_text())["task"]
+    assert stored == (f"{program}:Digits" if has_file else "task.pkl:Digits")
+    assert restore(result.run_dir, "latest", ()).task.keyword_arguments() == {}
 
 
 @pytest.mark.parametrize("mode", ["ddp", "rpc"])

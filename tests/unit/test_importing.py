@@ -248,8 +248,24 @@ class AtTheTop:
 
 
 def test_a_class_at_the_top_of_a_module_has_a_reference():
-    assert class_reference(AtTheTop) == f"{__name__}:AtTheTop"
-    assert load_object(class_reference(AtTheTop), "task") is AtTheTop
+    assert class_reference(AtTheTop) == (f"{__name__}:AtTheTop", [Path(__file__).parents[__name__.count(".")]])
+    assert load_object(f"{__name__}:AtTheTop", "task") is AtTheTop
+    assert class_reference(TaskError) == ("paramserver.errors:TaskError", [])
+    assert class_reference(pytest.Session) == ("_pytest.main:Session", [])  # of an installed package
+
+
+@pytest.mark.parametrize("module", ["sub_task", "pack_of_sub.deep.task", "pack_of_sub.deep"])
+def test_a_folder_that_a_program_adds_to_its_path_is_searched_by_other_processes(tmp_path, monkeypatch, module):
+    """That of the module, or above its packages; a program adds it by any path."""
+    added = tmp_path / "lib"
+    text = "class Found: ...\n"
+    write(added, "sub_task.py", text)
+    write(added / "pack_of_sub" / "deep", "__init__.py", text)
+    write(added / "pack_of_sub" / "deep", "task.py", text)
+    (tmp_path / "scripts").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path / "scripts" / ".." / "lib"))
+    found = load_object(f"{module}:Found", "task")
+    assert class_reference(found) == (f"{module}:Found", [added])
 
 
 def test_a_class_that_other_processes_cannot_import_is_refused():
@@ -265,8 +281,17 @@ def test_a_class_that_other_processes_cannot_import_is_refused():
 
 
 def test_a_class_of_a_program_from_standard_input_has_no_reference(monkeypatch):
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
-    assert class_reference(type("Piped", (), {"__module__": "__main__"})) is None
+    piped = main_class(monkeypatch, "<stdin>")
+    assert class_reference(piped) == (None, [])
+
+
+def main_class(monkeypatch: pytest.MonkeyPatch, file: str | Path, spec: str | None = None) -> type:
+    """Return a class of the program ``file``, which was started with ``-m`` if it has a ``spec``."""
+    main, made = sys.modules["__main__"], type("Digits", (), {"__module__": "__main__", "__qualname__": "Digits"})
+    monkeypatch.setattr(main, "Digits", made, raising=False)
+    monkeypatch.setattr(main, "__file__", str(file), raising=False)
+    monkeypatch.setattr(main, "__spec__", None if spec is None else importlib.machinery.ModuleSpec(spec, None))
+    return made
 
 
 def test_a_class_without_a_file_is_sent_with_what_it_uses(tmp_path, monkeypatch):
@@ -305,11 +330,39 @@ def test_a_damaged_pickled_task_is_named(tmp_path):
 
 def test_a_class_of_the_script_is_found_by_its_file(tmp_path, monkeypatch):
     script = write(tmp_path, "script.py")
-    typed = type("Digits", (), {"__module__": "__main__", "__qualname__": "Digits"})
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
-    assert class_reference(typed) == f"{script}:Digits"
+    typed = main_class(monkeypatch, script)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert class_reference(typed) == (f"{script}:Digits", [tmp_path])
     monkeypatch.delattr(sys.modules["__main__"], "__file__")
-    assert class_reference(typed) is None
+    assert class_reference(typed) == (None, [])
+
+
+def test_a_class_of_a_program_that_was_started_with_m_is_found_by_the_name_of_its_module(tmp_path, monkeypatch):
+    """A file alone cannot have relative imports."""
+    for name in ("train", "__main__"):
+        program = write(tmp_path / "pack", f"{name}.py")
+        typed = main_class(monkeypatch, program, f"pack.{name}")
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+        assert class_reference(typed) == (f"pack.{name}:Digits", [tmp_path])
+    assert class_reference(main_class(monkeypatch, program, "__main__"))[0] == f"{program}:Digits"  # python FOLDER
+
+
+def test_a_class_of_a_program_that_another_one_runs_is_not_searched_in_that_one(tmp_path, monkeypatch):
+    typed = main_class(monkeypatch, write(tmp_path, "profiler.py", ""), "profiler")
+    monkeypatch.delattr(sys.modules["__main__"], "Digits")
+    assert class_reference(typed) == (None, [])
+    assert source_file(typed) is None
+
+
+def test_a_class_of_another_main_module_is_named_with_the_cure():
+    with pytest.raises(TaskError, match=r"task \(__main__:Lost\) must name .* --set task=path/to/file\.py:Lost"):
+        load_object("__main__:Lost", "task")
+
+
+def test_a_module_that_starts_a_run_while_it_is_imported_is_refused(tmp_path):
+    file = write(tmp_path, "starts_a_run.py", "import paramserver\nparamserver.run('no task')\n")
+    with pytest.raises(TaskError, match=r'paramserver\.run was called while .* under if __name__ == "__main__"'):
+        load_object(f"{file}:Digits", "task")
 
 
 @pytest.mark.parametrize("error", [None, ValueError("while it was imported")])
