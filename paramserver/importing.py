@@ -196,7 +196,7 @@ def _load_module(name: str, key: str, folders: Sequence[Path]) -> ModuleType:
                 "the current folder, the config's folder and installed packages were searched"
             ) from error
         raise TaskError(f"{key}: importing {name} failed: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"{key}: importing {name} raised {describe_user_error(error)}") from error
 
 
@@ -245,7 +245,7 @@ def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise TaskError(f"{key}: importing {path} raised {describe_user_error(error)}") from error
     return module
@@ -273,14 +273,18 @@ def name_user_error(what: str) -> Iterator[None]:
         raise SourceError(f"{what} raised {describe_user_error(error)}") from error
 
 
-def describe_user_error(error: Exception) -> str:
+def describe_user_error(error: BaseException) -> str:
     """Describe an error raised by user code, with the last line of user code in its traceback.
 
     Use it in messages that are printed without a traceback.
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(_LIBRARY_PREFIXES)]
-    return kind_and_message(error) + (f" ({own[-1].filename}:{own[-1].lineno})" if own else "")
+    cure = ""
+    if isinstance(error, SystemExit):
+        cure = "; raise an error in its place; take values from task_args, and read a command line only under "
+        cure += 'if __name__ == "__main__":'
+    return kind_and_message(error) + (f" ({own[-1].filename}:{own[-1].lineno})" if own else "") + cure
 
 
 def _names_in(module: ModuleType) -> str:
@@ -349,7 +353,7 @@ def _load_pickled(place: str, key: str, folders: Sequence[Path]) -> Any:
     path = find_file(place, key, folders)
     try:
         loaded = pickle.loads(path.read_bytes())
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"{key}: loading {path} raised {describe_user_error(error)}") from error
     _name_pickled(loaded)
     return loaded

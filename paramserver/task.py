@@ -565,7 +565,7 @@ def construct_task(create_task: Callable[..., Task], reference: str | None, task
             return create_task(**{name: _as_given(value) for name, value in task_args.items()})
     except ParamserverError:
         raise
-    except Exception as error:  # the constructor is user code and may raise anything
+    except (Exception, SystemExit) as error:  # the constructor is user code and may raise anything
         kind = "takes other arguments" if isinstance(error, TypeError) else "raised"
         name = getattr(create_task, "__name__", "the task")
         raise TaskError(f"task ({reference}): {name}(**task_args) {kind}: {describe_user_error(error)}") from error

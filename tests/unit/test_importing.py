@@ -225,7 +225,10 @@ def test_a_module_with_a_failing_import_has_another_message(tmp_path):
         load_object("lacks_something:Digits", "task", [tmp_path])
 
 
-@pytest.mark.parametrize(("text", "kind"), [("1 / 0", "ZeroDivisionError"), ("class", "SyntaxError")])
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("1 / 0", "ZeroDivisionError"), ("class", "SyntaxError"), ("import sys\nsys.exit('no data')", "SystemExit")],
+)
 @pytest.mark.parametrize("form", ["{}", "{}.py"])
 def test_an_error_during_import_is_described_and_chained(tmp_path, text, kind, form):
     write(tmp_path, "broken_task.py", text)
@@ -233,6 +236,12 @@ def test_an_error_during_import_is_described_and_chained(tmp_path, text, kind, f
         load_object(f"{form.format('broken_task')}:Digits", "task", [tmp_path])
     assert type(caught.value.__cause__).__name__ == kind
     assert "broken_task" not in sys.modules  # so that the corrected file is imported
+
+
+def test_a_module_that_reads_a_command_line_while_it_is_imported_gets_a_cure(tmp_path):
+    file = write(tmp_path, "reads_flags.py", "import argparse\nargparse.ArgumentParser().parse_args(['--rank'])\n")
+    with pytest.raises(TaskError, match=r'SystemExit: 2 \(\S+reads_flags.py:2\); .* under if __name__ == "__main__":$'):
+        load_object(f"{file}:Digits", "task")
 
 
 def test_any_object_may_be_named(tmp_path):

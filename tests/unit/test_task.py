@@ -136,6 +136,13 @@ def test_a_constructor_that_changes_the_current_folder_changes_no_path_of_the_ru
     assert len(caplog.messages) == 1
 
 
+def test_a_constructor_that_ends_the_process_is_described():
+    with pytest.raises(
+        TaskError, match=r"^task \(m:Ends\): the task\(\*\*task_args\) raised: SystemExit: no data; raise"
+    ):
+        construct_task(Mock(side_effect=SystemExit("no data")), "m:Ends", {})
+
+
 def test_optional_methods_have_defaults():
     task = Complete()
     assert task.build_scheduler(None) is None
