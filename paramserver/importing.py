@@ -131,8 +131,8 @@ def source_file(user_class: type) -> str | None:
 
 
 @contextmanager
-def keeps_current_folder(key: str) -> Iterator[None]:
-    """Change back to the current folder after user code: the paths of a run are relative to it."""
+def keeps_process_state(key: str) -> Iterator[None]:
+    """Change back, after user code, to the current folder, to which paths of a run are relative, and enable its log."""
     try:
         folder, before = Path.cwd(), Path().stat()
     except FileNotFoundError:  # it was removed while the run took place
@@ -141,6 +141,9 @@ def keeps_current_folder(key: str) -> Iterator[None]:
     try:
         yield
     finally:
+        for name in list(logging.root.manager.loggerDict):
+            if name.partition(".")[0] == _log.name:  # logging.config.dictConfig disables all that it does not name
+                logging.getLogger(name).disabled = False
         if not os.path.samestat(before, Path().stat()):
             os.chdir(folder)
             _log.warning(
@@ -169,7 +172,7 @@ def load_object(reference: str, key: str, folders: Sequence[Path] = ()) -> Any:
         sys.path.insert(0, folder)
     references_in_import.append(reference)
     try:
-        with keeps_current_folder(key):
+        with keeps_process_state(key):
             if Path(place).name == PICKLED_TASK:
                 return _load_pickled(place, key, folders)
             module = _load_file(place, key, folders) if place.endswith(".py") else _load_module(place, key, folders)

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from paramserver.config import mode_of
 from paramserver.config.parsing import is_plain
 from paramserver.errors import ParamserverError, TaskError, message_of
-from paramserver.importing import describe_user_error, keeps_current_folder, load_object, name_user_error
+from paramserver.importing import describe_user_error, keeps_process_state, load_object, name_user_error
 from paramserver.rng import CONSTRUCTOR, random_states, restore_random_states, seed_all
 from paramserver.sources.base import Partition
 from paramserver.sources.expected import total_steps
@@ -561,7 +561,7 @@ def construct_task(create_task: Callable[..., Task], reference: str | None, task
         TaskError: the constructor raises; the message names ``reference``.
     """
     try:
-        with keeps_current_folder("task"):
+        with keeps_process_state("task"):
             return create_task(**{name: _as_given(value) for name, value in task_args.items()})
     except ParamserverError:
         raise

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import pickle
 import sys
 from contextlib import nullcontext
@@ -129,6 +130,17 @@ def test_code_that_changes_the_current_folder_changes_no_path_of_the_run(tmp_pat
     assert Path.cwd() == tmp_path
     (line,) = caplog.messages
     assert line.startswith(f"task: its code changed the current folder, which is {tmp_path} again")
+
+
+def test_code_that_configures_logging_does_not_disable_the_log_of_the_run(tmp_path, caplog):
+    text = "import logging.config\nlogging.config.dictConfig({'version': 1})\nclass Digits: ...\n"
+    loggers = [logging.getLogger(name) for name in ("paramserver", "paramserver.publisher", "not_paramserver")]
+    try:
+        load_object(f"{write(tmp_path, 'logging_task.py', text)}:Digits", "task")
+        assert [logger.disabled for logger in loggers] == [False, False, True]
+    finally:
+        for logger in loggers:
+            logger.disabled = False
 
 
 def test_a_file_may_import_its_neighbours(tmp_path):
