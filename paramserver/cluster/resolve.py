@@ -232,7 +232,13 @@ def allocated_gpus(environ: Environ) -> tuple[int, str]:
 
 
 def unused_tasks(environ: Environ) -> str:
-    """Return a warning if the allocation has tasks and this process is none of them; empty if it has not."""
+    """Return a warning if the allocation has tasks and this process, which has no rank, is none of them; or empty."""
+    names = EnvVarEnvironment.variables
+    if names["global_rank"] in environ and not EnvVarEnvironment.detect(environ, RankFlags()):
+        return (
+            f"warning: {names['global_rank']} is set without {names['world_size']}, and all ranks are started on this "
+            "host; set both for this process to be one of them"
+        )
     for environment in ENVIRONMENTS:
         if unused := environment.unused_tasks(environ):
             return (

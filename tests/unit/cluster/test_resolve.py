@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import paramserver.cluster
-from paramserver.cluster import ProcessIdentity, RankFlags, bind_listener, resolve_identity
+from paramserver.cluster import ProcessIdentity, RankFlags, bind_listener, resolve_identity, unused_tasks
 from paramserver.cluster.resolve import ENVIRONMENTS
 from paramserver.cluster.torchrun import VARIABLES, EnvVarEnvironment
 from paramserver.config import ClusterConfig, Config
@@ -48,6 +48,11 @@ def test_without_a_rank_all_ranks_are_started_here():
     assert resolve_identity(RankFlags(world_size=4, master_port=1234), {"PATH": "/bin", "RANK": "1"}, config()) is None
     assert "must be at least 2 in mode rpc" in refused(RankFlags(world_size=1), {}, config())
     assert "must be 1 in mode local" in refused(RankFlags(world_size=2), {}, config("local"))
+
+
+def test_a_rank_without_a_world_size_is_named_where_all_ranks_are_started_here():
+    assert unused_tasks({"RANK": "1"}).startswith("warning: RANK is set without WORLD_SIZE, and all ranks are started")
+    assert unused_tasks({"RANK": "1", "WORLD_SIZE": "3"}) == unused_tasks({"WORLD_SIZE": "3"}) == ""
 
 
 def test_a_rank_of_this_machine_by_flags():
