@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paramserver.cluster import SUPERVISED, process_environ
+from paramserver.cluster import SUPERVISED, one_of_several, process_environ
 from paramserver.config import Config, config_from_mapping, is_plain, load_config, mode_of, without_old_defaults
 from paramserver.config.layers import SECTIONS, Settings, own_name
 from paramserver.config.parsing import read_file
@@ -210,6 +210,11 @@ def run(
             create_task = partial(task_class, **objects)
     # 3. The run.
     effective = load_config(None, base=values, overrides=overrides, given=given_now)
+    if not mode_of(effective).single_process and (known_by := one_of_several(process_environ())):
+        raise UnsupportedConfiguration(
+            f"paramserver.run starts all ranks of a run itself, and this process is one of several ({known_by}); start "
+            "the program with python, or the ranks with torchrun -m paramserver.launch --config FILE"
+        )
     if isinstance(task, Task):
         asked = config_from_mapping({"task": values["task"], "task_args": dict(given.get("task_args") or {})}).task_args
         _check_arguments(task, [*asked.items(), *effective.task_args.items()])

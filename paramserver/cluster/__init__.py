@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         Job as Job,
         allocated_gpus as allocated_gpus,
         find_job as find_job,
+        one_of_several as one_of_several,
         resolve_identity as resolve_identity,
         unused_tasks as unused_tasks,
     )

@@ -231,6 +231,15 @@ def allocated_gpus(environ: Environ) -> tuple[int, str]:
     return max(counts, default=(0, ""))
 
 
+def one_of_several(environ: Environ) -> str:
+    """Return by which variables of torchrun this process is one of several; empty if it is not."""
+    for environment in (TorchrunEnvironment, EnvVarEnvironment):
+        number = environ.get(environment.variables["world_size"], "1")
+        if environment.detect(environ, RankFlags()) and number.strip() != "1":
+            return environment.known_by
+    return ""
+
+
 def unused_tasks(environ: Environ) -> str:
     """Return a warning if the allocation has tasks and this process, which has no rank, is none of them; or empty."""
     names = EnvVarEnvironment.variables

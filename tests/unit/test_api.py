@@ -85,6 +85,20 @@ def test_other_modes_refuse_what_other_processes_cannot_create(tmp_path, mode):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("variables", [{"TORCHELASTIC_RUN_ID": "none"}, {}])
+def test_a_program_that_torchrun_starts_several_times_is_refused_where_it_starts_ranks_itself(
+    tmp_path, monkeypatch, variables
+):
+    for name, value in {**variables, "RANK": "1", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    config = {"task": "examples/quickstart/task.py:Sine", "mode": "rpc", "training": {"max_steps": 1}}
+    with pytest.raises(UnsupportedConfiguration, match="this process is one of several"):
+        paramserver.run(None, config, logging={"run_dir": str(tmp_path)})
+    assert list(tmp_path.iterdir()) == []
+    result = paramserver.run(None, config, mode="local", logging={"run_dir": str(tmp_path), "tensorboard": False})
+    assert result.status == "completed"  # such as one of a search
+
+
 def test_an_argument_of_an_instance_cannot_be_given_another_value(tmp_path):
     for given in (
         {"task_args": {"lr": 0.3}},
