@@ -5,7 +5,6 @@ They consist of tensors, plain values and numpy arrays.
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 import re
@@ -168,7 +167,7 @@ def unpack(part: bytes) -> dict[str, Any]:
 
 
 # Exact types that every file of ``torch.save`` may hold.
-_LOADABLE = (torch.Tensor, int, float, bool, str, bytes, type(None))
+_LOADABLE = frozenset({torch.Tensor, int, float, bool, str, bytes, type(None)})
 
 
 def check_storable(state: Mapping[str, Any], where: str) -> None:
@@ -179,8 +178,10 @@ def check_storable(state: Mapping[str, Any], where: str) -> None:
     Raises:
         TaskError: ``where`` stored something that ``torch.load(weights_only=True)`` refuses.
     """
+    if _is_plain(state):
+        return
     try:
-        unpack(pack(_without_loadable(state)))
+        unpack(pack(without_values(state)))
     except Exception as error:  # pickle and torch raise many types for what they cannot store
         raise TaskError(
             f"{where} stored what cannot be loaded again ({str(error).splitlines()[0]}); "
@@ -188,15 +189,13 @@ def check_storable(state: Mapping[str, Any], where: str) -> None:
         ) from error
 
 
-def _without_loadable(state: Any) -> Any:
-    """Return the same nested structure with None for each tensor and plain value of a dict, and none of a list."""
-    if isinstance(state, dict):
-        fresh = copy.copy(state)  # keeps the class
-        fresh.update({key: _without_loadable(value) for key, value in state.items()})
-        return fresh
+def _is_plain(state: Any) -> bool:
+    """Return whether a nested structure holds nothing but what each file of ``torch.save`` may hold."""
+    if type(state) is dict:
+        return _LOADABLE.issuperset(map(type, state)) and _is_plain(list(state.values()))
     if type(state) in (list, tuple):
-        return type(state)(_without_loadable(value) for value in state if type(value) not in _LOADABLE)
-    return None if type(state) in _LOADABLE else state
+        return all(_is_plain(value) for value in state if type(value) not in _LOADABLE)
+    return type(state) in _LOADABLE
 
 
 def without_values(state: Any) -> Any:
