@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import sys
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paramserver.task import Task
+
+# There only commands that continue or evaluate the run need it, and it has what the class uses of a notebook's data.
+_MOST_PICKLED_IN_LOCAL = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,8 @@ def run(
         single = mode_of(load_config(None, base=values, overrides=overrides, given=given_now)).single_process
         try:
             reference, found_in = class_reference(task_class)
-            pickled = pickle_class(task_class) if reference is None else None
+            most = _MOST_PICKLED_IN_LOCAL if single else math.inf
+            pickled = pickle_class(task_class, most) if reference is None else None
             values["task"], folders = reference or f"{PICKLED_TASK}:{task_class.__name__}", [*found_in, *folders]
         except TaskError:
             if not single:

@@ -7,7 +7,9 @@ import gc
 import importlib
 import importlib.machinery
 import importlib.util
+import io
 import logging
+import math
 import os
 import pickle
 import re
@@ -328,11 +330,25 @@ def class_reference(user_class: type) -> tuple[str | None, list[Path]]:
     return f"{place}:{user_class.__name__}", folders
 
 
-def pickle_class(user_class: type) -> bytes:
+class _BoundedFile(io.BytesIO):
+    """A file in memory that takes no more than ``max_bytes``."""
+
+    def __init__(self, max_bytes: float) -> None:
+        super().__init__()
+        self._max_bytes = max_bytes
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > self._max_bytes:
+            raise ValueError(f"it uses more than {self._max_bytes:,} bytes")
+        return super().write(data)
+
+
+def pickle_class(user_class: type, max_bytes: float = math.inf) -> bytes:
     """Return a class that has no file with all that it uses of the program, for processes of this release of Python.
 
     Raises:
-        TaskError: cloudpickle is missing, or the class uses what cannot be sent, such as an open file.
+        TaskError: cloudpickle is missing, or the class uses what cannot be sent, such as an open file, or more than
+            ``max_bytes``.
     """
     try:
         import cloudpickle
@@ -342,14 +358,15 @@ def pickle_class(user_class: type) -> bytes:
             "input or that another one runs, so cloudpickle must send it to other processes; install the extra "
             "notebook, put the class into a .py file that the program imports, or use mode: local"
         ) from error
+    file = _BoundedFile(max_bytes)
     try:
-        pickled: bytes = cloudpickle.dumps(user_class)
+        cloudpickle.dump(user_class, file)
     except Exception as error:  # whatever the class refers to may raise
         raise TaskError(
             f"{user_class.__name__} cannot be sent to other processes: {kind_and_message(error)}; "
             "put it into a .py file, or leave out what it uses of the notebook"
         ) from error
-    return pickled
+    return file.getvalue()
 
 
 def _load_pickled(place: str, key: str, folders: Sequence[Path]) -> Any:

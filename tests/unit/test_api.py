@@ -10,6 +10,7 @@ import yaml
 from launching import differing_tensors
 
 import paramserver
+from paramserver import api
 from paramserver.api import _assign
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.evaluate import restore
@@ -76,6 +77,15 @@ def test_a_class_of_the_program_is_stored_so_that_a_command_finds_it(tmp_path, m
     stored = yaml.safe_load((result.run_dir / "config.yaml").read_text())["task"]
     assert stored == (f"{program}:Digits" if has_file else "task.pkl:Digits")
     assert restore(result.run_dir, "latest", ()).task.keyword_arguments() == {}
+
+
+def test_in_local_a_class_with_much_data_of_the_program_is_not_stored(tmp_path, monkeypatch):
+    monkeypatch.setattr(api, "_MOST_PICKLED_IN_LOCAL", 1000)
+    scope = {"__name__": "__main__", "Given": Given, "DATA": DATA, "LARGE": bytes(1000)}
+    exec("class Typed(Given):\n    def __init__(self):\n        super().__init__(DATA), LARGE\n", scope)
+    result = paramserver.run(scope["Typed"], config(tmp_path, "run"))
+    assert result.status == "completed"
+    assert not (result.run_dir / "task.pkl").exists()
 
 
 @pytest.mark.parametrize("mode", ["ddp", "rpc"])

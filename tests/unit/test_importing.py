@@ -338,6 +338,11 @@ def test_a_class_that_cannot_be_sent_is_named(tmp_path, monkeypatch):
         exec("class Typed:\n    def write(self):\n        FILE.write('')\n", scope)
         with pytest.raises(TaskError, match=r"^Typed cannot be sent to other processes: .*; put it into a \.py file"):
             pickle_class(scope["Typed"])
+    large = {"__name__": "__main__", "DATA": bytes(2**20)}
+    exec("class Large:\n    def read(self):\n        return DATA\n", large)
+    assert len(pickle_class(large["Large"])) > 2**20
+    with pytest.raises(TaskError, match=r"^Large cannot be sent to other processes: .*uses more than 1,048,576 bytes"):
+        pickle_class(large["Large"], max_bytes=2**20)
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(TaskError, match=r"^Typed was defined in a notebook.*install the extra notebook.*mode: local$"):
         pickle_class(scope["Typed"])
