@@ -76,7 +76,6 @@ class StagingPool:
 
 
 _NESTED = (dict, list, tuple)
-_NUMBERS = frozenset({int, float, bool})
 _Memo = dict[Hashable, torch.Tensor]
 
 
@@ -234,10 +233,7 @@ def replace_tensors(state: Any, streams: Mapping[int, RowStream]) -> Any:
 
 
 def map_leaves(function: Callable[[Any], Any], state: Any) -> Any:
-    """Return a nested structure with ``function`` of each value; what it leaves as it is is the same object.
-
-    A list or tuple of numbers alone stays as it is.
-    """
+    """Return a nested structure with ``function`` of each value; what it leaves as it is is the same object."""
     if isinstance(state, dict):
         items = {key: map_leaves(function, value) for key, value in state.items()}
         if all(items[key] is value for key, value in state.items()):
@@ -246,8 +242,6 @@ def map_leaves(function: Callable[[Any], Any], state: Any) -> Any:
         fresh.update(items)
         return fresh
     if type(state) in (list, tuple):
-        if _NUMBERS.issuperset(map(type, state)):  # such as the positions of a source
-            return state
         values = [map_leaves(function, value) for value in state]
         return state if all(own is value for own, value in zip(values, state, strict=True)) else type(state)(values)
     return function(state)
