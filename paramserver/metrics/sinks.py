@@ -73,8 +73,7 @@ class FanOut(Sink):
 
     A sink that fails is reported once and dropped. The failure of a required sink is raised, after the other sinks have
     received the record. ``on_failure`` is called, without a lock, with a sentence about a sink that failed. Sinks that
-    are ``kept`` are closed by others, and not here; they receive the record ``end`` after ``close_own`` only, as a
-    failure of that changes its summary.
+    are ``kept`` are closed by others, and not here.
     """
 
     def __init__(self, sinks: Sequence[Sink], kept: Sequence[Sink] = ()) -> None:
@@ -84,13 +83,13 @@ class FanOut(Sink):
         self._dropped: list[Sink] = []
         self._lock = threading.Lock()
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, to_kept: bool = True) -> None:
         reports: list[str] = []
         with self._lock:
             # The lock is held while all sinks write, so that they agree on the order. A copy of the list: a sink that
             # fails is removed from it.
-            own = self._own() if record["kind"] == "end" else []
-            failures = [self._write_to(sink, record, reports) for sink in own or list(self._sinks)]
+            sinks = list(self._sinks) if to_kept else self._own()
+            failures = [self._write_to(sink, record, reports) for sink in sinks]
         # After the loop and without the lock: every other sink has the record, and a handler of the error may write
         # another one.
         for text in reports:

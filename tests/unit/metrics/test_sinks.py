@@ -132,6 +132,12 @@ def test_a_sink_that_fails_at_the_end_of_a_run_is_in_its_only_outcome(tmp_path, 
     assert [record["kind"] for record in sink.records] == ["end"]
 
 
+def test_a_run_without_sinks_of_its_own_has_one_outcome(tmp_path):
+    kept = Collecting()
+    RunMonitor(Config(), FanOut([], kept=[kept]), tmp_path / "summary.json").close("completed", [])
+    assert [record["kind"] for record in kept.records] == ["end"]
+
+
 def test_json_lines_are_flushed_one_by_one_and_appended(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with JsonLines(path) as sink:
