@@ -13,6 +13,7 @@ import psutil
 from tasks import ReferenceTask
 
 from paramserver.distributed.timeouts import poll_until
+from paramserver.metrics.sinks import FanOut
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.runs.monitor import RunMonitor
 
@@ -42,7 +43,7 @@ class SignalsRank0(ReferenceTask):
     def __init__(self, when, number, mark, interrupted_at=None, **options):
         super().__init__(**options)
         self.interrupted_at = interrupted_at
-        original = {"close": RunMonitor.close, "record": RunMonitor.record, "finish": CheckpointManager.close}
+        original = {"close": RunMonitor.close, "write": FanOut.write, "finish": CheckpointManager.close}
 
         def send():
             Path(mark).write_text(str(os.getpid()))
@@ -53,10 +54,10 @@ class SignalsRank0(ReferenceTask):
                 send()
             return original["finish"](checkpoints, *arguments, **named)
 
-        def record(monitor, record):
+        def write(sinks, record, *arguments, **named):
             if when == "before_record" and record["kind"] == "end":
                 send()
-            original["record"](monitor, record)
+            original["write"](sinks, record, *arguments, **named)
 
         def close(monitor, *arguments, **named):
             summary = original["close"](monitor, *arguments, **named)
@@ -64,7 +65,7 @@ class SignalsRank0(ReferenceTask):
                 send()
             return summary
 
-        CheckpointManager.close, RunMonitor.record, RunMonitor.close = finish, record, close
+        CheckpointManager.close, FanOut.write, RunMonitor.close = finish, write, close
 
     def on_batch_start(self, batch_idx):
         if batch_idx == self.interrupted_at and self.trainer.trainer_index == 0:
