@@ -310,7 +310,8 @@ def test_the_stated_return_is_reached_while_actors_and_rank_0_are_killed(fork_se
         finished = run.finished(600)
     assert finished.summary["reason"].startswith("the return is ")
     assert max(record["values"]["return"] for record in finished.of_kind("validation")) >= TARGET
-    assert finished.summary["simulations"]["restarted"] >= 1, "no actor was killed"
+    # Not `restarted`: an actor that waits for its next attempt when rank 0 is killed is only started by the next one.
+    assert any(tmp_path.glob("killed-*")), "no actor was killed"
     assert run.has_lost_rank_0
 
 
