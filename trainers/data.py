@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paramserver.buffers import Buffer, make_buffer
 from paramserver.buffers.positions import AppliedPositions, Key
+from paramserver.buffers.sample_tree import pack_keys, unpack_keys
 from paramserver.buffers.storage import stored_samples
 from paramserver.checkpoint import StagingPool, stage_copy
 from paramserver.config import Config
@@ -429,6 +430,7 @@ class DataStream:
         ahead = self._ahead(puts)
         if not buffer["keys"] and not ahead:
             self.source.release_order(source, puts)
+        buffer["keys"] = pack_keys(buffer["keys"])
         state = {"buffer": buffer, "source": stage_copy(source, memory)}
         if ahead and self.source.repeatable:
             state |= {"buffer": None, "applied": self._served_positions().state_dict()}
@@ -459,6 +461,7 @@ class DataStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``, or this trainer's part of a resharded checkpoint. Call it before ``start``."""
+        state = {**state, "buffer": {**state["buffer"], "keys": unpack_keys(state["buffer"]["keys"])}}
         mark = state["buffer"]["mark"]
         partly = self._load_source(state, mark)
         if state.get("leftovers") is not None:

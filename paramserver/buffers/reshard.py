@@ -12,6 +12,7 @@ import torch
 from paramserver.buffers.base import ServingCounts
 from paramserver.buffers.kinds import buffer_class
 from paramserver.buffers.positions import AppliedPositions
+from paramserver.buffers.sample_tree import unpack_keys
 from paramserver.buffers.storage import join_states
 from paramserver.errors import CheckpointError
 
@@ -121,6 +122,7 @@ def reshard_buffers(
     Raises:
         CheckpointError: more samples must be kept than fit, and they cannot be fetched again.
     """
+    states = [{**state, "keys": unpack_keys(state["keys"])} for state in states]
     divided: list[dict[str, Any]] = [{"unserved": [], "partly": [], "kept": []} for _ in states]
     kept: list[_Place] = []
     places = ([(which, i) for i in range(len(state["keys"]))] for which, state in enumerate(states))

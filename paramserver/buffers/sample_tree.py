@@ -13,6 +13,8 @@ import sys
 from abc import ABC, abstractmethod
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -57,6 +59,27 @@ def _encode_key(key: Any) -> Any:
     if isinstance(key, np.generic) and type(key.item()) in _PLAIN:
         return key.item()
     raise _cannot_store("key", key, "give an int, a str or a tuple of these as key")
+
+
+def pack_keys(keys: list[Any]) -> Tensor | list[Any]:
+    """Return a tensor of keys that are whole numbers, or of tuples of as many of them, in its rows; others as they are.
+
+    A part of a checkpoint may have a hundred thousand keys, and each value of a list costs time when it is stored.
+    """
+    kinds = set(map(type, keys))
+    is_rows = kinds == {tuple} and len(set(map(len, keys))) == 1
+    if kinds == {int} or (is_rows and set(map(type, chain.from_iterable(keys))) == {int}):
+        with suppress(OverflowError):
+            return torch.from_numpy(np.array(keys, np.int64))
+    return keys
+
+
+def unpack_keys(packed: Tensor | list[Any]) -> list[Any]:
+    """Return the keys of ``pack_keys``."""
+    if isinstance(packed, list):
+        return packed
+    keys: list[Any] = packed.tolist()
+    return keys if packed.ndim == 1 else list(map(tuple, keys))
 
 
 def encode(sample: Any) -> list[Any]:

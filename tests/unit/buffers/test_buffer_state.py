@@ -6,8 +6,10 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from paramserver.buffers import Buffer, make_buffer
+from paramserver.buffers.sample_tree import pack_keys, unpack_keys
 from paramserver.errors import BufferTimeout, CheckpointError, UnsupportedConfiguration
 
 KINDS = ("fifo", "firo", "reservoir")
@@ -280,3 +282,26 @@ def test_a_refused_checkpoint_changes_nothing():
     tight = make_buffer("firo", capacity=8, pseudo_epochs=2, max_bytes=191)
     with pytest.raises(CheckpointError, match=r"max_bytes \(191\) must hold the 6"):
         tight.load_state_dict(keys, fetch=lambda key: np.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("keys", "packed"),
+    [
+        ([3, 2**62, -1], Tensor),
+        ([(0, 1), (5, 2)], Tensor),
+        ([(7,), (8,)], Tensor),
+        ([(0, 1), (5, 2**64)], list),
+        ([(0, 1), (5,)], list),
+        ([(0, True), (5, 2)], list),
+        ([True, 2], list),
+        ([2, (0, 1)], list),
+        ([(), ()], list),
+        (["a", "b"], list),
+        ([], list),
+    ],
+    ids=str,
+)
+def test_packed_keys_return_with_their_types(keys, packed):
+    stored = through_file(pack_keys(keys))
+    assert isinstance(stored, packed)
+    assert repr(unpack_keys(stored)) == repr(keys)
