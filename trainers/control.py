@@ -106,8 +106,13 @@ class Control(ABC):
     # What a mode implements.
 
     @abstractmethod
-    def all_gather(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
-        """Return the values of all trainers, or of ``active``; ``call`` is the same for the same call of each."""
+    def all_gather(
+        self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None, has_limit: bool = True
+    ) -> list[Any]:
+        """Return the values of all trainers, or of ``active``; ``call`` is the same for the same call of each.
+
+        Without ``has_limit`` those that live are waited for without a limit, where that is possible, as in a step.
+        """
 
     @abstractmethod
     def report_validation(
@@ -148,7 +153,9 @@ class ReplicaControl(Control):
         """Return the values of all trainers, in the order of their indices. Called by all of them."""
         return [value]
 
-    def all_gather(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
+    def all_gather(
+        self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None, has_limit: bool = True
+    ) -> list[Any]:
         if active is not None and len(active) < self.process.trainers:
             raise TaskError(
                 "trainer.all_gather cannot be called in a step in which a trainer has no data "
@@ -265,7 +272,7 @@ class OptimizerCalls:
         control = self._control
         gathered = [(control.trainer_index, own)]
         if control.process.trainers > 1:
-            gathered = control.all_gather(gathered[0], place, None)
+            gathered = control.all_gather(gathered[0], place, None, has_limit=False)
         made = [(index, call) for index, call in gathered if call is not None]
         for index, call in made[1:]:
             if call.name != made[0][1].name:

@@ -103,8 +103,10 @@ class ServerControl(Control):
             log.warning("this trainer continues, as it cannot leave: %s", reason)
         return False
 
-    def all_gather(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
-        return self.server.all_gather(value, call, active)
+    def all_gather(
+        self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None, has_limit: bool = True
+    ) -> list[Any]:
+        return self.server.all_gather(value, call, active, has_limit)
 
     def report_validation(
         self, step: int, shares: Mapping[int, WeightedSums], since: int | None, waits: bool = True

@@ -541,9 +541,11 @@ class ServerClient(ServerConnection):
         """Return the current version once that is ``version``, or an earlier one if no trainer is left to make it."""
         return self.call_deferred(ParameterServer.wait_version, self._id, version)
 
-    def all_gather(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
+    def all_gather(
+        self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None, has_limit: bool
+    ) -> list[Any]:
         """Return the values that all trainers give with the same ``call``, or those of ``active``."""
-        return self.call_deferred(ParameterServer.all_gather, self._id, value, call, active)
+        return self.call_deferred(ParameterServer.all_gather, self._id, value, call, active, has_limit)
 
     def averages(self) -> dict[str, Tensor]:
         """Return the average of each parameter, by name (``training.ema_decay``)."""

@@ -391,11 +391,11 @@ class ParameterServer(TutorialMethods, ShardHandlers):
 
     @executed_once
     def all_gather(
-        self, sender: TrainerId, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None
+        self, sender: TrainerId, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None, has_limit: bool
     ) -> torch.futures.Future[list[Any]]:
         """Reply with the values of all trainers, in their order, once each has made the same call; see ``Gathers``."""
         with self._lock:
-            future = self._gathers.add(self.roster.admit(sender), value, call, active)
+            future = self._gathers.add(self.roster.admit(sender), value, call, active, has_limit)
         self._gathers.evaluate()
         return future
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -85,37 +85,48 @@ class Quorum:
         return [future for table in self._tables for future in table.pop_all()[1].values()]
 
 
-class Gathers(JointCall):
-    """The values of each call until all trainers that make it have sent theirs, for ``limit_s`` at most.
+class _Gather(NamedTuple):
+    """One call of ``Gathers``, of all participants if ``active`` is None."""
 
-    ``participants`` returns the trainers of the last decision that are not lost.
+    active: Collection[int] | None
+    has_limit: bool
+    replies: PendingReplies
+
+
+class Gathers(JointCall):
+    """The values of each call until all trainers that make it have sent theirs.
+
+    A call that ``has_limit`` waits for ``limit_s`` at most. ``participants`` returns the trainers of the last decision
+    that are not lost.
     """
 
     def __init__(self, run: ServerRun, participants: Callable[[], Collection[int]], limit_s: float) -> None:
         self._run = run
         self._participants = participants
         self._limit_s = limit_s
-        self._calls: dict[tuple[int, ...], tuple[Collection[int] | None, PendingReplies]] = {}
+        self._calls: dict[tuple[int, ...], _Gather] = {}
 
     @property
     def tables(self) -> list[PendingReplies]:
-        return [table for _, table in self._calls.values()]
+        return [gather.replies for gather in self._calls.values()]
 
-    def add(self, trainer_index: int, value: Any, call: tuple[int, ...], active: Collection[int] | None) -> Future:
-        """Add a trainer's value and return the future of its reply: all values, in the order of trainers.
-
-        All participants make the call if ``active`` is None.
-        """
-        return self._calls.setdefault(call, (active, PendingReplies()))[1].add(trainer_index, value)
+    def add(
+        self, trainer_index: int, value: Any, call: tuple[int, ...], active: Collection[int] | None, has_limit: bool
+    ) -> Future:
+        """Add a trainer's value and return the future of its reply: all values, in the order of trainers."""
+        gather = self._calls.setdefault(call, _Gather(active, has_limit, PendingReplies()))
+        return gather.replies.add(trainer_index, value)
 
     def evaluate(self) -> None:
         """Reply to the calls that all have made."""
         with self._run.lock:
             participants = self._participants()
             complete = [
-                call for call, (active, table) in self._calls.items() if table.has_all(_made_by(active, participants))
+                call
+                for call, gather in self._calls.items()
+                if gather.replies.has_all(_made_by(gather.active, participants))
             ]
-            popped = [self._calls.pop(call)[1].pop_all() for call in complete]
+            popped = [self._calls.pop(call).replies.pop_all() for call in complete]
         for values, futures, _ in popped:
             in_order = [values[index] for index in sorted(values)]
             for future in futures.values():
@@ -127,9 +138,10 @@ class Gathers(JointCall):
         with self._run.lock:
             participants = self._participants()
             late = [
-                _made_by(active, participants) - table.parts.keys()
-                for active, table in self._calls.values()
-                if any(now - arrival_s > self._limit_s for arrival_s in table.arrival_s.values())
+                _made_by(gather.active, participants) - gather.replies.parts.keys()
+                for gather in self._calls.values()
+                if gather.has_limit
+                and any(now - arrival_s > self._limit_s for arrival_s in gather.replies.arrival_s.values())
             ]
         if missing := sorted(set().union(*late)):
             names = ", ".join(map(str, missing))

@@ -269,7 +269,7 @@ class Roster:
         if self._aggregator.ended and not self._ends_without:
             # Another one has to validate and save; one that has joined since takes no part in that.
             return bool(self._aggregator.rules.participants - {trainer_index})
-        if not self.members.present() or self.coordinator.num_servers == 1:
+        if self.coordinator.num_servers == 1 or (self._ends_without and not self.members.present()):
             return True
         # Its gradients may be on server 0 and not on the others, which would wait for them.
         row, transport = self._aggregator.ledger[trainer_index], self._aggregator.transports[trainer_index]

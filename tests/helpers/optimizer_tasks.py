@@ -1,5 +1,7 @@
 """Tasks with several optimizers."""
 
+import time
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -89,6 +91,19 @@ class Gathers(Adversarial):
 
     def on_batch_end(self, batch_idx):
         self.gather()
+
+
+class Slow(Adversarial):
+    """Trainer 1 takes ``slow_s`` for batch 2."""
+
+    def __init__(self, slow_s, **options):
+        super().__init__(schedule=False, **options)
+        self.slow_s = slow_s
+
+    def training_step(self, model, batch, batch_idx):
+        if self.trainer.trainer_index == 1 and batch_idx == 2:
+            time.sleep(self.slow_s)
+        super().training_step(model, batch, batch_idx)
 
 
 class Differs(Adversarial):

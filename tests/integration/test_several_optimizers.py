@@ -308,6 +308,16 @@ def test_keys_with_which_they_do_not_work_are_refused_by_name(tmp_path, mode, se
     assert "several optimizers (judge, make, weight)" in message
 
 
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_a_slow_trainer_holds_the_others_without_failing(tmp_path):
+    """It takes longer than ``cluster.timeout_s``, as with one optimizer."""
+    slow_s, cluster = 9.0, {"num_trainers": 2, "timeout_s": 5}
+    finished = launch(tmp_path, mode="rpc", cluster=cluster, **task("Slow", slow_s=slow_s), training={"max_steps": 20})
+    assert finished.code == 0, finished.output
+    assert finished.summary["step_ms"]["max"] > slow_s * 1e3
+
+
 @pytest.mark.processes
 def test_a_trainer_that_is_lost_is_replaced_and_each_sample_applied_once(tmp_path):
     """The others finish their batch without it; its replacement counts its batches as they do."""

@@ -189,6 +189,21 @@ def test_a_trainer_whose_gradients_were_sent_is_not_continued_without_while_othe
     assert isinstance(run.server.run.error, GenerationChanged)
 
 
+def test_the_last_trainer_is_not_continued_without_either(segments):
+    """The one in its place was granted nothing: an update in progress waited for gradients that nobody sends."""
+    run = TwoServers(segments, transport="auto")
+    (other, member), senders = run.start(shares=(True, False))
+    for sender in senders:
+        run.server.announce(sender, READY)
+    run.server.push(Push(StepReport(1, 0, 1, 0.5, 0.0, None, [0], (), 1, member.incarnation, 1)))
+    send_gradients(run.server, run.server.shard.leaves, senders[1], 0)
+    run.lose(other)
+    assert run.server.run.error is None
+    assert run.server.aggregator.ledger[1].accepted == 1
+    run.lose(member)
+    assert isinstance(run.server.run.error, GenerationChanged)
+
+
 def test_a_process_takes_the_place_of_a_lost_trainer_after_the_loss_was_reported(segments):
     """Otherwise its claim of the rank, and what it told the simulations, would be undone."""
     run = TwoServers(segments)
