@@ -73,7 +73,7 @@ class SampleSender:
         self._keys, self._header, self._opening = keys, header, opening
         self._trainers: dict[int, TrainerConnection] = {}
         self._logged: set[str] = set()
-        self._registered_on = 0
+        self._registered_on = self._num_trainers = 0
         self.sent = self.refused = 0
         self.waited_s = self._receive_at = 0.0
         with ExitStack() as stack:
@@ -100,9 +100,17 @@ class SampleSender:
 
     def _unpack_directory(self, body: list[bytes]) -> TrainerDirectory:
         try:
-            return TrainerDirectory.unpack(b"".join(body))
+            directory = TrainerDirectory.unpack(b"".join(body))
         except MalformedMessage as error:
             raise ClientError(f"{self._coordinator} answered what cannot be understood: {error}") from error
+        trainers = len(directory.trainers)
+        if self._num_trainers not in (0, trainers):  # samples that are kept would be another trainer's now
+            raise ClientError(
+                f"the run at {self._coordinator.address} must have {self._num_trainers} trainers while a simulation is "
+                f"connected, and has {trainers} now; start this simulation again"
+            )
+        self._num_trainers = trainers
+        return directory
 
     def send(self, step: int, frames: list[Any]) -> None:
         """Send a sample to its trainer; wait first while the window to it is full.

@@ -4,6 +4,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "ps_client.h"
 
@@ -46,6 +48,38 @@ static int put(ps_client *client)
     return status;
 }
 
+/* The calls of a fork: PS_OK if they end, each with PS_INVALID and the same sentence. */
+static int use_in_fork(ps_client *client)
+{
+    int status, wrong;
+    const pid_t child = fork();
+    if (!child) {
+        alarm(20);
+        wrong = ps_client_send(client, 99) != PS_INVALID || !strstr(ps_client_error(client), "this is a fork of it");
+        wrong |= ps_client_close(client) != PS_INVALID;
+        ps_client_free(client);
+        _exit(wrong);
+    }
+    waitpid(child, &status, 0);
+    return WIFEXITED(status) && !WEXITSTATUS(status) ? PS_OK : PS_FAILED;
+}
+
+/* PS_OK if each call on no client returns PS_INVALID, or what is known of none. */
+static int use_none(void)
+{
+    const int64_t shape = 1;
+    const double array = 0;
+    const ps_version version = {1, 0};
+    const int refused = ps_client_open(NULL, NULL) == PS_INVALID && ps_client_send(NULL, 0) == PS_INVALID &&
+                        ps_client_put(NULL, "u", PS_FLOAT64, 1, &shape, &array) == PS_INVALID &&
+                        ps_client_put_version(NULL, version) == PS_INVALID && ps_client_close(NULL) == PS_INVALID;
+    ps_client_free(NULL);
+    return refused && strstr(ps_client_error(NULL), "must be open") && ps_client_info(NULL)->steps == -1 &&
+                   ps_client_size(NULL, "u", 0) == -1
+               ? PS_OK
+               : PS_FAILED;
+}
+
 int main(void)
 {
     ps_client *client = ps_client_new();
@@ -56,6 +90,8 @@ int main(void)
         if (!strcmp(call, "free")) break;
         if (!strcmp(call, "open")) status = open_client(client);
         if (!strcmp(call, "put")) status = put(client);
+        if (!strcmp(call, "none")) status = use_none();
+        if (!strcmp(call, "fork")) status = use_in_fork(client);
         if (!strcmp(call, "version")) {
             ps_version version = {strtoll(word(), NULL, 10), 0};
             version.step = strtoll(word(), NULL, 10);

@@ -428,6 +428,19 @@ def test_a_run_that_comes_back_at_once_receives_the_request_again(free_port, run
         client.result(20).close()
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_run_that_comes_back_with_another_number_of_trainers_ends_its_clients(free_port, before, after):
+    """A sample that is kept would be another trainer's now, and be received twice if the simulation starts again."""
+    with FakeRun(before, port=free_port) as run:
+        client = Client(run.address, timeout_s=20).open(0)
+        send_all(client, range(4))
+        run.wait_for(lambda: sum(map(len, run.samples.values())) == 4)
+    with FakeRun(after, port=free_port):
+        for call in (client.close, lambda: client.send(4, sample(4))):
+            with pytest.raises(ClientError, match=f"must have {before} trainers .* and has {after} now; start this"):
+                call()
+
+
 def asks_one_that_leaves(pool, port):
     with listening(port) as silent:
         client = pool.submit(Client(f"tcp://127.0.0.1:{port}", timeout_s=30).open, 0)

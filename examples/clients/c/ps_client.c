@@ -12,6 +12,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <time.h>
+#include <unistd.h>
 #include <zmq.h>
 
 enum { VERSION = 1, HEADER_BYTES = 28, MAX_DIMENSIONS = 16, MAX_ADDRESS = 256, MAX_BODY = 1 << 20, MAX_WARNINGS = 20 };
@@ -20,6 +21,7 @@ enum { OPEN = 33, SAMPLE = 34, HEARTBEAT = 35, HAD = 36, ACK = 49, READY = 66, G
 
 static const double HELLO_TIMEOUT_S = 60, PING_INTERVAL_S = 1, HEARTBEAT_INTERVAL_S = 1, RETRY_S = 1;
 static const double RECEIVE_INTERVAL_S = 0.1; /* with room in the window, replies are received this often */
+static const double LAST_ACKS_S = 2;          /* for the acknowledgements that one process sends while another says OVER */
 static const double GONE_S = 5;               /* after this long without a listener the run is gone */
 static const double ALIVE_FACTOR = 10;        /* how much longer a run is waited for that answers PING */
 static const size_t MAX_STEPS = 65536;        /* in one HAD */
@@ -67,6 +69,7 @@ struct ps_client {
     int run_started, registered_on, num_sockets, num_warnings, num_opening, num_trainers;
     int num_fields, num_required; /* those after the required ones may be left out of a sample */
     void *context;
+    pid_t pid;            /* of the process that made the context */
     connection run;       /* to the coordinator */
     zmq_msg_t opening[2]; /* the body of HELLO and OPEN */
     trainer *trainers;
@@ -830,12 +833,22 @@ static int make_sample(ps_client *c, int64_t step, sample **made)
 
 /* The interface. */
 
+/* ZeroMQ's threads are not in a fork: a call would wait for them for ever, and a sample not leave. */
+static int is_fork(const ps_client *c) { return c->context && c->pid != getpid(); }
+
+static int refuse_fork(ps_client *c)
+{
+    return refuse(c, PS_INVALID, "a client must be used by the process that opened it (%ld), and this is a fork of it (%ld); "
+                  "open another one here", (long)c->pid, (long)getpid());
+}
+
 static int end(ps_client *c, int status)
 {
     int i;
-    for (i = 0; i < c->num_trainers; i++) close_connection(&c->trainers[i].to);
-    close_connection(&c->run);
-    while (c->context && zmq_ctx_term(c->context) && errno == EINTR) continue;
+    const int closes = !is_fork(c); /* in a fork all of this is its parent's */
+    for (i = 0; closes && i < c->num_trainers; i++) close_connection(&c->trainers[i].to);
+    if (closes) close_connection(&c->run);
+    while (closes && c->context && zmq_ctx_term(c->context) && errno == EINTR) continue;
     c->context = NULL;
     c->state = CLOSED;
     return c->status = status;
@@ -843,6 +856,8 @@ static int end(ps_client *c, int status)
 
 static int check_open(ps_client *c)
 {
+    if (!c) return PS_INVALID;
+    if (is_fork(c)) return refuse_fork(c);
     if (c->state == OPENED || c->status != PS_OK) return c->status;
     return refuse(c, PS_INVALID, "this client must be open; %s",
                   c->state == NEW ? "call ps_client_open first" : "it is closed, make another one");
@@ -862,6 +877,7 @@ static int open_client(ps_client *c, const ps_options *options)
             "this client needs a little-endian machine, as it sends arrays as they are in memory");
     TRY(read_options(c, options));
     c->context = zmq_ctx_new();
+    c->pid = getpid();
     c->items = malloc(2 * sizeof *c->items);
     FAIL_IF(!c->context || !c->items, NO_MEMORY);
     TRY(connect_to(c, &c->run, "the run", c->address));
@@ -872,6 +888,7 @@ int ps_client_open(ps_client *c, const ps_options *options)
 {
     static const ps_options none = PS_OPTIONS;
     int status;
+    if (!c) return PS_INVALID;
     if (c->state != NEW) return refuse(c, PS_INVALID, "this client was opened before; make another one");
     status = open_client(c, options ? options : &none);
     c->state = OPENED;
@@ -957,13 +974,32 @@ int ps_client_send(ps_client *c, int64_t step)
     return status == PS_OK ? PS_OK : end(c, status);
 }
 
+/* Whether all samples are acknowledged once the run is over. Each trainer sends OVER after its last ACK, but that of one
+ * process may overtake the ACK of another. */
+static int last_acks(ps_client *c)
+{
+    const double until = now_s() + LAST_ACKS_S;
+    int i, all = 1;
+    for (i = 0; i < c->num_trainers; i++) {
+        trainer *t = &c->trainers[i];
+        int status = PS_OK;
+        while (status == PS_OK && in_flight(t) && !disconnected_s(&t->to) && now_s() < until) {
+            zmq_pollitem_t item = {t->to.socket, 0, ZMQ_POLLIN, 0};
+            zmq_poll(&item, 1, (long)most(0, 1000 * (until - now_s()) + 1));
+            status = receive_acks(c, t);
+        }
+        all = all && !in_flight(t);
+    }
+    return all;
+}
+
 int ps_client_close(ps_client *c)
 {
-    int i, status;
+    int status;
+    if (!c || is_fork(c)) return check_open(c);
     if (c->state != OPENED) return c->status;
     status = finish(c);
-    for (i = 0; status == PS_OVER && i < c->num_trainers && !in_flight(&c->trainers[i]);) i++;
-    return end(c, status == PS_OVER && i == c->num_trainers ? PS_OK : status); /* all that was sent is acknowledged */
+    return end(c, status == PS_OVER && last_acks(c) ? PS_OK : status);
 }
 
 void ps_client_free(ps_client *c)
@@ -989,13 +1025,20 @@ void ps_client_free(ps_client *c)
     free(c);
 }
 
-const char *ps_client_error(const ps_client *c) { return c->error; }
+const char *ps_client_error(const ps_client *c)
+{
+    return c ? c->error : "this client must be open; call ps_client_open first";
+}
 
-const ps_info *ps_client_info(const ps_client *c) { return &c->info; }
+const ps_info *ps_client_info(const ps_client *c)
+{
+    static const ps_info none = {.steps = -1};
+    return c ? &c->info : &none;
+}
 
 int64_t ps_client_size(const ps_client *c, const char *name, int dimension)
 {
-    const field *f = find_field(c, name);
+    const field *f = c ? find_field(c, name) : NULL;
     return f && dimension >= 0 && dimension < f->dimensions ? f->shape[dimension] : -1;
 }
 
@@ -1240,6 +1283,7 @@ static int fetch_open(ps_subscriber *s, ps_version asked, int waits, double time
 {
     ps_client *c = &s->c;
     int status;
+    if (is_fork(c)) return refuse_fork(c);
     if (c->status != PS_OK) return c->status;
     if (c->state != OPENED) return refuse(c, PS_INVALID, "this subscriber must be open; call ps_subscriber_open first");
     if (!(timeout_s >= 0 && timeout_s < 1e9))
@@ -1273,6 +1317,7 @@ static int open_subscriber(ps_subscriber *s, const char *address, const char *ke
     FAIL_IF(!s->encoding, "encoding (%.100s) must be exact or bfloat16; correct it", encoding);
     strcpy(c->keys, keys ? keys : "");
     c->context = zmq_ctx_new();
+    c->pid = getpid();
     c->items = malloc(2 * sizeof *c->items);
     FAIL_IF(!c->context || !c->items, NO_MEMORY);
     return connect_to(c, &c->run, "the publisher of the run", address);

@@ -14,7 +14,7 @@
  *         fprintf(stderr, "%s\n", ps_client_error(client));
  *     ps_client_free(client);
  *
- * Use a client from one thread. It starts no thread that calls the program: messages are sent and received inside its
+ * Use a client from one thread, of the process that opened it and not of a fork. It starts no thread that calls the program: messages are sent and received inside its
  * calls, which end when the run is silent for timeout_s. The protocol is described in docs/protocol.md.
  */
 #ifndef PS_CLIENT_H

@@ -2,7 +2,7 @@
 
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import numpy as np
@@ -201,6 +201,36 @@ def test_over_after_the_last_ack_is_no_error(run, opened):
     client.send(0, sample(0))
     run.answers[MessageKind.BYE] = lambda header: [header.reply(MessageKind.OVER).pack()]
     client.close()
+
+
+@pytest.mark.parametrize("who", ["coordinator", 0])
+def test_over_of_one_process_does_not_hide_the_last_ack_of_another(run, opened, pool, who):
+    client = opened(run.address, 0)
+    client.send(0, sample(0))
+    run.wait_for(lambda: run.samples[0])
+    run.acknowledges = False
+    client.send(1, sample(1))
+    run.wait_for(lambda: run.samples[1])
+    run.send_to_all(who, MessageKind.OVER)
+    closing = pool.submit(client.close)
+    assert not wait([closing], 0.5).done
+    run.release()
+    closing.result()
+    assert client.sent == 2
+
+
+def test_a_fork_cannot_use_a_client_and_does_not_disturb_it(run):
+    with CClient(run.address).open(0) as client:
+        send_all(client, range(3))
+        client._call("fork")
+        send_all(client, range(3, 9))
+    run.wait_for(lambda: run.byes)
+    assert run.byes == [Header(MessageKind.BYE, 0, 9)]
+
+
+def test_calls_on_no_client_are_refused(opened, run):
+    """As those of the client in Fortran are before ``open`` and after ``free``."""
+    opened(run.address, 0)._call("none")
 
 
 def test_refusals_are_counted_and_stop_nothing(run, opened):
