@@ -296,7 +296,8 @@ class PhaseClock:
 class TrainerTotals:
     """Totals of one trainer over a run, sent to rank 0 at the end.
 
-    ``samples_before`` of the samples were served before the last resume; ``seconds`` and ``steps`` count from it on.
+    ``samples_before`` of the samples were served before the last resume; ``seconds`` and ``steps`` count from it on. A
+    default that is None is what is not known of a trainer that did not reach the end.
     """
 
     trainer_index: int
@@ -309,10 +310,10 @@ class TrainerTotals:
     phases_s: dict[str, float] = field(default_factory=dict)
     steps: DurationHistogram = field(default_factory=DurationHistogram)
     buffer: dict[str, Any] = field(default_factory=dict)
-    peak_rss_mb: float = 0.0
+    peak_rss_mb: float | None = None
     wire_bytes: int | None = None
     core_wait_share: float | None = None
-    threads: int = 1
+    threads: int | None = None
     tables: dict[str, TableUse] = field(default_factory=dict)  # by name
 
 

@@ -16,8 +16,8 @@ def totals_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
     steps, left = DurationHistogram(), [t.samples_left for t in trainers]
     for one in trainers:
         steps.merge(one.steps)
-    served = sum(t.samples - t.samples_before for t in trainers)
-    counted = [t.wire_bytes for t in trainers if t.wire_bytes is not None]
+    counted = [t for t in trainers if t.wire_bytes is not None]  # those of a trainer that is lost are not known
+    wire_bytes, served = sum(t.wire_bytes or 0 for t in counted), sum(t.samples - t.samples_before for t in counted)
     return {
         "samples_served": sum(t.samples for t in trainers) if trainers else None,
         "samples_left": None if not left or None in left else sum(n or 0 for n in left),
@@ -28,8 +28,8 @@ def totals_of(trainers: Sequence[TrainerTotals]) -> dict[str, Any]:
             for name in ((*PHASES, "hidden") if steps.count else ())
         },
         **({"inner_steps": inner_steps} if (inner_steps := sum(t.inner_steps for t in trainers)) else {}),
-        "wire_bytes_per_step": sum(counted) / steps.count if steps.count and counted else None,
-        "wire_bytes_per_sample": sum(counted) / served if served and counted else None,
+        "wire_bytes_per_step": wire_bytes / steps.count if steps.count and counted else None,
+        "wire_bytes_per_sample": wire_bytes / served if served else None,
         **({"tables": tables} if (tables := _tables_of(trainers, steps.count)) else {}),
         "buffer": {name: round(sum(t.buffer.get(name, 0) for t in trainers), 4) for name in _BUFFER}
         if trainers
@@ -83,7 +83,7 @@ def _trainer(t: TrainerTotals) -> dict[str, Any]:
         "core_wait_share": None if t.core_wait_share is None else round(t.core_wait_share, 4),
         "threads": t.threads,
         **({"stream": t.buffer["stream"]} if "stream" in t.buffer else {}),
-        "peak_rss_mb": round(t.peak_rss_mb, 1),
+        "peak_rss_mb": None if t.peak_rss_mb is None else round(t.peak_rss_mb, 1),
     }
 
 

@@ -378,7 +378,7 @@ class RunMonitor:
             "updates_redone": 0 if losses is None else losses.updates_redone,
             "peak_rss_mb": {
                 "server": round(peak_rss_mb(), 1) if has_servers else None,
-                "trainer": round(max((t.peak_rss_mb for t in totals), default=0.0), 1) or None,
+                "trainer": round(max((t.peak_rss_mb or 0.0 for t in totals), default=0.0), 1) or None,
             },
         }
 

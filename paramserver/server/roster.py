@@ -189,7 +189,9 @@ class Roster:
         for number, index in enumerate(absent):
             # What is left of all absent trainers is known together.
             own_left = left if number == 0 or left is None else 0
-            totals[index] = TrainerTotals(index, samples=rows[index].samples, samples_left=own_left)
+            row = rows[index]
+            inner_steps = row.inner_steps + row.moved_inner_steps
+            totals[index] = TrainerTotals(index, row.samples, inner_steps=inner_steps, samples_left=own_left)
         return [totals[index] for index in sorted(totals)]
 
     # Losses.

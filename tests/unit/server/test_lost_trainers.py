@@ -16,7 +16,8 @@ from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import Evicted, GenerationChanged, RunEnded
-from paramserver.metrics.records import StepReport, TrainerTotals
+from paramserver.metrics.records import DurationHistogram, StepReport, TrainerTotals
+from paramserver.metrics.summary import totals_of
 from paramserver.runs.monitor import RunMonitor
 from paramserver.server.build import build_server
 from paramserver.server.shard_server import ShardServer
@@ -262,6 +263,30 @@ def test_a_trainer_that_joined_too_late_to_take_part_is_not_waited_for(segments)
     assert not run.server.run.finished.is_set()
     run.server.leave(first, TrainerTotals(0), Decision(Verdict.END, (), 0, 0))
     assert run.server.run.finished.is_set()
+
+
+def test_of_a_trainer_that_is_lost_at_the_end_the_summary_has_what_the_ledger_knows_and_no_other_figure(segments):
+    run = TwoServers(segments)
+    (_, lost), (first, _) = run.start()
+    steps = DurationHistogram()
+    steps.add(0.5)
+    reported = TrainerTotals(
+        0, samples=40, samples_before=8, inner_steps=5, steps=steps, peak_rss_mb=9.0, wire_bytes=512, threads=2
+    )
+    row = run.server.aggregator.ledger[lost.index]
+    row.samples, row.inner_steps, row.moved_inner_steps = 24, 2, 1
+    run.lose(lost)
+    run.server.leave(first, reported, Decision(Verdict.END, (), 0, 0))
+    summary = totals_of(run.server.roster.all_totals())
+    assert (summary["samples_served"], summary["inner_steps"]) == (64, 8)
+    assert (summary["wire_bytes_per_step"], summary["wire_bytes_per_sample"]) == (512, 16)
+    ours, its = summary["trainers"]
+    assert None not in (ours["threads"], ours["peak_rss_mb"])
+    assert {name: value for name, value in its.items() if value is not None} == {
+        "trainer": 1,
+        "samples": 24,
+        "inner_steps": 3,
+    }
 
 
 # Processes that join as one trainer.
