@@ -243,6 +243,9 @@ class RunMonitor:
                 "seconds": self.seconds,
                 "epoch": self.epoch,
                 "resumes": self.resumes,
+                "loss": self.loss,
+                "measured": dict(self.measured),
+                "train_losses": dict(self.train_losses),
                 "validation": dict(self.validation),
                 # A run that resumes makes one anew that was made only because this one ended, if it ends there too.
                 "validated_step": self._due_validated_step,
@@ -262,6 +265,9 @@ class RunMonitor:
         self._reported_step = self.step
         self.epoch, self.skipped = state["epoch"], state.get("skipped", 0)
         self.resumes = state["resumes"] + 1
+        # For the summary, if this session makes no update: there was none after the checkpoint.
+        self.loss, self.train_losses = state.get("loss"), state.get("train_losses", {})
+        self.measured |= state.get("measured", {})
         if "staleness" in state:
             self.staleness.load_state_dict(state["staleness"])
             self.dropped_pushes = state["dropped"]

@@ -126,3 +126,22 @@ def test_a_run_that_failed_before_its_trainers_reported_shows_no_figure_that_was
 def test_a_loss_that_is_not_a_number_is_told_as_such():
     assert fields(summary_text({"train_loss": math.nan}, "x"))["train loss"] == "nan"
     assert fields(summary_text({"train_loss": math.inf}, "x"))["train loss"] == "inf"
+
+
+@pytest.mark.parametrize("steps", [20, 25])
+@pytest.mark.parametrize("names", [("",), ("a", "b")])
+def test_the_losses_of_a_run_that_resumes_after_its_last_update_are_those_of_its_end(tmp_path, steps, names):
+    """As after the loss of a server in ``on_train_end``, or where a trainer leaves after the last step."""
+    config = Config()
+    assert config.logging.log_every == 10
+    monitor, resumed = (RunMonitor(config, FanOut([]), tmp_path / f"{name}.json") for name in ("before", "after"))
+    for step in range(1, steps + 1):
+        monitor.update_applied(
+            StepResult(step, 32 * step, 1 / step, (0.1,), 0.25 * step, optimizer=names[step % len(names)])
+        )
+    resumed.load_state_dict(monitor.state_dict())
+    summaries = [one.close("completed", []) for one in (monitor, resumed)]
+    of_loss = [{name: value for name, value in one.items() if "loss" in name} for one in summaries]
+    assert of_loss[0] == of_loss[1]
+    assert of_loss[0]["last_step_loss"] == 1 / steps
+    assert set(of_loss[0].get("train_losses", {})) == set(names) - {""}
