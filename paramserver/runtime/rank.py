@@ -908,7 +908,8 @@ def _serve(
         # Before the caller closes the checkpoints and the summary: nothing is applied or staged after that.
         updates.close()
     if server.run.error is not None:
-        session.next_resize = None  # its requests are read again in the next generation
+        if server.roster.started:
+            session.next_resize = None  # its requests are read again in the next generation
         raise server.run.error
     decision = server.run.last_decision
     assert decision is not None
@@ -945,9 +946,10 @@ def _wait_until_finished(
             continue
         missing = server.roster.missing()
         if missing and (late := _absent(server, rendezvous, session, time.monotonic() > deadline)):
-            names = process.identity.name(*late)
-            session.trainer_ranks = tuple(r for r in rendezvous.trainer_ranks if r not in late)
-            server.run.fail(GenerationChanged(f"{names} did not join; the run continues without"))
+            text = f"{process.identity.name(*late)} did not join; the run continues without"
+            session.next_resize = Resize(tuple(r for r in rendezvous.trainer_ranks if r not in late), {})
+            server.aggregator.monitor.note(text)
+            server.run.fail(GenerationChanged(text))
             continue
         # Once all have joined, failures reach the server over RPC.
         if missing and (failure := rendezvous.reported_failure()) is not None:

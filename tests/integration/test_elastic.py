@@ -252,7 +252,13 @@ def test_a_trainer_that_fails_before_it_takes_part_does_not_end_the_run(start, f
         assert "the model cannot be built" in joined.output.read_text()
     job.wait_for("view without it", lambda: len(job.records("start")) == 3)
     job.wait_for_trainers([1, 2])
-    assert_applied_once(job.finish())
+    finished = job.finish()
+    assert_applied_once(finished)
+    # It was no process of the run: nothing was lost, and no other generation waited for it.
+    losses = {name: finished.summary[name] for name in ("faults", "restarts", "updates_redone")}
+    assert losses == {"faults": [], "restarts": 0, "updates_redone": 0}
+    assert json.loads((job.run_dir / "losses.json").read_text())["view"] == 3
+    assert "rank 3 did not join; the run continues without" in [note["text"] for note in job.records("note")]
 
 
 def test_the_last_trainer_that_leaves_interrupts_the_run(start):
