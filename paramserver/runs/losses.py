@@ -112,8 +112,13 @@ class LossLog:
         self._add_session()
         self._write()
 
-    def return_to(self, step: int, furthest_step: int, generation: int, trainer_ranks: Sequence[int]) -> None:
-        """Rank 0 starts again from the checkpoint of ``step``, after ``furthest_step`` updates."""
+    def return_to(
+        self, step: int, furthest_step: int, generation: int, trainer_ranks: Sequence[int], lost: str = ""
+    ) -> None:
+        """Rank 0 starts again from the checkpoint of ``step``, after ``furthest_step`` updates.
+
+        ``lost`` names what this is for, if no loss was recorded.
+        """
         self.generation, self.trainer_ranks = generation, list(trainer_ranks)
         self._add_session()
         self.updates_redone += max(furthest_step - step, 0)
@@ -123,7 +128,7 @@ class LossLog:
             self.faults[-1]["text"] += f"; {text}"
             self._write()
         else:
-            self.add_fault(furthest_step, text)
+            self.add_fault(furthest_step, f"{lost}; {text}" if lost else text)
 
     def add_fault(self, step: int, text: str, returns: bool = False) -> None:
         """A process is lost; ``returns``: rank 0 returns to a checkpoint for it, which is not another fault."""

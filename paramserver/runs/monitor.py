@@ -117,11 +117,16 @@ class RunMonitor:
             self.record(make_record("expected", self.step, rank=0, total_samples=passes * epoch_samples))
 
     def trainer_lost(self, trainer_index: int, text: str, returns: bool = False) -> None:
-        """Record that a trainer is lost; ``returns`` as in ``LossLog.add_fault``."""
+        """Record that a trainer is lost; ``returns`` as in ``add_fault``."""
         with self._lock:
             self.record(make_record("lost", self.step, trainer=trainer_index, text=text))
             if self._reducer is not None:
                 self._reducer.remove(trainer_index)
+            self.add_fault(text, returns)
+
+    def add_fault(self, text: str, returns: bool = True) -> None:
+        """Record a loss for the summary; see ``LossLog.add_fault``."""
+        with self._lock:
             if self.losses is not None:
                 self.losses.add_fault(self.step, text, returns)
 

@@ -620,7 +620,9 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
         if session.resize is not None:
             losses.resize(generation, ranks)
         elif plan.restarted:
-            losses.return_to(first_step, furthest_step(run.metrics_file), generation, ranks)
+            # A process that has served before recorded the loss; this one takes the place of one that could not.
+            lost = f"{process.role} started again" if mode_of(config).has_servers and not process.session else ""
+            losses.return_to(first_step, furthest_step(run.metrics_file), generation, ranks, lost)
         else:
             losses.begin(generation, ranks)
         remove_leftovers(run.checkpoints_dir)

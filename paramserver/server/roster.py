@@ -65,7 +65,7 @@ class Roster:
         self._ends_without = False  # a stop is overdue: whatever ``server.on_loss`` is, the others end without the lost
         self._run.on_failure(lambda: list(self._joins.pop_all()[1].values()))
         self.coordinator.on_ready = self._start_if_complete
-        self.coordinator.on_lost = lambda member, reason: self._change_generation(f"{member} is lost: {reason}")
+        self.coordinator.on_lost = lambda member, reason: self._return_to_checkpoint(f"{member} is lost: {reason}")
 
     # Who calls. With the lock.
 
@@ -350,8 +350,17 @@ class Roster:
     def reconnect(self, reason: str) -> None:
         """Return all processes to the last checkpoint, with new connections: another one could not connect."""
         with self._run.lock:
-            if self._run.error is None and self._run.last_decision is None:
-                self._change_generation(reason)
+            ends = self._run.last_decision is not None
+        if not ends:
+            self._return_to_checkpoint(reason)
+
+    def _return_to_checkpoint(self, reason: str) -> None:
+        """Return all processes to the last checkpoint for what is no loss of a trainer, and record it once."""
+        with self._run.lock:
+            is_first = self._run.error is None
+            self._change_generation(reason)
+        if is_first:
+            self._monitor.add_fault(reason)  # without the lock: it writes a file
 
     def _change_generation(self, reason: str) -> None:
         """Return all processes to the last checkpoint, if lost ones start again: this server's session ends."""

@@ -210,6 +210,8 @@ def test_the_server_comes_back_to_trainers_that_have_joined(start):
     finished = job.finish()
     assert joined.wait(LIMIT_S) == 0, joined.output.read_text()
     assert finished.summary["num_trainers"] == 3
+    (fault,) = finished.summary["faults"]
+    assert fault["text"].startswith("server 0 started again; all processes return to step ")
     assert_applied_once(finished)
 
 

@@ -18,6 +18,7 @@ from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import Evicted, GenerationChanged, RunEnded
 from paramserver.metrics.records import DurationHistogram, StepReport, TrainerTotals
 from paramserver.metrics.summary import totals_of
+from paramserver.runs.losses import LossLog
 from paramserver.runs.monitor import RunMonitor
 from paramserver.server.build import build_server
 from paramserver.server.shard_server import ShardServer
@@ -287,6 +288,23 @@ def test_of_a_trainer_that_is_lost_at_the_end_the_summary_has_what_the_ledger_kn
         "samples": 24,
         "inner_steps": 3,
     }
+
+
+def test_the_loss_of_a_server_is_named_once_with_what_follows(segments, tmp_path):
+    """Two threads may find out: one by the reply to a call, and one by the connection."""
+    run = TwoServers(segments)
+    run.start()
+    log = LossLog(tmp_path / "losses.json")
+    log.begin(1, [2, 3])
+    run.server.aggregator.monitor.losses = log
+    for _ in range(2):
+        run.coordinator.unreachable(1, RuntimeError("reset by peer"))
+    run.server.roster.reconnect("rank 2 could not connect")
+    assert isinstance(run.server.run.error, GenerationChanged)
+    LossLog(tmp_path / "losses.json").return_to(step=0, furthest_step=3, generation=2, trainer_ranks=[2, 3])
+    (fault,) = LossLog(tmp_path / "losses.json").faults
+    lost = "server 1 (here) is lost: its connection was closed (reset by peer)"
+    assert fault["text"] == f"{lost}; all processes return to step 0"
 
 
 # Processes that join as one trainer.
