@@ -306,7 +306,7 @@ class RunMonitor:
     ) -> dict[str, Any]:
         """Write the last records and the summary, and close the sink.
 
-        Training stopped for ``checkpoint_pauses_s``, one value for each of this start's checkpoints.
+        Training stopped for ``checkpoint_pauses_s``, one value for each checkpoint of this session.
 
         Raises:
             StorageError: records are lost, or a file cannot be written; the summary then has the status ``failed``. Not
