@@ -139,9 +139,14 @@ class Run:
 
     @property
     def transports(self) -> dict[str, str]:
-        """By trainer, from the records: a run that was killed has no summary."""
-        used = self.of_kind("transport")
-        return {str(one.get("trainer")): str(one.get("transport")) for one in used}
+        """By trainer, from the records of the last session: a run that was killed has no summary."""
+        used: dict[str, str] = {}
+        for one in self.records:
+            if one.get("kind") == "start":
+                used.clear()  # it may have fewer trainers than the one before, or another mode
+            elif one.get("kind") == "transport":
+                used[str(one.get("trainer"))] = str(one.get("transport"))
+        return used
 
     def of_kind(self, kind: str) -> list[Record]:
         return [one for one in self.records if one.get("kind") == kind]

@@ -211,6 +211,20 @@ def test_a_run_that_failed_was_killed_or_was_interrupted(local, tmp_path, capsys
     assert f"{stopped} was interrupted after 5 steps" in out
 
 
+def test_transports_are_those_of_the_last_session(rpc, tmp_path):
+    """As after trainers have left, or a resume with fewer of them or in another mode."""
+
+    def session(*trainers):
+        records = [{"kind": "transport", "trainer": trainer, "transport": "tcp"} for trainer in trainers]
+        return "".join(f"{json.dumps(one)}\n" for one in [{"kind": "start", "step": 0}, *records])
+
+    shrunk = copied(rpc, tmp_path / "shrunk", metrics=lambda text: session(0, 1, 2) + text)
+    resumed = copied(rpc, tmp_path / "resumed", metrics=lambda text: text + session())
+    for folder, used in ((shrunk, rpc.summary["transports"]), (resumed, {})):
+        (one,) = results_at([folder]).results
+        assert one.transports == used
+
+
 def test_torn_lines_of_a_run_are_left_out_and_reported(local, tmp_path):
     torn = copied(local, tmp_path / "torn", metrics=lambda text: "oops\n" + text[:-20])
     (one,) = results_at([torn]).results
