@@ -110,7 +110,7 @@ def _describe(folder: RunDir, run: Run) -> dict[str, Any]:
     host = folder.used_on()
     summary = {} if host is not None else run.summary
     running = None if host is None else "running" if host == socket.gethostname() else f"running on {host}"
-    last = run.of_kind("train")[-1:] or [{}]
+    last = run.last_trained
     validations = run.curves["validation"]
     return {
         "path": str(folder.path),
@@ -118,10 +118,10 @@ def _describe(folder: RunDir, run: Run) -> dict[str, Any]:
         "mode": plain_name(run),
         "task": run.config.get("task"),
         "started": run.environment.get("started"),
-        "steps": summary.get("steps", last[0].get("step")),
+        "steps": summary.get("steps", last.get("step")),
         "best": run.best,
         "validation": with_numbers(summary.get("validation", validations[-1][2] if validations else {})),
-        "samples_per_second": summary.get("samples_per_second", last[0].get("samples_per_second")),
+        "samples_per_second": summary.get("samples_per_second", last.get("samples_per_second")),
     }
 
 

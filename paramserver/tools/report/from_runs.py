@@ -152,6 +152,11 @@ class Run:
         return [one for one in self.records if one.get("kind") == kind]
 
     @property
+    def last_trained(self) -> Record:
+        """The newest record of training; empty before the first."""
+        return next(reversed(self.of_kind("train")), {})
+
+    @property
     def curves(self) -> dict[str, list[list[Any]]]:
         """See ``learning_curves``."""
         return learning_curves(self.records, self.summary)
@@ -311,9 +316,7 @@ def _notes(runs: Sequence[Run]) -> Iterable[str]:
         yield f"They are of different tasks ({join_names(tasks)}), whose samples cannot be compared."
     for run in runs:
         if run.summary.get("status") == "interrupted":
-            steps = run.summary.get("steps")
-            when = "before its first step" if not steps else f"after {plural(steps, 'step')}; its figures are of these"
-            yield f"{run.folder} was interrupted {when}."
+            yield f"{run.folder} was interrupted {_when(run)}."
         if waited := core_wait_text(run.summary):
             yield f"The cores were not free in {run.folder}: {waited}."
         streams = [one.get("stream") or {} for one in run.summary.get("trainers") or ()]
@@ -321,6 +324,14 @@ def _notes(runs: Sequence[Run]) -> Iterable[str]:
             yield f"{plural(stale, 'sample')} of {run.folder} became too old and had no use (buffer.max_staleness)."
         if run.damaged:
             yield f"{plural(run.damaged, 'line')} of {run.folder / 'metrics.jsonl'} cannot be read and are left out."
+
+
+def _when(run: Run) -> str:
+    """After how many steps a run was interrupted; a summary that rank 0 could not write lacks them."""
+    if (steps := run.summary.get("steps")) is not None:
+        return f"after {plural(steps, 'step')}; its figures are of these" if steps else "before its first step"
+    recorded = run.last_trained.get("step")
+    return f"after {plural(recorded, 'step')} or more" if recorded else "before the first record of a step"
 
 
 def _wire_bytes_per_sample(summary: Record) -> float | None:

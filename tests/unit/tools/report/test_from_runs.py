@@ -211,6 +211,16 @@ def test_a_run_that_failed_was_killed_or_was_interrupted(local, tmp_path, capsys
     assert f"{stopped} was interrupted after 5 steps" in out
 
 
+@pytest.mark.parametrize("records", ["all", "none"])
+def test_a_run_that_was_interrupted_twice_did_not_end_before_its_first_step(local, tmp_path, records):
+    """The summary is that of the supervisor then, which has no figures."""
+    summary = {"status": "interrupted", "mode": "local", "checkpoint": None, "error": "interrupted twice"}
+    kept = {} if records == "all" else {"metrics": lambda _: ""}
+    folder = copied(local, tmp_path / "s", summary=lambda _: summary, **kept)
+    when = "after 12 steps or more" if records == "all" else "before the first record of a step"
+    assert f"{folder} was interrupted {when}." in results_at([folder]).notes
+
+
 def test_transports_are_those_of_the_last_session(rpc, tmp_path):
     """As after trainers have left, or a resume with fewer of them or in another mode."""
 
