@@ -190,10 +190,10 @@ def read_run(folder: Path) -> Run:
         raise UnsupportedConfiguration(f"{folder} must be the folder of a run{_reason(folder)}")
     config_text = _read_text(folder / "config.yaml")
     records, damaged = [], 0
-    for line in _read_text(folder / "metrics.jsonl").splitlines():
+    for line in _read_text(folder / "metrics.jsonl", errors="replace").splitlines():
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError):  # a run that was killed may leave such a line
+        except (ValueError, RecursionError):  # a run that was killed may leave such a line, of any bytes
             damaged += 1
             continue
         if isinstance(record, dict):
@@ -227,10 +227,10 @@ def _reason(folder: Path) -> str:
     return f", and holds none of {', '.join(_RUN_FILES)} nor {RESULTS_FILE}; give one such as runs/<name>"
 
 
-def _read_text(path: Path) -> str:
-    """The content; empty where there is no such file."""
+def _read_text(path: Path, errors: str = "strict") -> str:
+    """The content; empty where there is no such file. ``errors`` as in ``bytes.decode``."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors=errors)
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:
