@@ -117,17 +117,23 @@ class Run:
     def is_single_process(self) -> bool:
         return self.mode in MODES and MODES[self.mode].single_process
 
+    # Of a run that was killed only the config has these.
+
+    @property
+    def consistency(self) -> str | None:
+        return self.summary.get("consistency") or self.keys().get("server.consistency")
+
     @property
     def servers(self) -> int:
-        servers = self.summary.get("num_servers")
-        return servers if isinstance(servers, int) else 0
+        return self._number("num_servers", 0)
 
     @property
     def trainers(self) -> int:
-        cluster = self.config.get("cluster")
-        configured = cluster.get("num_trainers") if isinstance(cluster, Mapping) else None
-        trainers = self.summary.get("num_trainers") or configured
-        return trainers if isinstance(trainers, int) else 1
+        return self._number("num_trainers", 1)
+
+    def _number(self, name: str, default: int) -> int:
+        number = self.summary.get(name) or self.keys().get(f"cluster.{name}")
+        return number if isinstance(number, int) else default
 
     @property
     def started(self) -> float:
@@ -176,7 +182,7 @@ class Run:
 
     def case_key(self) -> str:
         """Equal for the runs that are repeats of one case."""
-        key = {**self.keys(), "mode": self.mode, "trainers": self.summary.get("num_trainers")}
+        key = {**self.keys(), "mode": self.mode, "trainers": self.trainers}
         return json.dumps(key, sort_keys=True, default=str)
 
 
@@ -297,8 +303,7 @@ def _case_names(runs: Sequence[Run]) -> list[str]:
 
 def plain_name(run: Run) -> str:
     """The mode of a run, with its consistency and numbers of processes."""
-    consistency = run.summary.get("consistency")
-    parts = [f"{run.mode} {consistency}" if consistency else run.mode]
+    parts = [f"{run.mode} {run.consistency}" if run.consistency else run.mode]
     parts += [plural(run.servers, "server")] if run.servers > 1 else []
     parts += [] if run.is_single_process else [plural(run.trainers, "trainer")]
     return ", ".join(parts)

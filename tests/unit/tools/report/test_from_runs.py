@@ -211,6 +211,19 @@ def test_a_run_that_failed_was_killed_or_was_interrupted(local, tmp_path, capsys
     assert f"{stopped} was interrupted after 5 steps" in out
 
 
+@pytest.mark.parametrize("mode", ["rpc", "local"])
+@pytest.mark.parametrize("left", [{}, {"status": "failed", "mode": "rpc", "error": "killed"}])
+def test_a_run_that_was_killed_is_a_repeat_of_its_case(request, tmp_path, mode, left):
+    """It has no summary, or one of the supervisor, which lacks what rank 0 knew."""
+    run = request.getfixturevalue(mode)
+    own = left and {**left, "mode": mode}
+    killed = copied(run, tmp_path / "k", summary=lambda _: own, config=lambda text: text.replace("seed: 0", "seed: 7"))
+    for folders in ([killed, run.run_dir], [run.run_dir, killed]):
+        (case,) = cases_of(results_at(folders).results)
+        assert (case.name, len(case.results), len(case.completed)) == (results_at([run.run_dir]).results[0].case, 2, 1)
+        assert len({(one.trainers, one.servers) for one in case.results}) == 1
+
+
 @pytest.mark.parametrize("records", ["all", "none"])
 def test_a_run_that_was_interrupted_twice_did_not_end_before_its_first_step(local, tmp_path, records):
     """The summary is that of the supervisor then, which has no figures."""
