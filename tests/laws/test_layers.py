@@ -166,10 +166,9 @@ def rpc_users() -> set[str]:
     return {m.name for m in MODULES if any(inside(name, rpc) for name in imported(m.tree))}
 
 
-@pytest.mark.parametrize("mode", ["local", "ddp"])
-def test_a_run_without_servers_loads_no_module_that_uses_rpc(tmp_path, mode):
+def test_a_run_without_servers_loads_no_module_that_uses_rpc(tmp_path):
     # torch itself imports torch.distributed.rpc.
-    settings = [f"mode={mode}", "cluster.num_trainers=1", "training.max_steps=2", f"logging.run_dir={tmp_path}"]
+    settings = ["cluster.num_trainers=1", "training.max_steps=2", f"logging.run_dir={tmp_path}"]
     task = ROOT / "tests" / "helpers" / "tasks.py"
     (tmp_path / "config.yaml").write_text(f"task: {task}:ReferenceTask\n")
     arguments = ["--config", str(tmp_path / "config.yaml"), "--rank", "0", "--world_size", "1", "--master_port", "0"]
@@ -178,14 +177,16 @@ def test_a_run_without_servers_loads_no_module_that_uses_rpc(tmp_path, mode):
     program = f"""
 import sys
 from paramserver.launch import main
-assert main({arguments}) == 0
-print("loaded:", *sorted(sys.modules))
+for mode in ("local", "ddp"):
+    assert main([*{arguments}, "--set", f"mode={{mode}}"]) == 0
+    print("loaded:", *sorted(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    loaded = set(done.stdout.rpartition("loaded:")[2].split())
-    assert f"paramserver.trainers.{mode}" in loaded
-    assert loaded & rpc_users() == {ASKS_FOR_RPC}
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("loaded:")]
+    for mode, loaded in zip(("local", "ddp"), map(set, lines), strict=True):
+        assert f"paramserver.trainers.{mode}" in loaded
+        assert loaded & rpc_users() == {ASKS_FOR_RPC}, mode
 
 
 def test_rpc_is_used_where_it_may_be():
