@@ -285,6 +285,7 @@ def test_each_unroll_is_received_once(fork_server, tmp_path, mode):
 KILLED = TASKS.with_name("killed_actors.py")
 
 
+@pytest.mark.nightly  # test_online_faults.py kills actors, trainers and rank 0
 @pytest.mark.processes
 @pytest.mark.parametrize("mode", ["local", "rpc", "ddp"])
 def test_actors_and_rank_0_are_killed_and_each_unroll_is_received_once(fork_server, tmp_path, mode):

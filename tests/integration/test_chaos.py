@@ -96,6 +96,8 @@ def test_with_rollback_no_fault_changes_a_bit(tmp_path):
     assert len(finished.summary["faults"]) == 2
 
 
+# In the normal run: a link of test_hosts.py that returns late, and a silent trainer of test_several_servers.py.
+@pytest.mark.nightly
 def test_a_trainer_that_is_cut_off_for_long_joins_again_and_the_others_continue(tmp_path):
     """What the server held for its step is released, while its process lives and is still in that step."""
     faults = "partition trainer:1 @step 20 for 3s; partition trainer:0 @step 60 for 3s"

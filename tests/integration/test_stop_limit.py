@@ -130,6 +130,7 @@ def test_a_rank_that_holds_the_interpreter_is_named(tmp_path, fork_server):
     assert "in training_step" in finished.log(1)
 
 
+@pytest.mark.nightly
 @pytest.mark.claim("stuck-hook")
 @pytest.mark.parametrize("hook", ["validation_step", "on_checkpoint"])
 def test_other_hooks(tmp_path, fork_server, hook):

@@ -71,6 +71,7 @@ def test_a_run_survives(tmp_path, references, name):
         assert expected in outcome.outcome or "could not be written" in outcome.outcome
 
 
+@pytest.mark.nightly  # the cells above have kills in each phase
 @pytest.mark.claim("rpc-faults")
 @pytest.mark.parametrize(("role", "transport"), [("server", "auto"), ("trainer", "auto"), ("trainer", "rpc")])
 def test_a_run_survives_kills_at_random_instants(tmp_path, references, role, transport):
