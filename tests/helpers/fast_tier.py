@@ -182,12 +182,14 @@ def sample(items: Sequence[pytest.Item], only_fast: bool = False) -> set[pytest.
             continue
         if mark := own[0].get_closest_marker("sampled"):
             chosen.update(own[:: mark.args[0]])
-        elif only_fast or own[0].get_closest_marker("processes"):
-            count = 2 if only_fast or len(own) > 7 else 1
+            continue
+        # Cases may be marked one by one: those of one process are all run.
+        drawn = own if only_fast else [item for item in own if item.get_closest_marker("processes")]
+        chosen.update(item for item in own if item not in drawn)
+        if drawn:
+            count = 2 if only_fast or len(drawn) > 7 else 1
             first = zlib.crc32(test.encode())
-            chosen.update(own[(first + turn * len(own) // count) % len(own)] for turn in range(count))
-        else:
-            chosen.update(own)
+            chosen.update(drawn[(first + turn * len(drawn) // count) % len(drawn)] for turn in range(count))
     return chosen
 
 

@@ -24,11 +24,11 @@ def changed(tmp_path, mode, what, **config):
     return finished
 
 
+@pytest.mark.parametrize("what", ["remove_records", "replace_records", "remove_all", "move_all"])
 @pytest.mark.parametrize(
     "mode",
     ["local", pytest.param("rpc", marks=pytest.mark.processes), pytest.param("ddp", marks=pytest.mark.processes)],
 )
-@pytest.mark.parametrize("what", ["remove_records", "replace_records", "remove_all", "move_all"])
 def test_a_run_whose_records_are_lost_fails(tmp_path, mode, what):
     finished = changed(tmp_path, mode, what)
     message = error_message(finished, code=1)
