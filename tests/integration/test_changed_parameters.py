@@ -32,7 +32,7 @@ def config_of(**task_args):
     return {"task": "changing_tasks:Changing", "task_args": task_args, "training": TRAINING}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("where", "at", "how"), PLACES)
 @pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 def test_a_change_by_the_task_is_refused_by_name(tmp_path, where, at, how, transport):
