@@ -503,11 +503,22 @@ class KeepsOptimizer(ReferenceTask):
 
 
 class ChangesParameters(ReferenceTask):
-    """Trainer 1 writes to a parameter."""
+    """Trainer 1 writes to a parameter.
 
-    def __init__(self, pace_s=0.0, **options):
+    Args:
+        pace_s: what a batch takes longer.
+        collect_every_s: how often the ranks collect records in ddp; None: as they do.
+    """
+
+    def __init__(self, pace_s=0.0, collect_every_s=None, **options):
         super().__init__(**options)
-        self.pace_s = pace_s
+        self.pace_s, self.collect_every_s = pace_s, collect_every_s
+
+    def on_train_start(self):
+        if self.collect_every_s is not None:
+            from paramserver.trainers import ddp_control  # most runs have no use for it
+
+            ddp_control._COLLECT_EVERY_S = self.collect_every_s
 
     def on_batch_end(self, batch_idx):
         time.sleep(self.pace_s)

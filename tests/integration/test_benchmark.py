@@ -110,7 +110,7 @@ def test_a_server_has_figures_of_its_own(benched):
 def test_a_case_that_fails_is_reported_and_the_others_go_on(bench, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out = tmp_path / "out"
-    flags = ("--modes", "local", "--trainers", "1", "--repeats", "1", "--seconds", "1", "--warm-up", "0.1")
+    flags = ("--modes", "local", "--trainers", "1", "--repeats", "1", "--seconds", "0.3", "--warm-up", "0.1")
     code, printed, err = bench(*flags, "--sweep", "task_args.optimizer=none_such,sgd", measure=measure)
     assert code == 1, printed + err
     failed, fine = read_results(out).results

@@ -87,8 +87,8 @@ def test_a_trainer_that_is_killed_and_a_short_partition_are_survived(tmp_path):
 
 def test_with_rollback_no_fault_changes_a_bit(tmp_path):
     """A partition that is longer than ``lost_after_s`` returns the run to a checkpoint; so does a server's death."""
-    faults = "partition trainer:1 @step 20 for 8s; kill server:0 @step 35; slow trainer:0 x3 for 2s"
-    server = {"on_loss": "rollback", "lost_after_s": 5.0}
+    faults = "partition trainer:1 @step 20 for 5s; kill server:0 @step 35; slow trainer:0 x3 for 2s"
+    server = {"on_loss": "rollback", "lost_after_s": 3.0}
     finished = chaos(tmp_path, "--compare", "--faults", faults, server=server)
     assert_passed(finished)
     assert checks(finished)["parameters are those without faults"]

@@ -152,7 +152,7 @@ def test_a_signal_to_the_command_of_a_host_ends_the_run_with_a_checkpoint(tmp_pa
 
 
 def test_a_host_that_waits_for_another_ends_its_trainer_too(tmp_path):
-    with Hosts(tmp_path, cluster={**COLOCATED, "timeout_s": 10}) as hosts:
+    with Hosts(tmp_path, cluster={**COLOCATED, "timeout_s": 4}) as hosts:
         hosts.commands[1].kill()
         trainer = hosts.trainer_of(0)
         assert hosts.commands[0].wait(60) == 1

@@ -79,7 +79,7 @@ def test_wrong_input_is_one_sentence(words, tmp_path):
 
 
 def test_ranks_of_one_host_meet_and_a_missing_one_is_named(tmp_path):
-    config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 5})
+    config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 3})
     common = ["--config", config, "--world_size", 3, "--master_port", free_port(), "--json"]
     (code, output), (other_code, other_output) = run_concurrently(
         *(partial(doctor, tmp_path, *common, "--rank", rank) for rank in (0, 1))
@@ -88,11 +88,11 @@ def test_ranks_of_one_host_meet_and_a_missing_one_is_named(tmp_path):
     assert "{" not in other_output  # rank 0 prints for all
     errors, begin, text = output.partition("{")
     content = json.loads(begin + text)
-    assert [one["text"] for one in content["problems"]] == ["rank 2 did not arrive within cluster.timeout_s (5 s)"]
+    assert [one["text"] for one in content["problems"]] == ["rank 2 did not arrive within cluster.timeout_s (3 s)"]
     (host,) = content["hosts"].values()
     assert host["ranks"] == [0, 1]
     assert "links" not in content
-    assert "waiting up to 5 s for all 3 ranks" in errors
+    assert "waiting up to 3 s for all 3 ranks" in errors
 
 
 def test_a_rank_that_finds_no_rank_0_says_so(tmp_path):

@@ -217,7 +217,7 @@ def test_the_server_comes_back_to_trainers_that_have_joined(start):
 
 def test_the_others_serve_the_data_of_a_trainer_that_nobody_replaces(start):
     job = start(
-        cluster={"elastic": False, "num_trainers": 3, "max_restarts": 1, "timeout_s": 6},
+        cluster={"elastic": False, "num_trainers": 3, "max_restarts": 1, "timeout_s": 4},
         server={"consistency": "async"},
     )
     job.wait_for("run", lambda: job.records("train"))
@@ -234,7 +234,7 @@ def test_the_others_serve_the_data_of_a_trainer_that_nobody_replaces(start):
 
 
 def test_a_trainer_that_joined_and_died_is_given_up(start):
-    job = start(cluster={"timeout_s": 6}, server={"consistency": "async"})
+    job = start(cluster={"timeout_s": 4}, server={"consistency": "async"})
     job.wait_for("run", lambda: job.records("train"))
     joined = job.join()
     job.wait_for_trainers([1, 2, 3])
@@ -246,7 +246,7 @@ def test_a_trainer_that_joined_and_died_is_given_up(start):
 
 @pytest.mark.parametrize("failure", ["raise", "die"])
 def test_a_trainer_that_fails_before_it_takes_part_does_not_end_the_run(start, failure):
-    job = start(cluster={"timeout_s": 5}, server={"consistency": "async", "lost_after_s": 2.0})
+    job = start(cluster={"timeout_s": 3}, server={"consistency": "async", "lost_after_s": 2.0})
     job.wait_for("run", lambda: job.records("train"))
     joined = job.join(FAILURE=failure)
     assert joined.wait(LIMIT_S) == (1 if failure == "raise" else None)

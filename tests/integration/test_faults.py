@@ -309,7 +309,7 @@ def test_parameters_are_compared_also_without_checkpoints(tmp_path):
         tmp_path,
         mode="ddp",
         task="ChangesParameters",
-        task_args={"pace_s": 0.005},
+        task_args={"pace_s": 0.005, "collect_every_s": 0.1},
         training={"max_steps": None, "max_seconds": 60},
         cluster={"num_trainers": 2, "timeout_s": 30},
     )

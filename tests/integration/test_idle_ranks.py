@@ -179,7 +179,7 @@ def test_what_a_rank_without_data_cannot_follow_is_refused(tmp_path, options, me
     assert "Traceback" not in run.output
 
 
-LIMIT_S = 6
+LIMIT_S = 4
 KINDS = {
     "shared memory": {},
     "gloo": {"ddp": {"shared_memory": "off"}},

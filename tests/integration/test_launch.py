@@ -266,7 +266,7 @@ def test_a_run_folder_is_never_taken_over(tmp_path):
 
 
 def test_a_world_that_never_fills_ends_at_the_timeout(tmp_path, begin):
-    config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 3})
+    config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 2})
     code, output = ended(begin("--config", config, "--rank", 0, "--world_size", 3, "--master_port", free_port()))
     assert code == 1
     assert "missing: rank 1, 2" in output

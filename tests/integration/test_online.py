@@ -122,7 +122,7 @@ def test_passes_over_each_sample_and_a_limit_of_bytes_hold_for_streams(tmp_path,
 
 @pytest.mark.parametrize(("mode", "consistency"), [("ddp", "sync"), ("rpc", "bounded"), ("rpc", "async")])
 def test_a_slow_trainer_loses_nothing(tmp_path, online, mode, consistency):
-    pace = {"task_args": {"pace_s": [0.0, 0.6]}, "server": {"consistency": consistency}}
+    pace = {"task_args": {"pace_s": [0.0, 0.3]}, "server": {"consistency": consistency}}
     finished = online(tmp_path, mode, buffer={"capacity": 8}, simulations={"window": 2}, **pace)
     assert finished.code == 0, finished.output
     assert sorted(served(tmp_path / "ledger")) == ALL

@@ -240,25 +240,25 @@ def test_a_full_buffer_of_a_rank_of_ddp_does_not_block_the_samples_that_another_
 def test_a_full_buffer_that_blocks_samples_of_another_rank_ends_a_run_that_needs_all_ranks(tmp_path, fork_server):
     """No update is made without a rank where the model is not wrapped in DistributedDataParallel."""
     options = {"mode": "ddp", "uneven_inputs": "stop", "trainer": f"{STREAMS}:Unwrapped"}
-    limits = {"cluster": {"timeout_s": 5}, "simulations": {"timeout_s": 6.0}}
+    limits = {"cluster": {"timeout_s": 3}, "simulations": {"timeout_s": 4.0}}
     with OnlineRun(fork_server, tmp_path, outside=True, **limits, **options) as run:
         with pytest.raises(ClientError):
             produce(run.address, 0, steps=sorted(range(STEPS), key=lambda step: step % 2))  # those for rank 0 first
         assert run.process.wait(60) == 1
         output = run.process.output.read_text()
-    assert "the buffer of trainer 0 is full, no trainer has received a sample for 6 s (cluster.timeout_s" in output
+    assert "the buffer of trainer 0 is full, no trainer has received a sample for 4 s (cluster.timeout_s" in output
 
 
 def test_a_slow_simulation_that_no_full_buffer_blocks_ends_no_run_that_needs_all_ranks(tmp_path, fork_server):
     """Simulation 0 is blocked by the buffer of rank 0, and simulation 1 computes longer than ``cluster.timeout_s``."""
     options = {"mode": "ddp", "uneven_inputs": "stop", "trainer": f"{STREAMS}:Unwrapped", "simulations": {"count": 2}}
-    with OnlineRun(fork_server, tmp_path, outside=True, cluster={"timeout_s": 5}, **options) as run:
+    with OnlineRun(fork_server, tmp_path, outside=True, cluster={"timeout_s": 3}, **options) as run:
         address, parameters = run.address, [0.1, 2.0]
         even_first = sorted(range(STEPS), key=lambda step: step % 2)  # of simulation 0 those for rank 0
         with ThreadPoolExecutor(1) as pool:
             blocked = pool.submit(produce, address, 0, steps=even_first)
             with Client(address, timeout_s=30).open(1, parameters) as client:
-                time.sleep(7)  # the time that a solver computes
+                time.sleep(4.5)  # the time that a solver computes
                 for step in even_first:
                     client.send(step, {"u": field(1, step, np.array(parameters))})
             assert blocked.result() == STEPS

@@ -100,7 +100,7 @@ def test_a_run_that_fails_does_not_say_that_it_has_ended(tmp_path):
     def follow():
         with Subscriber(f"tcp://127.0.0.1:{port}") as model:
             weights = model.latest(LIMIT_S)
-            while (newer := model.newer_than(weights.version, timeout_s=3)) is not None:
+            while (newer := model.newer_than(weights.version, timeout_s=2)) is not None:
                 weights = newer
             ends.append(weights.version)
 
@@ -110,7 +110,7 @@ def test_a_run_that_fails_does_not_say_that_it_has_ended(tmp_path):
     finished = launch(
         tmp_path,
         task=f"{PUBLISHED}:CountedWithFault",
-        task_args={"folder": str(tmp_path / "marks"), "fault": "raise", "target": None, "compute_s": 0.5},
+        task_args={"folder": str(tmp_path / "marks"), "fault": "raise", "target": None, "compute_s": 0.3},
         mode="local",
         training={"max_steps": 30},
         publish={"port": port},

@@ -203,7 +203,7 @@ def test_a_round_may_have_more_samples_than_the_buffer_holds(tmp_path):
 def test_others_wait_for_a_slow_round_as_long_as_for_its_steps(tmp_path, mode):
     training = {"max_steps": 2, "batch_size": 1, "local_steps": 10, "validate_every": 0}
     config = rounds(training, task_args={}, cluster={"timeout_s": 2}, server={"lost_after_s": 1.5})
-    config |= {"task": f"{TASKS}:OneIsSlow", "task_args": {"batch_s": 0.35}}
+    config |= {"task": f"{TASKS}:OneIsSlow", "task_args": {"batch_s": 0.25}}
     assert train(tmp_path, mode, 2, **config).summary["steps"] == 2
 
 

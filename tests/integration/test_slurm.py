@@ -130,8 +130,13 @@ def test_the_job_of_the_example_is_requeued_before_its_limit_and_resumes(tmp_pat
 def test_a_batch_script_without_srun_is_warned(tmp_path, slurm):
     file = write_config(tmp_path, mode="local", **TRAINING)
     command = f"{sys.executable} -m paramserver.launch --config {file} --set logging.name=run"
-    words = ["sbatch", "--wait", "-n2", "-o", str(tmp_path / "output"), "--wrap", command]
-    done = slurm.run(*words, folder=tmp_path, **environment())
-    output = (tmp_path / "output").read_text()
-    assert done.returncode == 0, done.stderr + output
+    log = tmp_path / "output"
+    done = slurm.run("sbatch", "-n2", "-o", str(log), "--wrap", command, folder=tmp_path, **environment())
+    assert done.returncode == 0, done.stderr
+
+    def ended():  # sbatch --wait asks only every few seconds
+        return (log.exists() and "status       completed" in log.read_text(errors="replace")) or None
+
+    assert poll_until(time.monotonic() + 120, ended, Event()), log.exists() and log.read_text()
+    output = log.read_text()
     assert "warning: this allocation has 2 tasks (SLURM_NTASKS), and all ranks are started on this host" in output

@@ -191,9 +191,9 @@ def test_join_keeps_the_module_buffers_where_the_last_trainer_is_drained_first(t
 
 
 def opened_late(folder, mode, **config):
-    """A run of ``Starved`` whose stream gives nothing for five seconds, starting with the first wait for it."""
+    """A run of ``Starved`` whose stream gives nothing for four seconds, starting with the first wait for it."""
     gate = folder / f"gate-{mode}"
-    opener = threading.Thread(target=open_late, args=(gate, 5.0))
+    opener = threading.Thread(target=open_late, args=(gate, 4.0))
     opener.start()
     try:
         return launch(
@@ -202,7 +202,7 @@ def opened_late(folder, mode, **config):
             task="Starved",
             task_args={"gate": str(gate)},
             training={"max_steps": None, "batch_size": 8},
-            cluster={"num_trainers": 2, "timeout_s": 4},
+            cluster={"num_trainers": 2, "timeout_s": 3},
             **config,
         )
     finally:
@@ -224,7 +224,7 @@ def test_a_trainer_that_waits_for_data_holds_the_others_without_failing(tmp_path
     for finished in runs:
         assert finished.code == 0, finished.output
         assert finished.summary["samples"] == 128
-        assert finished.summary["buffer"]["get_wait_s"] > 4
+        assert finished.summary["buffer"]["get_wait_s"] > 3
 
 
 def test_no_sync_skips_the_collectives(tmp_path):

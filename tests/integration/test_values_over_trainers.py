@@ -134,10 +134,10 @@ def test_what_cannot_be_sent_is_refused(tmp_path, mode):
 
 @pytest.mark.processes
 def test_a_trainer_that_does_not_call_it_is_named(tmp_path):
-    config = {**without_best(CONFIG), "cluster": {"timeout_s": 6}}
+    config = {**without_best(CONFIG), "cluster": {"timeout_s": 4}}
     run = launch(tmp_path, mode="rpc", **task("GathersAlone"), **config)
     assert run.code == 2
-    assert "trainer.all_gather was not called by trainer 1 within cluster.timeout_s (6 s)" in run.output
+    assert "trainer.all_gather was not called by trainer 1 within cluster.timeout_s (4 s)" in run.output
 
 
 @pytest.mark.processes

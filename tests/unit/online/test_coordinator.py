@@ -290,7 +290,7 @@ def test_after_a_trainer_leaves_no_client_is_accepted_and_nothing_is_started(pee
     ping(unknown)
     assert peers.client(coordinator.address, 1).hello().receive()[0] == MessageKind.OVER
     before = list(events)
-    assert poll_until(time.monotonic() + 3, lambda: events != before or None, Event()) is None
+    assert poll_until(time.monotonic() + 2, lambda: events != before or None, Event()) is None
     assert coordinator.failure is None
 
 

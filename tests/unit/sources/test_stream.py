@@ -208,7 +208,7 @@ def test_closing_ends_a_feeder_that_waits_for_room():
 
 def test_an_error_of_the_receiver_thread_reaches_the_trainer():
     with FakeCoordinator(refuses="the token must be this run's") as coordinator:
-        trainer = Trainer(coordinator)
+        trainer = Trainer(coordinator, timeout_s=2.0)
         with running(trainer):
             with pytest.raises(BufferClosed):
                 trainer.get()
