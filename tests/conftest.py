@@ -11,6 +11,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import fast_disk
 import fast_tier
 import launching
 import leaks
@@ -100,6 +101,7 @@ def pytest_configure(config):
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(fast_tier.CpuTime())
         config.pluginmanager.register(FailedTests(config))
+    fast_disk.install()
     disable_name_lookups()  # for the tests that make a store of their own, as a rank does before it makes one
     # Tensors of the tests are small, and several workers share the cores: more threads only wait for each other.
     torch.set_num_threads(1)

@@ -21,6 +21,8 @@ import time
 from importlib import import_module
 from pathlib import Path
 
+import fast_disk
+
 from paramserver.config.modes import MODES
 from paramserver.runtime.preloaded import MODULES
 
@@ -272,6 +274,7 @@ def run_supervisor(parent, request, status):
 def main():
     for name in (*PRELOADED, *sys.argv[2:]):
         import_module(name)
+    fast_disk.install()
     # As in a rank that imports torch itself. A collection would also copy every page that this process shares with it.
     gc.freeze()
     # A fork has only the thread that called it; whatever another thread holds stays locked in the child for ever.
