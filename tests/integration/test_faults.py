@@ -15,6 +15,7 @@ from launching import (
     FinishedRun,
     command,
     environment,
+    fork_server,
     launch,
     ranks_without_supervisor,
     run_concurrently,
@@ -259,13 +260,15 @@ def test_a_signal_to_one_rank_that_starts_ends_the_run(tmp_path):
 
 
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path):
-    run, finished = started(tmp_path, task="Slow", checkpoint={"every": 1})
-    await_file(finished.run_dir / "checkpoints" / "latest")
-    for _ in range(2):
-        os.killpg(run.pid, signal.SIGINT)
-        time.sleep(0.3)
-    _, output = run.communicate(timeout=90)
-    assert run.returncode == 1, output
+    steps = {"training": {"max_steps": 100000}, "checkpoint": {"every": 1}}
+    file = write_config(tmp_path, mode="rpc", task="Slow", logging={"name": "run"}, **steps)
+    with fork_server().start(["--config", file], tmp_path, environment()) as run:
+        await_file(tmp_path / "runs" / "run" / "checkpoints" / "latest")
+        for _ in range(2):
+            os.killpg(run.pid, signal.SIGINT)
+            time.sleep(0.3)
+        code, output = run.wait(90), run.output.read_text()
+    assert code == 1, output
     assert "interrupted twice (SIGINT)" in output.splitlines()[-1]
     assert "resume with: python -m paramserver.launch --resume" in output.splitlines()[-1]
 
