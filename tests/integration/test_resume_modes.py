@@ -81,7 +81,7 @@ def by_hand(run, before, after):
     return model.state_dict()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("before", "after"), MATRIX, ids=lambda case: f"{case[0]}{case[1]}")
 def test_a_checkpoint_resumes_in_every_mode_and_number_of_trainers(tmp_path, begun, differences, before, after):
     first = begun[before]

@@ -162,7 +162,7 @@ def differing_twins(run):
 @pytest.mark.parametrize("background", [True, False])
 def test_a_table_that_changes_while_it_is_written_is_of_one_version(tmp_path, transport, servers, background):
     """Adagrad makes the weight of a row from the number of its gradients, which its state has."""
-    training = {"max_steps": 160, "clip_grad_norm": None, "validate_every": 0}
+    training = {"max_steps": 100, "clip_grad_norm": None, "validate_every": 0}
     checkpoint = {"every": 20, "keep": 20, "background": background}
     shapes = ((560_000 * servers, 4),)  # more than 16 MiB on each server
     config = {**tables("Repeated", shapes=shapes, training=training), "checkpoint": checkpoint}
@@ -188,7 +188,7 @@ UNEVEN = ((2_097_151, 1), (2_200_000, 2), (900_000, 1))  # 16 MiB less 8 bytes, 
 
 
 @pytest.mark.claim("tables")
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", ["Adagrad", "SGD", "RowWiseAdagrad"])
 @pytest.mark.parametrize(("transport", "servers"), PLACES)
 def test_large_tables_are_stored_as_in_a_local_run_and_continue(tmp_path, kind, transport, servers):
@@ -233,7 +233,7 @@ def test_a_server_that_is_lost_while_its_rows_are_written_costs_that_checkpoint_
     config = write_config(
         tmp_path,
         mode="rpc",
-        **{**tables("SlowlyWritten", shapes=((2_200_000, 4),)), "checkpoint": {"every": 4}},
+        **{**tables("SlowlyWritten", shapes=((1_100_000, 4),)), "checkpoint": {"every": 4}},
         cluster={"num_trainers": 1, "num_servers": 2, "timeout_s": 60},
         server={"transport": "rpc", "lost_after_s": 4.0},
     )
