@@ -120,6 +120,7 @@ def test_a_rank_that_is_killed_at_any_instant_is_named_by_all_others_at_once(tmp
     fault_at_a_random_instant(tmp_path, seed, trainers, signal.SIGKILL)
 
 
+@pytest.mark.nightly  # it is as silent as one that freezes, and test_watchdog.py has one in ddp
 def test_a_rank_that_holds_the_interpreter_is_named_and_finds_out(tmp_path):
     mark = tmp_path / "mark"
     with ranks(tmp_path, 3, "FaultAtBatch", mark=str(mark), fault="hold_interpreter") as started:
