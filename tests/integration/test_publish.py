@@ -225,13 +225,13 @@ def test_simulations_read_the_model_before_they_send_the_first_sample(tmp_path, 
         mode=mode,
         cluster={"num_trainers": 1 if mode == "local" else 2},
         training={"max_steps": MORE_THAN_THERE_ARE, "batch_size": 4},
-        simulations={"function": f"{PUBLISHED}:act", "count": 4, "at_once": 2, "steps": 16, "fields": {"u": [3]}},
+        simulations={"function": f"{PUBLISHED}:act", "count": 2, "at_once": 2, "steps": 32, "fields": {"u": [3]}},
         buffer={"kind": "fifo", "capacity": 4},
         publish={"every": 1},
     )
     assert finished.code == 0, finished.output
     simulations = finished.summary["simulations"]
-    assert (simulations["complete"], simulations["restarted"]) == (4, 0)
+    assert (simulations["complete"], simulations["restarted"]) == (2, 0)
     assert finished.summary["samples"] == 64
 
 

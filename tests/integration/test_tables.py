@@ -1,6 +1,8 @@
 """Embedding tables (docs/tables.md): their gradients have the rows of a batch, and updates are exact in every mode."""
 
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +50,7 @@ def assert_same(one, other, limit=0.0, names=("model", "optimizer")):
 
 
 @pytest.mark.claim("tables")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["Adagrad", "SGD", "SparseAdam", "RowWiseAdagrad"])
 def test_one_trainer_is_a_local_run_and_two_are_ddp(tmp_path, kind):
     config = tables(kind=kind)
@@ -71,7 +73,7 @@ def test_rows_are_those_of_dense_gradients(tmp_path):
 
 
 @pytest.mark.claim("tables")
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(("kind", "accumulate_batches"), [("Adagrad", 3), ("SparseAdam", 1), ("RowWiseAdagrad", 1)])
 @pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 @pytest.mark.parametrize("servers", [1, 2, 3])
@@ -106,7 +108,7 @@ def test_rows_are_divided_over_servers_and_sent(tmp_path, kind, accumulate_batch
 
 
 @pytest.mark.claim("tables")
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("placement", "servers"), [([0, 0, 1], 1), ([0, 1, 0, 1], 2)])
 def test_tables_are_divided_over_hosts(tmp_path, placement, servers):
     whole = train(tmp_path, "rpc", 2, **tables(), cluster={"num_servers": servers})
@@ -306,11 +308,19 @@ def test_each_row_of_a_push_is_applied_once_under_faults(tmp_path, consistency, 
     assert differing_twins(FinishedRun(code, output, tmp_path / "runs" / "run")) == []
 
 
+@pytest.fixture(scope="module")
+def whole_and_part(tmp_path_factory):
+    """A run, and the same until its tenth step."""
+    folder = tmp_path_factory.mktemp("tables")
+    whole = train(folder / "whole", "rpc", 1, **tables())
+    return whole, train(folder / "part", "rpc", 1, **tables(training={"max_steps": 10}))
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mode", "servers"), [("rpc", 1), ("rpc", 2), ("local", 1)])
-def test_a_run_continues_in_another_mode_and_with_more_servers(tmp_path, mode, servers):
-    whole = train(tmp_path / "whole", "rpc", 1, **tables())
-    part = train(tmp_path / "part", "rpc", 1, **tables(training={"max_steps": 10}))
+def test_a_run_continues_in_another_mode_and_with_more_servers(tmp_path, whole_and_part, mode, servers):
+    whole, begun = whole_and_part
+    part = replace(begun, run_dir=Path(shutil.copytree(begun.run_dir, tmp_path / "run")))
     flags = [f"mode={mode}", f"cluster.num_servers={servers}", "training.max_steps=20"]
     more = resume(part, *(flag for setting in flags for flag in ("--set", setting)))
     assert more.code == 0, more.output
