@@ -49,7 +49,7 @@ class SlurmCluster:
     """
 
     def __init__(self, folder, ports):
-        self.folder = folder
+        self.folder, self._processes = folder, []
         self.path = f"{os.environ['PATH']}:/usr/sbin"
         self.environ = {"SLURM_CONF": str(folder / "slurm.conf")}
         (folder / "slurm.conf").write_text(CONFIG.format(host=socket.gethostname(), folder=folder, ports=ports))
@@ -76,6 +76,7 @@ class SlurmCluster:
         log = stack.enter_context((self.folder / f"{name}.log").open("ab"))
         environ = {**os.environ, **self.environ, "PATH": self.path}
         process = subprocess.Popen([name, *flags], stdout=log, stderr=log, env=environ)
+        self._processes.append(process)
         stack.callback(self._end, process)
 
     def _end(self, process):
@@ -87,6 +88,8 @@ class SlurmCluster:
             process.wait()
 
     def __exit__(self, *exception):
+        for process in self._processes:  # each takes a second or more to end
+            process.terminate()
         self._opened.close()
 
     def run(self, *words, timeout_s=120, folder=None, **environ):

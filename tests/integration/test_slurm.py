@@ -129,14 +129,15 @@ def test_the_job_of_the_example_is_requeued_before_its_limit_and_resumes(tmp_pat
 
 def test_a_batch_script_without_srun_is_warned(tmp_path, slurm):
     file = write_config(tmp_path, mode="local", **TRAINING)
-    command = f"{sys.executable} -m paramserver.launch --config {file} --set logging.name=run"
+    command = f"{sys.executable} -m paramserver.launch --config {file} --set logging.name=run; echo exit code $?"
     log = tmp_path / "output"
     done = slurm.run("sbatch", "-n2", "-o", str(log), "--wrap", command, folder=tmp_path, **environment())
     assert done.returncode == 0, done.stderr
 
     def ended():  # sbatch --wait asks only every few seconds
-        return (log.exists() and "status       completed" in log.read_text(errors="replace")) or None
+        return (log.exists() and "exit code" in log.read_text(errors="replace")) or None
 
     assert poll_until(time.monotonic() + 120, ended, Event()), log.exists() and log.read_text()
     output = log.read_text()
+    assert output.splitlines()[-1] == "exit code 0", output
     assert "warning: this allocation has 2 tasks (SLURM_NTASKS), and all ranks are started on this host" in output
