@@ -327,7 +327,7 @@ def test_a_run_continues_in_another_mode_and_with_more_servers(tmp_path, whole_a
     assert_same(whole, more, limit=0.0 if servers == 1 else 1e-12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("servers", [1, 2])
 def test_rows_of_a_trainer_that_dies_are_applied_as_dense_gradients_are(tmp_path, servers):
     """These are applied once or not at all (test_losses.py)."""
