@@ -648,7 +648,7 @@ class Trainer(ABC):
         self._load_data(part)
         if part.get("extra_state"):
             load_part_of_state(self.tree.model, part["extra_state"])
-        self.flags.load_state_dict(part.get("flags") or {})
+        self.flags.stored = part.get("flags") or {}
         if self.local_steps is not None:
             state = part.get("local_steps")
             if state is not None:
@@ -776,7 +776,9 @@ class TrainingLoop:
             states = None if trainer.control.saved_step is None else random_states(devices)
             for hooks in trainer.hooks:
                 hooks.on_train_start()
-            if states is not None:  # those of a checkpoint are of after this hook
+            # Those of a checkpoint are of after this hook, which finds the flags as built, as in a run from its start.
+            trainer.flags.load_state_dict(trainer.flags.stored)
+            if states is not None:
                 restore_random_states(states, devices)
             self._buffer_before = trainer.data.figures()
             trainer.data.start()

@@ -190,16 +190,21 @@ class TrainingFlags:
     """What a task may switch while it trains: ``requires_grad`` of trained parameters, and ``eval()`` of modules.
 
     Made of a model as ``build_model`` returned it.
+
+    Attributes:
+        trained: the parameters that are trained, by name, also while they are frozen.
+        stored: of a checkpoint; empty if there is none. ``TrainingLoop`` loads it after ``on_train_start``.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        self.stored: Mapping[str, Sequence[str]] = {}
+        self.trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
     def state_dict(self) -> dict[str, list[str]]:
         """Return the names of the parameters that are frozen, and of the modules that are in ``eval()``."""
         return {
-            "frozen": [name for name, parameter in self._trained.items() if not parameter.requires_grad],
+            "frozen": [name for name, parameter in self.trained.items() if not parameter.requires_grad],
             "eval": [name for name, module in self._model.named_modules() if not module.training],
         }
 
@@ -207,7 +212,7 @@ class TrainingFlags:
         """Switch these; names that the model lacks are left out. An empty state, of an earlier version, has none."""
         if not state:
             return
-        for name, parameter in self._trained.items():
+        for name, parameter in self.trained.items():
             parameter.requires_grad_(name not in state["frozen"])
         for name, module in self._model.named_modules():
             module.training = name not in state["eval"]

@@ -2,10 +2,12 @@
 
 import random
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from launching import differing_tensors
 from tasks import ReferenceTask
 
 import paramserver
@@ -172,6 +174,49 @@ def test_what_on_train_start_draws_is_drawn_once_in_a_run_that_is_resumed(tmp_pa
     paramserver.run(DrawsAtStart(whole.append), config)
     paramserver.run(DrawsAtStart(resumed.append), resume=tmp_path / "run" / "checkpoints" / "step-00000004")
     assert resumed == whole[4:]
+
+
+class Finetunes(ReferenceTask):
+    """Trains a layer, and takes statistics, from the second epoch on."""
+
+    def on_train_start(self):
+        self.train_all(False)
+
+    def on_epoch_start(self, epoch):
+        self.train_all(epoch > 0)
+
+    def train_all(self, trains):
+        self.trainer.model.first.requires_grad_(trains)
+        self.trainer.model.bn.train(trains)
+
+
+class Pauses(ReferenceTask):
+    """Freezes a layer, which has a hook, in three batches."""
+
+    def on_train_start(self):
+        self.trainer.model.first.weight.register_hook(lambda gradient: None)  # not while the layer is frozen
+
+    def on_batch_start(self, batch_idx):
+        self.trainer.model.first.requires_grad_(not 3 <= batch_idx < 6)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("task", [Finetunes, Pauses])
+def test_what_a_task_freezes_for_a_time_is_trained_alike_after_a_resume(tmp_path, task, precision):
+    config = {
+        "mode": "local",
+        "training": {"max_steps": 8, "batch_size": 4, "precision": precision},
+        "checkpoint": {"every": 4, "keep": 2},
+        "logging": {"run_dir": str(tmp_path), "name": "run", "progress": "off", "tensorboard": False},
+    }
+    whole, resumed = (
+        torch.load(run(task(samples=12)).checkpoint / "model.pt")
+        for run in (
+            partial(paramserver.run, config=config),
+            partial(paramserver.run, resume=tmp_path / "run" / "checkpoints" / "step-00000004"),
+        )
+    )
+    assert differing_tensors(whole, resumed) == []
 
 
 class Paths(torch.utils.data.IterableDataset):
