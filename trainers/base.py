@@ -802,13 +802,14 @@ class TrainingLoop:
             # A backward of the user has no scale. The division is exact, unless the result is subnormal.
             return gradient / trainer.loss_scale if trainer.is_scaled else gradient
 
-        for parameter in trainer.unwrapped_model.parameters():
-            if parameter.requires_grad:
-                hook = parameter.register_hook(unscale)  # type: ignore[no-untyped-call]
-                trainer.resources.callback(hook.remove)
-                hooks = parameter._backward_hooks or {}
-                for earlier in [*hooks][:-1]:  # of the task, which torch would call first
-                    hooks[earlier] = hooks.pop(earlier)
+        for parameter in set(trainer.flags.trained.values()):
+            requires_grad = parameter.requires_grad  # not where on_resume has frozen it for a time
+            hook = parameter.requires_grad_().register_hook(unscale)  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(requires_grad)
+            trainer.resources.callback(hook.remove)
+            hooks = parameter._backward_hooks or {}
+            for earlier in [*hooks][:-1]:  # of the task, which torch would call first
+                hooks[earlier] = hooks.pop(earlier)
 
     def _fit(self) -> Decision:
         """Take the steps on which the trainers decide, until they decide to end; return that decision."""

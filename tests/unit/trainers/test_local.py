@@ -200,8 +200,18 @@ class Pauses(ReferenceTask):
         self.trainer.model.first.requires_grad_(not 3 <= batch_idx < 6)
 
 
+class PausesItself(Pauses):
+    """Freezes the layer where it is resumed."""
+
+    def on_train_start(self):
+        """Register no hook."""
+
+    def on_resume(self, state):
+        self.trainer.model.first.requires_grad_(False)
+
+
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-@pytest.mark.parametrize("task", [Finetunes, Pauses])
+@pytest.mark.parametrize("task", [Finetunes, Pauses, PausesItself])
 def test_what_a_task_freezes_for_a_time_is_trained_alike_after_a_resume(tmp_path, task, precision):
     config = {
         "mode": "local",
