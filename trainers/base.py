@@ -451,8 +451,9 @@ class Trainer(ABC):
             retain_graph: as in ``Tensor.backward``.
 
         Raises:
-            TaskError: there is no such optimizer, another trainer made another call, or the loss depends on none of its
-                parameters, or on values of parameters that an update has replaced.
+            TaskError: there is no such optimizer, another trainer made another call, a backward of the task has left a
+                gradient, or the loss depends on none of its parameters, or on values of parameters that an update has
+                replaced.
 
         Example::
 
@@ -472,8 +473,13 @@ class Trainer(ABC):
         self.clock.lap("forward")
         with torch.autocast(self.process.placement.device.type, enabled=False):
             self.on_before_backward(loss)
-            for parameter in self.unwrapped_model.parameters():
-                parameter.grad = None
+            for left, parameter in self.unwrapped_model.named_parameters():
+                if parameter.grad is not None:
+                    raise TaskError(
+                        f"optimize({name!r}, loss): a backward() of the task has left a gradient of parameter {left}, "
+                        "which would be in no update; give optimize the sum of the losses, or call zero_grad() after "
+                        "a backward() for something else"
+                    )
             with explain_replaced_values(name):
                 self.run_backward(loss, inputs=[p for p in parameters if p.requires_grad], retain_graph=retain_graph)
             self.on_after_backward()
@@ -491,6 +497,8 @@ class Trainer(ABC):
         self.optimizer_calls.exchange(OptimizerCall(name, value, samples, used, sparse, cause))
         result = self.step_optimizer(self.report_step(self.step, StepTotals(value, samples), optimizer=name))
         assert result is not None
+        for parameter in parameters:
+            parameter.grad = None  # a push leaves them
         if not result.dropped:
             self.control.update_applied(result)
         # Autocast would continue with copies of the parameters before the update.

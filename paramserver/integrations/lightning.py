@@ -676,6 +676,7 @@ class ManualOptimizer(torch.optim.Optimizer):
         if self.is_schedule_due:
             raise wrong_schedule()
         (loss, retain_graph), self.losses = self.losses[0], [None]
+        self._manual.mark_gradients(kept=False)
         self._manual.task.trainer.optimize(self.name, loss, retain_graph or self._manual.needs_graph(loss))
         self._manual.mark_gradients()
         self.is_schedule_due = self.has_schedule

@@ -273,6 +273,7 @@ def test_a_graph_from_before_an_update_of_its_parameters_is_refused(tmp_path, mo
         ("nothing", "in batch 0 it did not call it"),
         ("name", "trainer.optimize('jugde') must name an optimizer; build_optimizer returned judge, make, weight"),
         ("part", "optimize('make', loss): the loss depends on no parameter of this optimizer"),
+        ("backward", "a backward() of the task has left a gradient of parameter judge.0.weight, which would be in no"),
         ("one", "trainer.optimize('jugde') must have a dict of optimizers, and build_optimizer returned none"),
         ("hook", "trainer.optimize('judge') must be called in training_step"),
         ("shared", "gives weight to two optimizers (weight, again)"),
@@ -284,6 +285,14 @@ def test_calls_that_make_no_sense_are_refused(tmp_path, how, message):
     run = run_in_process(tmp_path, **task("Misused", how=how), **CONFIG)
     assert run.code == 2
     assert message in run.output
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
+def test_a_gradient_that_a_batch_has_left_is_refused_in_the_next_one(tmp_path, mode):
+    start = run_in_process if mode == "local" else launch
+    run = start(tmp_path, mode=mode, cluster={"num_trainers": 1}, **task("Misused", how="late"), **CONFIG)
+    assert "optimize('judge', loss): a backward() of the task has left a gradient of param" in error_message(run)
 
 
 @pytest.mark.processes
