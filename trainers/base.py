@@ -494,7 +494,7 @@ class Trainer(ABC):
         grads = [parameter.grad for parameter in parameters]
         sparse = tuple(grad.sparse_dim() if grad is not None and grad.is_sparse else 0 for grad in grads)
         cause = self.find_nonfinite(value)
-        self.optimizer_calls.exchange(OptimizerCall(name, value, samples, used, sparse, cause))
+        self.optimizer_calls.exchange(OptimizerCall(name, value, samples, used, sparse, cause, self.step))
         result = self.step_optimizer(self.report_step(self.step, StepTotals(value, samples), optimizer=name))
         assert result is not None
         for parameter in parameters:
@@ -994,7 +994,7 @@ class TrainingLoop:
                 f"training_step must call self.trainer.optimize(name, loss) and return None with several optimizers "
                 f"({', '.join(calls.parameters_of)}); in batch {batch_idx} it {what}"
             )
-        calls.exchange(OptimizerCall())
+        calls.exchange(OptimizerCall(version=trainer.step))
         if buffers is not None and trainer.step == calls.batch_began:  # all calls were skipped
             trainer.tree.load_buffers(buffers)
         calls.made, trainer.current_step.batch_samples = -1, 1
@@ -1012,7 +1012,8 @@ class TrainingLoop:
             trainer.clock.lap("wait")
             trainer.end_step()
         calls.made = -1
-        return trainer.step
+        # A trainer may be lost whose gradient was not finite, so that the others do not skip the call.
+        return max([trainer.step, *(call.version for call in calls.present.values())])
 
     @spanned("data")
     def _next_batch(self) -> tuple[Any, int]:

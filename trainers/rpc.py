@@ -291,6 +291,10 @@ class RpcTrainer(Trainer):
         self.clock.lap("wait")
         return step
 
+    def follow_update(self) -> int:
+        # Those that have compared the call may be lost before they push.
+        return self.step if self.optimizer_calls.nonfinite else self.server.wait_version(self.step + 1)
+
     # Validation, checkpoints, records.
 
     def sync_model(self) -> None:

@@ -125,6 +125,7 @@ class OptimizerCall(StepQuantities):
     used: tuple[bool, ...] = ()  # whether each parameter of the optimizer has a gradient
     sparse: tuple[int, ...] = ()  # of each gradient the number of sparse dimensions; 0 if it is dense, or there is none
     nonfinite: str = ""  # as in ``StepReport``
+    version: int = 0  # that it is made at
 
     def __str__(self) -> str:
         return f"optimize({self.name!r})" if self.name else "none"

@@ -1,6 +1,9 @@
 """Tasks with several optimizers."""
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -103,6 +106,24 @@ class Slow(Adversarial):
     def training_step(self, model, batch, batch_idx):
         if self.trainer.trainer_index == 1 and batch_idx == 2:
             time.sleep(self.slow_s)
+        super().training_step(model, batch, batch_idx)
+
+
+class DiesBeforePush(Adversarial):
+    """Trainer 0 dies once in its seventh batch, when its first call was compared and is not pushed.
+
+    Args:
+        mark: a file that it writes before.
+    """
+
+    def __init__(self, mark, **options):
+        super().__init__(most_calls=2, schedule=False, **options)
+        self.mark = Path(mark)
+
+    def training_step(self, model, batch, batch_idx):
+        if self.trainer.trainer_index == 0 and batch_idx == 6 and not self.mark.exists():
+            self.mark.touch()
+            self.trainer.step_optimizer = lambda report: os.kill(os.getpid(), signal.SIGKILL)
         super().training_step(model, batch, batch_idx)
 
 

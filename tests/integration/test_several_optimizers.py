@@ -342,6 +342,18 @@ def test_a_trainer_that_is_lost_is_replaced_and_each_sample_applied_once(tmp_pat
     assert "960 applied, 960 due" in output
 
 
+@pytest.mark.processes
+def test_a_trainer_without_data_does_not_count_an_update_that_is_never_made(tmp_path):
+    """The only one that has data is lost between the comparison of a call and its push, where a validation is due."""
+    training = {"max_steps": None, "max_epochs": 2, "batch_size": 10, "uneven_inputs": "join", "validate_every": 13}
+    of_task = task("DiesBeforePush", mark=str(tmp_path / "died"), samples=61)  # two shares of 31 and 30 samples
+    finished = launch(tmp_path, mode="rpc", cluster={"num_trainers": 2, "timeout_s": 30}, **of_task, training=training)
+    assert finished.code == 0, finished.output
+    assert (tmp_path / "died").exists()
+    assert finished.summary["samples"] == 122
+    assert [record["step"] for record in finished.of_kind("validation")] == [14]
+
+
 def test_the_example_of_the_documentation(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "several-optimizers.md").read_text()
     (tmp_path / "task.py").write_text(text.split("```python\n")[1].split("```")[0])

@@ -5,9 +5,33 @@ from types import SimpleNamespace
 import pytest
 
 from paramserver.errors import TaskError
+from paramserver.metrics.records import PhaseClock
 from paramserver.server.quorum import Gathers
 from paramserver.server.server_run import ServerRun
+from paramserver.trainers.base import TrainingLoop
 from paramserver.trainers.control import OptimizerCall, OptimizerCalls
+from paramserver.trainers.rpc import RpcTrainer
+
+
+class LosesTrainerThatSkips:
+    """All have data but this trainer. The only one whose gradient is not finite is lost before its push."""
+
+    trainer_index, process = 2, SimpleNamespace(trainers=3)
+
+    def __init__(self):
+        finite, nonfinite = OptimizerCall("a", version=4), OptimizerCall("a", version=4, nonfinite="gradient")
+        self.calls = [[(0, finite), (1, nonfinite), (2, None)], [(0, OptimizerCall(version=5)), (2, None)]]
+
+    def all_gather(self, *args, **options):
+        return self.calls.pop(0)
+
+
+def test_a_trainer_without_data_follows_a_call_that_is_not_skipped_after_a_loss():
+    calls = OptimizerCalls(LosesTrainerThatSkips())
+    calls.batch_began = 4
+    trainer = SimpleNamespace(step=4, optimizer_calls=calls, clock=PhaseClock(), end_step=lambda: None)
+    trainer.follow_update = lambda: RpcTrainer.follow_update(trainer)
+    assert TrainingLoop(trainer)._follow_calls() == 5
 
 
 class SecondTrainerMakesTheSameCall:
