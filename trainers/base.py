@@ -1087,6 +1087,7 @@ class TrainingLoop:
         trainer = self.trainer
         trainer.clock.skip()
         trainer.step = decision.step
+        trainer.optimizer_calls.batch_began = decision.batch_began  # which was of another process, if all were lost
         if decision.verdict is not Verdict.VALIDATE:
             self._validate_and_save()
         else:

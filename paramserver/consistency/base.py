@@ -80,6 +80,7 @@ class Decision:
     resizes: bool = False  # only this generation ends; the run continues with other trainers
     share: int = -1  # with ``VALIDATE`` the trainer whose share of the validation samples is meant
     skipped: int = 0  # samples of steps that were skipped before it
+    batch_began: int | None = None  # with several optimizers the version that the batch before it began with
 
     @property
     def position(self) -> int:

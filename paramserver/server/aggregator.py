@@ -277,8 +277,9 @@ class Aggregator:
             self._processing = False
 
     def _carry_out(self, decisions: Mapping[int, Decision]) -> None:
-        if self.monitor.skipped:
-            decisions = {index: replace(own, skipped=self.monitor.skipped) for index, own in decisions.items()}
+        skipped, began = self.monitor.skipped, self.batch_began
+        if skipped or began is not None:
+            decisions = {i: replace(own, skipped=skipped, batch_began=began) for i, own in decisions.items()}
         for trainer_index, decision in decisions.items():
             if decision.verdict is Verdict.END:
                 self.ended = True

@@ -127,6 +127,20 @@ class DiesBeforePush(Adversarial):
         super().training_step(model, batch, batch_idx)
 
 
+class DiesValidating(Adversarial):
+    """Dies once, in the validation of the version ``step``, and writes the file ``mark`` before."""
+
+    def __init__(self, mark, step, **options):
+        super().__init__(**options)
+        self.mark, self.step = Path(mark), step
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        if self.trainer.step == self.step and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().validation_step(model, batch, valid_batch_idx, batch_idx)
+
+
 class Differs(Adversarial):
     """Trainer 1 makes a call less, or another one, in batch 2."""
 

@@ -354,6 +354,20 @@ def test_a_trainer_without_data_does_not_count_an_update_that_is_never_made(tmp_
     assert [record["step"] for record in finished.of_kind("validation")] == [14]
 
 
+@pytest.mark.processes
+def test_those_that_take_the_places_of_all_do_what_was_due_inside_of_a_batch(tmp_path):
+    """The schedule that follows validations, and the checkpoint, are those of a run without a loss."""
+    of_task = task("DiesValidating", mark=str(tmp_path / "died"), step=8)
+    config = {
+        "training": {"max_steps": 13, "batch_size": 8, "validate_every": 7},
+        "checkpoint": {"every": 7, "keep": 9},
+    }
+    finished = train(tmp_path, "rpc", 1, **of_task, **config)
+    assert (tmp_path / "died").exists()
+    assert [record["step"] for record in finished.of_kind("validation")] == [8, 13]
+    assert [record["step"] for record in finished.of_kind("checkpoint")] == [8, 13]
+
+
 def test_the_example_of_the_documentation(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "several-optimizers.md").read_text()
     (tmp_path / "task.py").write_text(text.split("```python\n")[1].split("```")[0])
