@@ -84,6 +84,7 @@ class DdpTrainer(ReplicaTrainer):
     _received = 0
     _buffers_differ = False  # forwards gave a module buffer another shape on one rank than on another
     _broadcasts_buffers = False  # in place of DistributedDataParallel, whose forwards ranks without data do not know
+    _is_first_forward = False  # the next one, of its step
     _has_common_step = False  # a step that all ranks had data for
     _wrapped_without_buffers = False
     _collections = 0
@@ -390,7 +391,8 @@ class DdpTrainer(ReplicaTrainer):
             if self._broadcasts_buffers or source != module_buffer_owner(active, self._uneven_inputs):
                 self._send_buffers(source)
             return
-        # DDP does it before a forward, but not with several optimizers, where the model is not wrapped, nor if it found
+        self._is_first_forward = True
+        # DDP does it in that forward, but not with several optimizers, where the model is not wrapped, nor if it found
         # no buffers at first.
         everything = not isinstance(self.model, DistributedDataParallel) or self._wrapped_without_buffers
         if self._buffers_differ:
@@ -451,6 +453,9 @@ class DdpTrainer(ReplicaTrainer):
 
     def _on_wrapper_forward(self, wrapper: DistributedDataParallel, inputs: Any) -> None:
         self._went_through_wrapper |= torch.is_grad_enabled() and wrapper.require_backward_grad_sync
+        # DDP broadcasts module buffers in each forward that follows one with gradients. A step has the forwards that a
+        # task calls, with and without gradients; as in ``rpc`` all take the buffers over once.
+        wrapper.require_forward_param_sync, self._is_first_forward = self._is_first_forward, False
 
     def _check_step(self) -> None:
         """Refuse what would let the parameters of the ranks diverge."""

@@ -151,6 +151,24 @@ class Grows(Buffers):
         return super().build_optimizer(model[1:])
 
 
+class CallsAgain(Buffers):
+    """Calls the model twice for a loss, and once more without gradients, as for a metric."""
+
+    def __init__(self):
+        super().__init__(quantized=False)
+
+    def training_step(self, model, batch, batch_idx):
+        inputs, targets = batch
+        loss = super().training_step(model, batch, batch_idx) + ((model(inputs + 0.1) - targets) ** 2).mean()
+        with torch.no_grad():
+            model(inputs)
+        return loss
+
+
+class GrowsAndCallsAgain(CallsAgain, Grows):
+    """Both."""
+
+
 class Served(Buffers):
     """The same without access to the model."""
 

@@ -63,6 +63,13 @@ def test_buffers_of_two_trainers_are_the_same_in_ddp_and_rpc(tmp_path, optimizer
     assert_equal(ddp, train(tmp_path / "servers", "rpc", 2, **config, **sections))
 
 
+@pytest.mark.parametrize("task", ["CallsAgain", "GrowsAndCallsAgain"])
+def test_buffers_are_taken_over_once_in_a_step_that_calls_the_model_more_than_once(tmp_path, task):
+    config = {**CONFIG, "task": f"buffer_tasks:{task}"}
+    ddp, rpc = (train(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))
+    assert_equal(ddp, rpc)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizers", [1, 2])
 def test_a_buffer_may_get_another_shape_on_one_trainer_than_on_another(tmp_path, optimizers):

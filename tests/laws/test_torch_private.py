@@ -286,6 +286,12 @@ def test_a_rank_without_data_takes_part_in_a_backward_as_before():
     )
 
 
+def test_a_forward_broadcasts_module_buffers_as_before():
+    """trainers/ddp.py sets this attribute before each forward."""
+    condition = inspect.getsource(DistributedDataParallel.will_sync_module_buffers)
+    assert "self.require_forward_param_sync" in condition
+
+
 def test_the_timeout_of_a_process_group_can_be_changed():
     assert names(_set_pg_timeout) == ["timeout", "group"]
 
