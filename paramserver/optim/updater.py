@@ -54,6 +54,7 @@ class Updater:
         names = {id(p): name for name, p in model.named_parameters()}
         # In the order in which their states are numbered.
         self.parameter_names = [names[id(p)] for p in parameters_of(self.optimizer)]
+        self._group_sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         self._averages_parameters = training.ema_decay is not None
         # The names of the parameters of each optimizer, by its name; empty if all are stepped together.
         self.parameters_of: dict[str, tuple[str, ...]] = {}
@@ -100,7 +101,9 @@ class Updater:
 
         Raises:
             NotFinite: gradients are clipped and their norm is NaN or infinite; nothing was applied.
+            TaskError: the groups of the optimizer have other parameters than at the start; nothing was applied.
         """
+        self._check_groups()
         coalesce_gradients(self.parameters)
         if self.clipping is not None:
             # Refused before the first parameter changes, so that the version stays as it was.
@@ -210,7 +213,18 @@ class Updater:
             if name in values:
                 parameter.copy_(values[name])
 
+    def _check_groups(self) -> None:
+        """Refuse groups that were added or extended: a resume begins with those of ``build_optimizer``."""
+        now, before = [len(group["params"]) for group in self.optimizer.param_groups], self._group_sizes
+        if now != before:
+            raise TaskError(
+                f"the optimizer has {sum(now)} parameters in {len(now)} groups, and build_optimizer gave it "
+                f"{sum(before)} in {len(before)}, so no checkpoint of it could be resumed; give it all parameters in "
+                "build_optimizer, and let a hook freeze those of later groups until then"
+            )
+
     def _state_dict(self) -> dict[str, Any]:
+        self._check_groups()
         states = {name: schedule.scheduler.state_dict() for name, schedule in self._schedules.items()}
         scheduler = self.optimizer.pack(states) if isinstance(self.optimizer, SeveralOptimizers) else states.get("")
         state = {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}

@@ -247,6 +247,33 @@ def test_tensors_of_another_model_are_refused():
         made(lambda m: torch.optim.SGD([*m.parameters(), stranger, nn.Parameter(torch.zeros(2))], lr=0.1))
 
 
+@pytest.mark.parametrize("use", [lambda u: u.apply(1), Updater.state_dict], ids=["update", "checkpoint"])
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("in_new_group", [False, True])
+def test_groups_that_change_after_the_start_are_refused(in_new_group, several, use):
+    """A resumed run would begin without the change."""
+    own = []
+
+    def build(model):
+        own[:] = [torch.optim.SGD([p], lr=1.0) for p in (model.weight, model.scale)]
+        return own if several else own[0]
+
+    model = Line()
+    model.scale = nn.Parameter(torch.ones(1))
+    updater = made(build, model=model)
+    with_gradients(updater, [1.0, 1.0], [1.0], [1.0]).apply(1)
+    before = values(updater)
+    if in_new_group:
+        own[0].add_param_group({"params": [model.bias], "lr": 0.1})
+    else:
+        own[0].param_groups[0]["params"].append(model.bias)
+    groups = 1 + several
+    message = f"has {groups + 1} parameters in {groups + in_new_group} groups, .* gave it {groups} in {groups}"
+    with pytest.raises(TaskError, match=message):
+        use(updater)
+    assert values(updater) == before
+
+
 @pytest.mark.parametrize(
     ("scheduler", "message"),
     [
