@@ -476,7 +476,8 @@ def _schedule_of(built: Any) -> _Schedule:
     spec = built if isinstance(built, dict) else {"scheduler": built}
     unknown = set(spec) - {"scheduler", "every", "metric"}
     scheduler, every, metric = spec.get("scheduler"), spec.get("every", "step"), spec.get("metric")
-    if unknown or not callable(getattr(scheduler, "step", None)):
+    step = getattr(scheduler, "step", None)
+    if unknown or not callable(step):
         raise TaskError(
             'build_scheduler must return None, a scheduler, or {"scheduler": ..., "every": ..., "metric": ...}; '
             f"got {built!r}"
@@ -494,6 +495,14 @@ def _schedule_of(built: Any) -> _Schedule:
         )
     if metric is not None and every != "validation":
         raise TaskError(f'build_scheduler: metric ({metric!r}) needs every="validation"')
+    given, arguments = ("no argument", []) if metric is None else ("the metric alone", [0.0])
+    try:
+        inspect.signature(step).bind(*arguments)
+    except TypeError as error:
+        raise TaskError(
+            f"build_scheduler returned a {type(scheduler).__name__}, whose step() must take {given} ({error}); derive "
+            "a class whose step() gives it what it needs, or use a scheduler of torch.optim.lr_scheduler"
+        ) from error
     return _Schedule(scheduler, every, metric)
 
 

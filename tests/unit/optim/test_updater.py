@@ -181,6 +181,10 @@ def plateau(optimizer) -> dict:
     return {"scheduler": scheduler, "every": "validation", "metric": "loss"}
 
 
+def scheduler_with(step) -> SimpleNamespace:
+    return SimpleNamespace(step=step, state_dict=dict, load_state_dict=len)
+
+
 def test_a_plateau_follows_its_metric():
     updater = made(scheduler=plateau)
     rates = []
@@ -285,6 +289,8 @@ def test_groups_that_change_after_the_start_are_refused(in_new_group, several, u
         (lambda o: plateau(o)["scheduler"], "ReduceLROnPlateau needs a metric"),
         (lambda o: {**plateau(o), "metric": None}, "ReduceLROnPlateau needs a metric"),
         (lambda o: {**plateau(o), "every": "epoch"}, r"metric \('loss'\) needs every=.validation."),
+        (lambda o: scheduler_with(lambda epoch: None), r"whose step\(\) must take no argument \(missing .*'epoch'"),
+        (lambda o: {**plateau(o), "scheduler": scheduler_with(lambda: None)}, r"whose step\(\) must take the metric"),
     ],
 )
 def test_a_scheduler_that_cannot_be_stepped_is_refused(scheduler, message):
