@@ -216,7 +216,7 @@ def test_what_a_task_freezes_for_a_time_is_trained_alike_after_a_resume(tmp_path
     config = {
         "mode": "local",
         "training": {"max_steps": 8, "batch_size": 4, "precision": precision},
-        "checkpoint": {"every": 4, "keep": 2},
+        "checkpoint": {"every": 4, "keep": 2, "background": False},
         "logging": {"run_dir": str(tmp_path), "name": "run", "progress": "off", "tensorboard": False},
     }
     whole, resumed = (
