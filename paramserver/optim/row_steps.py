@@ -6,7 +6,7 @@ Also the version that changed each row last, and snapshots of a table that updat
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -51,10 +51,7 @@ def check_steps_rows(optimizer: torch.optim.Optimizer, tables: Mapping[str, Tens
 
 
 def _check_group(optimizer: torch.optim.Optimizer, group: Mapping[str, object], table: str) -> None:
-    kind = type(optimizer)
-    if getattr(kind, "steps_rows", False):
-        return
-    unusable = _STEPS_ROWS.get(kind)
+    kind, unusable = type(optimizer), _unusable(optimizer)
     if unusable is None:
         known = ", ".join(known.__name__ for known in _STEPS_ROWS)
         raise TaskError(
@@ -67,6 +64,15 @@ def _check_group(optimizer: torch.optim.Optimizer, group: Mapping[str, object], 
                 f"{key} ({group[key]}) of {kind.__name__} must not be set for table {table} with sparse=True, as "
                 f"{reason}; leave it out for the table, or set sparse=False"
             )
+
+
+def _unusable(optimizer: torch.optim.Optimizer) -> Mapping[str, str] | None:
+    """Return with which hyper-parameters an optimizer changes other rows than those of a gradient; None: it always may.
+
+    The values are the reasons.
+    """
+    kind = type(optimizer)
+    return {} if getattr(kind, "steps_rows", False) else _STEPS_ROWS.get(kind)
 
 
 # Their state is made in the first step of a parameter, and has numbers and tensors with an entry for each row only.
@@ -152,21 +158,43 @@ ROW_VERSION = "row_version"
 """In the optimizer's state of a table, so that it is sharded, staged, stored and restored like that."""
 
 
-def record_rows(optimizer: torch.optim.Optimizer, version: int) -> None:
-    """Record that ``version`` has changed the rows for which the sparse gradients in ``.grad`` have values.
+def record_rows(optimizer: torch.optim.Optimizer, version: int, tables: Container[int] | None = None) -> None:
+    """Record which rows ``version`` may have changed, of the parameters that have a sparse gradient now or had one.
 
-    They are coalesced. Call it after the step, as an optimizer may make its state in the first one only if it is empty.
+    These are the rows for which the gradient, which is coalesced, has values. They are all rows if the gradient is
+    dense, if the optimizer or a hook of it may change others too, or if the parameter is none of ``tables``, which are
+    ids; None for every one.
+
+    Call it after the step, as an optimizer may make its state in the first one only if it is empty.
     """
     for own in optimizers_of(optimizer):
         if not isinstance(getattr(own, "state", None), MutableMapping):
             continue  # a wrapper with a state of its own kind
-        for parameter in (p for group in own.param_groups for p in group["params"]):
-            if parameter.grad is None or not parameter.grad.is_sparse:
-                continue
-            state = own.state.setdefault(parameter, {})
-            if ROW_VERSION not in state:
-                state[ROW_VERSION] = torch.zeros(len(parameter), dtype=torch.int32, device=parameter.device)
-            state[ROW_VERSION].index_fill_(0, parameter.grad._indices()[0], version)
+        unusable = _unusable(own)
+        for group in own.param_groups:
+            by_rows = (
+                unusable is not None and not has_foreign_hooks(own) and not any(group.get(key) for key in unusable)
+            )
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                is_sparse = gradient is not None and gradient.is_sparse
+                if not (is_sparse or ROW_VERSION in own.state.get(parameter, ())):
+                    continue
+                state = own.state.setdefault(parameter, {})
+                if ROW_VERSION not in state:  # any version before may have changed any row
+                    state[ROW_VERSION] = parameter.new_full((len(parameter),), version - 1, dtype=torch.int32)
+                is_stepped_by_rows = by_rows and (tables is None or id(parameter) in tables)
+                if is_stepped_by_rows and is_sparse:
+                    state[ROW_VERSION].index_fill_(0, gradient._indices()[0], version)
+                elif not is_stepped_by_rows or gradient is not None:
+                    state[ROW_VERSION].fill_(version)
+
+
+def drop_row_versions(optimizer: torch.optim.Optimizer, tables: Container[int]) -> None:
+    """Remove the versions of rows from the states of parameters that are none of ``tables``, when they are loaded."""
+    for parameter, state in optimizer.state.items():
+        if id(parameter) not in tables and isinstance(state, MutableMapping):
+            state.pop(ROW_VERSION, None)
 
 
 # Snapshots.

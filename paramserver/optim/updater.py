@@ -30,8 +30,8 @@ from paramserver.optim.named_optimizers import (
 )
 from paramserver.optim.outer import OptimizerBuilder
 from paramserver.optim.parallel_step import generators_of_update
-from paramserver.optim.row_steps import record_rows
-from paramserver.parameters.tables import coalesce_gradients, opt_out_of_checks
+from paramserver.optim.row_steps import drop_row_versions, record_rows
+from paramserver.parameters.tables import changed_by_gradients, coalesce_gradients, opt_out_of_checks
 
 _EVERY = ("step", "epoch", "validation")
 
@@ -90,6 +90,7 @@ class Updater:
         self.skipping = Skipping(training)
         self.validate_every = training.validate_every
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._tables = changed_by_gradients(model)
         # Of the last update: a schedule that was stepped after it has changed those of the next one.
         self.applied_lr = self.lr
 
@@ -110,7 +111,7 @@ class Updater:
             self.clipping.clip(self.parameters, step)
         with generators_of_update(self.optimizer, self._seed, step):
             self.optimizer.step()
-        record_rows(self.optimizer, step)
+        record_rows(self.optimizer, step, self._tables)
         # After the optimizer: torch warns, and skips the first learning rate, in the other order.
         self.on_update(optimizer)
 
@@ -257,6 +258,7 @@ class Updater:
             _check_loaded(optimizer, stored[name])
             if isinstance(getattr(optimizer, "state", None), Mapping):
                 restore_averages(optimizer, self._averages_parameters)
+                drop_row_versions(optimizer, self._tables)
             if name in self._schedules and (own := schedules.get(name)) is not None:
                 _load(self._schedules[name].scheduler, own)
                 # The steps before the stop count; otherwise a schedule that is stepped first warns of that.

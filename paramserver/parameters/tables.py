@@ -49,6 +49,13 @@ def find_tables(model: nn.Module) -> list[str]:
     return tables
 
 
+def changed_by_gradients(model: nn.Module) -> frozenset[int]:
+    """Return the ids of the tables that no forward changes, as one with ``max_norm`` does."""
+    embeddings = [module for module in model.modules() if isinstance(module, EMBEDDINGS)]
+    changed = {id(module.weight) for module in embeddings if module.max_norm is not None}
+    return frozenset(id(module.weight) for module in embeddings if module.sparse) - changed
+
+
 def describe_large(model: nn.Module) -> str | None:
     """Return what a step costs because a large embedding has dense gradients; None if none is large."""
     for name, module in model.named_modules():
