@@ -244,7 +244,8 @@ def export_rows(run_dir: Path, since: int, out: Path, which: str = "latest") -> 
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged, or no versions of rows are in it.
-        UnsupportedConfiguration: ``since`` is not between 0 and the step of the checkpoint, or the file is not usable.
+        UnsupportedConfiguration: ``since`` is not between 0 and the step of the checkpoint, or the file is not usable,
+            or a tensor of the model has the name of another entry of the file.
     """
     check_out(out)
     run = open_run(run_dir)
@@ -285,8 +286,15 @@ def _content(step: int, weights: Mapping[str, Any], tables: Mapping[str, Tensor]
     content = {"step": torch.tensor(step)}
     of_tables = {weights[name].data_ptr() for name in tables}  # also under other names, if they are tied
     for name, weight in weights.items():
+        own: dict[str, Tensor] = {}
         if name in tables:
-            content |= {f"{name}.rows": tables[name], f"{name}.values": weight[tables[name]]}
+            own = {f"{name}.rows": tables[name], f"{name}.values": weight[tables[name]]}
         elif isinstance(weight, torch.Tensor) and weight.data_ptr() not in of_tables:
-            content[name] = weight
+            own = {name: weight}
+        if twice := content.keys() & own.keys():
+            raise UnsupportedConfiguration(
+                f"--rows_since writes an entry {min(twice)} of its own, and the model has a tensor of this name; rename "
+                "it in the model, or export the whole model with --format"
+            )
+        content |= own
     return content
