@@ -239,7 +239,8 @@ def export_rows(run_dir: Path, since: int, out: Path, which: str = "latest") -> 
     """Write what has changed after step ``since`` up to a checkpoint, and describe the file.
 
     It holds ``step``, that of the checkpoint; of each table, such as ``users.weight``, the numbers of rows and their
-    values as ``users.weight.rows`` and ``users.weight.values``; and all other weights and module buffers by their name.
+    values as ``users.weight.rows`` and ``users.weight.values``, under each name of tied tables; and all other weights
+    and module buffers by their name.
     Load it with ``numpy.load`` or ``torch.load``.
 
     Raises:
@@ -284,17 +285,18 @@ def _content(step: int, weights: Mapping[str, Any], tables: Mapping[str, Tensor]
     import torch
 
     content = {"step": torch.tensor(step)}
-    of_tables = {weights[name].data_ptr() for name in tables}  # also under other names, if they are tied
+    # By their memory: a table that is tied to another one has both names in a state_dict, and one in the optimizer.
+    changed = {(weights[name].data_ptr(), weights[name].shape): rows for name, rows in tables.items()}
     for name, weight in weights.items():
-        own: dict[str, Tensor] = {}
-        if name in tables:
-            own = {f"{name}.rows": tables[name], f"{name}.values": weight[tables[name]]}
-        elif isinstance(weight, torch.Tensor) and weight.data_ptr() not in of_tables:
-            own = {name: weight}
+        if not isinstance(weight, torch.Tensor):
+            continue
+        own = {name: weight}
+        if (rows := changed.get((weight.data_ptr(), weight.shape))) is not None:
+            own = {f"{name}.rows": rows, f"{name}.values": weight[rows]}
         if twice := content.keys() & own.keys():
             raise UnsupportedConfiguration(
-                f"--rows_since writes an entry {min(twice)} of its own, and the model has a tensor of this name; rename "
-                "it in the model, or export the whole model with --format"
+                f"--rows_since writes an entry {min(twice)} of its own, and the model has a tensor of this name; "
+                "rename it in the model, or export the whole model with --format"
             )
         content |= own
     return content
