@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -86,12 +87,9 @@ def deployment_of(result: CaseResult, link: LinkSpeed, cores: int, costs: Costs 
     if not config.has_given("batch_size"):  # a DataLoader of the task may have another one than the default
         per_update = consistency_class(config.server).gradients_per_update(config.server, result.trainers)
         samples = round(result.samples / (result.steps * per_update))
-    # The type of the parameters is not in a result; it is float32 with few exceptions.
-    exact = FlatLayout((torch.float32,), (1,), ())
-    on_wire = make_codec(config.server).wire_layout(exact).dtypes[0].itemsize / exact.dtypes[0].itemsize
     return Deployment(
         config=config,
-        message_bytes=size * on_wire,
+        message_bytes=size * _sent_share(config),
         forward_s=sum(phases.get(name) or 0.0 for name in _COMPUTES) / 1e3,
         backward_s=(phases.get("backward") or 0.0) / 1e3,
         link=link,
@@ -104,6 +102,15 @@ def deployment_of(result: CaseResult, link: LinkSpeed, cores: int, costs: Costs 
         transfer_jitter=TRANSFER_JITTER,
         seed=result.repeat,
     )
+
+
+def _sent_share(config: Config) -> float:
+    """Return the bytes of the parameters as they are sent, as a share of their own."""
+    if not mode_of(config).has_servers:
+        return 1.0
+    # The type of the parameters is not in a result; it is float32 with few exceptions.
+    exact = FlatLayout((torch.float32,), (1,), ())
+    return make_codec(config.server).wire_layout(exact).dtypes[0].itemsize / exact.dtypes[0].itemsize
 
 
 def error_of(deployment: Deployment, samples_per_second: float, steps: int = _STEPS, warm: int = _WARM_STEPS) -> float:
@@ -154,6 +161,14 @@ def _descend(loss: Callable[[dict[str, float]], float], start: dict[str, float])
 # The command.
 
 SIMULATED = "Simulated, not measured"
+# Keys on which the compute of a step and the size of the model depend, which are not simulated.
+_MEASURED = (
+    "task_args",
+    "device.kind",
+    "training.batch_size",
+    "training.accumulate_batches",
+    "training.precision",
+)
 _ROUNDS = 200  # of steps of an all-reduce with random compute
 _MOST_SERVERS = 4  # times as many as trainers, when the number to break even is searched
 
@@ -215,6 +230,11 @@ def predict(words: Sequence[str]) -> int:
         )
         cases = [case for case in make_cases(requested) if case.baseline is None]
     _check_simulated(cases, arguments.modes)
+    for where, config in (
+        *(("each result", deployment.config) for deployment, _ in used),
+        *((f"the case {case.name}", case.config) for case in cases),
+    ):
+        _check_measured(where, config, first.config)
     if arguments.out is not None:
         if (arguments.out / RESULTS_FILE).resolve() == Path(measured.source).resolve():
             raise UnsupportedConfiguration(
@@ -297,7 +317,7 @@ def _deployed(result: CaseResult) -> Deployment:
 
 
 def _predicted(case: Case, target: Deployment, failures: tuple[float, float] | None) -> Prediction:
-    deployment = replace(target, config=case.config, slow=case.slow)
+    deployment = replace(_with_config(target, case.config), slow=case.slow)
     if not case.mode.has_servers:
         return Prediction(case, all_reduce(case.mode, deployment))
     found = simulate(deployment)
@@ -309,6 +329,11 @@ def _predicted(case: Case, target: Deployment, failures: tuple[float, float] | N
     failing = replace(deployment, failure_every_s=every_s, restart_s=restart_s)
     kept = simulate(failing, seconds=lasts_s).samples_per_second / found.samples_per_second
     return Prediction(case, found, kept)
+
+
+def _with_config(deployment: Deployment, config: Config) -> Deployment:
+    message_bytes = deployment.message_bytes / _sent_share(deployment.config) * _sent_share(config)
+    return replace(deployment, config=config, message_bytes=message_bytes)
 
 
 def all_reduce(mode: Mode, deployment: Deployment) -> Throughput:
@@ -334,11 +359,11 @@ def _break_even(cases: Sequence[Case], target: Deployment) -> Iterator[str]:
     """For each number of trainers, the least number of servers with which ``sync`` is as fast as all-reduce."""
     ddp = {case.trainers: case for case in cases if case.mode.has_process_group}
     for trainers, case in ddp.items():
-        limit = all_reduce(case.mode, replace(target, config=case.config)).step_s
+        limit = all_reduce(case.mode, _with_config(target, case.config)).step_s
         rpc = next((one.config for one in cases if one.trainers == trainers and one.mode.has_servers), None)
         if rpc is None:
             continue
-        found = break_even_servers(replace(target, config=rpc), limit)
+        found = break_even_servers(_with_config(target, rpc), limit)
         yield f"servers with which sync is as fast as ddp, {trainers} trainers: {found or 'none'}"
 
 
@@ -420,6 +445,16 @@ def _check_simulated(cases: Sequence[Case], modes: str | None) -> None:
         )
     for case in cases:
         _check_without_rounds(case.config, f"the case {case.name}")
+
+
+def _check_measured(where: str, config: Config, measured: Config) -> None:
+    for key in _MEASURED:
+        value, expected = attrgetter(key)(config), attrgetter(key)(measured)
+        if value != expected:
+            raise UnsupportedConfiguration(
+                f"{where} must have {key} ({value}) as the first result ({expected}) for a prediction, which takes the "
+                "compute and the size from the results; leave it out, or benchmark with that value only"
+            )
 
 
 def _check_without_rounds(config: Config, where: str) -> None:

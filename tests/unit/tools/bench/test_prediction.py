@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from paramserver import benchmark
 from paramserver.config import (
@@ -168,6 +169,46 @@ def test_rounds_and_compression_have_no_model(tmp_path, results, capsys, changes
     ((key, value),) = keys.items()
     assert benchmark.main(["predict", str(results), "--sweep", f"{section}.{key}={value}", "--modes", "rpc"]) == 2
     assert f"the case rpc 2 trainers, {key}={value} must be without" in capsys.readouterr().err
+
+
+def rates(results, capsys, *flags):
+    assert benchmark.main(["predict", str(results), "--trainers", "4", *flags]) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith(("| ddp", "| rpc"))]
+    return {row[1].strip(): float(row[4]) for row in rows}
+
+
+@pytest.mark.usefixtures("_fitted")
+@pytest.mark.parametrize("measured_dtype", [None, "bfloat16"])
+def test_the_size_of_a_message_is_that_of_the_case(tmp_path, capsys, measured_dtype):
+    """In ddp it is that of the parameters, whatever was measured."""
+    config = deployed(2, 1).config
+    config = replace(config, server=replace(config.server, wire_dtype=measured_dtype))
+    file = tmp_path / "results.jsonl"
+    append_result(file, measured(2, 1, environment={"cores": CORES, "config": dump_yaml(config)}))
+    found = rates(file, capsys, "--sweep", "server.wire_dtype=float32,bfloat16", "--cores", "64", "--jitter", "0")
+    assert found["rpc 4 trainers, wire_dtype=bfloat16"] > 1.2 * found["rpc 4 trainers, wire_dtype=float32"]
+    exact = replace(deployed(4, 1), cores=64)
+    (ddp,) = [rate for case, rate in found.items() if case.startswith("ddp")]
+    assert ddp == pytest.approx(all_reduce(MODES["ddp"], exact).samples_per_second, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["training.batch_size=64", "training.accumulate_batches=4", "training.precision=bfloat16", "task_args.x=1"],
+)
+def test_what_is_measured_is_the_same_in_all_results_and_cases(tmp_path, results, capsys, setting):
+    key, value = setting.split("=")
+    section, name = key.split(".")
+    assert benchmark.main(["predict", str(results), "--modes", "rpc", "--sweep", setting]) == 2
+    assert f"{name}={value} must have {key.removesuffix('.x')} (" in capsys.readouterr().err
+    given = deployed(2, 1).config.given_mapping()
+    other = {**given, section: {**given.get(section, {}), name: yaml.safe_load(value)}}
+    environment = {"cores": CORES, "config": dump_yaml(config_from_mapping(other))}
+    file = tmp_path / "results.jsonl"
+    for case in (measured(2, 1), measured(2, 1, repeat=1, environment=environment)):
+        append_result(file, case)
+    assert benchmark.main(["predict", str(file)]) == 2
+    assert "each result must have" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
