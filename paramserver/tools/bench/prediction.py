@@ -247,7 +247,10 @@ def predict(words: Sequence[str]) -> int:
         except OSError as error:
             raise not_writable_out(arguments.out, error) from error
     base, notes = calibrated(used, measured.source)
-    target = replace(base, link=link, cores=cores, one_machine=False, jitter=jitter)
+    costs = base.costs
+    if arguments.bandwidth is not None:  # of the interface, of which tensors have a share; a probe measures that share
+        costs = replace(costs, link_share=costs.link_share * Costs().link_share)
+    target = replace(base, link=link, cores=cores, one_machine=False, jitter=jitter, costs=costs)
     predictions = [_predicted(case, target, failures) for case in cases]
     network = f"{link.bandwidth / 1e6:.0f} MB/s, {link.latency * 1e6:.0f} us a message"
     lines = [*notes, f"{SIMULATED}: each host with {cores} cores and {network}"]

@@ -192,6 +192,20 @@ def test_the_size_of_a_message_is_that_of_the_case(tmp_path, capsys, measured_dt
     assert ddp == pytest.approx(all_reduce(MODES["ddp"], exact).samples_per_second, rel=0.01)
 
 
+@pytest.mark.usefixtures("_fitted")
+def test_tensors_have_a_share_of_the_bandwidth_that_is_given(results, capsys):
+    """That of a probe is the share already."""
+    flags = ["--modes", "ddp", "--jitter", "0"]
+    found = [
+        *rates(results, capsys, *flags).values(),
+        *rates(results, capsys, *flags, "--bandwidth", "100mbit").values(),
+    ]
+    shares = [replace(COSTS, link_share=share) for share in (1.0, Costs().link_share)]
+    expected = [all_reduce(MODES["ddp"], replace(deployed(4, 1), costs=own)).samples_per_second for own in shares]
+    assert found == pytest.approx(expected, rel=2e-3)
+    assert found[1] < 0.99 * found[0]
+
+
 @pytest.mark.parametrize(
     "setting",
     ["training.batch_size=64", "training.accumulate_batches=4", "training.precision=bfloat16", "task_args.x=1"],
