@@ -117,7 +117,8 @@ def _predict(restored: Restored, batches: Iterable[Any]) -> dict[str, Tensor]:
         for batch_idx, batch in enumerate(batches):
             with name_user_error(f"predict_step, batch {batch_idx} of --source,"):
                 outputs = task.predict_step(restored.model, move(batch), batch_idx)
-            outputs = _named_tensors(outputs)
+            if not (outputs := _named_tensors(outputs)):
+                raise TaskError(f"predict_step returned no tensor for batch {batch_idx}; return at least one")
             if found and outputs.keys() != found[0].keys():
                 raise TaskError(
                     f"predict_step must return the same outputs for every batch: {', '.join(found[0])} for the first, "

@@ -87,6 +87,7 @@ class Named(ReferenceTask):
             "number": {1: output, "1": output},
             "unnamed": {"": output, "z": output},
             "sparse": {"x": output.to_sparse()},
+            "none": {"x": None, "y": []},
         }[self.what]
 
 class Narrow(ReferenceTask):
@@ -188,6 +189,7 @@ def test_one_output_with_a_name_keeps_it_and_numpy_has_what_float8_holds(run, fo
         ({"what": "number"}, "outputs must have names that differ and are not empty, not '1', '1'; rename"),
         ({"what": "unnamed"}, "outputs must have names that differ and are not empty, not ''; rename"),
         ({"what": "sparse"}, "predict_step: x is a sparse tensor; return output.to_dense()"),
+        ({"what": "none"}, "predict_step returned no tensor for batch 0; return at least one"),
         ({"what": "other"}, "the same outputs for every batch: 0 for the first, and 1 for batch 1"),
     ],
 )
