@@ -17,7 +17,16 @@ WEIGHTS = {"weight": torch.ones(3)}
 
 
 def make_run(
-    folder, *, steps=4, samples=64, pushes=(4, 4), moved=0, weights=WEIGHTS, recorded=None, status="completed"
+    folder,
+    *,
+    steps=4,
+    samples=64,
+    pushes=(4, 4),
+    moved=0,
+    weights=WEIGHTS,
+    recorded=None,
+    status="completed",
+    further=(),
 ):
     """The folder of a run of two trainers with 8 samples each per step."""
     rows = {
@@ -38,7 +47,7 @@ def make_run(
         "staleness": {"histogram": {"0": 2 * steps}, "dropped": 0},
     }
     (folder / "summary.json").write_text(json.dumps(summary))
-    lines = [{"kind": "train", "step": step} for step in recorded or range(1, steps + 1)]
+    lines = [*({"kind": "train", "step": step} for step in recorded or range(1, steps + 1)), *further]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -91,6 +100,14 @@ def test_a_run_that_recovered_passes_with_its_figures(tmp_path):
 
 def test_pushes_of_trainers_that_no_longer_exist_count(tmp_path):
     assert failed(make_outcome(make_run(tmp_path / "run", pushes=(4, 2), moved=2))) == []
+
+
+def test_a_step_that_is_skipped_counts_unless_it_is_a_local_one_of_a_round(tmp_path):
+    skipped = {"kind": "skipped", "step": 3, "trainers": [1]}
+    run = make_run(tmp_path / "step", pushes=(4, 5), further=[skipped])
+    assert failed(make_outcome(run)) == []
+    run = make_run(tmp_path / "round", further=[{**skipped, "trainer": 1}])
+    assert failed(make_outcome(run)) == []
 
 
 @pytest.mark.parametrize(
