@@ -27,6 +27,7 @@ def make_run(
     recorded=None,
     status="completed",
     further=(),
+    fields=(),
 ):
     """The folder of a run of two trainers with 8 samples each per step."""
     rows = {
@@ -47,7 +48,7 @@ def make_run(
         "staleness": {"histogram": {"0": 2 * steps}, "dropped": 0},
     }
     (folder / "summary.json").write_text(json.dumps(summary))
-    lines = [*({"kind": "train", "step": step} for step in recorded or range(1, steps + 1)), *further]
+    lines = [*({"kind": "train", "step": step, **dict(fields)} for step in recorded or range(1, steps + 1)), *further]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -108,6 +109,14 @@ def test_a_step_that_is_skipped_counts_unless_it_is_a_local_one_of_a_round(tmp_p
     assert failed(make_outcome(run)) == []
     run = make_run(tmp_path / "round", further=[{**skipped, "trainer": 1}])
     assert failed(make_outcome(run)) == []
+
+
+def test_only_several_optimizers_may_exceed_the_last_step(tmp_path):
+    """The other calls of the last batch do."""
+    config = config_from_mapping({**JOIN.given_mapping(), "training": {"max_steps": 3}})
+    several = make_run(tmp_path / "several", fields={"losses": {"a": 1.0, "b": 1.0}})
+    assert failed(make_outcome(several, config=config)) == []
+    assert failed(make_outcome(make_run(tmp_path / "one"), config=config)) == ["each step is recorded once"]
 
 
 @pytest.mark.parametrize(
