@@ -97,7 +97,7 @@ class Slowdown:
         if loss is None:
             raise TaskError("--slow must have a task with one optimizer, whose backward it measures; leave it out")
         if self._slow.slows(self._seed, self._trainer_index, batch_idx):
-            self._waiting.wait((self._slow.factor - 1) * (forward_s + self._backward_s))
+            self.wait(forward_s + self._backward_s)
         # Hooks of parameters are registered once for each model, the hook of the loss for each batch.
         if self._watched is not model and hasattr(model, "parameters"):
             self._watched = model
@@ -106,6 +106,10 @@ class Slowdown:
                     parameter.register_post_accumulate_grad_hook(self._on_gradient)
         if loss.requires_grad:
             loss.register_hook(self._on_backward)
+
+    def wait(self, computed_s: float) -> None:
+        """Block for as long as a slow trainer computes in addition, what took ``computed_s``."""
+        self._waiting.wait((self._slow.factor - 1) * computed_s)
 
     def _on_backward(self, gradient: Any) -> None:
         self._backward_began = time.perf_counter()

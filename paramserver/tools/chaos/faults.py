@@ -255,8 +255,12 @@ class FaultReceiver:
         def training_step(model: Any, batch: Any, batch_idx: int) -> Any:
             began = time.perf_counter()
             loss = step(model, batch, batch_idx)
+            took_s = time.perf_counter() - began
             if self._slowdown is not None and time.monotonic() < self._slow_until:
-                self._slowdown.after_forward(model, loss, time.perf_counter() - began, batch_idx)
+                if loss is None:  # with several optimizers, the step has made its backwards and its updates
+                    self._slowdown.wait(took_s)
+                else:
+                    self._slowdown.after_forward(model, loss, took_s, batch_idx)
             return loss
 
         if role.kind == "trainer":

@@ -139,11 +139,14 @@ def test_an_error_of_a_call_is_passed_on(injected):
         future.value()
 
 
-def test_a_slow_trainer_takes_longer_for_its_steps(injected):
+@pytest.mark.parametrize("loss", [torch.zeros(()), None])
+def test_a_slow_trainer_takes_longer_for_its_steps(injected, loss):
+    """Those of several optimizers return no loss."""
+
     class Computes(Task):
         def training_step(self, model, batch, batch_idx):
             threading.Event().wait(0.01)
-            return torch.zeros(())
+            return loss
 
     task = Computes()
     _, receiver = injected(Fault("slow", "trainer:1", amount=10.0), task=task)
