@@ -38,6 +38,8 @@ VARIABLES = {
 
 # Below the ports that Linux gives to outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
+# Between the ports of consecutive jobs. By the golden ratio: the ports of steps of hundreds of jobs in a row differ.
+_PORTS_APART = 9_271
 
 
 class SlurmEnvironment(VariableEnvironment):
@@ -128,8 +130,12 @@ class SlurmEnvironment(VariableEnvironment):
 
     @property
     def master_port(self) -> int:
-        numbers = self._number("job") + self._number("step")
-        return self.config.cluster.master_port or _FIRST_PORT + numbers % _NUM_PORTS
+        number = self._number("job") * _PORTS_APART + self._number("step")
+        return self.config.cluster.master_port or _FIRST_PORT + number % _NUM_PORTS
+
+    @property
+    def step(self) -> str:
+        return f"step {self._number('step')} of job {self._number('job')}"
 
 
 def step_command(launcher: str, environ: Environ, tasks: int) -> list[str]:

@@ -333,7 +333,7 @@ class _Attempt:
         while True:
             store = _in_generation(self.base, identity, generation)
             store.set("trainers", json.dumps(ranks))
-            store.set("config", dump_yaml(config))
+            publish_config(store, config, identity)
             claim_rank(store, identity, replaces=False)
             self.root.set("view", str(generation))
             late = self._wait_for_ranks(store, [*range(1, servers), *ranks], newcomers)
@@ -642,13 +642,27 @@ def _get(store: Store, key: str, timeout_s: float, what: str) -> str:
     return value.decode()
 
 
+def publish_config(store: Store, config: Config, identity: ProcessIdentity) -> None:
+    """Set on rank 0 what ``compare_config`` reads on the others."""
+    store.set("step", identity.step)
+    store.set("config", dump_yaml(config))
+
+
 def compare_config(store: Store, config: Config, identity: ProcessIdentity, timeout_s: float, same_world: bool) -> None:
     """Compare with the configuration that rank 0 has put into the store.
 
     Raises:
-        UnsupportedConfiguration: keys differ that may not differ between hosts.
+        UnsupportedConfiguration: keys differ that may not differ between hosts, or rank 0 is that of another run.
     """
     config_of_zero = config_from_mapping(read_dumped(_get(store, "config", timeout_s, "rank 0's configuration")))
+    step = _get(store, "step", timeout_s, "rank 0's step")
+    # A rank without a step, which was started by hand, may replace a lost one.
+    if step and identity.step not in ("", step):
+        where = host_and_port(identity.master_addr, identity.master_port)
+        raise UnsupportedConfiguration(
+            f"{identity.name()} is of {identity.step}, and {identity.name(0)} at {where} of {step}; give each run its "
+            "own --master_port"
+        )
     # The trainers of a later generation are those that rank 0 names.
     own_keys = _OWN_KEYS if same_world else (*_OWN_KEYS, "cluster.num_trainers")
     lines = [line for line in differences(config_of_zero, config) if not line.startswith(own_keys)]

@@ -37,7 +37,7 @@ from paramserver.cluster import (
 )
 from paramserver.cluster.base import list_numbers
 from paramserver.cluster.network import list_interfaces
-from paramserver.config import Config, dump_yaml, is_colocated, mode_of, num_servers_of, world_size_of
+from paramserver.config import Config, is_colocated, mode_of, num_servers_of, world_size_of
 from paramserver.devices import num_gpus
 from paramserver.distributed.abort_sockets import OpenedSockets
 from paramserver.distributed.rendezvous import (
@@ -48,6 +48,7 @@ from paramserver.distributed.rendezvous import (
     host_identity,
     job_store,
     open_store,
+    publish_config,
 )
 from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import DeadlineExceeded, UnsupportedConfiguration
@@ -253,7 +254,7 @@ def check_hosts(found: Diagnosis, config: Config, identity: ProcessIdentity) -> 
         meeting = _Meeting(store, timeout_s)
         claim_rank(store, identity, replaces=False)
         if identity.global_rank == 0:
-            store.set("config", dump_yaml(config))
+            publish_config(store, config, identity)
         else:
             try:
                 compare_config(store, config, identity, timeout_s, same_world=True)

@@ -39,16 +39,18 @@ def test_rank_host_and_address_follow_from_the_step():
     assert identity.source == "srun"
     assert (identity.global_rank, identity.world_size) == (3, 4)
     assert (identity.local_rank, identity.local_world_size, identity.node_rank) == (1, 2, 1)
-    assert (identity.master_addr, identity.master_port) == ("node9", 15000 + 4713)
+    assert (identity.master_addr, identity.master_port) == ("node9", 15000 + (4711 * 9271 + 2) % 15000)
     assert not identity.store_is_hosted
+    assert identity.step == "step 2 of job 4711"
 
 
 def test_steps_and_jobs_have_ports_of_their_own():
+    steps = [(str(job), str(step)) for job in range(4711, 4911) for step in range(20)]
     ports = {
         SlurmEnvironment(task(SLURM_JOB_ID=job, SLURM_STEP_ID=step), Config(), NO_FLAGS).master_port
-        for job, step in (("4711", "2"), ("4711", "3"), ("4800", "0"), ("99999999", "0"))
+        for job, step in (*steps, ("99999999", "0"))
     }
-    assert len(ports) == 4
+    assert len(ports) == len(steps) + 1
     assert all(15000 <= port < 30000 for port in ports)
 
 

@@ -55,11 +55,12 @@ def joined(
     launch="",
     servers=None,
     token=None,
+    step="",
     **session,
 ) -> Rendezvous:
     event = threading.Event() if interrupted is None else interrupted
     identity = ProcessIdentity(rank, world_size, rank, world_size, 0, HOST, port, hosted, job, "flags", launch)
-    identity = dataclasses.replace(identity, servers=servers, token=token)
+    identity = dataclasses.replace(identity, servers=servers, token=token, step=step)
     if token is None:
         return join_rendezvous(of or config(timeout_s), identity, event, listener, **session)
     with ExitStack() as resources:
@@ -75,7 +76,7 @@ def threads(count: int):
 def set_first_view(store: TCPStore, values: dict[str, str]) -> None:
     """Set what rank 0 would have set, in the first generation."""
     store.set("paramserver/test/view", "1")
-    for name, value in {"trainers": "[1]", **values}.items():
+    for name, value in {"trainers": "[1]", "step": "", **values}.items():
         store.set(f"paramserver/test/1/{name}", value)
 
 
@@ -434,6 +435,27 @@ def test_a_refused_rank_leaves_its_rank_unclaimed():
     store, error = with_config_of_rank_zero(config(seed=3), config())
     assert error is not None
     assert not store.check(["paramserver/test/1/rank/1"])
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "joins"), [("1", "1", True), ("", "1", True), ("2", "", True), ("2", "1", False)]
+)
+def test_a_rank_of_another_step_of_a_scheduler_is_refused(mine, theirs, joins):
+    """Two runs whose ports follow from their steps may have the same one. A rank started by hand has no step."""
+    listener = bind_listener(HOST, 0)
+    port = listener.getsockname()[1]
+    stops = threading.Event()
+    with threads(1) as pool:
+        zero = pool.submit(joined, 0, 2, port, listener=listener, interrupted=stops, step=theirs)
+        if joins:
+            assert joined(1, 2, port, step=mine).store.check(["rank/1"])
+        else:
+            with pytest.raises(UnsupportedConfiguration, match=rf"rank 1 is of 2, and rank 0 at .*:{port} of 1; give"):
+                joined(1, 2, port, step=mine)
+            stops.set()
+            with pytest.raises(Interrupted):
+                zero.result(LONG_S)
+        stops.set()
 
 
 def test_the_config_of_rank_zero_is_fetched_before_a_rank_joins():
