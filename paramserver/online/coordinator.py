@@ -142,6 +142,8 @@ class SimulationCoordinator(RouterThread):
         folders: where a user's sampler or function is searched.
         state: ``state_dict`` of the run that this one resumes.
         status: what PONG holds in addition; called in the coordinator thread.
+        is_stopping: whether the run was requested to stop. Then no simulation is started, and none that ends has
+            failed: a scheduler sends its signal to simulations too.
         on_event: called for each event of a simulation, in the coordinator thread.
         journal: of the run. If an earlier coordinator wrote it, this one takes its place: it listens on the same port,
             and what the other one trained on after ``state`` is needed again. Simulations that are closed do not send
@@ -168,6 +170,7 @@ class SimulationCoordinator(RouterThread):
         folders: Sequence[Path] = (),
         state: Mapping[str, Any] | None = None,
         status: Callable[[], Mapping[str, Any]] = dict,
+        is_stopping: Callable[[], bool] = lambda: False,
         on_event: OnEvent = lambda kind, details: None,
         journal: CoordinatorJournal | None = None,
         publisher: str | None = None,
@@ -194,6 +197,7 @@ class SimulationCoordinator(RouterThread):
         if journal is not None:
             self._tracker.replay(journal.received, journal.trainers)
             self._handler.record = journal.record
+        self._is_stopping = is_stopping
         self._on_event = on_event
         # Reentrant: PING calls a user's status function under the lock, which may call summary().
         self._lock = threading.RLock()
@@ -269,7 +273,7 @@ class SimulationCoordinator(RouterThread):
                 for simulation, attempt, exit_code in self._runner.poll_exited() if self._runner else ():
                     assert self._runner is not None
                     self._tracker.on_exit(simulation, attempt, exit_code, now, self._runner.last_line(simulation))
-                actions = [] if self._handler.over else self._tracker.poll(now)
+                actions = [] if self._handler.over or self._is_stopping() else self._tracker.poll(now)
                 drain = self._handler.drain() if self._tracker.done and not self.finished else []
             # Outside of the lock: starting a process and recording an event take time.
             for action in actions:

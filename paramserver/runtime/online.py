@@ -54,6 +54,7 @@ def start_coordinator(
         folders=folders,
         state=checkpoints.simulations_state,
         status=lambda: {"run": checkpoints.run.name, "step": monitor.step},
+        is_stopping=process.stop.event.is_set,
         on_event=record,
         journal=CoordinatorJournal(checkpoints.run.path / "coordinator.jsonl", continues),
         publisher=None if checkpoints.publisher is None else checkpoints.publisher.address,

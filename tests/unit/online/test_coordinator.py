@@ -41,7 +41,9 @@ def coordinator_of(tmp_path, monkeypatch):
     made = []
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    def make(trainers=1, state=None, patience_s=60.0, seed=3, events=None, status=dict, **options):
+    def make(
+        trainers=1, state=None, patience_s=60.0, seed=3, events=None, status=dict, is_stopping=lambda: False, **options
+    ):
         config = SimulationsConfig(**{"fields": {"t": [2]}, "timeout_s": 20.0, "launcher": "local", **options})
         record = (lambda *event: events.append(event)) if events is not None else (lambda *event: None)
         coordinator = SimulationCoordinator(
@@ -53,6 +55,7 @@ def coordinator_of(tmp_path, monkeypatch):
             folders=[tmp_path],
             state=state,
             status=status,
+            is_stopping=is_stopping,
             on_event=record,
         )
         made.append(coordinator.__enter__())
@@ -654,6 +657,31 @@ def test_a_command_that_always_fails_fails_the_run_with_one_message(peers, coord
     assert 'ended with exit code 4, and its last line is "no"; its output is in' in str(coordinator.failure)
     assert [kind for kind, _ in events].count("given_up") == 3
     assert "no\n" in (tmp_path / "logs" / "simulation-0.log").read_text()
+
+
+def test_simulations_that_end_after_the_request_to_stop_have_not_failed(peers, coordinator_of):
+    """SLURM sends the signal before its time limit to the steps of simulations too."""
+    stops, again = Event(), []
+
+    class Events(list):
+        def append(self, event):
+            super().append(event)
+            if event[0] == "started":
+                stops.set()
+
+    options = {"command": "sh -c 'kill -USR1 $$'", "count": 5, "at_once": 3, "max_restarts": 0}
+    events = Events()
+    coordinator = coordinator_of(**options, events=events, is_stopping=stops.is_set)
+    joined(peers, coordinator)
+    ended = lambda: (len(events) >= 3 and not coordinator._runner.running) or None  # noqa: E731
+    assert poll_until(time.monotonic() + 20, ended, Event())
+    state = coordinator.state_dict()
+    coordinator.close()
+    assert coordinator.failure is None
+    assert [kind for kind, _ in events] == ["started"] * 3
+    joined(peers, coordinator_of(**{**options, "command": "sleep 60"}, state=state, events=again))
+    assert poll_until(time.monotonic() + 20, lambda: len(again) == 3 or None, Event())
+    assert [details["simulation"] for _, details in again] == [0, 1, 2]
 
 
 def test_a_sampler_that_raises_fails_the_run(peers, coordinator_of, tmp_path, monkeypatch):
