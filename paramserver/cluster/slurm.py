@@ -152,8 +152,11 @@ def step_command(launcher: str, environ: Environ, tasks: int) -> list[str]:
         raise UnsupportedConfiguration(
             f"simulations.launcher ({launcher}) needs srun, which is not on the PATH; choose local"
         )
-    # A step with its own share of the allocation, which ends when one of its processes fails.
-    return ["srun", f"--ntasks={tasks}", "--exact", "--kill-on-bad-exit=1", "--input=none"]
+    # The step of the ranks has all CPUs unless it was started with --exact, and others would wait for its end. What
+    # overlaps shares all CPUs: --exact might give the same one to all, and without --cpu-bind it has that of the rank.
+    share = ["--overlap", "--cpu-bind=none"] if VARIABLES["step"] in environ else ["--exact"]
+    # It ends when one of its processes fails.
+    return ["srun", f"--ntasks={tasks}", *share, "--kill-on-bad-exit=1", "--input=none"]
 
 
 def in_slurm_allocation(environ: Environ) -> bool:

@@ -10,6 +10,7 @@ from threading import Event
 import pytest
 import slurm_cluster
 from launching import FinishedRun, differing_tensors, environment, free_port, train, write_config
+from online_runs import STEPS, online_config
 
 from paramserver.distributed.timeouts import poll_until
 
@@ -29,9 +30,9 @@ def slurm(tmp_path_factory):
         yield cluster
 
 
-def srun(slurm, folder, *flags, mode, trainers, address=()):
+def srun(slurm, folder, *flags, mode, trainers, address=(), config=TRAINING):
     """Run with the tasks of a step as ranks."""
-    file = write_config(folder, mode=mode, cluster={"num_trainers": trainers, "timeout_s": 150}, **TRAINING)
+    file = write_config(folder, **{**config, "mode": mode, "cluster": {"num_trainers": trainers, "timeout_s": 150}})
     command = [sys.executable, "-m", "paramserver.launch", "--config", file, "--set", "logging.name=run"]
     done = slurm.run("srun", *flags, *command, *address, folder=folder, **environment())
     finished = FinishedRun(done.returncode, done.stdout + done.stderr, folder / "runs" / "run")
@@ -53,6 +54,14 @@ def test_two_tasks_on_each_of_two_nodes(tmp_path, slurm):
     finished = srun(slurm, tmp_path, "-N2", "--ntasks-per-node=2", mode="rpc", trainers=3, address=address)
     assert finished.summary["num_trainers"] == 3
     assert finished.summary["steps"] == 12
+
+
+@pytest.mark.nightly
+def test_simulations_run_beside_the_ranks_whose_step_has_all_cpus(tmp_path, slurm):
+    config = online_config(tmp_path, simulations={"count": 2, "at_once": 2, "max_restarts": 0})
+    finished = srun(slurm, tmp_path, "-N1", "-n4", mode="ddp", trainers=4, config=config)
+    assert finished.summary["simulations"]["complete"] == 2
+    assert finished.summary["samples"] == 2 * STEPS
 
 
 PRINT_RANKS = """

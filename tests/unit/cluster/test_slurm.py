@@ -4,7 +4,7 @@ import pytest
 
 from paramserver import devices
 from paramserver.cluster import RankFlags, resolve_identity
-from paramserver.cluster.slurm import SlurmEnvironment, expand_counts, expand_hosts
+from paramserver.cluster.slurm import SlurmEnvironment, expand_counts, expand_hosts, step_command
 from paramserver.config import ClusterConfig, Config, roles, with_world_size
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.runtime.rank import place_rank
@@ -153,6 +153,15 @@ def test_tasks_that_are_not_used_are_counted():
     assert SlurmEnvironment.unused_tasks(task()) == ""
     assert SlurmEnvironment.unused_tasks({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}) == ""
     assert SlurmEnvironment.unused_tasks({"SLURM_NTASKS": "4"}) == ""
+
+
+def test_a_simulation_overlaps_the_step_of_the_ranks_and_else_has_cpus_of_its_own(tmp_path):
+    (tmp_path / "srun").touch(mode=0o755)
+    batch = {"PATH": str(tmp_path), "SLURM_JOB_ID": "1"}
+    assert "--exact" in step_command("auto", batch, 2)
+    in_step = step_command("auto", {**batch, "SLURM_STEP_ID": "0"}, 2)
+    assert "--overlap" in in_step
+    assert "--exact" not in in_step
 
 
 @pytest.mark.parametrize(
