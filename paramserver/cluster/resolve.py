@@ -17,7 +17,7 @@ Nothing else needs to change: flags override the addresses of every environment,
 import dataclasses
 from dataclasses import dataclass
 
-from paramserver.cluster.base import ClusterEnvironment, Environ, ProcessIdentity, RankFlags
+from paramserver.cluster.base import ClusterEnvironment, Environ, ProcessIdentity, RankFlags, read_number
 from paramserver.cluster.network import DEFAULT_PORT, check_master_addr, read_token
 from paramserver.cluster.slurm import SlurmEnvironment
 from paramserver.cluster.torchrun import EnvVarEnvironment, TorchrunEnvironment
@@ -130,6 +130,7 @@ def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> Proc
         if flags.world_size is not None:  # refused here, before any rank is started
             _check_world(config, flags, num_ranks_started(config, flags.world_size), "--world_size")
         return None
+    flags = _with_variables(flags, environ)
     identity = _with_flags(environment(environ, config, flags).identity(), flags)
     check_master_addr(identity.master_addr)
     if not flags.supervised:
@@ -147,6 +148,15 @@ def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> Proc
             "rank 0 serves the store itself, or leave the token out"
         )
     return dataclasses.replace(identity, token=token)
+
+
+def _with_variables(flags: RankFlags, environ: Environ) -> RankFlags:
+    """Complete the flags by MASTER_ADDR and MASTER_PORT, which mean the same whatever has started the ranks."""
+    variables = EnvVarEnvironment.variables
+    master_addr, master_port = flags.master_addr or environ.get(variables["master_addr"], "").strip(), flags.master_port
+    if not master_port and environ.get(variables["master_port"]):
+        master_port = read_number(environ, variables["master_port"], EnvVarEnvironment.set_by, minimum=1, below=65536)
+    return dataclasses.replace(flags, master_addr=master_addr or None, master_port=master_port)
 
 
 def _check_world(config: Config, flags: RankFlags, world_size: int, started_by: str) -> None:

@@ -91,6 +91,19 @@ def test_flags_that_are_not_given_come_from_the_config(flags, cluster, world_siz
     assert (identity.master_addr, identity.master_port) == address
 
 
+@pytest.mark.parametrize("flags", [RankFlags(1, 3), RankFlags(role="trainer", index=0)])
+def test_variables_have_the_address_of_rank_0_also_where_flags_have_the_rank(flags):
+    given = {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "23456"}
+    of = config(num_trainers=2, master_addr="node0", master_port=1111)
+    identity = resolve_identity(flags, given, of)
+    assert (identity.master_addr, identity.master_port) == ("10.0.0.9", 23456)
+    assert identity.local_world_size == 1  # others are on other hosts
+    flagged = resolve_identity(dataclasses.replace(flags, master_addr="node1", master_port=2222), given, of)
+    assert (flagged.master_addr, flagged.master_port) == ("node1", 2222)
+    assert "MASTER_PORT (x)" in refused(flags, {"MASTER_PORT": "x"}, of)
+    assert resolve_identity(NO_FLAGS, {"MASTER_PORT": "x"}, of) is None
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -54,10 +54,12 @@ def test_steps_and_jobs_have_ports_of_their_own():
     assert all(15000 <= port < 30000 for port in ports)
 
 
-def test_flags_and_config_override_the_address():
+def test_flags_variables_and_config_override_the_address():
     flags = RankFlags(master_addr="other", master_port=1234)
     identity = resolve_identity(flags, task(), Config(mode="ddp"))
     assert (identity.master_addr, identity.master_port) == ("other", 1234)
+    identity = resolve_identity(NO_FLAGS, task(MASTER_ADDR="node9-ib", MASTER_PORT="3456"), Config(mode="ddp"))
+    assert (identity.master_addr, identity.master_port) == ("node9-ib", 3456)
     config = Config(mode="ddp", cluster=ClusterConfig(master_port=2345))
     assert resolve_identity(NO_FLAGS, task(), config).master_port == 2345
     config = Config(mode="ddp", cluster=ClusterConfig(master_addr="node9-ib"))
