@@ -527,7 +527,9 @@ def open_store(
     limit = timedelta(seconds=timeout_s)
     disable_name_lookups()
     if identity.global_rank == 0 and not identity.store_is_hosted:
-        listener = listener or bind_listener(host, port, chosen_interface(process_environ()))
+        if listener is None:
+            _wait_for_own_name(host, timeout_s, deadline, interrupted)
+            listener = bind_listener(host, port, chosen_interface(process_environ()))
         if token is None:
             if not is_loopback(host):
                 log.warning("%s is open to all that reach it, as there is no job token; %s", host, CURE)
@@ -583,6 +585,16 @@ def open_store(
             lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit),
             interrupted,
         )
+
+
+def _wait_for_own_name(host: str, timeout_s: float, deadline: float, interrupted: threading.Event) -> None:
+    """Wait on rank 0 until ``host`` has an address: a cluster may publish the name of a container after its start."""
+    known = lambda: not why_unknown(host) or None  # noqa: E731
+    if poll_until(min(deadline, time.monotonic() + _QUIET_S), known, interrupted) is None:
+        log.info("waiting up to %g s for the address of rank 0%s", timeout_s, why_unknown(host))
+        poll_until(deadline, known, interrupted)
+    if interrupted.is_set():
+        raise Interrupted("interrupted while waiting for the address of rank 0")
 
 
 def _reachable(host: str, port: int) -> bool | None:

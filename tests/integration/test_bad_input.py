@@ -107,7 +107,7 @@ BEFORE = {
         r"cluster\.master_addr \(192\.0\.2\.1\) cannot be opened: .*an address of its own host",
     ),
     "a name that has no address": (
-        {"mode": "rpc"},
+        {"mode": "rpc", "cluster": {"timeout_s": 1}},  # for as long it might become known
         ["--rank", "0", "--world_size", "3", "--master_addr", ":2950"],
         None,
         r"cluster\.master_addr \(:2950\) has no address: .*give the name or address of rank 0's host",

@@ -368,10 +368,10 @@ def _interface(subject: Subject, config: Config, host: str) -> str:
 
 
 def _wait_for_name(found: Diagnosis, config: Config, identity: ProcessIdentity) -> bool:
-    """Wait for as long as a run does until the host of rank 0 is known here; return whether it is, or need not be."""
+    """Wait for as long as a run does until the host of rank 0 is known here; return whether it is."""
     host, limit_s = identity.master_addr, config.cluster.timeout_s
-    if (identity.global_rank == 0 and not identity.store_is_hosted) or not why_unknown(host):
-        return True  # rank 0 itself does not wait for its name
+    if not why_unknown(host):
+        return True
     print(f"waiting up to {limit_s:g} s for the name {host}, as a run does", file=sys.stderr, flush=True)
     known = poll_until(
         time.monotonic() + limit_s, lambda: None if why_unknown(host) else True, threading.Event(), _NAME_POLL_S

@@ -131,6 +131,26 @@ def test_rank_zero_binds_its_port_where_none_is_bound():
     assert rendezvous_module._reachable(HOST, port)
 
 
+def test_rank_zero_waits_for_its_own_name(monkeypatch):
+    """That of a container may be known only after its start."""
+    failures, real = [2], socket.getaddrinfo
+
+    def lookup(name, *args, **options):
+        if name == "localhost" and failures[0]:
+            failures[0] -= 1
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    with bind_listener(HOST, 0) as probe:
+        port = probe.getsockname()[1]
+    identity = ProcessIdentity(0, 1, 0, 1, 0, "localhost", port, False, "test", "flags")
+    assert join_rendezvous(config(), identity, threading.Event()).get("rank/0")
+    failures[0] = 10**6
+    with pytest.raises(UnsupportedConfiguration, match=r"\(localhost\) has no address: Name or service not known"):
+        join_rendezvous(config(SHORT_S), identity, threading.Event())
+
+
 def test_a_busy_port_is_refused_at_once():
     with bind_listener(HOST, 0) as other:
         port = other.getsockname()[1]

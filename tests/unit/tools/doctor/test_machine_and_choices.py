@@ -198,9 +198,10 @@ def names(monkeypatch):
     return unknown
 
 
-def test_a_name_of_rank_zero_that_is_known_later_is_waited_for_as_in_a_run(config, names, capsys):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_of_rank_zero_that_is_known_later_is_waited_for_as_in_a_run(config, names, capsys, rank):
     names["node7"] = 3
-    identity = resolve_identity(RankFlags(global_rank=1, world_size=3, master_addr="node7"), {}, config)
+    identity = resolve_identity(RankFlags(global_rank=rank, world_size=3, master_addr="node7"), {}, config)
     found, address = choices_of(config, identity)
     assert (problems(found), address, names) == ([], "127.0.0.1", {"node7": 0})
     assert "waiting up to 60 s for the name node7, as a run does" in capsys.readouterr().err
@@ -217,13 +218,6 @@ def test_a_name_of_rank_zero_that_stays_unknown_is_named_with_the_wait_of_a_run(
         "is not known here (Name or service not known); start server 0 (rank 0), or correct --master_addr and "
         "--master_port"
     ]
-
-
-def test_rank_zero_does_not_wait_for_its_own_name(config, names):
-    names["node7"] = 10**6
-    found, _ = choices_of(config, resolve_identity(RankFlags(0, 3, "node7", 29500), {}, config))
-    (problem,) = problems(found)
-    assert problem.startswith("cluster.master_addr (node7) must be an address that this machine reaches (Name or serv")
 
 
 def test_an_interface_that_is_not_there(config):
