@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paramserver.cluster import own_address
+from paramserver.cluster import is_loopback, own_address
 from paramserver.config import mode_of
 from paramserver.context import ProcessContext
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.errors import GenerationChanged, Interrupted, PeerLost
+from paramserver.errors import GenerationChanged, Interrupted, PeerLost, UnsupportedConfiguration
 from paramserver.metrics.records import make_record
 from paramserver.online.spec import IngestSpec, ReceiverSpec
 from paramserver.online.weights import Version
+from paramserver.platform import host_number
 from paramserver.runs.checkpoint_manager import CheckpointManager
 
 if TYPE_CHECKING:
@@ -101,6 +102,9 @@ def publish_endpoint(
     """Publish what others need of the coordinator, and the publisher's generations, on rank 0; receive it elsewhere.
 
     Return what a trainer needs to receive samples; None on a server.
+
+    Raises:
+        UnsupportedConfiguration: this trainer does not reach the coordinator, which listens on its own host only.
     """
     simulations = process.config.simulations
     assert simulations is not None
@@ -108,11 +112,16 @@ def publish_endpoint(
         address, token, learns = coordinator.address, coordinator.token, coordinator.learns
         of_run = () if publisher is None else publisher.starts
         if rendezvous is not None:
-            rendezvous.set(_KEY, json.dumps([address, token.decode(), learns, of_run]))
+            rendezvous.set(_KEY, json.dumps([address, token.decode(), learns, of_run, host_number()]))
     else:
         assert rendezvous is not None
-        address, text, learns, of_run = json.loads(rendezvous.get(_KEY))
+        address, text, learns, of_run, number = json.loads(rendezvous.get(_KEY))
         token = text.encode()
+        if number != host_number() and is_loopback(simulations.address) and process.role.trainer_index is not None:
+            raise UnsupportedConfiguration(
+                f"simulations.address ({simulations.address}) must be an address of {process.identity.name(0)} that "
+                "this host reaches, as a trainer receives samples here; give one, and simulations.keys"
+            )
     if process.role.trainer_index is None:
         return None
     return ReceiverSpec(
