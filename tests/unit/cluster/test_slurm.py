@@ -153,6 +153,8 @@ def test_tasks_that_are_not_used_are_counted():
         == "2 nodes (SLURM_JOB_NUM_NODES)"
     )
     assert SlurmEnvironment.unused_tasks(task()) == ""
+    # As several runs may share an allocation.
+    assert SlurmEnvironment.unused_tasks(task(SLURM_STEP_NUM_TASKS="1", SLURM_JOB_NUM_NODES="2")) == ""
     assert SlurmEnvironment.unused_tasks({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}) == ""
     assert SlurmEnvironment.unused_tasks({"SLURM_NTASKS": "4"}) == ""
 
