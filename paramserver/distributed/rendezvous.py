@@ -49,7 +49,7 @@ from paramserver.errors import (
     Unreachable,
     UnsupportedConfiguration,
 )
-from paramserver.platform import host_number
+from paramserver.platform import host_number, start_ticks
 
 log = logging.getLogger("paramserver")
 
@@ -278,7 +278,8 @@ def enter_attempt(base: Store, identity: ProcessIdentity) -> ProcessIdentity:
     if not identity.launch:
         return identity
     latest, own = _attempt_key(identity), f"{_attempt_key(identity)}/{identity.global_rank}"
-    number, process = 0, _host_and_pid()
+    # The process id alone may be that of the earlier process: a container reuses its few ids.
+    number, process = 0, f"{_host_and_pid()}, start {start_ticks(os.getpid())}"
     if base.check([own]):
         last, _, holder = base.get(own).decode().partition(" ")
         number = int(last) + (holder != process)

@@ -26,7 +26,14 @@ from paramserver.config import (
 )
 from paramserver.distributed import rendezvous as rendezvous_module
 from paramserver.distributed.remote_error import RemoteError
-from paramserver.distributed.rendezvous import LeftRun, Rendezvous, fetch_config, host_identity, join_rendezvous
+from paramserver.distributed.rendezvous import (
+    LeftRun,
+    Rendezvous,
+    enter_attempt,
+    fetch_config,
+    host_identity,
+    join_rendezvous,
+)
 from paramserver.distributed.resize import ResizeRequest, mark_carried_out, pending_requests, refuse
 from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import DeadlineExceeded, Evicted, Interrupted, MissingRanks, PeerLost, UnsupportedConfiguration
@@ -272,6 +279,15 @@ def test_a_process_that_joins_again_stays_in_its_attempt(started):
     with agents_store() as store:
         jobs = [started("process 0", 0, 1, store.port).result(LONG_S).identity.job for _ in range(2)]
         assert jobs == ["test-0", "test-0"]
+
+
+def test_a_process_with_the_id_of_its_predecessor_begins_another_attempt(monkeypatch):
+    """A container that starts again, perhaps on another node, may give its process the same id."""
+    starts = iter([1000, 1000, 2000])
+    monkeypatch.setattr(rendezvous_module, "start_ticks", lambda pid: next(starts))
+    with agents_store() as store:
+        identity = ProcessIdentity(0, 2, 0, 2, 0, HOST, store.port, True, "test", "torchrun", "job7")
+        assert [enter_attempt(store, identity).job for _ in range(3)] == ["test-0", "test-0", "test-1"]
 
 
 # Views and replacements.
