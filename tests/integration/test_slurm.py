@@ -143,8 +143,8 @@ def test_a_batch_script_without_srun_is_warned(tmp_path, slurm):
     done = slurm.run("sbatch", "-n2", "-o", str(log), "--wrap", command, folder=tmp_path, **environment())
     assert done.returncode == 0, done.stderr
 
-    def ended():  # sbatch --wait asks only every few seconds
-        return (log.exists() and "exit code" in log.read_text(errors="replace")) or None
+    def ended():  # sbatch --wait asks only every few seconds; one that completes is listed until its processes are gone
+        return not slurm.run("squeue", "--noheader").stdout or None
 
     assert poll_until(time.monotonic() + 120, ended, Event()), log.exists() and log.read_text()
     output = log.read_text()
