@@ -260,16 +260,21 @@ class CheckpointManager:
         """Return the packed state that a trainer resumes from; None in a new run.
 
         With ``newest`` it is its part of the newest checkpoint that this process has taken after the resume, written or
-        not.
+        not, on the disk or in memory.
         """
-        for objects in self.writer.pending() if newest else ():
-            if (file := objects.get(f"trainer-{trainer_index}.pt")) is not None:
+        saved: list[tuple[int, Mapping[str, Any] | Path]] = []
+        for writer in [w for w in (self.writer, self._memory) if w is not None and newest]:
+            # In this order: what is written meanwhile is among both.
+            saved += [(objects["run"]["step"], objects) for objects in writer.pending()]
+            saved += [(written.step, written.path) for written in writer.written]
+        for _, objects in sorted(saved, key=lambda one: one[0], reverse=True):
+            if isinstance(objects, Path):
+                with suppress(FileNotFoundError):  # of an older one that was removed since
+                    return (objects / f"trainer-{trainer_index}.pt").read_bytes()
+            elif (file := objects.get(f"trainer-{trainer_index}.pt")) is not None:
                 return b"".join(file)
-            if (part := objects.get(f"trainer-{trainer_index}")) is not None:
+            elif (part := objects.get(f"trainer-{trainer_index}")) is not None:
                 return pack(part)
-        for written in reversed(self.writer.written) if newest else ():
-            with suppress(FileNotFoundError):  # of an older one that retention has removed
-                return (written.path / f"trainer-{trainer_index}.pt").read_bytes()
         if self._resume is None:
             return None
         if self._resume.parts is not None:

@@ -15,19 +15,41 @@ def chunked(part):
     return file
 
 
+def at(step, **files):
+    return {"run": {"step": step}, **{name.replace("_", "-"): file for name, file in files.items()}}
+
+
+def writer(pending=(), written=()):
+    written = [SimpleNamespace(step=step, path=path) for step, path in written]
+    return SimpleNamespace(pending=lambda: list(pending), written=written)
+
+
+CHUNKED = {"run": {"step": 9}, "trainer-1.pt": chunked({"task": 9})}
+
+
 @pytest.mark.parametrize(
-    ("pending", "expected"),
+    ("on_disk", "in_memory", "expected"),
     [
-        ([{"trainer-1.pt": chunked({"task": 3})}, {"trainer-1": {"task": 2}}], 3),
-        ([{"trainer-0": {"task": 0}, "trainer-1": {"task": 4}}, {"trainer-1.pt": chunked({"task": 2})}], 4),
-        ([{"trainer-0": {"task": 0}}], 1),
-        ([], 1),
+        ([CHUNKED, at(5, trainer_1={"task": 5})], None, 9),
+        ([at(5, trainer_0={"task": 0}, trainer_1={"task": 5})], None, 5),
+        ([at(5, trainer_0={"task": 0})], None, 2),
+        ([], None, 2),
+        ([], writer([at(3, trainer_1={"task": 3})]), 3),
+        ([], writer([CHUNKED]), 9),
+        ([at(5, trainer_1={"task": 5})], writer([at(3, trainer_1={"task": 3})]), 5),
+        ([at(5, trainer_1={"task": 5})], writer([CHUNKED]), 9),
+        ([], writer(written=[(1, "older"), (4, "newer")]), 4),
+        ([at(5, trainer_1={"task": 5})], writer(written=[(1, "older"), (4, "newer")]), 5),
     ],
 )
-def test_the_newest_part_is_that_of_the_newest_checkpoint_written_or_not(tmp_path, pending, expected):
-    (tmp_path / "trainer-1.pt").write_bytes(pack({"task": 1}))
-    written = [SimpleNamespace(path=tmp_path / "removed"), SimpleNamespace(path=tmp_path)]
-    manager = SimpleNamespace(writer=SimpleNamespace(pending=lambda: pending, written=written), _resume=None)
+def test_the_newest_part_is_that_of_the_newest_checkpoint_written_or_not(tmp_path, on_disk, in_memory, expected):
+    for folder, step in (("older", 1), ("disk", 2), ("newer", 4)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "trainer-1.pt").write_bytes(pack({"task": step}))
+    for written in in_memory.written if in_memory else ():
+        written.path = tmp_path / written.path
+    disk = writer(on_disk, [(2, tmp_path / "disk"), (6, tmp_path / "removed")])
+    manager = SimpleNamespace(writer=disk, _memory=in_memory, _resume=None)
     assert unpack(CheckpointManager.trainer_part(manager, 1, newest=True)) == {"task": expected}
 
 
