@@ -340,7 +340,9 @@ class ParameterServer(TutorialMethods, ShardHandlers):
         with self._lock:
             trainer_index, (last, means) = self.roster.admit(sender), self._validations.last
             if version == last:
-                return completed_future(ValidationReply(means))
+                # Its best checkpoint may be missing yet: those that were to save it may be lost.
+                improved = self.aggregator.monitor.improved_step == version
+                return completed_future(ValidationReply(means, improved))
             return self._validations.report(trainer_index, version, shares)
 
     @executed_once

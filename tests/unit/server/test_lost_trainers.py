@@ -10,13 +10,14 @@ import torch
 from servers import NoNetwork, SumOfOutputs, no_checkpoints, send_gradients
 
 from paramserver.buffers.positions import AppliedPositions
-from paramserver.config import ClusterConfig, Config, ServerConfig, TrainingConfig
+from paramserver.config import CheckpointConfig, ClusterConfig, Config, ServerConfig, TrainingConfig
+from paramserver.config.schema import BestConfig
 from paramserver.consistency import Announcement, Decision, Readiness, TrainerId, Verdict
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import Evicted, GenerationChanged, RunEnded
-from paramserver.metrics.records import DurationHistogram, StepReport, TrainerTotals
+from paramserver.metrics.records import DurationHistogram, StepReport, TrainerTotals, WeightedSums
 from paramserver.metrics.summary import totals_of
 from paramserver.runs.losses import LossLog
 from paramserver.runs.monitor import RunMonitor
@@ -57,7 +58,7 @@ class ToShard(NoNetwork):
 class TwoServers:
     """Server 0 and server 1 for two trainers. Calls of server 0 to the other one are made by ``deliver``."""
 
-    def __init__(self, segments, consistency="sync", transport="shared_memory"):
+    def __init__(self, segments, consistency="sync", transport="shared_memory", best=None):
         self.lost, self.records, self.network = [], [], ToShard()
         self.on_lost = self.lost.append
         config = Config(
@@ -65,6 +66,7 @@ class TwoServers:
             cluster=ClusterConfig(num_trainers=2, num_servers=2, timeout_s=TIMEOUT_S),
             server=ServerConfig(consistency=consistency, transport=transport, lost_after_s=5.0),
             training=TrainingConfig(max_steps=10),
+            checkpoint=CheckpointConfig(best=best),
         )
         monitor = RunMonitor(config, SimpleNamespace(write=self.records.append), Path())
         task, checkpoints = SumOfOutputs(4, 4, 4), no_checkpoints(monitor)
@@ -232,6 +234,28 @@ def test_a_process_takes_the_place_of_a_lost_trainer_after_the_loss_was_reported
     assert [lost for _, lost in joined] == [[member]]
     kinds = [record["kind"] for record in run.records if record["kind"] in ("lost", "joined")]
     assert kinds == ["lost", "joined"]
+
+
+@pytest.mark.parametrize("is_best", [True, False])
+def test_those_that_take_the_places_of_all_trainers_save_the_version_whose_validation_was_the_best(segments, is_best):
+    """All were lost after the validation, and before its checkpoint; no later validation may be better."""
+    run = TwoServers(segments, best=BestConfig(metric="loss", mode="min"))
+    members, senders = run.start()
+
+    def validate(version, loss):
+        shares = {sender: WeightedSums({"loss": loss}, {"loss": 1}, 1) for sender in senders}
+        replies = [run.server.report_validation(s, version, {s.trainer_index: own}) for s, own in shares.items()]
+        return [reply.wait().improved for reply in replies]
+
+    for sender in senders:
+        run.server.announce(sender, READY)
+    assert validate(3, 0.5) == [True, True]
+    assert validate(6, 0.1 if is_best else 0.9) == [is_best, is_best]
+    for member in members:
+        run.lose(member)
+    senders = [run.connect(run.join(index)) for index in (0, 1)]
+    assert validate(6, 0.1 if is_best else 0.9) == [is_best, is_best]
+    assert run.server.aggregator.monitor.best.step == (6 if is_best else 3)
 
 
 def test_the_context_of_a_process_is_released_on_all_servers_when_it_is_dead_and_not_when_it_is_silent(
