@@ -614,6 +614,9 @@ class Aggregator:
             return transport.view_retained(*self.store.retained(version))
         slot, flats = transport.view_version()
         buffers = self.store.buffers if transport.sends_buffers else None
+        if buffers is not None and version in self.store.retained_versions:
+            # Those of pushes that are held for the next version are among the newest already.
+            buffers = self.store.retained(version)[1]
         return VersionView(slot, tuple(leave_out(flats, without)), buffers)
 
     def pop_waiters(self) -> list[Future]:
