@@ -271,7 +271,7 @@ class ServerSharedMemory:
         self._in_place = lockstep = lockstep and device.type == "cpu"
         self._on_note = on_note
         self._connect = connect
-        self._num_over_rpc = 0
+        self._num_trainers = 0
         self._snapshots: LiveParameters | None = None
         self._gradient_keys: dict[int, list[str]] = {}  # by trainer, that of its newest incarnation last
         self._gradients: dict[str, list[Tensor]] = {}  # by key
@@ -296,7 +296,7 @@ class ServerSharedMemory:
         self, layout: FlatLayout, num_trainers: int, current: Callable[[], tuple[int, Sequence[Tensor]]]
     ) -> None:
         """Prepare what trainers read; ``current`` as for ``RingSnapshots``."""
-        self._num_over_rpc = num_trainers
+        self._num_trainers = num_trainers
         if self._in_place:
             self._snapshots = self._allocate(lambda _: LiveParameters())
         else:
@@ -324,14 +324,14 @@ class ServerSharedMemory:
             del self._gradients[unused]
         self._gradients[key] = gradients
         self._gradient_keys[trainer_index] = [*(one for one in earlier if one in in_use), key]
-        # Counted to the last one: a note about rounding would be wrong while anything is still sent to a trainer.
-        self._num_over_rpc -= 1
-        if not self._num_over_rpc and self._config.compression != "none":
+        # With the last one: a note about rounding would be wrong while anything is still sent to a trainer.
+        is_last = not earlier and len(self._gradient_keys) == self._num_trainers
+        if is_last and self._config.compression != "none":
             self._on_note(
                 f"server.compression ({self._config.compression}) compresses nothing here, as all trainers share the "
                 "server's memory; set server.transport: rpc to have it, or leave it out"
             )
-        if not self._num_over_rpc and make_codec(self._config).wire_layout(layout) != layout:
+        if is_last and make_codec(self._config).wire_layout(layout) != layout:
             self._on_note(
                 f"server.wire_dtype ({self._config.wire_dtype}) rounds nothing here, as all trainers share the "
                 "server's memory; set server.transport: rpc to have it, or leave it out"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from paramserver.config import ServerConfig
 from paramserver.config.schema import TRANSPORTS, sends
 from paramserver.consistency import PushId
 from paramserver.errors import ParamserverError, TrainingError
@@ -21,6 +22,7 @@ from paramserver.transport.segments import SegmentHost
 from paramserver.transport.shared_memory import (
     LiveParameters,
     RingSnapshots,
+    ServerSharedMemory,
     SharedMemoryServerTransport,
     SharedMemoryTrainerTransport,
     gradients_key,
@@ -255,6 +257,21 @@ def test_free_trainers_read_snapshots_that_stay_while_they_are_pinned(host):
     servers[0].unpin()
     models[0][1].map_version(servers[0].pin_version())
     assert held(0) == 20.0
+
+
+def test_a_note_that_all_trainers_share_memory_comes_once_and_with_the_last_of_them(host):
+    notes = []
+    config = ServerConfig(compression="int8", wire_dtype="bfloat16")
+    server = ServerSharedMemory(host, config, lockstep=True, on_note=notes.append)
+    layout = FlatTensors(trainable_parameters(model()), server.allocate_parameters).layout
+    server.open_snapshots(layout, 2, lambda: (0, []))
+    for incarnation in (1, 2, 3):
+        assert server.make_transport(0, incarnation, layout)
+    assert not notes, "everything is sent to trainer 1"
+    for trainer_index, incarnation in ((1, 1), (0, 4), (1, 2)):
+        assert server.make_transport(trainer_index, incarnation, layout)
+        assert len(notes) == 2
+    assert all("as all trainers share the server's memory" in note for note in notes)
 
 
 def test_a_version_that_is_never_pulled_is_never_copied(host):
