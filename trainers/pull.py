@@ -147,7 +147,7 @@ class VersionPull:
                 self.load_step(self.version, values=False)
             return
         self.model_copy.check_unchanged(between_steps=True)
-        if self.transport.zero_copy:
+        if self.transport.zero_copy and not self._is_loaded:
             self.transport.map_version(self.grant.slot)
         elif not self._is_loaded:
             self.finish()

@@ -212,19 +212,25 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         else:
             self._copy(self._copied, self._snapshots[slot])
         self._slot = slot
+        self._count_change(self._parameters)
 
     @torch.no_grad()
     def load(self, flats: Sequence[Tensor]) -> None:
         self._set_parameters(list(self._layout.views(flats).values()))
         # The parameters are no views of a slot now, so the next ``map_version`` must assign them again.
         self._slot = None
+        self._count_change(self._parameters)
 
     def load_updated(self, view: VersionView, numbers: Collection[int]) -> None:
-        # What the server wrote is in place already, and autograd of this process does not know of it.
-        if self._on_cpu:
-            torch.autograd.graph.increment_version([self._parameters[number] for number in numbers])
+        self._count_change([self._parameters[number] for number in numbers])
         with torch.no_grad():
             self._copy([n for n in numbers if not self._on_cpu or n in self._copied], self._snapshots[0])
+
+    def _count_change(self, parameters: Sequence[Tensor]) -> None:
+        """Let autograd refuse a graph that needs the earlier values, as where they are replaced by a copy."""
+        # What the server wrote is in place already, and an assignment of ``data`` counts as no change.
+        if self._on_cpu:
+            torch.autograd.graph.increment_version(parameters)
 
     def _set_parameters(self, views: list[Tensor]) -> None:
         if not self._on_cpu:
@@ -233,7 +239,6 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         self._copy(self._copied, views)
         for number, (parameter, view) in enumerate(zip(self._parameters, views, strict=True)):
             # Assigning ``data`` keeps the parameter objects that the optimizer, hooks and the user's references have.
-            # It hides a change from autograd, so it is done between steps only, when no graph is alive.
             if number not in self._copied:
                 parameter.data = view
 

@@ -259,6 +259,51 @@ def test_free_trainers_read_snapshots_that_stay_while_they_are_pinned(host):
     assert held(0) == 20.0
 
 
+def loads_copies(host):
+    flat, _, _, theirs, trainer = live(host)
+    return theirs, lambda: trainer.load(flat.clone())
+
+
+def reads_in_place(host):
+    _, _, server, theirs, trainer = live(host)
+    return theirs, lambda: trainer.map_version(server.pin_version())
+
+
+def reads_snapshots(host):
+    flat, version = FlatTensors(trainable_parameters(model())), [0]
+    host.allocate(gradients_key(0), flat.layout)
+    server = SharedMemoryServerTransport(RingSnapshots(host, flat.layout, 1, lambda: (version[0], flat.flats)))
+    theirs = own(model(5.0), flat.layout)
+    trainer = SharedMemoryTrainerTransport(flat.layout, theirs, host.address, 3, 0, TIMEOUT_S, lockstep=False)
+
+    def load():
+        version[0] += 1
+        trainer.map_version(server.pin_version())
+
+    return theirs, load
+
+
+def receives_messages(host):
+    flat = FlatTensors(trainable_parameters(model()))
+    theirs = own(model(5.0), flat.layout)
+    trainer = RpcTrainerTransport(flat.layout, [full_shard(flat.layout)], CastCodec(None), theirs, connected=True)
+    return theirs, lambda: trainer.load(flat.clone())
+
+
+@pytest.mark.parametrize("connect", [loads_copies, reads_in_place, reads_snapshots, receives_messages])
+def test_a_graph_of_an_earlier_version_is_refused_and_not_differentiated_at_the_new_one(host, connect):
+    """As in a plain loop, where the optimizer changes the parameters in place."""
+    parameters, load_next = connect(host)
+    for _ in range(2):
+        load_next()
+        # Of one parameter, as autograd holds the rest of a graph that it refused, and other tests count what is mapped.
+        squares = parameters[0].square().sum()
+        squares.backward(retain_graph=True)
+    load_next()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+
+
 def test_a_note_that_all_trainers_share_memory_comes_once_and_with_the_last_of_them(host):
     notes = []
     config = ServerConfig(compression="int8", wire_dtype="bfloat16")
