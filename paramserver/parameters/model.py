@@ -274,26 +274,29 @@ class LoadedParameters:
         Raises:
             TaskError: the task changed one; the message names it.
         """
-        if not self._known:
-            return
-        found = self._read()
-        changed, whose = None, ""
-        if found != self._known:
-            noted = zip(self._parameters, self._known, found, strict=True)
-            changed = next(name for name, before, now in noted if before != now)
-            if self._owned and values and self._sums is not None:
-                changed, self._are_restored = None, True  # unless the values differ
-        if changed is None and values and self._sums is not None:
-            now = self._checksums()
-            changed = next((name for name in now if now[name] != self._sums[name]), None)
-            # Torch counts the changes of this process only. In memory of the server these may be of another trainer,
-            # which reads the same version, so either of them may be the first to notice.
-            whose = (
-                "" if self._owned else "; all trainers of this host read its memory, so another one may have changed it"
-            )
+        changed, in_memory = self.find_changed(values)
+        # Torch counts the changes of this process only. In memory of the server these may be of another trainer, which
+        # reads the same version, so either of them may be the first to notice.
+        whose = "; all trainers of this host read its memory, so another one may have changed it" if in_memory else ""
         if changed is not None:
             raise TaskError(
                 f"parameter {changed} was changed by the task, and belongs to the servers: the next version would "
                 "replace it; change parameters in build_model, or in the step of the optimizer (a subclass whose "
                 f"step() changes them after super().step()), which every mode makes once{whose}"
             )
+
+    def find_changed(self, values: bool = True) -> tuple[str | None, bool]:
+        """Return the name of one that changed, or None, and whether only its values show it, in shared memory."""
+        if not self._known:
+            return None, False
+        found = self._read()
+        changed = None
+        if found != self._known:
+            noted = zip(self._parameters, self._known, found, strict=True)
+            changed = next(name for name, before, now in noted if before != now)
+            if self._owned and values and self._sums is not None:
+                changed, self._are_restored = None, True  # unless the values differ
+        if changed is not None or not values or self._sums is None:
+            return changed, False
+        now = self._checksums()
+        return next((name for name in now if now[name] != self._sums[name]), None), not self._owned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from torch import Tensor
 
@@ -115,6 +116,8 @@ def build_server(
         attach=shared_memory.gradients,
         snapshot=snapshot if servers == 1 else None,
         compressor=make_compressor(config.server),
+        # Where the model stays on the server, its trainers see every change.
+        step_scope=store.refuse_changes if model_service is None else nullcontext,
     )
     coordinator = ShardCoordinator(
         config,

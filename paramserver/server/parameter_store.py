@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ from torch import Tensor
 from paramserver.config import Config, num_servers_of
 from paramserver.consistency.factory import key_of_choice
 from paramserver.devices import CPU, move_to_device, place_parameters
-from paramserver.errors import UnsupportedConfiguration
+from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.optim.outer import shared_optimizer
+from paramserver.optim.parallel_step import ParallelStep
 from paramserver.optim.row_steps import check_steps_rows
 from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout, FlatTensors, other_tensors, trainable_parameters
-from paramserver.parameters.model import build_model
+from paramserver.parameters.model import LoadedParameters, build_model
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
 from paramserver.parameters.remote_tables import adagrad_without_memory
 from paramserver.parameters.tables import find_tables
@@ -116,6 +117,10 @@ class ParameterStore:
         self._snapshot: Flats | None = None
         self._buffers: PackedBuffers | None = None
         self._retained: dict[int, tuple[Flats, PackedBuffers]] = {}
+        # What trainers have copies of, which no update reaches. No step changes it; see ``refuse_changes``.
+        frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
+        self._known_frozen = LoadedParameters(frozen, owned=False)
+        self._num_buffer_loads = 0
 
     # Reading.
 
@@ -166,6 +171,40 @@ class ParameterStore:
         with self._snapshot_lock:
             self._tree.load_buffers(changed, partial=True)
             self._buffers = None
+            self._num_buffer_loads += 1
+
+    @contextmanager
+    def refuse_changes(self) -> Iterator[None]:
+        """Refuse that an optimizer's step, made in this context, changes frozen parameters or module buffers.
+
+        Values that it changes through ``data`` are compared in the first steps, and in each 64th. The classes of torch
+        change nothing else than their parameters, unless they have hooks.
+
+        Raises:
+            TaskError: it changed one; the message names it.
+        """
+        if ParallelStep.supports(self.updater.optimizer):
+            yield
+            return
+        self._known_frozen.note()
+        before = self._read_buffers()
+        yield
+        changed, _ = self._known_frozen.find_changed()
+        what = f"parameter {changed}, which is frozen,"
+        after = self._read_buffers()
+        if changed is None and before[0] == after[0]:  # a trainer sent none meanwhile
+            changed = next((name for name in after[1] if after[1][name] != before[1].get(name)), None)
+            what = f"module buffer {changed}"
+        if changed is not None:
+            raise TaskError(
+                f"{what} must not be changed by the step of the optimizer in mode rpc, which is made on the server, as "
+                "each trainer has its own; change it in a hook of the task, such as on_batch_start"
+            )
+
+    def _read_buffers(self) -> tuple[int, dict[str, tuple[int, int]]]:
+        """Return how often buffers were loaded, and of each by name its version and place."""
+        with self._snapshot_lock:
+            return self._num_buffer_loads, {n: (b._version, b.data_ptr()) for n, b in self.model.named_buffers()}
 
     def keep_buffers(self) -> AbstractContextManager[Any]:
         """Return a context in which no module buffer changes; no other thread waits for long."""
@@ -185,6 +224,7 @@ class ParameterStore:
             if buffers is not None:
                 self._tree.load_buffers(buffers)
                 self._buffers = buffers
+                self._num_buffer_loads += 1
 
     def finish_update(self, buffers: PackedBuffers | None, optimizer: str) -> None:
         """Take over module buffers and step the schedule, after the parameters have changed on all servers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -110,6 +111,7 @@ class ParameterShard:
         attach: returns the flat tensors of all parameters in a segment of gradients, by its key.
         snapshot: returns a copy of the parameters, if the owner keeps one that is the same; ``updater.clone``.
         compressor: of the gradients that trainers send; None if they are sent as they are.
+        step_scope: returns a context for each step of the optimizer.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class ParameterShard:
         attach: Callable[[str], list[Tensor]] | None = None,
         snapshot: Callable[[], list[Tensor]] | None = None,
         compressor: Compressor | None = None,
+        step_scope: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.updater = updater
         self.version = version
@@ -138,6 +141,7 @@ class ParameterShard:
         self._seed = seed
         self._clipping = clipping
         self._attach = attach
+        self._step_scope = step_scope
         self._copy = snapshot or updater.clone
         # Of each trainer, by its index.
         self._incarnations: dict[int, int] = {}  # the newest that has called
@@ -547,7 +551,7 @@ class ParameterShard:
         return None
 
     def _step(self, version: int, groups: Sequence[Mapping[str, Any]] | None) -> None:
-        with self.updater.generators(self._seed, version, self.server_index):
+        with self.updater.generators(self._seed, version, self.server_index), self._step_scope():
             self.updater.step(groups, version)
 
     def _made(self, request: ApplyRequest) -> None:
