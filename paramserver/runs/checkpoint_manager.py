@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from paramserver.online.coordinator import SimulationCoordinator
     from paramserver.online.publisher import ModelPublisher
 
+# In a manifest: the trainers that were absent, and of whose task no checkpoint had a state.
+_WITHOUT_STATE = "without_state"
+
 # The parameters as they are trained, where those of ``model`` are what an optimizer's ``eval()`` makes of them.
 _TRAINED = "trained"
 
@@ -151,6 +154,11 @@ def _check_rounds(checkpoint: Checkpoint, outer: str | None, config: Config) -> 
         "which needs the state of another optimizer; resume with the keys that it was stored with, or start a new run "
         "from its weights by init_from"
     )
+
+
+def has_state(part: Mapping[str, Any]) -> bool:
+    """Return whether a trainer's part of a checkpoint has a state of its task; it may be empty, unless it was lost."""
+    return part["random"] is not None or bool(part["task"])
 
 
 class UpdaterState(Protocol):
@@ -318,9 +326,13 @@ class CheckpointManager:
         return self._resume is not None
 
     @property
-    def stored_trainers(self) -> int:
-        """How many trainers have a part of the checkpoint from which the run resumed; 0 in a new run."""
-        return 0 if self._resume is None else self._resume.checkpoint.num_trainers
+    def trainers_with_state(self) -> list[int]:
+        """The trainers whose task has a state in the checkpoint from which the run resumed; none in a new run."""
+        if self._resume is None:
+            return []
+        checkpoint = self._resume.checkpoint
+        without = checkpoint.manifest.metadata.get(_WITHOUT_STATE, ())
+        return [index for index in range(checkpoint.num_trainers) if index not in without]
 
     @property
     def last_checkpoint(self) -> str | None:
@@ -464,6 +476,8 @@ class CheckpointManager:
             "task": config.task,
             "seed": config.seed,
         }
+        if without := [i for i, part in parts.items() if not isinstance(part, ChunkedFile) and not has_state(part)]:
+            metadata[_WITHOUT_STATE] = sorted(without)
         in_memory, objects = SAVE_REASONS[staged.reason].in_memory, {**staged.objects, **files}
         if self.simulations is not None and "sampler" in (objects["run"]["simulations"] or {}):
             # Draws depend on when they are made: a simulation of which a trainer's part has samples must keep its own.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import faulthandler
 import gc
+import json
 import logging
 import math
 import os
@@ -300,7 +301,7 @@ class RankSession:
                 run = checkpoints.run
                 if rendezvous is not None:
                     rendezvous.record_run(run.name)
-                    rendezvous.set("stored_trainers", str(checkpoints.stored_trainers))
+                    rendezvous.set("trainers_with_state", json.dumps(checkpoints.trainers_with_state))
                     rendezvous.set("run", run.name)
             else:
                 assert rendezvous is not None
@@ -310,7 +311,7 @@ class RankSession:
                 if plan.writes_log:
                     stack.enter_context(_log_file(run, identity.global_rank))
                 if process.role.kind == "trainer" and rendezvous is not None:
-                    self._renew_task(process, int(rendezvous.get("stored_trainers")))
+                    self._renew_task(process, json.loads(rendezvous.get("trainers_with_state")))
                 if config.publish is not None and checkpoints is not None:
                     stack.enter_context(start_publisher(process, checkpoints))
                 if config.simulations is not None:
@@ -324,15 +325,15 @@ class RankSession:
                     process = replace(process, receiver_spec=endpoint)
             return self._work(process, checkpoints, rendezvous, run, stack)
 
-    def _renew_task(self, process: ProcessContext, stored_trainers: int) -> None:
+    def _renew_task(self, process: ProcessContext, with_state: Sequence[int]) -> None:
         """Make the task anew if it has trained in an earlier generation, and this one begins without a state of it.
 
-        The checkpoint that this generation begins with has the states of so many trainers; 0 if there is none.
+        The checkpoint that this generation begins with has the states of these trainers; none if there is none.
         """
         kept, earlier = process.kept, process.kept.generation
         kept.generation = self.generation
         has_trained = kept.started is self.task and earlier != self.generation
-        if not has_trained or process.trainer_index < stored_trainers:
+        if not has_trained or process.trainer_index in with_state:
             return
         plan, self.task = self.plan, make_task(self.plan.config, self.plan.folders, self.plan.create_task)
         plan.on_task(process.role, self.task)
