@@ -1119,6 +1119,8 @@ class TrainingLoop:
             # Without data a trainer still takes part: the others wait for its share.
             shares = {share: validator.evaluate(share, batch_idx)}
             waits = trainer.current_step.decision.verdict is not Verdict.VALIDATE
+            # Otherwise the values are those of this share alone, which may have no samples.
+            has_values = waits or shares[share].samples or not overrides(trainer.task, Task.validation_source)
             reply = control.report_validation(step, shares, since, waits)
             while reply.missing:  # shares of lost trainers
                 shares = {other: validator.evaluate_alone(step, other, batch_idx) for other in reply.missing}
@@ -1127,7 +1129,7 @@ class TrainingLoop:
             if trainer.updater is not None:
                 trainer.updater.on_validation_end(step, reply.means, since)
             if trainer.local_steps is not None and share == trainer.trainer_index:
-                trainer.local_steps.updater.on_validation_end(step, reply.means, since)
+                trainer.local_steps.updater.on_validation_end(step, reply.means if has_values else None, since)
             validator.end(batch_idx)
         trainer.clock.skip()
         trainer.on_hooks_called()

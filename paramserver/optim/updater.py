@@ -146,8 +146,8 @@ class Updater:
             if schedule.every == "epoch":
                 schedule.scheduler.step()
 
-    def on_validation_end(self, step: int, values: Mapping[str, float], since: int | None = None) -> None:
-        """Step schedules of validations; ReduceLROnPlateau receives its metric.
+    def on_validation_end(self, step: int, values: Mapping[str, float] | None, since: int | None = None) -> None:
+        """Step schedules of validations; ReduceLROnPlateau receives its metric, unless there are no values (None).
 
         A validation that is made only because the run ends does not count: a run that is resumed later must continue as
         if it had not ended.
@@ -159,9 +159,9 @@ class Updater:
                 continue
             if schedule.metric is None:
                 schedule.scheduler.step()
-            elif schedule.metric in values:
+            elif values is not None and schedule.metric in values:
                 schedule.scheduler.step(values[schedule.metric])
-            else:
+            elif values is not None:
                 raise TaskError(
                     f"the scheduler follows metric ({schedule.metric}), which validation_step does not return; "
                     f"it returns {', '.join(sorted(values)) or 'nothing'}"

@@ -88,6 +88,20 @@ class OneIsSlow(Rows):
         return super().training_step(model, batch, batch_idx)
 
 
+class FollowsLoss(Rows):
+    """One validation sample, which is in the share of the first trainer, and a schedule that follows its loss of 1."""
+
+    def build_scheduler(self, optimizer):
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"scheduler": plateau, "every": "validation", "metric": "loss"}
+
+    def validation_source(self, partition):
+        return TensorDataset(torch.zeros(1, 1))
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        return {"loss": 1.0}
+
+
 class EveryOther(Task):
     """The gradient of each parameter is 0.3, 0.6, 0.9, 1.2; one has it in every other step only. SGD of 1."""
 

@@ -226,6 +226,22 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path, mode, trainers,
         assert one["counters"]["inner_steps"] == other["counters"]["inner_steps"] == 18
 
 
+def test_a_schedule_that_follows_a_metric_waits_where_a_trainer_has_no_validation_sample(tmp_path):
+    """In ``async`` each trainer has the values of its own share."""
+    finished = train(
+        tmp_path,
+        "rpc",
+        2,
+        task=f"{TASKS}:FollowsLoss",
+        training={"max_steps": 40, "batch_size": 1, "local_steps": 2, "validate_every": 2},
+        server={"consistency": "async"},
+        logging={"log_every": 1, "tensorboard": False},
+    )
+    rates = {r["trainer"]: r["lr"] for r in finished.of_kind("inner")}
+    assert rates[1] == [0.1]
+    assert rates[0] < [0.1]
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [1, -1], ids=["trainer", "rank 0"])
 def test_a_loss_in_mid_round_changes_no_bit_with_rollback(tmp_path, victim):
