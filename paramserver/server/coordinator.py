@@ -14,7 +14,7 @@ from paramserver.config import Config, num_servers_of
 from paramserver.consistency import Decision
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import HeartbeatReport, Member, Members
-from paramserver.distributed.rpc_calls import RemoteError, repeatable
+from paramserver.distributed.rpc_calls import NO_TIMEOUT_S, RemoteError, repeatable
 from paramserver.distributed.session import server_name
 from paramserver.errors import GenerationChanged, ParamserverError, PeerLost
 from paramserver.optim.parallel_step import is_elementwise
@@ -57,7 +57,8 @@ def split_over_servers(
 class RemoteShard:
     """The shard of another server: each method calls that of its ``ShardServer``; see ``ParameterShard``.
 
-    ``_timeout_s`` is that of calls that are answered at once.
+    ``_timeout_s`` is that of calls with small replies that come at once. The writer of checkpoints waits for
+    ``read_rows``, so that it needs a limit.
     """
 
     _network: Network
@@ -74,7 +75,8 @@ class RemoteShard:
         return self._network.send_deferred(self._name, ShardServer.begin_update, version, trainers, groups)
 
     def collect_state(self, weights: bool, snapshot: int | None = None, states: bool = True) -> Future:
-        return self._network.send(self._name, self._timeout_s, ShardServer.collect_state, weights, snapshot, states)
+        # The reply is as large as the shard. Heartbeats show a server that is lost meanwhile, as for ``apply``.
+        return self._network.send(self._name, NO_TIMEOUT_S, ShardServer.collect_state, weights, snapshot, states)
 
     def read_rows(self, snapshot: int, rows: SnapshotTensor, first: int, end: int) -> Future:
         return self._network.send(self._name, self._timeout_s, ShardServer.read_rows, snapshot, rows, first, end)

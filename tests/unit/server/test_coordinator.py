@@ -6,10 +6,11 @@ from servers import NoNetwork
 from paramserver.config import ClusterConfig, Config
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member
+from paramserver.distributed.rpc_calls import NO_TIMEOUT_S
 from paramserver.errors import GenerationChanged, PeerLost
 from paramserver.parameters.flat import FlatLayout, FlatTensors
 from paramserver.parameters.sharding import full_shard
-from paramserver.server.coordinator import ShardCoordinator
+from paramserver.server.coordinator import RemoteShard, ShardCoordinator
 from paramserver.server.server_run import ServerRun
 
 
@@ -47,3 +48,26 @@ def test_a_server_that_joins_twice_in_a_view_waits_for_the_next_one():
     coordinator.join(member)
     with pytest.raises(GenerationChanged, match=r"^server 1 \(node1, process 7\) joins again; the run returns"):
         coordinator.join(member)
+
+
+def test_a_server_may_take_any_time_for_what_grows_with_its_shard():
+    """Otherwise a large shard over a slow network would count as lost at each checkpoint."""
+    limits_s = {}
+
+    class Recorded(NoNetwork):
+        def send(self, name, timeout_s, handler, *args, **kwargs):
+            limits_s[handler.__name__] = timeout_s
+
+        def send_deferred(self, name, handler, *args, **kwargs):
+            limits_s[handler.__name__] = NO_TIMEOUT_S
+
+    shard = RemoteShard(Recorded(), "server1", 60.0)
+    shard.apply(None)
+    shard.apply_clipped(None)
+    shard.begin_update(1, (), [])
+    shard.collect_state(True)
+    shard.read_rows(1, None, 0, 1)  # of a limited size
+    shard.delete_snapshot(1)
+    limited = {name for name, limit_s in limits_s.items() if limit_s != NO_TIMEOUT_S}
+    assert limited == {"read_rows", "delete_snapshot"}
+    assert len(limits_s) == 6
