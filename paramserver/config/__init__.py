@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         roles as roles,
         server_computes as server_computes,
         trainer_of as trainer_of,
+        with_trainers as with_trainers,
         with_world_size as with_world_size,
         world_size_of as world_size_of,
     )

@@ -88,6 +88,13 @@ def with_world_size(config: Config, world_size: int) -> Config:
     return dataclasses.replace(config, cluster=cluster)
 
 
+def with_trainers(config: Config, trainers: int) -> Config:
+    """Return the config with which a run continues with so many trainers, of which one at least is no backup."""
+    config = with_world_size(config, num_servers_of(config) + trainers)
+    backups = min(config.server.backup_trainers, trainers - 1)
+    return dataclasses.replace(config, server=dataclasses.replace(config.server, backup_trainers=backups))
+
+
 def check_servers(mode: Mode, servers: int) -> None:
     """Refuse a number of servers, given as ``--servers``, that a mode cannot have.
 

@@ -26,7 +26,15 @@ from paramserver.cluster import (
     is_loopback,
     process_environ,
 )
-from paramserver.config import Config, config_from_mapping, differences, dump_yaml, num_servers_of, read_dumped
+from paramserver.config import (
+    Config,
+    config_from_mapping,
+    differences,
+    dump_yaml,
+    num_servers_of,
+    read_dumped,
+    with_trainers,
+)
 from paramserver.config.deadlines import FROZEN_S
 from paramserver.distributed.abort_sockets import OpenedSockets
 from paramserver.distributed.remote_error import RemoteError
@@ -393,8 +401,9 @@ class _Attempt:
                 raise
             store = _in_generation(self.base, identity, generation)
             # Compare before claiming: a rank that is refused can be started again with the right configuration.
-            compare_config(store, self.config, identity, timeout_s, same_world=generation == 1 and not joins)
             ranks = tuple(json.loads(_get(store, "trainers", timeout_s, "the list of trainers")))
+            same_world = generation == 1 and not joins
+            compare_config(store, self.config, identity, timeout_s, None if same_world else len(ranks))
             if rank < servers or rank in ranks:
                 claim_rank(store, identity, replaces)
                 everyone = [*range(servers), *ranks]
@@ -661,8 +670,12 @@ def publish_config(store: Store, config: Config, identity: ProcessIdentity) -> N
     store.set("config", dump_yaml(config))
 
 
-def compare_config(store: Store, config: Config, identity: ProcessIdentity, timeout_s: float, same_world: bool) -> None:
+def compare_config(
+    store: Store, config: Config, identity: ProcessIdentity, timeout_s: float, trainers: int | None = None
+) -> None:
     """Compare with the configuration that rank 0 has put into the store.
+
+    In a later generation than the first, rank 0 decides how many trainers there are, whatever number both have.
 
     Raises:
         UnsupportedConfiguration: keys differ that may not differ between hosts, or rank 0 is that of another run.
@@ -676,9 +689,8 @@ def compare_config(store: Store, config: Config, identity: ProcessIdentity, time
             f"{identity.name()} is of {identity.step}, and {identity.name(0)} at {where} of {step}; give each run its "
             "own --master_port"
         )
-    # The trainers of a later generation are those that rank 0 names.
-    own_keys = _OWN_KEYS if same_world else (*_OWN_KEYS, "cluster.num_trainers")
-    lines = [line for line in differences(config_of_zero, config) if not line.startswith(own_keys)]
+    both = [one if trainers is None else with_trainers(one, trainers) for one in (config_of_zero, config)]
+    lines = [line for line in differences(*both) if not line.startswith(_OWN_KEYS)]
     if lines:
         raise UnsupportedConfiguration(
             f"{identity.name()} has another configuration than {identity.name(0)} ({'; '.join(lines)}); "

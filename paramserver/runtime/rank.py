@@ -43,7 +43,7 @@ from paramserver.config import (
     roles,
     server_computes,
     trainer_of,
-    with_world_size,
+    with_trainers,
     world_size_of,
 )
 from paramserver.config.deadlines import GRACE_S, HURRY_S, LAST_WRITE_S
@@ -551,7 +551,7 @@ class RankSession:
 def _in_generation(process: ProcessContext, rendezvous: Rendezvous) -> ProcessContext:
     """Return the context of a process in a generation, which may have other trainers than the run began with."""
     ranks, role, rank = rendezvous.trainer_ranks, process.role, process.identity.global_rank
-    config = with_world_size(process.config, num_servers_of(process.config) + len(ranks))
+    config = with_trainers(process.config, len(ranks))
     if role.kind == "trainer":
         role = replace(role, trainer_index=ranks.index(rank))
     identity = replace(process.identity, world_size=world_size_of(config))
@@ -629,9 +629,10 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
         remove_leftovers(run.checkpoints_dir)
         run.remove_half_written()
         run.summary_file.unlink(missing_ok=True)
-        # As the user gave it; see ``run_rank``.
+        # As the user gave them; see ``run_rank``.
         cluster = replace(config.cluster, max_restarts=plan.config.cluster.max_restarts)
-        write_text(run.config_file, dump_yaml(replace(config, cluster=cluster, server=plan.config.server)))
+        server = replace(config.server, on_loss=plan.config.server.on_loss)
+        write_text(run.config_file, dump_yaml(replace(config, cluster=cluster, server=server)))
         about = environment_record(list(plan.command))
         if not mode_of(config).single_process:
             identity = process.identity
@@ -672,6 +673,8 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
         )
         if from_memory is not None:
             monitor.note(from_memory)
+        if (backups := config.server.backup_trainers) != (given := plan.config.server.backup_trainers):
+            monitor.note(f"server.backup_trainers is {backups} and not {given}, as there are too few trainers for more")
         if prometheus is not None:
             monitor.note(f"Prometheus can scrape this run at {prometheus.address}")
         try:

@@ -257,7 +257,7 @@ def check_hosts(found: Diagnosis, config: Config, identity: ProcessIdentity) -> 
             publish_config(store, config, identity)
         else:
             try:
-                compare_config(store, config, identity, timeout_s, same_world=True)
+                compare_config(store, config, identity, timeout_s)
             except UnsupportedConfiguration as error:
                 found.refusal(error)
             except DeadlineExceeded as late:  # the first message that does not fit into one packet

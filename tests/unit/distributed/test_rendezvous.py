@@ -6,12 +6,12 @@ import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from paramserver.cluster import ProcessIdentity, bind_listener
 from paramserver.cluster.network import JobToken
@@ -23,12 +23,14 @@ from paramserver.config import (
     ServerConfig,
     TrainingConfig,
     dump_yaml,
+    with_trainers,
 )
 from paramserver.distributed import rendezvous as rendezvous_module
 from paramserver.distributed.remote_error import RemoteError
 from paramserver.distributed.rendezvous import (
     LeftRun,
     Rendezvous,
+    compare_config,
     enter_attempt,
     fetch_config,
     host_identity,
@@ -402,7 +404,8 @@ def first_requests(store):
 
 def test_a_trainer_asks_to_join_until_a_view_includes_it():
     with agents_store() as store, threads(1) as pool:
-        zero = joined(0, 1, store.port, hosted=True, trainer_ranks=())
+        set_first_view(store, {"rank/1": "node7, process 42"})
+        zero = joined(0, 2, store.port, hosted=True, trainer_ranks=(1,))
         asking = pool.submit(joined, 5, 6, store.port, hosted=True, joins=True)
         requests = first_requests(zero.root)
         assert list(requests.values()) == [ResizeRequest("join", 5)]
@@ -413,7 +416,8 @@ def test_a_trainer_asks_to_join_until_a_view_includes_it():
 
 def test_a_trainer_that_is_refused_says_why():
     with agents_store() as store, threads(1) as pool:
-        zero = joined(0, 1, store.port, hosted=True, trainer_ranks=())
+        set_first_view(store, {"rank/1": "node7, process 42"})
+        zero = joined(0, 2, store.port, hosted=True, trainer_ranks=(1,))
         asking = pool.submit(joined, 5, 6, store.port, hosted=True, joins=True)
         requests = first_requests(zero.root)
         refuse(zero.root, requests, "the reason")
@@ -451,6 +455,18 @@ def test_differing_keys_are_named_with_both_values():
     assert str(error).startswith("rank 1 has another configuration than rank 0 (")
     for word in ("training.batch_size", "16", "32", "seed", "start all ranks with the same one"):
         assert word in str(error)
+
+
+@pytest.mark.parametrize(("trainers", "differs"), [(1, False), (2, True)])
+def test_what_follows_from_the_trainers_of_a_later_generation_may_differ(trainers, differs):
+    """Rank 0 may have started again with the config that it stored when there was one trainer."""
+    cluster = ClusterConfig(num_servers=1, num_trainers=2)
+    first = Config(task="module:Task", cluster=cluster, server=ServerConfig(backup_trainers=1))
+    store, stored = HashStore(), with_trainers(first, 1)
+    store.set("config", dump_yaml(stored))
+    identity = ProcessIdentity(2, 3, 2, 3, 0, HOST, 0, False, "job", "flags")
+    with pytest.raises(UnsupportedConfiguration, match="backup_trainers: 0 -> 1") if differs else nullcontext():
+        compare_config(store, first, identity, 5.0, trainers)
 
 
 def test_keys_of_a_host_may_differ():
@@ -649,7 +665,7 @@ def test_the_store_of_another_run_is_reported_as_such():
             joined(1, 2, store.port, SHORT_S, job="mine")
 
 
-@pytest.mark.parametrize(("generation", "missing"), [(None, "the start of rank 0"), ("1", "rank 0's configuration")])
+@pytest.mark.parametrize(("generation", "missing"), [(None, "the start of rank 0"), ("1", "the list of trainers")])
 def test_a_value_of_rank_zero_that_never_comes_is_abandoned(generation, missing):
     with agents_store() as store:
         if generation is not None:

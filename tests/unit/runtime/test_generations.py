@@ -1,18 +1,23 @@
 """What a process makes of a generation that follows a loss: its task and its config. Without other processes."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
+import torch
 from tasks import ReferenceTask
 
 from paramserver.checkpoint import ChunkedFile, pack
-from paramserver.config import CheckpointConfig, ClusterConfig, Config
-from paramserver.context import Kept
+from paramserver.cluster import ProcessIdentity
+from paramserver.config import CheckpointConfig, ClusterConfig, Config, Role, ServerConfig, load_config
+from paramserver.context import Kept, ProcessContext
+from paramserver.devices import Placement
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint, load_for_resume
 from paramserver.runs.monitor import RunMonitor
 from paramserver.runs.rundir import RunDir
-from paramserver.runtime.rank import RankSession
+from paramserver.runtime.rank import RankPlan, RankSession, _in_generation, _open_run
 
 CONFIG = Config(
     mode="rpc", cluster=ClusterConfig(num_trainers=3), checkpoint=CheckpointConfig(every=0, background=False)
@@ -59,3 +64,28 @@ def test_a_task_is_made_anew_unless_the_checkpoint_has_a_state_of_it(tmp_path):
         session._renew_task(process, with_state)
         renewed.append(session.task is not task)
     assert renewed == [False, True, False]
+
+
+@pytest.mark.parametrize(("trainers", "backups"), [((2,), 0), ((2, 3), 1), ((1, 2, 3), 2)])
+def test_the_config_of_fewer_trainers_can_be_read_again(tmp_path, trainers, backups):
+    """Trainers that are given up may be more than those that have to stay beside the backups."""
+    config = Config(
+        task="tasks:ReferenceTask",
+        mode="rpc",
+        cluster=ClusterConfig(num_servers=1, num_trainers=3),
+        server=ServerConfig(consistency="sync", backup_trainers=2),
+    )
+    identity = ProcessIdentity(0, 4, 0, 4, 0, "127.0.0.1", 1, False, "job", "flags")
+    placement = Placement((torch.device("cpu"),), "gloo")
+    process = ProcessContext(config, identity, Role(0, "server", server_index=0), 3, placement)
+    process = _in_generation(process, SimpleNamespace(trainer_ranks=trainers))
+    run = RunDir(tmp_path)
+    session = SimpleNamespace(generation=2, trainer_ranks=trainers, resize=None, task=ReferenceTask())
+    with _open_run(RankPlan(config, identity, (), run=run, restarted=True), process, session) as checkpoints:
+        checkpoints.suspend()
+    stored = load_config(run.config_file)
+    assert stored == process.config
+    assert (stored.cluster.num_trainers, stored.server.backup_trainers) == (len(trainers), backups)
+    records = map(json.loads, run.metrics_file.read_text().splitlines())
+    notes = [record["text"].partition(",")[0] for record in records if record["kind"] == "note"]
+    assert notes == ([] if backups == 2 else [f"server.backup_trainers is {backups} and not 2"])
