@@ -544,6 +544,12 @@ class CheckpointManager:
             )
         )
 
+    def wait_written(self, timeout_s: float) -> None:
+        """Wait until what was submitted is written, replaced, or has failed, on the disk and in memory."""
+        for writer in (self.writer, self._memory):
+            if writer is not None:
+                writer.wait(timeout_s)
+
     def suspend(self) -> None:
         """Finish what is being written, and close the records without a summary: another generation follows."""
         try:

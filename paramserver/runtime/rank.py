@@ -905,7 +905,7 @@ def _serve(
         totals.extend(server.roster.all_totals())
         if num_servers_of(config) > 1:
             with process.stop_limit.paused():
-                checkpoints.writer.wait(LAST_WRITE_S)  # it may read rows of the other servers
+                checkpoints.wait_written(LAST_WRITE_S)  # writers may read rows of the other servers
             if checkpoints.writer.lost is not None:
                 server.run.fail(checkpoints.writer.lost)
         server.roster.coordinator.shut_down(server.run.error or server.run.last_decision, _DISCONNECT_S)

@@ -1,5 +1,6 @@
 """Embedding tables (docs/tables.md): their gradients have the rows of a batch, and updates are exact in every mode."""
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -228,6 +229,19 @@ def test_a_table_that_is_not_finite_is_named(tmp_path):
     assert "NotFinite: step 4: parameter table0.weight is NaN or infinite and must be finite" in run.output
     assert run.code == 1
     assert run.checkpoints == []
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_in_memory_may_read_rows_of_other_servers_after_the_last_step(tmp_path):
+    """It waits for the one before, and ends after the last one on the disk."""
+    memory = {"every": 0, "memory_every": 1, "memory_folder": str(tmp_path)}
+    training = {"max_steps": 12, "clip_grad_norm": None, "validate_every": 0}
+    config = tables("SlowlyWritten", shapes=((2_200_000, 4),), training=training) | {"checkpoint": memory}
+    run = train(tmp_path, "rpc", 1, **config, cluster={"num_servers": 2}, server={"transport": "rpc"})
+    written = [(record["step"], record["reason"]) for record in run.of_kind("checkpoint")]
+    assert written[-2:] == [(12, "end"), (12, "memory")]
+    assert "is lost" not in run.log(0)
+    assert json.loads((run.run_dir / "losses.json").read_text())["view"] == 1
 
 
 @pytest.mark.parametrize("lost", ["server:1", "server:0"])
