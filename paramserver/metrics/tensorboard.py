@@ -114,18 +114,18 @@ def _histograms(record: Record) -> Iterator[tuple[str, Mapping[str, int]]]:
 
 
 def _histogram_fields(histogram: Mapping[str, int]) -> dict[str, Any]:
-    """Return the fields of TensorBoard's histogram, with one bucket per value."""
+    """Return the fields of TensorBoard's histogram, with one bucket per value that occurs and one per gap."""
     counts = {int(value): count for value, count in histogram.items()}
-    values = range(min(counts), max(counts) + 1)
+    # Halfway between whole numbers, on both sides of each value: a gap of any width is one empty bucket.
+    limits = sorted({value + side for value in counts for side in (-0.5, 0.5)})[1:]
     return {
-        "min": values[0],
-        "max": values[-1],
+        "min": min(counts),
+        "max": max(counts),
         "num": sum(counts.values()),
         "sum": sum(value * count for value, count in counts.items()),
         "sum_squares": sum(value * value * count for value, count in counts.items()),
-        # Limits between the whole numbers, so that each value is alone in its bucket.
-        "bucket_limit": [value + 0.5 for value in values],
-        "bucket": [counts.get(value, 0) for value in values],
+        "bucket_limit": limits,
+        "bucket": [counts.get(int(limit - 0.5), 0) for limit in limits],
     }
 
 

@@ -266,6 +266,18 @@ def test_tensorboard_shows_how_old_the_samples_are_that_were_served(tmp_path):
     assert (event.step, value.min, value.max, value.num, value.sum) == (2, 0, 3, 5, 3)
 
 
+def test_a_histogram_has_a_bucket_for_each_value_that_occurs_however_large_it_is(tmp_path):
+    histogram = {"2": 4, "3": 1, "5": 2, "1000000": 1}
+    with TensorBoard(tmp_path) as sink:
+        sink.write(record("buffer", 1, trainer=0, population=1, seen_histogram=histogram))
+    accumulator = EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    [event] = accumulator.Histograms("buffer/trainer-0/seen")
+    value = event.histogram_value
+    assert list(value.bucket_limit) == [2.5, 3.5, 4.5, 5.5, 999999.5, 1000000.5]
+    assert list(value.bucket) == [4, 1, 0, 2, 0, 1]
+
+
 def test_tensorboard_is_purged_from_the_step_given(tmp_path):
     with TensorBoard(tmp_path) as sink:
         for step in (10, 20, 30):
