@@ -284,9 +284,12 @@ class RunMonitor:
     # The end.
 
     def suspend(self) -> None:
-        """Close the sink; the run continues with another monitor."""
-        self._sink.close()
-        self._end_session()
+        """Write what trainers have logged, and close the sink; the run continues with another monitor."""
+        try:
+            self.write_logged()
+        finally:
+            self._sink.close()
+            self._end_session()
 
     def _end_session(self) -> None:
         if self.losses is not None:

@@ -5,7 +5,10 @@ import random
 
 import pytest
 
+from paramserver.config import ClusterConfig, Config
+from paramserver.metrics import FanOut, Sink
 from paramserver.metrics.records import LogReducer, make_record
+from paramserver.runs.monitor import RunMonitor
 
 
 def log(step, trainer, value, reduce="mean", weight=1, name="gap"):
@@ -105,3 +108,25 @@ def test_what_is_logged_at_the_end_waits_for_all_trainers():
     assert reducer.add(log(1, 2.0, at_end=True)) == []
     assert [(record["step"], record["value"], record["trainers"]) for record in reducer.flush()] == [(10, 3.0, 2)]
     assert reducer.flush() == []
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+def test_what_is_logged_in_the_last_step_of_a_session_is_written_before_another_one_follows(tmp_path, at_end):
+    """Such as in ``on_checkpoint`` of the checkpoint from which other trainers continue."""
+
+    class Kept(Sink):
+        def write(self, record):
+            written.append(record)
+
+        def close(self):
+            written.append({"kind": "closed"})
+
+    written = []
+    config = Config(mode="rpc", cluster=ClusterConfig(num_trainers=2))
+    monitor = RunMonitor(config, FanOut([Kept()]), tmp_path / "summary.json")
+    monitor.write_logged(10)  # the checkpoint is committed
+    for trainer in (0, 1):
+        monitor.record({**log(10, trainer, 2.0 * trainer), **({"at_end": True} if at_end else {})})
+    monitor.suspend()
+    assert [record["kind"] for record in written] == ["log", "log", "reduced", "closed"]
+    assert values(written[2:3]) == [(10, "gap", 1.0, 2)]
