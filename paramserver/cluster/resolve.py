@@ -137,7 +137,7 @@ def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> Proc
         identity = _with_servers(identity, flags, config)
     started_by = "--world_size" if identity.source == FlagEnvironment.source else identity.source
     _check_world(config, flags, identity.world_size, started_by)
-    if config.cluster.elastic and identity.launch:
+    if config.cluster.elastic and environment.ends_all_ranks:
         raise UnsupportedConfiguration(
             f"cluster.elastic (True) must be false under {identity.source}, which fixes the number of processes; set "
             "it to false, or start the ranks in another way"

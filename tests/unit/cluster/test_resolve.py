@@ -364,6 +364,17 @@ def test_other_flags_under_torchrun():
     )
 
 
+@pytest.mark.parametrize("flags", [NO_FLAGS, RankFlags(master_port=2222)])
+@pytest.mark.parametrize("hosted", ["True", "False"])
+def test_trainers_join_under_no_launcher_that_ends_all_ranks_after_a_loss(flags, hosted):
+    """Wherever the store is: it is rank 0's own with another port, or if torchrun does not share that of its agent."""
+    environ = torchrun(TORCHELASTIC_USE_AGENT_STORE=hosted)
+    message = "cluster.elastic (True) must be false under torchrun, which fixes the number of processes"
+    assert refused(flags, environ, config(elastic=True)).startswith(message)
+    by_hand = {"RANK": "0", "WORLD_SIZE": "4"}
+    assert resolve_identity(flags, by_hand, config(elastic=True)).source == "environment"
+
+
 def test_each_environment_detects_itself_only():
     by_hand = {"RANK": "0", "WORLD_SIZE": "2"}
     assert [e.detect(torchrun(), NO_FLAGS) for e in ENVIRONMENTS] == [False, True, True, False]
