@@ -288,7 +288,7 @@ _LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("steps", _steps),
     ("samples", _samples),
     ("time", lambda summary: "-" if (s := summary.get("seconds")) is None else f"{s:.1f} s"),
-    ("recovery", lambda summary: f"{s:.1f} s after losses" if (s := summary.get("recovery_s")) else ""),
+    ("recovery", lambda summary: f"{s:.1f} s between sessions" if (s := summary.get("recovery_s")) else ""),
     ("speed", lambda summary: "" if (rate := summary.get("samples_per_second")) is None else f"{rate:.0f} samples/s"),
     ("train loss", _train_loss),
     ("valid", _validation),

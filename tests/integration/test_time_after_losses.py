@@ -40,5 +40,5 @@ def test_all_sessions_count_and_the_time_between_them_does_not(tmp_path, mode):
     assert summary["recovery_s"] > 0
     assert summary["seconds"] + summary["recovery_s"] < elapsed_s
     assert summary["samples_per_second"] == summary["samples"] / summary["seconds"]
-    assert "after losses" in finished.output
+    assert "s between sessions" in finished.output
     assert not (finished.run_dir / ".session").exists()

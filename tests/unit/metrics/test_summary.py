@@ -57,7 +57,7 @@ def test_everything_is_told_in_aligned_lines(tmp_path):
         "steps": "1000",
         "samples": "64000 applied, 64032 served, 32 left",
         "time": "12.3 s",
-        "recovery": "3.2 s after losses",
+        "recovery": "3.2 s between sessions",
         "speed": "5203 samples/s",
         "train loss": "0.1235",
         "valid": "loss 0.25, accuracy 0.98",
@@ -121,6 +121,13 @@ def test_a_run_that_failed_before_its_trainers_reported_shows_no_figure_that_was
     assert told["steps"] == "3"
     assert not told.keys() & {"step", "phases", "overlapped"}
     assert " 0 ms" not in summary_text(summary, tmp_path)
+
+
+def test_a_run_that_lost_nothing_shows_no_loss(tmp_path):
+    """Also between the sessions of a run whose trainers joined or left."""
+    text = summary_text({**FULL, "faults": [], "restarts": 0}, tmp_path)
+    assert fields(text)["recovery"] == "3.2 s between sessions"
+    assert "losses" not in text
 
 
 def test_a_loss_that_is_not_a_number_is_told_as_such():
