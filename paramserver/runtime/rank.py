@@ -94,6 +94,7 @@ from paramserver.runs.rundir import (
     check_log_folder,
     environment_record,
     not_writable,
+    read_mapping,
     supersede_metrics,
     write_json,
     write_text,
@@ -634,6 +635,8 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
         server = replace(config.server, on_loss=plan.config.server.on_loss)
         write_text(run.config_file, dump_yaml(replace(config, cluster=cluster, server=server)))
         about = environment_record(list(plan.command))
+        if plan.restarted:  # a further session of the same start
+            about["started"] = read_mapping(run.environment_file, json.loads).get("started", about["started"])
         if not mode_of(config).single_process:
             identity = process.identity
             address = {"master_addr": identity.master_addr, "master_port": identity.master_port}

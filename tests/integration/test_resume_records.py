@@ -1,8 +1,20 @@
 """metrics.jsonl of a run that was stopped continues without gap and without overlap."""
 
+import json
+
 import pytest
 import torch
-from launching import TASKS, buffer_records, launch, resume, resume_in_process, run_in_process, train
+from launching import (
+    TASKS,
+    buffer_records,
+    launch,
+    main_in_process,
+    resume,
+    resume_in_process,
+    run_in_process,
+    train,
+    write_config,
+)
 from logging_tasks import OF_A_START
 
 from paramserver.metrics.records import RecordWindow, StepResult
@@ -65,6 +77,22 @@ def test_killed_and_resumed_it_has_the_records_of_a_run_that_was_not(tmp_path, m
         if mode == "local":  # elsewhere what a trainer has not sent yet dies with it
             superseded = (run.run_dir / "metrics.superseded.jsonl").read_text()
             assert '"name": "batch_start"' in superseded
+
+
+def test_a_run_that_continues_after_a_loss_keeps_the_time_of_its_start(tmp_path, monkeypatch):
+    def started(finished):
+        assert finished.code == 0, finished.output
+        return json.loads((finished.run_dir / "environment.json").read_text())["started"]
+
+    monkeypatch.setenv("PARAMSERVER_JOB_ID", "job")
+    run = run_in_process(tmp_path, training={"max_steps": 2})
+    first = started(run)
+    (run.run_dir / "summary.json").unlink()  # as if it had been killed
+    again = main_in_process("--config", write_config(tmp_path, training={"max_steps": 2}), "--set", "logging.name=run")
+    assert again[0] == 0, again[1]
+    assert "continues its run" in again[1]
+    assert started(run) == first
+    assert started(resume_in_process(run, "--set", "training.max_steps=3")) > first
 
 
 def test_each_record_has_the_step_that_it_was_made_for(tmp_path):
