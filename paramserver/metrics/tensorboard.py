@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +98,8 @@ def scalars(record: Record) -> list[Scalar]:
         [('valid/loss', 0.5), ('valid/accuracy', 0.75)]
     """
     kind = _KINDS.get(record["kind"])
-    return list(kind(record)) if kind else []
+    # A number of a list that is not finite is None when it is read from metrics.jsonl.
+    return [(tag, value) for tag, value in kind(record) if value is not None] if kind else []
 
 
 def _histograms(record: Record) -> Iterator[tuple[str, Mapping[str, int]]]:
@@ -132,15 +133,17 @@ def _histogram_fields(histogram: Mapping[str, int]) -> dict[str, Any]:
 class TensorBoard(Sink):
     """Writes TensorBoard event files. TensorBoard is imported at the first record that needs it.
 
-    The events of an earlier start are invalid from ``purge_step`` on: the resumed step plus one.
+    The events of earlier sessions are invalid from ``purge_step`` on, the step from which the run continues. ``kept``
+    are the records of it that stay valid, which are written again: TensorBoard purges whole steps.
 
     Raises:
         StorageError: the folder was removed or moved; noticed by the next ``write``.
     """
 
-    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+    def __init__(self, folder: Path, purge_step: int | None = None, kept: Sequence[Record] = ()) -> None:
         self.folder = folder
         self.purge_step = purge_step
+        self._kept = kept
         self._writer: SummaryWriter | None = None
 
     def write(self, record: Record) -> None:
@@ -177,6 +180,8 @@ class TensorBoard(Sink):
 
             # ``purge_step`` makes TensorBoard hide the events of steps that a resumed run makes again.
             self._writer = SummaryWriter(str(self.folder), purge_step=self.purge_step)
+            for record in self._kept:
+                self.write(record)
         return self._writer
 
     def close(self) -> None:
@@ -215,8 +220,7 @@ class Csv(Sink):
 
     def _write_rows(self, record: Record) -> None:
         for name, value in scalars(record):
-            if value is not None:
-                self._writer.writerow((record.get("step"), record["time"], name, float(value)))
+            self._writer.writerow((record.get("step"), record["time"], name, float(value)))
 
     def close(self) -> None:
         self._file.close()

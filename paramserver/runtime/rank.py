@@ -82,6 +82,7 @@ from paramserver.importing import load_object, source_file
 from paramserver.metrics import Csv, FanOut, JsonLines, Prometheus, Sink, TensorBoard, make_sinks
 from paramserver.metrics.profile import StepProfiler
 from paramserver.metrics.records import Record, TrainerTotals, make_record
+from paramserver.metrics.sinks import read_records
 from paramserver.platform import num_usable_cores
 from paramserver.process_utils import Watchdog
 from paramserver.runs.attempt import furthest_step, reserve_run
@@ -651,8 +652,9 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
             supersede_metrics(run.metrics_file, 0)
         sinks: list[Sink] = [JsonLines(run.metrics_file)]
         if config.logging.tensorboard:
-            purge_step = first_step + 1 if resume is not None or plan.restarted else None
-            sinks.append(TensorBoard(run.tensorboard_dir, purge_step))
+            purge_step = first_step if resume is not None or plan.restarted else None
+            kept = [record for record in read_records(run.metrics_file) if record.get("step") == purge_step]
+            sinks.append(TensorBoard(run.tensorboard_dir, purge_step, kept))
         if "csv" in config.logging.sinks:
             sinks.append(Csv(run.csv_file, run.metrics_file))
         fan_out = FanOut([*sinks, *own_sinks], kept=plan.sinks)

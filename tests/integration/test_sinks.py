@@ -100,6 +100,23 @@ def test_the_table_has_every_curve_and_a_resume_continues_it(tmp_path, mode):
     assert steps == [str(step) for step in range(1, 13)]
 
 
+@pytest.mark.parametrize("log_every", [5, 10])
+def test_tensorboard_shows_the_curves_of_a_run_that_was_not_stopped(tmp_path, log_every):
+    """Without those of the last step of a start, or with them where they were due then: each point once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    training = {"max_steps": 15, "batch_size": 8, "validate_every": 2 * log_every}
+    logging = {"sinks": ["csv"], "tensorboard": True, "log_every": log_every}
+    run = run_in_process(tmp_path, training=training, logging=logging, checkpoint={"background": False})
+    resumed = resume_in_process(run, "--set", "training.max_steps=30")
+    assert resumed.code == 0, resumed.output
+    events = EventAccumulator(str(run.run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    shown = [(name, event.step) for name in events.Tags()["scalars"] for event in events.Scalars(name)]
+    assert sorted(shown) == sorted((row["name"], int(row["step"])) for row in table(run))
+    assert [step for name, step in shown if name == "train/loss"] == list(range(log_every, 31, log_every))
+
+
 def test_a_resume_that_is_refused_leaves_the_table_as_it_was(tmp_path):
     run = run_in_process(tmp_path, **CONFIG, logging={"sinks": ["csv"]})
     before = (run.run_dir / "metrics.csv").read_bytes()
