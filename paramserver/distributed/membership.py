@@ -139,6 +139,11 @@ class Members:
         with self._changed:
             return [m for m in self._members.values() if not (m.left or m.lost)]
 
+    def not_lost(self) -> list[Member]:
+        """Return the members that have joined and are not lost, also those that have left."""
+        with self._changed:
+            return [m for m in self._members.values() if not m.lost]
+
     def overdue(self, lost_after_s: float) -> list[Member]:
         """Return the present members whose last heartbeat is older than ``lost_after_s``."""
         now = self._clock()

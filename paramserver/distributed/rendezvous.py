@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -173,6 +173,10 @@ class Rendezvous:
     def holder_of_rank(self, global_rank: int) -> str:
         """Return host and process id of a rank that has joined."""
         return self.get(f"rank/{global_rank}")
+
+    def replaced(self, processes: Mapping[int, str]) -> list[int]:
+        """Return the trainers' ranks that other processes hold than ``processes``, which has host and process id."""
+        return [r for r in self.trainer_ranks if r in processes and self.holder_of_rank(r) != processes[r]]
 
     def release_rank(self, global_rank: int, holder: str) -> None:
         """Let another process join as this rank, whose process ``holder`` is lost."""

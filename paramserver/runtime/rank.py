@@ -245,10 +245,13 @@ class RankSession:
     store: Store | None = None  # on rank 0, that of an earlier session
     trainer_ranks: tuple[int, ...] | None = None
     resize: Resize | None = None  # on rank 0, the reason why this session begins, if that is a request
+    # On rank 0, the processes of the trainers that were not lost, by their ranks; those of the earlier session first.
+    processes: Mapping[int, str] = field(default_factory=dict)
     next_resize: Resize | None = field(default=None, init=False)
     generation: int = field(default=0, init=False)
     joined: bool = field(default=False, init=False)
     peer: str = field(default="", init=False)
+    replaced: Sequence[int] = field(default=(), init=False)
 
     def run(self) -> dict[str, Any] | None:
         """Take part in the run until it ends; returns and raises as ``run_rank``."""
@@ -286,7 +289,7 @@ class RankSession:
                 # Again: the name of rank 0 may be known only now.
                 choose_interface(process_environ(), config.cluster.interface, identity.master_addr)
                 self.generation, self.store = rendezvous.generation, rendezvous.base
-                self.trainer_ranks = rendezvous.trainer_ranks
+                self.trainer_ranks, self.replaced = rendezvous.trainer_ranks, rendezvous.replaced(self.processes)
                 process = replace(_in_generation(process, rendezvous), is_newcomer=self._is_newcomer)
                 set_role(process.role)
                 self.peer = rendezvous.holder_of_rank(0)
@@ -502,6 +505,7 @@ class RankSession:
             store,
             self.trainer_ranks,
             self.next_resize,
+            self.processes,
         )
 
     def _check_interrupt(self, loss: PeerLost) -> None:
@@ -628,6 +632,10 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
             losses.return_to(first_step, furthest_step(run.metrics_file), generation, ranks, lost)
         else:
             losses.begin(generation, ranks)
+        for rank in session.replaced:  # no server noticed it: the trainer had left the earlier generation
+            text = "is lost between two generations of the run, and another process takes its place"
+            losses.add_fault(first_step, f"trainer {ranks.index(rank)} {text}")
+            losses.add_restart()
         remove_leftovers(run.checkpoints_dir)
         run.remove_half_written()
         run.summary_file.unlink(missing_ok=True)
@@ -908,6 +916,8 @@ def _serve(
         server.roster.members.wait_for_disconnects(_DISCONNECT_S)  # no live trainer needs this server any more
     finally:
         totals.extend(server.roster.all_totals())
+        members = server.roster.members.not_lost()
+        session.processes = {rendezvous.trainer_ranks[one.index]: one.host_and_pid for one in members}
         if num_servers_of(config) > 1:
             with process.stop_limit.paused():
                 checkpoints.wait_written(LAST_WRITE_S)  # writers may read rows of the other servers

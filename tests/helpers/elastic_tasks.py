@@ -1,5 +1,6 @@
 """Tasks of runs whose trainers join and leave: what was applied can be counted."""
 
+import logging
 import os
 import select
 import signal
@@ -64,6 +65,20 @@ class CountsUpdates(CountsSamples):
     def training_step(self, model, batch, batch_idx):
         super().training_step(model, batch, batch_idx)
         return -model.weights.sum()
+
+
+class DiesBetweenGenerations(CountsSamples):
+    """The first process of trainer 1 dies after it has left a generation, before it joins another one."""
+
+    def on_train_start(self):
+        if self.trainer.trainer_index == 1:
+            logging.getLogger("paramserver").addFilter(self._die_before_another)
+
+    def _die_before_another(self, record):
+        if "this process joins again" in record.getMessage() and not (self.folder / "died").exists():
+            (self.folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
 
 
 class Opaque(CountsSamples):

@@ -215,6 +215,21 @@ def test_the_server_comes_back_to_trainers_that_have_joined(start):
     assert_applied_once(finished)
 
 
+@pytest.mark.nightly
+def test_a_trainer_that_dies_between_two_generations_is_a_loss(start):
+    """No server notices it: the trainer has left the first one, and takes no part in the second one yet."""
+    job = start(task="DiesBetweenGenerations", server={"consistency": "async"})
+    job.wait_for("run", lambda: job.records("train"))
+    joined = job.join()
+    job.wait_for_trainers([1, 2, 3])
+    finished = job.finish()
+    assert joined.wait(LIMIT_S) == 0, joined.output.read_text()
+    (fault,) = finished.summary["faults"]
+    assert fault["text"].startswith("trainer 1 is lost between two generations of the run")
+    assert (finished.summary["restarts"], finished.summary["updates_redone"]) == (1, 0)
+    assert_applied_once(finished)
+
+
 def test_the_others_serve_the_data_of_a_trainer_that_nobody_replaces(start):
     job = start(
         cluster={"elastic": False, "num_trainers": 3, "max_restarts": 1, "timeout_s": 4},

@@ -358,6 +358,15 @@ def test_a_rank_that_another_process_has_taken_is_not_released():
         assert zero.holder_of_rank(1) == "node8, process 43"
 
 
+def test_rank_zero_knows_whether_another_process_has_a_rank_than_before():
+    """Of trainers that were in the earlier generation and were not lost in it."""
+    with agents_store() as store, threads(1) as pool:
+        zero = pool.submit(joined, 0, 2, store.port, hosted=True)
+        own = joined(1, 2, store.port, hosted=True).host_and_pid
+        assert zero.result(LONG_S).replaced({1: "node7, process 42", 2: "node7, process 43"}) == [1]
+        assert zero.result(LONG_S).replaced({1: own}) == zero.result(LONG_S).replaced({}) == []
+
+
 def test_a_process_that_joins_a_run_that_has_started_waits_for_no_lost_rank():
     with agents_store() as store:
         set_first_view(store, {"config": dump_yaml(config()), "full": ""})
