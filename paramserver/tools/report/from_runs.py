@@ -334,7 +334,7 @@ def _notes(runs: Sequence[Run]) -> Iterable[str]:
 def _when(run: Run) -> str:
     """After how many steps a run was interrupted; a summary that rank 0 could not write lacks them."""
     if (steps := run.summary.get("steps")) is not None:
-        return f"after {plural(steps, 'step')}; its figures are of these" if steps else "before its first step"
+        return f"after {plural(steps, 'step')}" if steps else "before its first step"
     recorded = run.last_trained.get("step")
     return f"after {plural(recorded, 'step')} or more" if recorded else "before the first record of a step"
 

@@ -208,7 +208,7 @@ def test_a_run_that_failed_was_killed_or_was_interrupted(local, tmp_path, capsys
     assert code == 0
     assert "PeerLost: gone" in (tmp_path / "out" / "report.md").read_text()
     assert "has no summary.json: the run has not ended, or was killed" in (tmp_path / "out" / "report.md").read_text()
-    assert f"{stopped} was interrupted after 5 steps" in out
+    assert f"{stopped} was interrupted after 5 steps.\n" in out  # its figures are of fewer, if it was resumed
 
 
 @pytest.mark.parametrize("mode", ["rpc", "local"])
