@@ -19,7 +19,7 @@ from paramserver.cluster.base import DEFAULT_JOB
 from paramserver.cluster.network import JobToken, check_master_addr, hide_token, read_token
 from paramserver.cluster.resolve import FlagEnvironment
 from paramserver.config import Config, load_config, mode_of, num_servers_of, with_world_size
-from paramserver.errors import DeadlineExceeded, PeerLost, UnsupportedConfiguration
+from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, RunEnded, UnsupportedConfiguration
 from paramserver.importing import code_folders, torch_import_without_gc
 from paramserver.launch import CommandParser, report_error, run_command
 from paramserver.runs.resume import find_config_file, open_run
@@ -47,7 +47,7 @@ def make_leave_parser() -> argparse.ArgumentParser:
         prog="paramserver leave",
         description="Let one trainer of a running job leave it (mode rpc, cluster.elastic: true). The others save a "
         "checkpoint and continue from it, also with what is left of its data. SIGTERM to the trainer does the same.",
-        epilog="Exit codes: 0 it leaves, 1 the run does not answer, 2 the input is wrong.",
+        epilog="Exit codes: 0 it leaves, 1 the run does not answer or is over, 2 the input is wrong.",
     )
     _add_run(parser)
     parser.add_argument("--rank", type=int, required=True, metavar="N", help="of the trainer, as its log is named")
@@ -117,6 +117,7 @@ def _identity(config: Config, flags: RankFlags, job: str, token: JobToken | None
 def _join(arguments: argparse.Namespace, config: Config, identity: ProcessIdentity, folders: list[Path]) -> None:
     with torch_import_without_gc():
         from paramserver.distributed.resize import draw_rank
+        from paramserver.distributed.timeouts import poll_until
         from paramserver.runtime.rank import RankPlan, run_rank
 
     with _connect(identity) as (store, trainer_ranks):
@@ -125,11 +126,27 @@ def _join(arguments: argparse.Namespace, config: Config, identity: ProcessIdenti
     identity = _identity(config, flags, identity.job, identity.token)
     config = with_world_size(config, rank + 1)
     print(f"rank {rank} asks to join {arguments.run}", file=sys.stderr, flush=True)
-    run_rank(RankPlan(config, identity, folders, ends_process=True, joins=True, report=report_error))
+    try:
+        run_rank(RankPlan(config, identity, folders, ends_process=True, joins=True, report=report_error))
+    except PeerLost as loss:
+        # With rank 0, whose run may have ended in good order. Its summary is written a moment after that, or, if rank 0
+        # has answered that the run ends, after its last validation.
+        limit_s = config.cluster.timeout_s if isinstance(loss, RunEnded) else _ANSWER_S
+        status = poll_until(time.monotonic() + limit_s, lambda: _status(arguments.run), threading.Event())
+        if status == "interrupted":
+            raise Interrupted(f"the run in {arguments.run} was interrupted") from loss
+        if status != "completed":
+            raise
+        print(f"the run in {arguments.run} is over", file=sys.stderr, flush=True)
+
+
+def _status(run: Path) -> str | None:
+    """Return the status in the summary of a run; None before there is one."""
+    return read_mapping(RunDir(run).summary_file, json.loads).get("status")
 
 
 def _leave(arguments: argparse.Namespace, config: Config, identity: ProcessIdentity, folders: list[Path]) -> None:
-    from paramserver.distributed.resize import ResizeRequest, refusal, send_request
+    from paramserver.distributed.resize import OVER, ResizeRequest, refusal, send_request
     from paramserver.distributed.timeouts import poll_until
 
     rank, limit_s = arguments.rank, config.cluster.timeout_s
@@ -141,6 +158,8 @@ def _leave(arguments: argparse.Namespace, config: Config, identity: ProcessIdent
         try:
             key = send_request(store, ResizeRequest("leave", rank))
             answer = poll_until(time.monotonic() + limit_s, lambda: refusal(store, key), threading.Event())
+            if answer == OVER:
+                raise RunEnded(OVER)
         except PeerLost as error:  # with rank 0
             raise PeerLost(f"the run in {arguments.run} ended before rank {rank} left it") from error
     if answer is None:

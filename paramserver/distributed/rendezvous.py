@@ -38,7 +38,7 @@ from paramserver.config import (
 from paramserver.config.deadlines import FROZEN_S
 from paramserver.distributed.abort_sockets import OpenedSockets
 from paramserver.distributed.remote_error import RemoteError
-from paramserver.distributed.resize import ResizeRequest, has_left, refusal, send_request
+from paramserver.distributed.resize import OVER, ResizeRequest, has_left, refusal, send_request
 from paramserver.distributed.store_relay import (
     CURE,
     NoStore,
@@ -54,6 +54,7 @@ from paramserver.errors import (
     Interrupted,
     MissingRanks,
     PeerLost,
+    RunEnded,
     Unreachable,
     UnsupportedConfiguration,
 )
@@ -259,6 +260,7 @@ def join_rendezvous(
             job token.
         DeadlineExceeded: rank 0 cannot be reached, or ranks are missing, within ``cluster.timeout_s``.
         PeerLost: rank 0 ended meanwhile.
+        RunEnded: the run ends, which this process asked to join.
     """
     timeout_s = config.cluster.timeout_s
     deadline = time.monotonic() + timeout_s
@@ -430,7 +432,7 @@ class _Attempt:
             if identity.launch and not store.check(["view"]):
                 return None  # rank 0 may begin it in a later attempt
             if request is not None and (reason := refusal(store, request)):
-                raise UnsupportedConfiguration(reason)
+                raise RunEnded(reason) if reason == OVER else UnsupportedConfiguration(reason)
             try:
                 generation = int(_get(store, "view", timeout_s, "the start of rank 0"))
             except DeadlineExceeded as error:

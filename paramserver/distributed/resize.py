@@ -12,6 +12,9 @@ from torch._C._distributed_c10d import Store
 _COUNT = "requests"
 _RANKS = "ranks"
 
+OVER = "the run is over"
+"""The answer to requests that come when the run ends."""
+
 
 @dataclass(frozen=True)
 class ResizeRequest:

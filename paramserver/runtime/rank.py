@@ -60,7 +60,7 @@ from paramserver.devices import Placement, place_server, place_trainer, require_
 from paramserver.distributed.backends import require_rpc
 from paramserver.distributed.remote_error import RemoteError
 from paramserver.distributed.rendezvous import LeftRun, Rendezvous, job_store, join_rendezvous
-from paramserver.distributed.resize import ResizeRequest, mark_carried_out, pending_requests, refuse, resized
+from paramserver.distributed.resize import OVER, ResizeRequest, mark_carried_out, pending_requests, refuse, resized
 from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.errors import (
     CheckpointError,
@@ -1033,7 +1033,7 @@ def _resize(
     requests = pending_requests(rendezvous.root)
     if server.aggregator.ended:
         if server.aggregator.ends_run:
-            refuse(rendezvous.root, requests, "the run is over")
+            refuse(rendezvous.root, requests, OVER)
         return
     if requests and not _can_resize(server, config, rendezvous, requests):
         requests = {}

@@ -17,10 +17,13 @@ from elastic_tasks import SAMPLES
 from follower import following
 from launching import FinishedRun, environment, fork_server, free_port, resume, write_config
 
-from paramserver import elastic
-from paramserver.config import Config
+from paramserver import elastic, errors
+from paramserver.cluster import ProcessIdentity
+from paramserver.config import ClusterConfig, Config
 from paramserver.distributed import resize
 from paramserver.errors import PeerLost
+from paramserver.launch import run_command
+from paramserver.runtime import rank
 
 pytestmark = pytest.mark.processes
 
@@ -325,6 +328,24 @@ def test_a_trainer_that_is_to_leave_as_the_run_ends_has_no_error_of_rank_0(monke
     arguments = argparse.Namespace(run="runs/a", rank=2)
     with pytest.raises(PeerLost, match=r"^the run in runs/a ended before rank 2 left it$"):
         elastic._leave(arguments, Config(), None, [])
+
+
+@pytest.mark.parametrize("ended", ["PeerLost", "RunEnded"])
+@pytest.mark.parametrize(("status", "code"), [("completed", 0), ("interrupted", 3), ("failed", 1), (None, 1)])
+def test_a_trainer_that_asks_to_join_as_the_run_ends_ends_as_the_run_did(monkeypatch, tmp_path, ended, status, code):
+    def lose(*_):
+        if status is not None:
+            (tmp_path / "summary.json").write_text(json.dumps({"status": status}))
+        raise getattr(errors, ended)("rank 0 is gone, and its store with it (Connection reset by peer)")
+
+    monkeypatch.setattr(rank, "run_rank", lose)
+    monkeypatch.setattr(resize, "draw_rank", lambda *_: 3)
+    monkeypatch.setattr(elastic, "_ANSWER_S", 0.01)
+    monkeypatch.setattr(elastic, "_connect", lambda *_: contextlib.nullcontext((None, [1, 2])))
+    identity = ProcessIdentity(1, 2, 1, 2, 0, "127.0.0.1", 29500, False, "job", "join")
+    arguments = argparse.Namespace(run=tmp_path)
+    config = Config(mode="rpc", cluster=ClusterConfig(elastic=True, timeout_s=0.5))
+    assert run_command(lambda: elastic._join(arguments, config, identity, [])) == code
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,17 @@ from paramserver.distributed.rendezvous import (
     host_identity,
     join_rendezvous,
 )
-from paramserver.distributed.resize import ResizeRequest, mark_carried_out, pending_requests, refuse
+from paramserver.distributed.resize import OVER, ResizeRequest, mark_carried_out, pending_requests, refuse
 from paramserver.distributed.timeouts import poll_until
-from paramserver.errors import DeadlineExceeded, Evicted, Interrupted, MissingRanks, PeerLost, UnsupportedConfiguration
+from paramserver.errors import (
+    DeadlineExceeded,
+    Evicted,
+    Interrupted,
+    MissingRanks,
+    PeerLost,
+    RunEnded,
+    UnsupportedConfiguration,
+)
 
 HOST = "127.0.0.1"
 # Far more than a loaded machine needs; no test waits this long.
@@ -423,14 +431,15 @@ def test_a_trainer_asks_to_join_until_a_view_includes_it():
         assert asking.result(LONG_S).trainer_ranks == later.trainer_ranks == (5,)
 
 
-def test_a_trainer_that_is_refused_says_why():
+@pytest.mark.parametrize(("reason", "error"), [("the reason", UnsupportedConfiguration), (OVER, RunEnded)])
+def test_a_trainer_that_is_refused_says_why(reason, error):
     with agents_store() as store, threads(1) as pool:
         set_first_view(store, {"rank/1": "node7, process 42"})
         zero = joined(0, 2, store.port, hosted=True, trainer_ranks=(1,))
         asking = pool.submit(joined, 5, 6, store.port, hosted=True, joins=True)
         requests = first_requests(zero.root)
-        refuse(zero.root, requests, "the reason")
-        with pytest.raises(UnsupportedConfiguration, match=r"^the reason$"):
+        refuse(zero.root, requests, reason)
+        with pytest.raises(error, match=f"^{reason}$"):
             asking.result(LONG_S)
 
 
