@@ -35,6 +35,7 @@ from paramserver.distributed.rendezvous import (
     fetch_config,
     host_identity,
     join_rendezvous,
+    publish_config,
 )
 from paramserver.distributed.resize import OVER, ResizeRequest, mark_carried_out, pending_requests, refuse
 from paramserver.distributed.timeouts import poll_until
@@ -481,7 +482,7 @@ def test_what_follows_from_the_trainers_of_a_later_generation_may_differ(trainer
     cluster = ClusterConfig(num_servers=1, num_trainers=2)
     first = Config(task="module:Task", cluster=cluster, server=ServerConfig(backup_trainers=1))
     store, stored = HashStore(), with_trainers(first, 1)
-    store.set("config", dump_yaml(stored))
+    publish_config(store, stored, ProcessIdentity(0, 3, 0, 3, 0, HOST, 0, False, "job", "flags"))
     identity = ProcessIdentity(2, 3, 2, 3, 0, HOST, 0, False, "job", "flags")
     with pytest.raises(UnsupportedConfiguration, match="backup_trainers: 0 -> 1") if differs else nullcontext():
         compare_config(store, first, identity, 5.0, trainers)

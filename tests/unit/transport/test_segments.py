@@ -103,6 +103,7 @@ def files(pid: int | str = "self") -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_pages_left():
+    gc.collect()  # a server of an earlier test ends with its cycles of references
     before = files()
     yield
     gc.collect()
