@@ -451,9 +451,9 @@ class Trainer(ABC):
             retain_graph: as in ``Tensor.backward``.
 
         Raises:
-            TaskError: there is no such optimizer, another trainer made another call, a backward of the task has left a
-                gradient, or the loss depends on none of its parameters, or on values of parameters that an update has
-                replaced.
+            TaskError: there is no such optimizer, another trainer made another call, a backward in ``training_step``
+                has left a gradient of it, or the loss depends on none of its parameters, or on values of parameters
+                that an update has replaced.
 
         Example::
 
@@ -473,13 +473,15 @@ class Trainer(ABC):
         self.clock.lap("forward")
         with torch.autocast(self.process.placement.device.type, enabled=False):
             self.on_before_backward(loss)
+            own = set(map(id, parameters))
             for left, parameter in self.unwrapped_model.named_parameters():
-                if parameter.grad is not None:
+                if parameter.grad is not None and id(parameter) in own:
                     raise TaskError(
                         f"optimize({name!r}, loss): a backward() of the task has left a gradient of parameter {left}, "
                         "which would be in no update; give optimize the sum of the losses, or call zero_grad() after "
                         "a backward() for something else"
                     )
+                parameter.grad = None
             with explain_replaced_values(name):
                 self.run_backward(loss, inputs=[p for p in parameters if p.requires_grad], retain_graph=retain_graph)
             self.on_after_backward()
@@ -785,7 +787,7 @@ class TrainingLoop:
             for hooks in trainer.hooks:
                 hooks.on_train_start()
             # Those of a checkpoint are of after this hook, which finds the flags as built, as in a run from its start.
-            trainer.flags.load_state_dict(trainer.flags.stored)
+            trainer.flags.begin()
             if states is not None:
                 restore_random_states(states, devices)
             self._buffer_before = trainer.data.figures()
@@ -984,6 +986,8 @@ class TrainingLoop:
         buffers = trainer.tree.pack_buffers() if trainer.config.training.may_skip else None
         for hooks in trainer.hooks:
             hooks.on_batch_start(batch_idx)
+        for parameter in trainer.unwrapped_model.parameters():
+            parameter.grad = None  # what hooks have left is for no update
         calls.made = 0
         with explain_errors("training_step", batch, trainer.model):
             returned = trainer.call_training_step(batch)

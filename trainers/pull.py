@@ -136,8 +136,7 @@ class VersionPull:
         self.load_values()
         if rows is not None:
             rows.wait()
-        # With several optimizers ``Trainer.optimize`` has released all but those that it refuses.
-        for parameter in () if self._numbers_of else self.model_copy.parameters.values():
+        for parameter in self.model_copy.parameters.values():
             parameter.grad = None
 
     def load_values(self) -> None:

@@ -656,6 +656,8 @@ class ManualOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.losses = []
+        for parameter in self.parameters:
+            parameter.grad = None
         self._manual.mark_gradients()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

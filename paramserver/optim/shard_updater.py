@@ -152,6 +152,11 @@ class ShardUpdater:
         ``version`` is the one that it makes, which is recorded for the rows of tables that change, if it is given.
         """
         if groups is not None:
+            if len(groups) != len(self.optimizer.param_groups):
+                raise TaskError(
+                    f"the optimizer of server 0 has {len(groups)} parameter groups, and build_optimizer gave it "
+                    f"{len(self.optimizer.param_groups)}; give it all parameters in build_optimizer"
+                )
             for group, own in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update(own)
         for by_slot in list(self.snapshots.values()):

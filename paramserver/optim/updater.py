@@ -500,6 +500,8 @@ def _schedule_of(built: Any) -> _Schedule:
     given, arguments = ("no argument", []) if metric is None else ("the metric alone", [0.0])
     try:
         inspect.signature(step).bind(*arguments)
+    except ValueError:  # its signature is not known
+        pass
     except TypeError as error:
         raise TaskError(
             f"build_scheduler returned a {type(scheduler).__name__}, whose step() must take {given} ({error}); derive "

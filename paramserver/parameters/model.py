@@ -193,29 +193,45 @@ class TrainingFlags:
 
     Attributes:
         trained: the parameters that are trained, by name, also while they are frozen.
-        stored: of a checkpoint; empty if there is none. ``TrainingLoop`` loads it after ``on_train_start``.
+        stored: the state of a checkpoint, which ``begin`` restores; empty if there is none.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.stored: Mapping[str, Sequence[str]] = {}
+        self.stored: Mapping[str, Any] = {}
         self.trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
-    def state_dict(self) -> dict[str, list[str]]:
+        self._began = self._switched()
+
+    def _switched(self) -> dict[str, list[str]]:
         """Return the names of the parameters that are frozen, and of the modules that are in ``eval()``."""
         return {
             "frozen": [name for name, parameter in self.trained.items() if not parameter.requires_grad],
             "eval": [name for name, module in self._model.named_modules() if not module.training],
         }
 
-    def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
-        """Switch these; names that the model lacks are left out. An empty state, of an earlier version, has none."""
-        if not state:
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is switched now, and what was after ``on_train_start``."""
+        return {**self._switched(), "began": self._began}
+
+    def begin(self) -> None:
+        """Restore what is stored, after ``on_train_start``; names that the model lacks are left out.
+
+        What that hook switches otherwise than in the run that stored it stays: a run may be resumed to train other
+        layers.
+        """
+        began, stored = self._switched(), self.stored
+        self._began = began
+        if not stored:
             return
+        before = stored.get("began", began)
+        kept = {kind: set(began[kind]) ^ set(before[kind]) for kind in began}
         for name, parameter in self.trained.items():
-            parameter.requires_grad_(name not in state["frozen"])
+            if name not in kept["frozen"]:
+                parameter.requires_grad_(name not in stored["frozen"])
         for name, module in self._model.named_modules():
-            module.training = name not in state["eval"]
+            if name not in kept["eval"]:
+                module.training = name not in stored["eval"]
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:

@@ -628,7 +628,8 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
             losses.resize(generation, ranks)
         elif plan.restarted:
             # A process that has served before recorded the loss; this one takes the place of one that could not.
-            lost = f"{process.role} started again" if mode_of(config).has_servers and not process.session else ""
+            names_itself = mode_of(config).has_servers and plan.replaces and not process.session
+            lost = f"{process.role} started again" if names_itself else ""
             losses.return_to(first_step, furthest_step(run.metrics_file), generation, ranks, lost)
         else:
             losses.begin(generation, ranks)
@@ -951,6 +952,8 @@ def _wait_until_finished(
     while not server.run.finished.wait(config.server.heartbeat_s):
         limit.beat()
         server.roster.check_heartbeats()
+        if server.run.finished.is_set():
+            continue
         if (unreachable := rendezvous.unreachable()) is not None:
             server.roster.reconnect(unreachable)
             continue
@@ -968,8 +971,10 @@ def _wait_until_finished(
         missing = server.roster.missing()
         if missing and (late := _absent(server, rendezvous, session, time.monotonic() > deadline)):
             text = f"{process.identity.name(*late)} did not join; the run continues without"
+            newcomers = set() if session.resize is None else session.resize.newcomers
             session.next_resize = Resize(tuple(r for r in rendezvous.trainer_ranks if r not in late), {})
-            server.aggregator.monitor.note(text)
+            report = server.aggregator.monitor.add_fault if late - newcomers else server.aggregator.monitor.note
+            report(text)
             server.run.fail(GenerationChanged(text))
             continue
         # Once all have joined, failures reach the server over RPC.

@@ -360,7 +360,7 @@ class Roster:
             is_first = self._run.error is None
             self._change_generation(reason)
         if is_first:
-            self._monitor.add_fault(reason)  # without the lock: it writes a file
+            self._monitor.add_fault(reason)  # without the lock, if the caller has none: it writes a file
 
     def _change_generation(self, reason: str) -> None:
         """Return all processes to the last checkpoint, if lost ones start again: this server's session ends."""

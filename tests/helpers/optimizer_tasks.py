@@ -208,10 +208,7 @@ class Misused(Adversarial):
         if self.how == "backward":
             loss.backward()
             self.trainer.optimize("make", model.make(torch.randn(len(batch[0]), 4)).mean())
-        if self.how == "late":
-            self.trainer.optimize("judge", loss)
             self.trainer.optimize("judge", model.judge(batch[0]).mean())
-            model.judge(batch[0]).mean().backward()
         if self.how in ("name", "one"):
             self.trainer.optimize("jugde", loss)
         if self.how == "part":

@@ -288,14 +288,6 @@ def test_calls_that_make_no_sense_are_refused(tmp_path, how, message):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
-def test_a_gradient_that_a_batch_has_left_is_refused_in_the_next_one(tmp_path, mode):
-    start = run_in_process if mode == "local" else launch
-    run = start(tmp_path, mode=mode, cluster={"num_trainers": 1}, **task("Misused", how="late"), **CONFIG)
-    assert "optimize('judge', loss): a backward() of the task has left a gradient of param" in error_message(run)
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("mode", "section", "key", "value"),
     [

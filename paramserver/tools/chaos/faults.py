@@ -258,7 +258,8 @@ class FaultReceiver:
             took_s = time.perf_counter() - began
             if self._slowdown is not None and time.monotonic() < self._slow_until:
                 if loss is None:  # with several optimizers, the step has made its backwards and its updates
-                    self._slowdown.wait(took_s)
+                    # The step has waited for other trainers too, which may be slow at the same time.
+                    self._slowdown.wait(min(took_s, self._slow_until - time.monotonic()))
                 else:
                     self._slowdown.after_forward(model, loss, took_s, batch_idx)
             return loss

@@ -80,7 +80,7 @@ def test_the_config_of_fewer_trainers_can_be_read_again(tmp_path, trainers, back
     process = ProcessContext(config, identity, Role(0, "server", server_index=0), 3, placement)
     process = _in_generation(process, SimpleNamespace(trainer_ranks=trainers))
     run = RunDir(tmp_path)
-    session = SimpleNamespace(generation=2, trainer_ranks=trainers, resize=None, task=ReferenceTask())
+    session = SimpleNamespace(generation=2, trainer_ranks=trainers, resize=None, replaced=(), task=ReferenceTask())
     with _open_run(RankPlan(config, identity, (), run=run, restarted=True), process, session) as checkpoints:
         checkpoints.suspend()
     stored = load_config(run.config_file)

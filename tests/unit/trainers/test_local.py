@@ -167,7 +167,7 @@ def test_what_on_train_start_draws_is_drawn_once_in_a_run_that_is_resumed(tmp_pa
     config = {
         "mode": "local",
         "training": {"max_steps": 6, "batch_size": 4},
-        "checkpoint": {"every": 4, "keep": 2},
+        "checkpoint": {"every": 4, "keep": 2, "background": False},
         "logging": {"run_dir": str(tmp_path), "name": "run", "progress": "off", "tensorboard": False},
     }
     whole, resumed = [], []
@@ -227,6 +227,36 @@ def test_what_a_task_freezes_for_a_time_is_trained_alike_after_a_resume(tmp_path
         )
     )
     assert differing_tensors(whole, resumed) == []
+
+
+class Freezes(ReferenceTask):
+    """Freezes a layer, and lets another one keep its statistics, where it is told to."""
+
+    def __init__(self, freezes, **options):
+        super().__init__(**options)
+        self.freezes = freezes
+
+    def on_train_start(self):
+        self.trainer.model.first.requires_grad_(not self.freezes)
+        self.trainer.model.bn.train(not self.freezes)
+
+
+@pytest.mark.parametrize("freezes", [True, False])
+def test_a_run_may_be_resumed_to_train_other_layers(tmp_path, freezes):
+    """What ``on_train_start`` switches otherwise than in the run that is resumed is not restored."""
+    config = {
+        "mode": "local",
+        "training": {"max_steps": 4, "batch_size": 4},
+        "logging": {"run_dir": str(tmp_path), "name": "run", "progress": "off", "tensorboard": False},
+    }
+    more = {"training": {"max_steps": 8}}
+    before = torch.load(paramserver.run(Freezes(not freezes), config).checkpoint / "model.pt")
+    after = torch.load(
+        paramserver.run(Freezes(freezes), resume=tmp_path / "run", overrides=more).checkpoint / "model.pt"
+    )
+    for name in ("first.weight", "bn.running_mean"):
+        assert torch.equal(before[name], after[name]) is freezes
+    assert not torch.equal(before["square.weight"], after["square.weight"])
 
 
 class Paths(torch.utils.data.IterableDataset):
