@@ -207,7 +207,6 @@ class Misused(Adversarial):
             return loss
         if self.how == "backward":
             loss.backward()
-            self.trainer.optimize("make", model.make(torch.randn(len(batch[0]), 4)).mean())
             self.trainer.optimize("judge", model.judge(batch[0]).mean())
         if self.how in ("name", "one"):
             self.trainer.optimize("jugde", loss)

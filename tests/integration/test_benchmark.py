@@ -186,9 +186,10 @@ def test_samples_reported_by_the_task_and_an_outside_clock_agree_with_the_record
     method = outside_clock.method_of(tmp_path / "out", 1.5, 0.5)
     listener, record = outside_clock.heard_and_recorded(case, 0, method, pipe)
     # However the speed varies, the measured time is one of the windows of its length; a batch of each trainer may lie
-    # on either edge, and the listener may read a line some milliseconds late where the cores are busy.
+    # on either edge, and a process may wait for a core between counting and reading its clock: for 0.1 s where others
+    # are busy.
     least, most = listener.samples_within(record.seconds)
-    edges = 2 * 2 * outside_clock.BATCH_SIZE + 0.01 * record.samples_per_second
+    edges = 2 * 2 * outside_clock.BATCH_SIZE + 0.1 * record.samples_per_second
     assert least - edges <= record.samples <= most + edges
     assert record.samples_per_second == pytest.approx(record.samples / record.seconds, rel=1e-3)
     assert outside_clock.phase_share(record) == pytest.approx(1, rel=1e-3)
