@@ -31,7 +31,7 @@ class ProcessIdentity:
         restarts_all: the launcher starts all ranks again after the loss of one, so none continues without it.
         servers: how many of the ranks are servers, if this process was started by ``--role``; None = by its rank.
         host_ranks: the ranks of this host in the order of their local ranks; empty = consecutive ones.
-        step: what a scheduler started as the ranks of this run, and of no other; empty without one.
+        job_step: what a scheduler started as the ranks of this run, and of no other; empty without one.
     """
 
     global_rank: int
@@ -49,7 +49,7 @@ class ProcessIdentity:
     restarts_all: bool = False
     servers: int | None = None
     host_ranks: tuple[int, ...] = ()
-    step: str = ""
+    job_step: str = ""
 
     @property
     def ranks_here(self) -> Sequence[int]:
@@ -222,7 +222,7 @@ class ClusterEnvironment(ABC):
         return ""
 
     @property
-    def step(self) -> str:
+    def job_step(self) -> str:
         """What the scheduler started as the ranks of this run, and of no other; empty where that has no name."""
         return ""
 
@@ -251,7 +251,7 @@ class ClusterEnvironment(ABC):
             launch=self.launch,
             restarts_all=self.restarts_all,
             host_ranks=self.host_ranks,
-            step=self.step,
+            job_step=self.job_step,
         )
 
 

@@ -6,7 +6,7 @@ To add an environment (Kubernetes, MPI):
    ``variables`` of what it sets, ``detect``, ``global_rank``, ``world_size``, ``master_addr`` and ``master_port``;
    ``local_rank``, ``local_world_size`` and ``node_rank`` if it provides them; ``host_ranks`` if the ranks of a host may
    not be consecutive; ``store_is_hosted`` and ``job`` if it serves a store. Of a scheduler ``job_id``,
-   ``step``, ``restart_count`` in the table, ``allocated_gpus`` and ``unused_tasks``.
+   ``job_step``, ``restart_count`` in the table, ``allocated_gpus`` and ``unused_tasks``.
    Read variables with ``read_variable`` and ``read_number``, whose errors name the variable.
 2. Add the class to ``ENVIRONMENTS``, before environments whose variables it sets too.
 

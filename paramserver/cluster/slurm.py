@@ -134,7 +134,7 @@ class SlurmEnvironment(VariableEnvironment):
         return self.config.cluster.master_port or _FIRST_PORT + number % _NUM_PORTS
 
     @property
-    def step(self) -> str:
+    def job_step(self) -> str:
         return f"step {self._number('step')} of job {self._number('job')}"
 
 

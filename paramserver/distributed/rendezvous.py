@@ -672,7 +672,7 @@ def _get(store: Store, key: str, timeout_s: float, what: str) -> str:
 
 def publish_config(store: Store, config: Config, identity: ProcessIdentity) -> None:
     """Set on rank 0 what ``compare_config`` reads on the others."""
-    store.set("step", identity.step)
+    store.set("job_step", identity.job_step)
     store.set("config", dump_yaml(config))
 
 
@@ -687,13 +687,13 @@ def compare_config(
         UnsupportedConfiguration: keys differ that may not differ between hosts, or rank 0 is that of another run.
     """
     config_of_zero = config_from_mapping(read_dumped(_get(store, "config", timeout_s, "rank 0's configuration")))
-    step = _get(store, "step", timeout_s, "rank 0's step")
-    # A rank without a step, which was started by hand, may replace a lost one.
-    if step and identity.step not in ("", step):
+    job_step = _get(store, "job_step", timeout_s, "rank 0's job step")
+    # A rank without one, which was started by hand, may replace a lost one.
+    if job_step and identity.job_step not in ("", job_step):
         where = host_and_port(identity.master_addr, identity.master_port)
         raise UnsupportedConfiguration(
-            f"{identity.name()} is of {identity.step}, and {identity.name(0)} at {where} of {step}; give each run its "
-            "own --master_port"
+            f"{identity.name()} is of {identity.job_step}, and {identity.name(0)} at {where} of {job_step}; give each "
+            "run its own --master_port"
         )
     both = [one if trainers is None else with_trainers(one, trainers) for one in (config_of_zero, config)]
     lines = [line for line in differences(*both) if not line.startswith(_OWN_KEYS)]

@@ -41,7 +41,7 @@ def test_rank_host_and_address_follow_from_the_step():
     assert (identity.local_rank, identity.local_world_size, identity.node_rank) == (1, 2, 1)
     assert (identity.master_addr, identity.master_port) == ("node9", 15000 + (4711 * 9271 + 2) % 15000)
     assert not identity.store_is_hosted
-    assert identity.step == "step 2 of job 4711"
+    assert identity.job_step == "step 2 of job 4711"
 
 
 def test_steps_and_jobs_have_ports_of_their_own():

@@ -73,12 +73,12 @@ def joined(
     launch="",
     servers=None,
     token=None,
-    step="",
+    job_step="",
     **session,
 ) -> Rendezvous:
     event = threading.Event() if interrupted is None else interrupted
     identity = ProcessIdentity(rank, world_size, rank, world_size, 0, HOST, port, hosted, job, "flags", launch)
-    identity = dataclasses.replace(identity, servers=servers, token=token, step=step)
+    identity = dataclasses.replace(identity, servers=servers, token=token, job_step=job_step)
     if token is None:
         return join_rendezvous(of or config(timeout_s), identity, event, listener, **session)
     with ExitStack() as resources:
@@ -94,7 +94,7 @@ def threads(count: int):
 def set_first_view(store: TCPStore, values: dict[str, str]) -> None:
     """Set what rank 0 would have set, in the first generation."""
     store.set("paramserver/test/view", "1")
-    for name, value in {"trainers": "[1]", "step": "", **values}.items():
+    for name, value in {"trainers": "[1]", "job_step": "", **values}.items():
         store.set(f"paramserver/test/1/{name}", value)
 
 
@@ -517,12 +517,12 @@ def test_a_rank_of_another_step_of_a_scheduler_is_refused(mine, theirs, joins):
     port = listener.getsockname()[1]
     stops = threading.Event()
     with threads(1) as pool:
-        zero = pool.submit(joined, 0, 2, port, listener=listener, interrupted=stops, step=theirs)
+        zero = pool.submit(joined, 0, 2, port, listener=listener, interrupted=stops, job_step=theirs)
         if joins:
-            assert joined(1, 2, port, step=mine).store.check(["rank/1"])
+            assert joined(1, 2, port, job_step=mine).store.check(["rank/1"])
         else:
             with pytest.raises(UnsupportedConfiguration, match=rf"rank 1 is of 2, and rank 0 at .*:{port} of 1; give"):
-                joined(1, 2, port, step=mine)
+                joined(1, 2, port, job_step=mine)
             stops.set()
             with pytest.raises(Interrupted):
                 zero.result(LONG_S)
