@@ -10,11 +10,12 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -314,7 +315,8 @@ def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()
         return 0
     # ``replace``: a crash may leave bytes that are no UTF-8; such a line is torn and moved.
     lines = metrics_file.read_text(errors="replace").removesuffix("\n").split("\n")
-    moved = [line for line in lines if not _is_valid_at(line, step, kinds)]
+    valid = [_is_valid_at(line, step, kinds) for line in lines]
+    moved = [line for line, is_valid in zip(lines, valid, strict=True) if not is_valid]
     if not moved:
         return 0
     superseded_file = metrics_file.with_name(f"{metrics_file.stem}.superseded{metrics_file.suffix}")
@@ -323,11 +325,11 @@ def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()
     if not before.endswith(block):  # else: an earlier call crashed between the two writes
         atomic_write_text(superseded_file, before + block)
     # After the copy: a crash between the two leaves records twice, never in neither file.
-    atomic_write_text(metrics_file, _joined([line for line in lines if _is_valid_at(line, step, kinds)]))
+    atomic_write_text(metrics_file, _joined(compress(lines, valid)))
     return len(moved)
 
 
-def _joined(lines: Sequence[str]) -> str:
+def _joined(lines: Iterable[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 

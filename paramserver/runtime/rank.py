@@ -603,6 +603,27 @@ def _log_file(run: RunDir, global_rank: int) -> Iterator[None]:
 # Rank 0: the run folder and the summary.
 
 
+def _begin_losses(
+    plan: RankPlan, process: ProcessContext, session: RankSession, run: RunDir, first_step: int
+) -> LossLog:
+    """Record that a session begins at ``first_step``, and why; return the account of the losses of the run."""
+    losses, generation, ranks = LossLog(run.losses_file), session.generation, session.trainer_ranks or ()
+    if session.resize is not None:
+        losses.resize(generation, ranks)
+    elif plan.restarted:
+        # A process that has served before recorded the loss; this one takes the place of one that could not.
+        names_itself = mode_of(process.config).has_servers and plan.replaces and not process.session
+        lost = f"{process.role} started again" if names_itself else ""
+        losses.return_to(first_step, furthest_step(run.metrics_file), generation, ranks, lost)
+    else:
+        losses.begin(generation, ranks)
+    for rank in session.replaced:  # no server noticed it: the trainer had left the earlier generation
+        text = "is lost between two generations of the run, and another process takes its place"
+        losses.add_fault(first_step, f"trainer {ranks.index(rank)} {text}")
+        losses.add_restart()
+    return losses
+
+
 @contextmanager
 def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> Iterator[CheckpointManager]:
     """Create or lock the run folder, write its files, and yield the manager of its checkpoints."""
@@ -623,20 +644,7 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
             stack.callback(prometheus.close)
             own_sinks.append(prometheus)
         first_step = 0 if resume is None else resume.checkpoint.step
-        losses, generation, ranks = LossLog(run.losses_file), session.generation, session.trainer_ranks or ()
-        if session.resize is not None:
-            losses.resize(generation, ranks)
-        elif plan.restarted:
-            # A process that has served before recorded the loss; this one takes the place of one that could not.
-            names_itself = mode_of(config).has_servers and plan.replaces and not process.session
-            lost = f"{process.role} started again" if names_itself else ""
-            losses.return_to(first_step, furthest_step(run.metrics_file), generation, ranks, lost)
-        else:
-            losses.begin(generation, ranks)
-        for rank in session.replaced:  # no server noticed it: the trainer had left the earlier generation
-            text = "is lost between two generations of the run, and another process takes its place"
-            losses.add_fault(first_step, f"trainer {ranks.index(rank)} {text}")
-            losses.add_restart()
+        losses = _begin_losses(plan, process, session, run, first_step)
         remove_leftovers(run.checkpoints_dir)
         run.remove_half_written()
         run.summary_file.unlink(missing_ok=True)
@@ -662,14 +670,15 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
         sinks: list[Sink] = [JsonLines(run.metrics_file)]
         if config.logging.tensorboard:
             purge_step = first_step if resume is not None or plan.restarted else None
-            kept = [record for record in read_records(run.metrics_file) if record.get("step") == purge_step]
+            records = read_records(run.metrics_file) if purge_step is not None else ()
+            kept = [record for record in records if record.get("step") == purge_step]
             sinks.append(TensorBoard(run.tensorboard_dir, purge_step, kept))
         if "csv" in config.logging.sinks:
             sinks.append(Csv(run.csv_file, run.metrics_file))
         fan_out = FanOut([*sinks, *own_sinks], kept=plan.sinks)
         monitor = RunMonitor(config, fan_out, run.summary_file, losses)
         fan_out.on_failure = monitor.sink_failed
-        checkpoints = CheckpointManager(config, run, monitor, resume, weights, generation)
+        checkpoints = CheckpointManager(config, run, monitor, resume, weights, session.generation)
         monitor.run_started(
             make_record(
                 "start",

@@ -216,6 +216,16 @@ def send_all(client, steps):
         client.send(step, sample(step))
 
 
+def end_before_the_last_ack(run, client, who):
+    """Let a process say that the run is over while another one, trainer 1, has not acknowledged its sample yet."""
+    client.send(0, sample(0))
+    run.wait_for(lambda: run.samples[0])
+    run.acknowledges = False
+    client.send(1, sample(1))
+    run.wait_for(lambda: run.samples[1])
+    run.send_to_all(who, MessageKind.OVER)
+
+
 def refuse_33_messages(run, client):
     """Three with the same sentence and thirty with others, while the client sends six samples and is closed."""
     run.acknowledges = False

@@ -13,7 +13,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import zmq
-from fake_run import FIELDS, FakeRun, refuse_33_messages, refuse_as_newer_version, sample, send_all
+from fake_run import (
+    FIELDS,
+    FakeRun,
+    end_before_the_last_ack,
+    refuse_33_messages,
+    refuse_as_newer_version,
+    sample,
+    send_all,
+)
 from process_states import error_in_fork
 
 from paramserver.client import Client, finish, ping
@@ -312,12 +320,7 @@ def test_what_a_trainer_sent_before_it_closed_is_received(run):
 @pytest.mark.parametrize("who", ["coordinator", 0])
 def test_over_of_one_process_does_not_hide_the_last_ack_of_another(run, who):
     client = Client(run.address).open(0)
-    client.send(0, sample(0))
-    run.wait_for(lambda: run.samples[0])
-    run.acknowledges = False
-    client.send(1, sample(1))
-    run.wait_for(lambda: run.samples[1])
-    run.send_to_all(who, MessageKind.OVER)
+    end_before_the_last_ack(run, client, who)
     run.release()
     assert client._sender._trainers[1].socket.poll(20_000)
     client.close()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from c_client import CClient, missing, prepare
-from fake_run import FakeRun, refuse_33_messages, refuse_as_newer_version, sample, send_all
+from fake_run import FakeRun, end_before_the_last_ack, refuse_33_messages, refuse_as_newer_version, sample, send_all
 
 from paramserver.cluster.simulation import SimulationEnvironment
 from paramserver.errors import ClientError, RunOver
@@ -206,12 +206,7 @@ def test_over_after_the_last_ack_is_no_error(run, opened):
 @pytest.mark.parametrize("who", ["coordinator", 0])
 def test_over_of_one_process_does_not_hide_the_last_ack_of_another(run, opened, pool, who):
     client = opened(run.address, 0)
-    client.send(0, sample(0))
-    run.wait_for(lambda: run.samples[0])
-    run.acknowledges = False
-    client.send(1, sample(1))
-    run.wait_for(lambda: run.samples[1])
-    run.send_to_all(who, MessageKind.OVER)
+    end_before_the_last_ack(run, client, who)
     closing = pool.submit(client.close)
     assert not wait([closing], 0.5).done
     run.release()
