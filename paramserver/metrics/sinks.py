@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -261,18 +262,47 @@ class JsonLines(Sink):
         )
 
 
-def read_records(metrics_file: Path) -> Iterator[dict[str, Any]]:
-    """Iterate over the records of a file of `JsonLines`, without lines that a crash tore; none without the file."""
-    if not metrics_file.is_file():
-        return
-    with metrics_file.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                record = with_numbers(json.loads(line))
-            except ValueError:  # torn by a crash
-                continue
-            if isinstance(record, dict):
-                yield record
+def read_records(metrics_file: Path, step: int | None = None) -> Iterator[dict[str, Any]]:
+    """Iterate over the records of a file of `JsonLines`, of one ``step`` where it is given; none without the file.
+
+    Lines that a crash tore are left out.
+    """
+    wanted = (line for line in read_lines(metrics_file) if step is None or head_of(line)[1] == step)
+    return (record for line in wanted if (record := parse_record(line)) is not None)
+
+
+def read_lines(metrics_file: Path) -> Iterator[str]:
+    """Iterate over the lines of a file of `JsonLines`; none without the file."""
+    if metrics_file.is_file():
+        # ``replace``: a crash may leave bytes that are no UTF-8, in a line that is torn.
+        with metrics_file.open(encoding="utf-8", errors="replace") as lines:
+            yield from lines
+
+
+def parse_record(line: str) -> dict[str, Any] | None:
+    """Return the record in a line of `JsonLines`; None where a crash tore the line."""
+    try:
+        record = with_numbers(json.loads(line))
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+# What ``make_record`` begins with.
+_HEAD = re.compile(r'\{"time": [\d.e+-]+, "kind": "(\w+)", "step": (\d+|null)[,}]')
+
+
+def head_of(line: str) -> tuple[str | None, int | None]:
+    """Return the kind and the step of the record in a line of `JsonLines`, where possible without parsing it.
+
+    That takes a fifth of the time: a run that continues looks at all of its records. A line that a crash tore may have
+    both, or has none.
+    """
+    if (head := _HEAD.match(line)) is not None:
+        kind, step = head.groups()
+        return kind, None if step == "null" else int(step)
+    record = parse_record(line) or {}
+    return record.get("kind"), record.get("step")
 
 
 def with_numbers(value: Any) -> Any:

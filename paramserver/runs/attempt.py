@@ -22,7 +22,7 @@ from paramserver.checkpoint.memory import move_to_disk, newer_in_memory, remove_
 from paramserver.config import Config
 from paramserver.errors import CheckpointError, FolderInUse, UnsupportedConfiguration
 from paramserver.importing import PICKLED_TASK
-from paramserver.metrics.sinks import read_records
+from paramserver.metrics.sinks import head_of, read_lines
 from paramserver.runs.losses import LossLog
 from paramserver.runs.resume import check_writable
 from paramserver.runs.rundir import RunDir, not_writable, read_mapping, write_text
@@ -306,5 +306,5 @@ _KINDS_OF_MADE_STEPS = ("train", "validation", "checkpoint", "end")
 
 def furthest_step(metrics_file: Path) -> int:
     """Return the largest step that was made, by the records; 0 where there is none."""
-    made = (record for record in read_records(metrics_file) if record.get("kind") in _KINDS_OF_MADE_STEPS)
-    return max((step for record in made if isinstance(step := record.get("step"), int)), default=0)
+    heads = map(head_of, read_lines(metrics_file))
+    return max((step for kind, step in heads if kind in _KINDS_OF_MADE_STEPS and isinstance(step, int)), default=0)

@@ -35,6 +35,7 @@ from paramserver.fileio import (
     is_folder,
     json_text,
 )
+from paramserver.metrics.sinks import head_of, parse_record
 from paramserver.platform import is_alive, start_ticks
 
 _GIT_TIMEOUT_S = 5.0
@@ -305,7 +306,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()) -> int:
-    """Move the records after ``step`` to ``metrics.superseded.jsonl``, and any line that a crash tore.
+    """Move the records after ``step`` to ``metrics.superseded.jsonl``, and a line that a crash tore.
 
     Records of ``kinds`` are moved at ``step`` itself too: they were written after the checkpoint. So were those of any
     kind with ``end: true``, which a run writes only because it ends. Return the number of lines moved; repeating it
@@ -316,6 +317,8 @@ def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()
     # ``replace``: a crash may leave bytes that are no UTF-8; such a line is torn and moved.
     lines = metrics_file.read_text(errors="replace").removesuffix("\n").split("\n")
     valid = [_is_valid_at(line, step, kinds) for line in lines]
+    # The last one may be torn after its head: a session that appends to the file lets it end with a whole line first.
+    valid[-1] = valid[-1] and parse_record(lines[-1]) is not None
     moved = [line for line, is_valid in zip(lines, valid, strict=True) if not is_valid]
     if not moved:
         return 0
@@ -334,17 +337,13 @@ def _joined(lines: Iterable[str]) -> str:
 
 
 def _is_valid_at(line: str, step: int, kinds: Collection[str]) -> bool:
-    """Whether the record in ``line`` remains valid when the run resumes from ``step``. A torn line never does."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return False
-    if not isinstance(record, Mapping):
-        return False
-    of_step = record.get("step")
-    came_after = record.get("kind") in kinds or record.get("end") is True
+    """Whether the record in ``line`` remains valid when the run resumes from ``step``. Of a torn line none does."""
+    kind, of_step = head_of(line)
+    if of_step == step:
+        record = parse_record(line)
+        return record is not None and kind not in kinds and record.get("end") is not True
     # A record without a step belongs to no version and stays.
-    return of_step is None or of_step < step or (of_step == step and not came_after)
+    return kind is not None and (of_step is None or of_step < step)
 
 
 def environment_record(command: Sequence[str]) -> dict[str, Any]:

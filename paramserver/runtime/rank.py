@@ -663,15 +663,12 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
         about["folders"] = [str(folder.resolve()) for folder in plan.folders]
         about["task"] = source_file(type(session.task))
         write_json(run.environment_file, {**about, "device": str(process.placement.device)})
-        if resume is not None:
-            supersede_metrics(run.metrics_file, resume.checkpoint.step, kinds_recorded_later(resume.run))
-        elif plan.restarted:
-            supersede_metrics(run.metrics_file, 0)
+        purge_step = first_step if resume is not None or plan.restarted else None
+        if purge_step is not None:
+            supersede_metrics(run.metrics_file, purge_step, () if resume is None else kinds_recorded_later(resume.run))
         sinks: list[Sink] = [JsonLines(run.metrics_file)]
         if config.logging.tensorboard:
-            purge_step = first_step if resume is not None or plan.restarted else None
-            records = read_records(run.metrics_file) if purge_step is not None else ()
-            kept = [record for record in records if record.get("step") == purge_step]
+            kept = [] if purge_step is None else list(read_records(run.metrics_file, purge_step))
             sinks.append(TensorBoard(run.tensorboard_dir, purge_step, kept))
         if "csv" in config.logging.sinks:
             sinks.append(Csv(run.csv_file, run.metrics_file))

@@ -11,7 +11,10 @@ import pytest
 from lock_holder import hold_in_subprocess
 
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
-from paramserver.runs.attempt import reserve_folder
+from paramserver.fileio import json_text
+from paramserver.metrics import sinks
+from paramserver.metrics.records import make_record
+from paramserver.runs.attempt import furthest_step, reserve_folder
 from paramserver.runs.resume import open_run
 from paramserver.runs.rundir import (
     environment_record,
@@ -179,6 +182,20 @@ def test_a_line_that_a_crash_tore_moves_too(metrics):
     assert len(records(metrics)) == 5
     superseded = metrics.with_name("metrics.superseded.jsonl")
     assert superseded.read_text() == '{"kind": "train", "step": 5\n'
+
+
+def test_of_lines_that_the_run_wrote_only_those_of_the_step_and_the_last_are_parsed(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    kinds = [("train", 10), ("start", None), ("train", 20), ("buffer", 20), ("train", 30)]
+    lines = [json_text(make_record(kind, step, rank=0, values={"loss": 1.0})) for kind, step in kinds]
+    path.write_text("\n".join([*lines, lines[0][:-1]]))  # torn behind its head
+    parsed = []
+    monkeypatch.setattr(sinks.json, "loads", lambda line: parsed.append(line) or json.JSONDecoder().decode(line))
+    assert supersede_metrics(path, 20, {"buffer"}) == 3
+    assert parsed == [lines[2], lines[3], lines[0][:-1]]
+    assert path.read_text().splitlines() == lines[:3]
+    assert list(sinks.read_records(path, 20)) == [json.loads(lines[2])]
+    assert furthest_step(path) == 20
 
 
 def test_a_crash_between_the_two_files_moves_nothing_twice(metrics, monkeypatch):
