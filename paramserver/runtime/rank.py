@@ -359,7 +359,7 @@ class RankSession:
 
     def _continue_generations(self) -> None:
         """On rank 0, continue the count of generations, and with the trainers of the last one, also after a restart."""
-        if self.plan.run is None:
+        if self.process.identity.global_rank != 0 or self.plan.run is None:
             self.generation = self.min_generation
             return
         stored = LossLog(self.plan.run.losses_file)
@@ -532,8 +532,10 @@ class RankSession:
             return self.generation + 1, self.give_up_at  # rank 0 begins it, as this was reported
         min_generation = max(self.generation, self.min_generation)
         if isinstance(loss, Evicted):
-            if server_computes(self.process.config):
-                raise loss  # the living server knows this process's contexts by an id that it has used
+            # By the rendezvous, before it was told the process of rank 0: no later generation has this rank. Or by a
+            # living server that knows this process's contexts by an id that it has used.
+            if not self.peer or server_computes(self.process.config):
+                raise loss
             return min_generation, None
         # A supervisor ends a server that is frozen and starts another one; elsewhere the scheduler must.
         rank = self.process.identity.global_rank

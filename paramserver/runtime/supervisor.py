@@ -409,6 +409,9 @@ class Supervisor:
         is_trainer, rpc = rank.role.kind == "trainer", mode_of(self.config).has_servers
         if rpc and is_trainer and self.config.server.on_loss == "fail":
             return False
+        # The run continues without it: another process would be evicted too.
+        if rank.failure is not None and rank.failure["kind"] == "Evicted" and not rank.generation:
+            return False
         return self._restarts.allows(rank.global_rank)
 
     def _is_late(self, rank: _RankProcess) -> bool:

@@ -14,7 +14,9 @@ from paramserver.cluster import ProcessIdentity
 from paramserver.config import CheckpointConfig, ClusterConfig, Config, Role, ServerConfig, load_config
 from paramserver.context import Kept, ProcessContext
 from paramserver.devices import Placement
+from paramserver.errors import Evicted
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint, load_for_resume
+from paramserver.runs.losses import LossLog
 from paramserver.runs.monitor import RunMonitor
 from paramserver.runs.rundir import RunDir
 from paramserver.runtime.rank import RankPlan, RankSession, _in_generation, _open_run
@@ -64,6 +66,26 @@ def test_a_task_is_made_anew_unless_the_checkpoint_has_a_state_of_it(tmp_path):
         session._renew_task(process, with_state)
         renewed.append(session.task is not task)
     assert renewed == [False, True, False]
+
+
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_a_process_that_a_generation_leaves_out_ends_and_one_that_a_server_evicted_joins_again(tmp_path, has_joined):
+    """No later generation has its rank: it would wait until the timeout, and that error would end the run."""
+    run = RunDir(tmp_path)
+    LossLog(run.losses_file).begin(4, [1, 2])
+    identity = ProcessIdentity(2, 3, 0, 3, 0, "127.0.0.1", 1, False, "job", "supervisor")
+    placement = Placement((torch.device("cpu"),), "gloo")
+    process = ProcessContext(CONFIG, identity, Role(2, "trainer", trainer_index=1), 2, placement)
+    session = RankSession(RankPlan(CONFIG, identity, (), run=run, writes_log=False), process, ReferenceTask(), None)
+    session._continue_generations()
+    assert session.generation == 1, "the losses of a run are for the count of rank 0"
+    loss = Evicted("rank 2 takes no part in the run any more, which continues without it")
+    if has_joined:
+        session.peer = "process 7 on host a"
+        assert session.after(loss).min_generation == 1
+        return
+    with pytest.raises(Evicted):
+        session.after(loss)
 
 
 @pytest.mark.parametrize(("trainers", "backups"), [((2,), 0), ((2, 3), 1), ((1, 2, 3), 2)])

@@ -234,6 +234,18 @@ def test_a_rank_that_any_signal_kills_starts_again(tmp_path, number, name):
     assert f"rank 1 (trainer 0) is lost (killed by {name}); it starts again" in run.records[0]["text"]
 
 
+@pytest.mark.parametrize(("generation", "starts_again"), [(0, False), (1, True)])
+def test_the_run_continues_without_a_rank_that_no_generation_has(tmp_path, generation, starts_again):
+    """Another process of it would be evicted too. One that took part may take part again."""
+    run = Run(tmp_path, max_restarts=1)
+    run.supervisor._ranks[2].generation = generation
+    run.end(2, 1, "Evicted")
+    assert bool(run.supervisor._starts_due) is starts_again
+    assert ("not started again: on purpose" in run.records[0]["text"]) is not starts_again
+    assert not run.supervisor._is_failing
+    assert run.supervisor._failed == []
+
+
 @pytest.mark.claim("dead-rank-0")
 def test_a_rank_0_that_is_dead_for_good_is_the_error_whatever_the_others_report(tmp_path):
     """The supervisor signals them, while they wait at the port of rank 0, which it keeps open."""
