@@ -532,8 +532,8 @@ class RankSession:
             return self.generation + 1, self.give_up_at  # rank 0 begins it, as this was reported
         min_generation = max(self.generation, self.min_generation)
         if isinstance(loss, Evicted):
-            # By the rendezvous, before it was told the process of rank 0: no later generation has this rank. Or by a
-            # living server that knows this process's contexts by an id that it has used.
+            # By the rendezvous, where the process of rank 0 is not known yet: no later generation has this rank. Or by
+            # a living server that knows this process's contexts by an id that it has used.
             if not self.peer or server_computes(self.process.config):
                 raise loss
             return min_generation, None
