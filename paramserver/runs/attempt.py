@@ -18,7 +18,7 @@ from typing import Any
 
 from paramserver.checkpoint import find_checkpoint, read_checkpoint
 from paramserver.checkpoint.format import BEST, LATEST, read_pointer, remove, step_of
-from paramserver.checkpoint.memory import move_to_disk, newer_in_memory, remove_memory
+from paramserver.checkpoint.memory import move_to_disk, newer_in_memory
 from paramserver.config import Config
 from paramserver.errors import CheckpointError, FolderInUse, UnsupportedConfiguration
 from paramserver.importing import PICKLED_TASK
@@ -161,14 +161,11 @@ def resume_transaction(run: RunDir) -> Iterator[None]:
         LossLog(run.losses_file)  # rank 0 reads it, which may be another process: a damaged one is refused here
         with run.lock(resuming=True):
             journal.roll_back()  # of an attempt that was killed
-            # Before the copy: what was in memory is on the disk, also if this attempt is refused.
-            if run.chosen is None:
-                move_to_disk(run.path)
-            else:
-                remove_memory(run.path)  # later than the chosen one, or older
-            first_step = step_of((run.chosen or find_checkpoint(run.path)).name) or 0
             if run.chosen is not None:
-                read_checkpoint(run.chosen)
+                read_checkpoint(run.chosen)  # a damaged one, or none, is refused before anything changes
+            # Before the copy: what was in memory is on the disk, also if this attempt is refused, or chose another one.
+            move_to_disk(run.path)
+            first_step = step_of((run.chosen or find_checkpoint(run.path)).name) or 0
             for pointer in (LATEST, BEST):
                 read_pointer(run.checkpoints_dir, pointer)  # raises where it is not a file
             # The copy is complete before the first change, so that a kill between the two loses nothing.

@@ -8,7 +8,8 @@ import pytest
 import torch
 from open_writers import open_writer
 
-from paramserver.checkpoint import read_checkpoint
+from paramserver.checkpoint import find_checkpoint, read_checkpoint
+from paramserver.checkpoint.format import list_written
 from paramserver.checkpoint.memory import (
     MEMORY,
     follows,
@@ -18,7 +19,7 @@ from paramserver.checkpoint.memory import (
     remove_memory,
 )
 from paramserver.checkpoint.save import write_checkpoint
-from paramserver.errors import StorageError
+from paramserver.errors import CheckpointError, StorageError
 from paramserver.runs.attempt import resume_transaction
 from paramserver.runs.resume import describe_resume
 from paramserver.runs.rundir import RunDir
@@ -152,12 +153,24 @@ def test_a_resume_by_hand_names_it_and_writes_it_to_the_disk(run, base):
     assert describe_resume(RunDir(run), config) == [f"resuming {run} from step-00000150"]
 
 
-def test_a_chosen_checkpoint_abandons_it(run, base):
+def test_a_chosen_checkpoint_abandons_it_on_the_disk(run, base):
     chosen = on_disk(run, 100)
     in_memory(run, base, 150, ["step-00000100"])
     with resume_transaction(RunDir(run, chosen)):
-        assert newer_in_memory(run) is None
+        assert [path.name for path in list_written(run / "checkpoints")] == ["step-00000100", "step-00000150"]
     assert not list(base.iterdir())
+
+
+@pytest.mark.parametrize("refused", ["the checkpoint", "the start"])
+def test_a_chosen_checkpoint_that_is_refused_loses_nothing(run, base, refused):
+    chosen = on_disk(run, 100)
+    in_memory(run, base, 150, ["step-00000100"])
+    if refused == "the checkpoint":
+        chosen = chosen.with_name("step-00000101")
+    with pytest.raises(CheckpointError), resume_transaction(RunDir(run, chosen)):
+        raise CheckpointError("such as one of another model")
+    with resume_transaction(RunDir(run)):
+        assert find_checkpoint(run).name == "step-00000150"
 
 
 def test_too_little_room_says_how_much_is_needed(run, base, monkeypatch):
