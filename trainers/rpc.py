@@ -98,11 +98,8 @@ class RpcTrainer(Trainer):
         if position is None:
             self.seed_or_restore(reply.stored_part)
             source, applied = self.data.source, self.data.positions().state_dict()
-            self.server.report_source(
-                DataPosition(
-                    source.state_dict(), applied, can_reshard=source.can_reshard, refetchable=source.refetchable
-                )
-            )
+            state, counters = source.state_dict(), dict(vars(self.progress))
+            self.server.report_source(DataPosition(state, applied, counters, source.can_reshard, source.refetchable))
         else:
             self.replace_lost(reply.stored_part, position, reply.incarnation)
         self.process.startup_timer.mark("connection")

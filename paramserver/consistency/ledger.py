@@ -54,13 +54,12 @@ class LedgerRow:
     # Sequence of its last push that was accepted; larger than ``decided`` by one while that is pending.
     accepted: int = 0
     version: int = 0  # that the last push was computed at
-    pushes: int = 0  # accepted from all incarnations
-    further_pushes: int = 0  # those of them without samples: with several optimizers, all but the first of a batch
-    moved_pushes: int = 0  # accepted from trainers that no longer exist, which this one stands for
-    samples: int = 0  # of all these pushes
-    inner_steps: int = 0  # local steps of all these pushes, if these are rounds
-    moved_inner_steps: int = 0  # those of the trainers that no longer exist
-    # Of its own samples, in the trainer's order; of a stream, their keys.
+    pushes: int = 0  # accepted from all incarnations, and from trainers that no longer exist, which this one stands for
+    # How far the trainer is: what it reports at its start, of whatever mode the checkpoint is, and its pushes since.
+    # Positions are of its own samples, in its order; of a stream, their keys.
+    batches: int = 0
+    samples: int = 0
+    inner_steps: int = 0  # local steps of rounds
     positions: AppliedPositions = field(default_factory=AppliedPositions)
 
 
@@ -114,6 +113,7 @@ class Ledger:
         positions: Sequence[int],
         keys: Sequence[Key] = (),
         inner_steps: int = 0,
+        batches: int = 1,
     ) -> None:
         """Record a new push, which is held until it is decided.
 
@@ -125,7 +125,7 @@ class Ledger:
         row.accepted = push.sequence
         row.version = version
         row.pushes += 1
-        row.further_pushes += samples == 0
+        row.batches += batches
         row.samples += samples
         row.inner_steps += inner_steps
         row.positions.add(positions, self.times_due)
@@ -143,17 +143,15 @@ class Ledger:
         return {"rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any], num_trainers: int | None = None) -> None:
-        """Restore ``state_dict()``. Positions are those of the parts that trainers load, which report them anew.
+        """Restore ``state_dict()``. How far trainers are is in the parts that they load, and they report it anew.
 
         If the run that continues may have fewer trainers (``num_trainers``), the pushes and samples of trainer i are
         counted for trainer i modulo that number, as ``reshard_parts`` does.
         """
-        rows = {int(i): LedgerRow(**{**row, "positions": AppliedPositions()}) for i, row in state["rows"].items()}
         self.rows = {}
-        for index, row in sorted(rows.items()):
-            own = self.rows.setdefault(index % (num_trainers or index + 1), row)
-            if own is not row:
-                # Not in ``pushes`` nor ``inner_steps``: by these a process that takes its place counts its batches.
-                own.moved_pushes += row.pushes + row.moved_pushes
-                own.moved_inner_steps += row.inner_steps + row.moved_inner_steps
-                own.samples += row.samples
+        for index, row in sorted((int(index), row) for index, row in state["rows"].items()):
+            own = self.rows.setdefault(index % (num_trainers or index + 1), LedgerRow(row["incarnation"]))
+            # Earlier versions store apart what is of trainers that no longer exist.
+            own.pushes += row["pushes"] + row.get("moved_pushes", 0)
+            own.samples += row["samples"]
+            own.inner_steps += row.get("inner_steps", 0) + row.get("moved_inner_steps", 0)

@@ -477,7 +477,9 @@ class Aggregator:
         transport.unpin()
         self._granted.pop(trainer_index, None)
         samples, inner_steps = report.samples + report.skipped, int(report.inner_steps)
-        self.ledger.accept(push_id(report), version, samples, report.positions, report.keys, inner_steps)
+        # With several optimizers, only the first push of a batch has samples.
+        batches = self._batches[trainer_index] if samples else 0
+        self.ledger.accept(push_id(report), version, samples, report.positions, report.keys, inner_steps, batches)
         self._replies[trainer_index] = push.future
         if self._dynamic_steps is not None:
             self._dynamic_steps.add(trainer_index, inner_steps, report.inner_s)

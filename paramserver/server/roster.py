@@ -190,8 +190,7 @@ class Roster:
             # What is left of all absent trainers is known together.
             own_left = left if number == 0 or left is None else 0
             row = rows[index]
-            inner_steps = row.inner_steps + row.moved_inner_steps
-            totals[index] = TrainerTotals(index, row.samples, inner_steps=inner_steps, samples_left=own_left)
+            totals[index] = TrainerTotals(index, row.samples, inner_steps=row.inner_steps, samples_left=own_left)
         return [totals[index] for index in sorted(totals)]
 
     # Losses.

@@ -35,6 +35,8 @@ class TrainerSources:
             self._sources[trainer_index] = position.source
             self._divisible[trainer_index] = position.can_reshard, position.refetchable
             row.positions.load_state_dict(position.applied)
+            names = "batch_idx", "samples_served", "inner_steps"
+            row.batches, row.samples, row.inner_steps = (position.counters.get(name, 0) for name in names)
             self._read_before[trainer_index] = max(row.positions.above, default=-1)
 
     def knows(self, trainer_index: int) -> bool:
@@ -71,15 +73,13 @@ class TrainerSources:
     def _progress_of(self, trainer_index: int) -> dict[str, Any]:
         """Return the counters with which another process continues as a lost trainer; see ``TrainerProgress``."""
         row = self._ledger[trainer_index]
-        training = self._config.training
-        gradients = row.inner_steps if training.has_rounds else row.pushes - row.further_pushes
         return {
-            "batch_idx": gradients * training.accumulate_batches,
+            "batch_idx": row.batches,
             "samples_served": row.samples,
             "epoch": self._monitor.epoch,
             "seconds": self._monitor.seconds,
             "steps": self._rules.step,
-            "inner_steps": row.inner_steps + row.moved_inner_steps,
+            "inner_steps": row.inner_steps,
         }
 
     # Other numbers of trainers.

@@ -51,8 +51,7 @@ class DataPosition:
 
     source: dict[str, Any]  # ``state_dict()`` of the source, from which its order follows
     applied: dict[str, Any]  # ``AppliedPositions.state_dict()``: positions in that order
-    # Of the trainer's progress, as far as the server knows them; empty if it has not been lost.
-    counters: dict[str, Any] = field(default_factory=dict)
+    counters: dict[str, Any] = field(default_factory=dict)  # of the trainer's progress; one that is missing is 0
     can_reshard: bool = False  # this and the next one are of the source; see ``Source``
     refetchable: bool = False
 

@@ -319,7 +319,7 @@ def _samples_due(outcome: ChaosRun) -> int | None:
 def _check_ledger(outcome: ChaosRun, state: Mapping[str, Any], summary: Mapping[str, Any]) -> Check:
     """Check that each push that the ledger accepted is in one update, or was dropped or skipped, and counted."""
     rows = state["ledger"]["rows"].values()
-    accepted = sum(row["pushes"] + row.get("moved_pushes", 0) for row in rows)
+    accepted = sum(row["pushes"] for row in rows)
     samples = sum(row["samples"] for row in rows)
     applied, dropped = sum(summary["staleness"]["histogram"].values()), summary["staleness"]["dropped"]
     # One with `trainer` is of a local step of a round, whose push is applied.

@@ -103,12 +103,12 @@ class TwoServers:
         members = [self.join(index) for index in (0, 1)]
         return members, [self.connect(*one) for one in zip(members, shares, strict=True)]
 
-    def connect(self, member, shares=True):
+    def connect(self, member, shares=True, **counters):
         """Do what a trainer does between joining and its first announcement."""
         sender = TrainerId(member.index, 1, member.incarnation)
         if shares:
             assert self.server.share_segments(sender)
-        self.server.report_source(sender, DataPosition({}, AppliedPositions().state_dict()))
+        self.server.report_source(sender, DataPosition({}, AppliedPositions().state_dict(), counters))
         return sender
 
     def lose(self, member):
@@ -292,6 +292,24 @@ def test_a_trainer_that_joined_too_late_to_take_part_is_not_waited_for(segments)
     assert run.server.run.finished.is_set()
 
 
+def test_a_process_in_the_place_of_a_lost_trainer_counts_on_from_what_that_one_reported(segments):
+    """Where a run resumes from a checkpoint of another mode, the ledger has no pushes of before."""
+    run = TwoServers(segments)
+    members = [run.join(index) for index in (0, 1)]
+    counters = {"batch_idx": 20, "samples_served": 80, "inner_steps": 5}
+    senders = [run.connect(member, **counters) for member in members]
+    for sender in senders:
+        run.server.announce(sender, READY)
+    run.push(senders[1], gradient=4.0)
+    run.lose(members[1])
+    counted = {"batch_idx": 21, "samples_served": 81, "inner_steps": 5}
+    roster = run.server.roster
+    for counters in (roster.sources.position_of(1).counters, roster.sources.substitute_parts()[1]["counters"]):
+        assert counters.items() >= counted.items()
+    totals = roster.all_totals()[1]
+    assert (totals.samples, totals.inner_steps) == (81, 5)
+
+
 def test_of_a_trainer_that_is_lost_at_the_end_the_summary_has_what_the_ledger_knows_and_no_other_figure(segments):
     run = TwoServers(segments)
     (_, lost), (first, _) = run.start()
@@ -301,7 +319,7 @@ def test_of_a_trainer_that_is_lost_at_the_end_the_summary_has_what_the_ledger_kn
         0, samples=40, samples_before=8, inner_steps=5, steps=steps, peak_rss_mb=9.0, wire_bytes=512, threads=2
     )
     row = run.server.aggregator.ledger[lost.index]
-    row.samples, row.inner_steps, row.moved_inner_steps = 24, 2, 1
+    row.samples, row.inner_steps = 24, 3
     run.lose(lost)
     run.server.leave(first, reported, Decision(Verdict.END, (), 0, 0))
     summary = totals_of(run.server.roster.all_totals())

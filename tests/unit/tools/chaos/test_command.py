@@ -22,7 +22,6 @@ def make_run(
     steps=4,
     samples=64,
     pushes=(4, 4),
-    moved=0,
     weights=WEIGHTS,
     recorded=None,
     status="completed",
@@ -34,7 +33,6 @@ def make_run(
         str(i): {"pushes": n, "samples": samples // 2, "incarnation": 1, "decided": n, "accepted": n}
         for i, n in enumerate(pushes)
     }
-    rows["0"]["moved_pushes"] = moved
     (folder / "checkpoints").mkdir(parents=True)
     write_checkpoint(
         folder / "checkpoints", steps, {"model": weights, "run": {"ledger": {"rows": rows}}}, {"trainers": 2}
@@ -97,10 +95,6 @@ def test_a_run_that_recovered_passes_with_its_figures(tmp_path):
         "  kill trainer:1 @step 2: fired after step 2; noticed after 0.10 s, next update after 0.30 s, the rank trains "
         "again after 4.00 s"
     )
-
-
-def test_pushes_of_trainers_that_no_longer_exist_count(tmp_path):
-    assert failed(make_outcome(make_run(tmp_path / "run", pushes=(4, 2), moved=2))) == []
 
 
 def test_a_step_that_is_skipped_counts_unless_it_is_a_local_one_of_a_round(tmp_path):
