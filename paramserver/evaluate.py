@@ -106,7 +106,7 @@ def restore(
     model = build_model(task, config.seed, placement)
     load_weights(model, weights, str(checkpoint.path), state.get("late_buffers", ()))
     with name_user_error("on_resume"):
-        restore_task(task, part["task"], {})
+        restore_task(task, part, {})
     return Restored(config, folders, checkpoint, task, model, placement, part["counters"]["batch_idx"])
 
 

@@ -482,9 +482,16 @@ def task_state(task: Task, callbacks: Mapping[str, Callback]) -> dict[str, Any]:
     return state
 
 
-def restore_task(task: Task, state: Mapping[str, Any], callbacks: Mapping[str, Callback]) -> None:
-    """Restore ``task_state``; the state of a callback that there is no more is ignored."""
-    own = dict(state)
+def has_state(part: Mapping[str, Any]) -> bool:
+    """Return whether a trainer's part of a checkpoint has a state of its task; it may be empty, unless it was lost."""
+    return part["random"] is not None or bool(part["task"])
+
+
+def restore_task(task: Task, part: Mapping[str, Any], callbacks: Mapping[str, Callback]) -> None:
+    """Restore ``task_state``, if the part of a checkpoint has one; that of a callback which is no more is ignored."""
+    if not has_state(part):
+        return
+    own = dict(part["task"])
     stored = own.pop(_CALLBACKS, {})
     task.on_resume(own)
     for name, callback in callbacks.items():

@@ -45,7 +45,7 @@ from paramserver.parameters.model import TrainingFlags, autocast, extra_state_di
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
 from paramserver.parameters.numerics import check_loss, explain_errors, find_nonfinite, to_number
 from paramserver.rng import random_states, restore_random_states, seed_all
-from paramserver.runs.checkpoint_manager import SAVE_REASONS, CheckpointManager, has_state
+from paramserver.runs.checkpoint_manager import SAVE_REASONS, CheckpointManager
 from paramserver.runs.monitor import RunMonitor
 from paramserver.sources import Partition
 from paramserver.sources.dataset import DatasetSource
@@ -653,8 +653,7 @@ class Trainer(ABC):
         else:  # the checkpoint is of fewer trainers, or this one was lost
             seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
         self.validation = part.get("validation") or {}
-        if has_state(part):
-            restore_task(self.task, part["task"], self.process.kept.callbacks)
+        restore_task(self.task, part, self.process.kept.callbacks)
         self._load_data(part)
         if part.get("extra_state"):
             load_part_of_state(self.tree.model, part["extra_state"])

@@ -43,6 +43,7 @@ from paramserver.parameters.model_tree import buffer_kinds, changed_kinds
 from paramserver.parameters.numerics import check_parameters_finite
 from paramserver.runs.monitor import RunMonitor
 from paramserver.runs.rundir import RunDir
+from paramserver.task import has_state
 
 if TYPE_CHECKING:
     from paramserver.online.coordinator import SimulationCoordinator
@@ -154,11 +155,6 @@ def _check_rounds(checkpoint: Checkpoint, outer: str | None, config: Config) -> 
         "which needs the state of another optimizer; resume with the keys that it was stored with, or start a new run "
         "from its weights by init_from"
     )
-
-
-def has_state(part: Mapping[str, Any]) -> bool:
-    """Return whether a trainer's part of a checkpoint has a state of its task; it may be empty, unless it was lost."""
-    return part["random"] is not None or bool(part["task"])
 
 
 class UpdaterState(Protocol):

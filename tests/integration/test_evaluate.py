@@ -121,7 +121,7 @@ class Own(ReferenceTask):
     assert found["values"]["batch_idx"] == 6.0
 
 
-def test_an_on_resume_that_uses_what_training_makes_is_named(run, tmp_path, capsys):
+def test_an_on_resume_that_uses_what_training_makes_is_named(run, tmp_path, capsys, monkeypatch):
     (tmp_path / "own.py").write_text(
         """
 from tasks import ReferenceTask
@@ -139,6 +139,15 @@ class Own(ReferenceTask):
     sentence = capsys.readouterr().err.splitlines()[0]
     assert sentence.startswith("error: on_resume raised AttributeError: Own has no attribute 'data' where a stored")
     assert sentence.endswith(f"make it in __init__ or build_model ({tmp_path}/own.py:10)")
+    # It is not called where trainer 0 was lost before the first checkpoint.
+    load = evaluate.load_chosen
+
+    def load_without_state(*names):
+        checkpoint, (weights, part, state) = load(*names)
+        return checkpoint, (weights, {**part, "random": None, "task": {}}, state)
+
+    monkeypatch.setattr(evaluate, "load_chosen", load_without_state)
+    assert evaluate.main([str(run.run_dir), "--set", f"task={tmp_path}/own.py:Own"]) == 0
 
 
 def test_a_checkpoint_without_averages_names_the_cure(run, capsys):

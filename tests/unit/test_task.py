@@ -302,8 +302,21 @@ def test_a_callback_that_outlives_a_loss_returns_to_an_empty_state():
     state = task_state(Complete(), callbacks)
     assert state == {"paramserver.callbacks": {"Validated": {}}}
     callbacks["Validated"].seen[6] = 1
-    restore_task(Complete(), state, callbacks)
+    restore_task(Complete(), {"random": None, "task": state}, callbacks)
     assert callbacks["Validated"].seen == {}
+
+
+@pytest.mark.parametrize(("random", "called"), [(None, 0), ({"cpu": 0}, 1)])
+def test_a_part_of_a_trainer_that_was_lost_before_the_first_checkpoint_has_no_state(random, called):
+    class Resumed(Complete):
+        resumed = 0
+
+        def on_resume(self, state):
+            self.resumed += 1
+
+    task = Resumed()
+    restore_task(task, {"random": random, "task": {}}, {})
+    assert task.resumed == called
 
 
 def test_an_attribute_that_a_property_lacks_is_the_one_that_is_named():
