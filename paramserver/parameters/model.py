@@ -92,12 +92,17 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def load_weights(
-    model: nn.Module, weights: Mapping[str, Tensor], origin: str, late_buffers: Sequence[str] = ()
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    origin: str,
+    late_buffers: Sequence[str] = (),
+    *,
+    with_optimizer: bool = False,
 ) -> None:
     """Copy stored weights into the model: all of them, or none if any does not fit.
 
     The late buffers had another shape or dtype than as built, or were not there; the model gets them as they are
-    stored.
+    stored. A parameter may be of another dtype, unless the state of its optimizer is loaded too (``with_optimizer``).
 
     Raises:
         CheckpointError: they are of another model; the message names the first differences.
@@ -110,17 +115,25 @@ def load_weights(
     for name in late_buffers:
         value = weights.get(name)
         set_buffer(model, name, value if value is None else value.clone())
-    _check_same_model(model.state_dict(), weights, origin)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    _check_same_model(model.state_dict(), weights, origin, trained if with_optimizer else ())
     model.load_state_dict(dict(weights))
 
 
-def _check_same_model(own: Mapping[str, Any], weights: Mapping[str, Any], origin: str) -> None:
+def _check_same_model(
+    own: Mapping[str, Any], weights: Mapping[str, Any], origin: str, of_same_dtype: Sequence[str] = ()
+) -> None:
     problems = [f"{name} is missing there" for name in own if name not in weights]
     problems += [f"{name} is not in this model" for name in weights if name not in own]
     problems += [
         f"{name} has shape {_shape(weights[name])} there and {_shape(tensor)} here"
         for name, tensor in own.items()
         if isinstance(tensor, Tensor) and name in weights and _shape(weights[name]) != _shape(tensor)
+    ]
+    problems += [
+        f"{name} is {weights[name].dtype} there and {own[name].dtype} here, which only init_from converts"
+        for name in of_same_dtype
+        if isinstance(own.get(name), Tensor) and getattr(weights.get(name), "dtype", own[name].dtype) != own[name].dtype
     ]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""

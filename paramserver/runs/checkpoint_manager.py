@@ -233,7 +233,7 @@ class CheckpointManager:
         self._buffers_as_built = buffer_kinds(model)
         if self._resume is not None:
             checkpoint, late = self._resume.checkpoint, self._resume.run.get("late_buffers", ())
-            load_weights(model, checkpoint.load("model"), str(checkpoint.path), late)
+            load_weights(model, checkpoint.load("model"), str(checkpoint.path), late, with_optimizer=True)
         elif self.initial_weights is not None:
             load_weights(model, *self.initial_weights)
 

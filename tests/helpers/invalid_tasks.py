@@ -121,7 +121,7 @@ class Wide(ReferenceTask):
 
     def build_model(self):
         layers = [nn.Flatten(), nn.Linear(36, self.width), nn.Linear(self.width, 5)]
-        return nn.Sequential(*layers, *[nn.LayerNorm(5)] * self.extra)
+        return nn.Sequential(*layers, *[nn.LayerNorm(5)] * self.extra).to(self.dtype)
 
 
 class FullDisk(ReferenceTask):

@@ -146,6 +146,10 @@ CHANGED = {
         ["task_args={extra: true}"],
         r"3\.weight is missing there; 3\.bias is missing there; use the task and the",
     ),
+    "dtype": (
+        ["task_args={dtype: float64}"],
+        r"1\.weight is torch\.float32 there and torch\.float64 here, which only init_from converts; .* more; use",
+    ),
     "optimizer": (
         ["task_args={optimizer: adam}"],
         r"not one of this Adam \(.*groups lack amsgrad, betas.*\); resume with",
