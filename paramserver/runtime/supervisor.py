@@ -486,8 +486,10 @@ class Supervisor:
     def _restart_all(self) -> None:
         if any(r.exit_code is None for r in self._ranks):
             return
-        self._restarting_all, self._kill_at, self._summary, self._ended_at = False, None, None, None
-        self._has_started = False  # until rank 0 has removed the summary of the end that these ranks came to
+        # The end that these ranks came to is not that of the run, also if a signal comes before they start again.
+        self._restarting_all, self._kill_at, self._ended_at = False, None, None
+        self._summary = self._failed_end = None
+        self.run.summary_file.unlink(missing_ok=True)
         self._failed.clear()
 
     def _start_due(self) -> None:
@@ -500,7 +502,6 @@ class Supervisor:
         due = [role for at, role in self._starts_due if at <= now]
         self._starts_due = [(at, role) for at, role in self._starts_due if at > now]
         for role in due:
-            self._failed_end = None
             self._start_rank(role)
 
     def _keep_spares(self) -> None:

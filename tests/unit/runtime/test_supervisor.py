@@ -127,15 +127,33 @@ def test_an_elastic_run_continues_without_its_last_rank_as_others_may_have_joine
 def test_ranks_of_ddp_that_start_again_are_not_limited_by_the_summary_of_their_loss(tmp_path):
     run = Run(tmp_path, mode="ddp", max_restarts=1)
     run.supervisor._on_record(run.supervisor._ranks[0], {"kind": "start"})
-    run.folder.joinpath("summary.json").write_text('{"status": "failed", "error": "PeerLost: rank 1 is lost"}')
+    loss = '{"status": "failed", "error": "PeerLost: rank 1 is lost"}'
+    run.folder.joinpath("summary.json").write_text(loss)
     run.end(1, -9)
     run.end(0, 1, "PeerLost")
     assert len(run.supervisor._starts_due) == 2
     run.supervisor._limit_end()
     assert run.supervisor._kill_at is None
     run.supervisor._on_record(run.supervisor._ranks[0], {"kind": "start"})
+    run.folder.joinpath("summary.json").write_text(loss)
     run.supervisor._limit_end()
     assert run.supervisor._kill_at is not None, "rank 0 has left another summary"
+
+
+def test_a_signal_while_all_ranks_of_ddp_start_again_interrupts_the_run(tmp_path):
+    run = Run(tmp_path, mode="ddp", max_restarts=1)
+    summary = {"status": "failed", "error": "PeerLost: rank 1 is lost"}
+    run.folder.joinpath("summary.json").write_text(json.dumps(summary))
+    run.supervisor._on_record(run.supervisor._ranks[0], {"kind": "start"})
+    run.supervisor._on_record(run.supervisor._ranks[0], {"kind": "end", "summary": summary})
+    run.end(1, -9)
+    run.end(0, 1, "PeerLost")
+    run.supervisor._signal = signal.SIGTERM
+    run.supervisor._start_due()
+    assert run.supervisor._failed_end is None
+    with pytest.raises(Interrupted):
+        run.supervisor._raise_outcome()
+    assert json.loads((run.folder / "summary.json").read_text())["status"] == "interrupted"
 
 
 def test_no_run_continues_without_rank_0(tmp_path):
