@@ -84,18 +84,24 @@ class FanOut(Sink):
         self._dropped: list[Sink] = []
         self._lock = threading.Lock()
 
-    def write(self, record: Record, to_kept: bool = True) -> None:
+    def write(self, record: Record) -> None:
         reports: list[str] = []
         with self._lock:
             # The lock is held while all sinks write, so that they agree on the order. A copy of the list: a sink that
             # fails is removed from it.
-            sinks = list(self._sinks) if to_kept else self._own()
-            failures = [self._write_to(sink, record, reports) for sink in sinks]
-        # After the loop and without the lock: every other sink has the record, and a handler of the error may write
-        # another one.
+            failures = [self._write_to(sink, record, reports) for sink in list(self._sinks)]
+        self._report(reports, failures)
+
+    def _report(self, reports: Sequence[str], failures: Sequence[Exception | None]) -> None:
+        """Report what failed, and raise the first failure of a required sink.
+
+        Without the lock, and once every other sink has the record: a handler of the error may write another one.
+        """
         for text in reports:
             self.on_failure(text)
-        _raise_first(failures)
+        for failure in failures:
+            if failure is not None:
+                raise failure
 
     def _write_to(self, sink: Sink, record: Record, reports: list[str]) -> Exception | None:
         """Return the failure of a required sink; drop any other sink that fails, and report it."""
@@ -119,8 +125,26 @@ class FanOut(Sink):
     def _own(self) -> list[Sink]:
         return [sink for sink in self._sinks if sink not in self._kept]
 
-    def close_own(self) -> None:
-        """Close the sinks that are not kept. Those that are receive further records, until ``close``."""
+    @property
+    def has_own(self) -> bool:
+        """Whether there is a sink left that is not kept."""
+        return bool(self._own())
+
+    def end_one(self, record: Record) -> None:
+        """Write the last record to a sink that is not kept, and close it. To be called until there is none.
+
+        The first sink comes last: its record is made when all others have closed, or failed.
+        """
+        reports: list[str] = []
+        with self._lock:
+            sink = self._own()[-1]
+            failures = [self._write_to(sink, record, reports)]
+            if sink in self._sinks:
+                self._sinks.remove(sink)
+                failures.append(_close(sink, reports))
+        self._report(reports, failures)
+
+    def close(self) -> None:
         with self._lock:
             # Emptied under the lock: a record that another thread writes from now on has none of these sinks, and a
             # second call does nothing.
@@ -130,13 +154,8 @@ class FanOut(Sink):
                 _close(sink, [])  # its failure was reported when it was dropped
             reports: list[str] = []
             failures = [_close(sink, reports) for sink in own]
-        for text in reports:
-            self.on_failure(text)
-        _raise_first(failures)
-
-    def close(self) -> None:
         try:
-            self.close_own()
+            self._report(reports, failures)
         finally:
             with self._lock:
                 self._sinks = []
@@ -188,12 +207,6 @@ def _storage_error(sink: Sink, error: Exception) -> StorageError:
     failure = StorageError(f"{type(sink).__name__} failed, which is required ({describe_user_error(error)})")
     failure.__cause__ = error
     return failure
-
-
-def _raise_first(failures: list[Exception | None]) -> None:
-    for failure in failures:
-        if failure is not None:
-            raise failure
 
 
 class JsonLines(Sink):

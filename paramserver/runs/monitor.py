@@ -339,20 +339,23 @@ class RunMonitor:
                 **(simulations or {}),
             }
 
+        def outcome() -> Record:
+            summary = summarized()
+            return make_record("end", self.step, status=summary["status"], summary=summary)
+
         if self._window.steps:
             attempt(self._close_window)
         attempt(self.write_logged)
         attempt(self._sink.check)  # before the summary: a run whose records are lost is not complete
         attempt(lambda: write_json(self._summary_file, summarized()))
         before = summarized()
-        end = make_record("end", self.step, status=before["status"], summary=before)
-        attempt(lambda: self._sink.write(end, to_kept=False))
-        attempt(self._sink.close_own)
+        while self._sink.has_own:
+            attempt(lambda: self._sink.end_one(outcome()))
         summary = summarized()
         if any(summary[name] != before[name] for name in ("status", "sink_failures")):  # a sink failed at its end
             attempt(lambda: write_json(self._summary_file, summary))
         # To the console or the supervisor only now: for them it is the outcome of the run.
-        attempt(lambda: self._sink.write(make_record("end", self.step, status=summary["status"], summary=summary)))
+        attempt(lambda: self._sink.write(outcome()))
         attempt(self._sink.close)
         attempt(self._end_session)  # the last: it adds the time of this session to that of the earlier ones
         if failures and status != "failed":

@@ -119,8 +119,8 @@ class FailsAt(Collecting):
 @pytest.mark.parametrize("failing_at", ["end", "close"])
 @pytest.mark.parametrize("required", [True, False])
 def test_a_sink_that_fails_at_the_end_of_a_run_is_in_its_only_outcome(tmp_path, failing_at, required):
-    sink, kept = FailsAt(failing_at, required), Collecting()
-    monitor = RunMonitor(Config(), fan := FanOut([sink], kept=[kept]), tmp_path / "summary.json")
+    sink, kept, stored_lines = FailsAt(failing_at, required), Collecting(), JsonLines(tmp_path / "metrics.jsonl")
+    monitor = RunMonitor(Config(), fan := FanOut([stored_lines, sink], kept=[kept]), tmp_path / "summary.json")
     fan.on_failure = monitor.sink_failed
     with pytest.raises(StorageError, match="no space left") if required else nullcontext():
         monitor.close("completed", [])
@@ -130,6 +130,10 @@ def test_a_sink_that_fails_at_the_end_of_a_run_is_in_its_only_outcome(tmp_path, 
     stored = json.loads((tmp_path / "summary.json").read_text())
     assert [stored[name] for name in ("status", "error")] == [end["summary"][name] for name in ("status", "error")]
     assert [record["kind"] for record in sink.records] == ["end"]
+    last = lines(tmp_path / "metrics.jsonl")[-1]
+    for name in ("status", "error", "sink_failures"):
+        assert last["summary"][name] == end["summary"][name]
+    assert (last["kind"], last["status"]) == ("end", end["status"])
 
 
 def test_a_run_without_sinks_of_its_own_has_one_outcome(tmp_path):
