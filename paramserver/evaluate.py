@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from paramserver.checkpoint import Checkpoint, load_chosen
 from paramserver.checkpoint.format import LATEST, step_of
 from paramserver.checkpoint.load import ObjectMissingError
 from paramserver.config import Config, load_config
-from paramserver.errors import CheckpointError, TaskError
+from paramserver.errors import CheckpointError, NoSuchMember, TaskError
 from paramserver.fileio import json_text
 from paramserver.importing import code_folders, name_user_error
 from paramserver.launch import CommandParser, add_overrides, run_command
@@ -35,13 +35,20 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class EvaluationTrainer:
-    """What ``task.trainer`` is during an evaluation or prediction: it only has ``log`` and ``all_gather``."""
+    """What ``task.trainer`` is during an evaluation or prediction: ``validation`` is first that of the run."""
 
     trainer_index = 0
     is_evaluation = True  # for the error of an attribute that only training makes
 
-    def __init__(self) -> None:
+    def __init__(self, validation: Mapping[str, float]) -> None:
         self.logged: dict[str, float] = {}
+        self.validation = validation
+
+    def __getattr__(self, name: str) -> Any:
+        raise NoSuchMember(
+            f"self.trainer has no {name} in an evaluation or prediction; it has trainer_index, validation, log, "
+            "all_gather and stop"
+        )
 
     def log(self, name: str, value: Any, reduce: str = "mean") -> None:
         from paramserver.parameters.numerics import to_number
@@ -53,6 +60,9 @@ class EvaluationTrainer:
         from paramserver.checkpoint import stage_copy
 
         return [stage_copy(value)]
+
+    def stop(self, reason: str) -> None:
+        """There is no training that ends."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,7 @@ def restore(
         ) from error
     folders = code_folders(overrides=overrides, recorded=run.task_folders())
     task = make_task(config, folders, create_task)
-    placement, task.trainer = place_trainer(config, 0, 1), EvaluationTrainer()
+    placement, task.trainer = place_trainer(config, 0, 1), EvaluationTrainer(part.get("validation") or {})
     task.devices, task.config = placement.devices, config
     model = build_model(task, config.seed, placement)
     load_weights(model, weights, str(checkpoint.path), state.get("late_buffers", ()))
@@ -189,12 +199,16 @@ def evaluate_run(run_dir: Path, which: str = "latest", overrides: Sequence[str] 
     batch_idx, checkpoint = restored.batch_idx, restored.checkpoint
     # The random numbers of trainer 0 in the validation of the run at this step.
     with validation_generators(config.seed, checkpoint.step, 0, placement.devices):
-        task.on_validation_start(batch_idx)
+        with name_user_error("on_validation_start"):
+            task.on_validation_start(batch_idx)
         sums = evaluate(
             task, model, batches, batch_idx, make_input_mover(placement), config.training.precision, placement.device
         )
-        task.on_validation_end(batch_idx)
-    return Evaluation(checkpoint.path.name, checkpoint.step, sums.samples, sums.means(), task.trainer.logged)
+        task.trainer.validation = sums.means()
+        with name_user_error("on_validation_end"):
+            task.on_validation_end(batch_idx)
+    trainer = task.trainer
+    return Evaluation(checkpoint.path.name, checkpoint.step, sums.samples, dict(trainer.validation), trainer.logged)
 
 
 if __name__ == "__main__":

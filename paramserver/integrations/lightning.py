@@ -310,7 +310,7 @@ class LightningTask(Task):
             self._call("on_validation_start", "on_validation_epoch_start")
 
     def on_validation_end(self, batch_idx: int) -> None:
-        self.values.update(getattr(self.trainer, "validation", {}))
+        self.values.update(self.trainer.validation)
         with eval_mode(self.module), self._metrics_of_all_trainers():
             self._call("on_validation_epoch_end", "on_validation_end")
         self.is_validating = False

@@ -150,6 +150,40 @@ class Own(ReferenceTask):
     assert evaluate.main([str(run.run_dir), "--set", f"task={tmp_path}/own.py:Own"]) == 0
 
 
+def test_hooks_find_the_values_of_the_evaluation_and_may_stop(run, tmp_path, capsys):
+    (tmp_path / "own.py").write_text(
+        """
+from tasks import ReferenceTask
+
+class Own(ReferenceTask):
+    def on_validation_start(self, batch_idx):
+        self.before = dict(self.trainer.validation)
+
+    def on_validation_end(self, batch_idx):
+        self.log("before", self.before["loss"])
+        self.log("twice", 2 * self.trainer.validation["loss"])
+        self.trainer.stop("the loss is low")
+
+class NoSteps(ReferenceTask):
+    def on_validation_end(self, batch_idx):
+        self.trainer.step
+
+class Fails(ReferenceTask):
+    def on_validation_start(self, batch_idx):
+        1 / 0
+"""
+    )
+    own = f"--set task={tmp_path}/own.py:"
+    assert evaluate.main([str(run.run_dir), "--json", "--checkpoint", "2", *f"{own}Own".split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    before, twice = run.of_kind("validation")[0]["values"]["loss"], 2 * found["values"]["loss"]
+    assert found["logged"] == {"before": before, "twice": pytest.approx(twice)}
+    assert evaluate.main([str(run.run_dir), *f"{own}NoSteps".split()]) == 2
+    assert "self.trainer has no step in an evaluation or prediction; it has trainer_index," in capsys.readouterr().err
+    assert evaluate.main([str(run.run_dir), *f"{own}Fails".split()]) == 1
+    assert "error: on_validation_start raised ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_a_checkpoint_without_averages_names_the_cure(run, capsys):
     assert evaluate.main([str(run.run_dir), "--set", "training.ema_decay=0.9"]) == 2
     error = capsys.readouterr().err
