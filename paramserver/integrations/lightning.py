@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -106,6 +107,7 @@ class LightningTask(Task):
         # Of the epoch: reduction, value and weight, by the name that was logged and the one that is recorded.
         self._sums: dict[tuple[str, str], tuple[str, float, float]] = {}
         self._validation_values: dict[str, Any] | None = None
+        self._validation_metrics: dict[str, Any] = {}  # objects that the newest validation logged
         self._train_outputs: tuple[Any, Any, int] | None = None
 
     # Model, optimizer and data.
@@ -286,6 +288,7 @@ class LightningTask(Task):
         outputs = module.validation_step(*arguments)
         self._hook("on_validation_batch_end", outputs, batch, valid_batch_idx, module=module)
         values, self._validation_values = self._validation_values, None
+        self._validation_metrics.update((name, value) for name, value in values.items() if hasattr(value, "compute"))
         return values
 
     def _transfer(self, batch: Any) -> Any:
@@ -305,7 +308,7 @@ class LightningTask(Task):
         self._call("on_train_epoch_start")
 
     def on_validation_start(self, batch_idx: int) -> None:
-        self.is_validating = True
+        self.is_validating, self._validation_metrics = True, {}
         with eval_mode(self.module):
             self._call("on_validation_start", "on_validation_epoch_start")
 
@@ -319,25 +322,33 @@ class LightningTask(Task):
     def _metrics_of_all_trainers(self) -> Iterator[None]:
         """Let what a metric of torchmetrics computes be of the samples of all trainers.
 
-        It gathers its states over the default process group; in ``rpc`` there is none.
+        One that was logged has been reset since, and computes the value of the validation. Others gather their states
+        over the default process group; in ``rpc`` there is none.
         """
         trainer = self.trainer
         # Nothing but a trainer takes steps: ``paramserver evaluate`` has all samples in one process.
         takes_steps_together = getattr(trainer, "lockstep", False) and trainer.process.trainers > 1
         gathers = takes_steps_together and not torch.distributed.is_initialized()
-        metrics = [m for m in self.module.modules() if hasattr(m, "distributed_available_fn")] if gathers else []
-        before = [(metric, metric.distributed_available_fn, metric.dist_sync_fn) for metric in metrics]
+        metrics = {path: m for path, m in self.module.named_modules() if hasattr(m, "distributed_available_fn")}
+        logged = {path: n for path, m in metrics.items() for n, one in self._validation_metrics.items() if one is m}
+        if takes_steps_together and metrics:  # a trainer without validation samples has logged none
+            logged = {path: n for part in trainer.all_gather(logged) for path, n in part.items()}
 
         def gather(state: Tensor, group: Any = None) -> list[Tensor]:
             return [value.to(state.device) for value in trainer.all_gather(state)]
 
-        for metric in metrics:
-            metric.distributed_available_fn, metric.dist_sync_fn = (lambda: True), gather
+        functions = ("compute", "distributed_available_fn", "dist_sync_fn")
+        before = [(m, {name: vars(m)[name] for name in functions}) for m in metrics.values()]
+        for path, metric in metrics.items():
+            if logged.get(path) in trainer.validation:
+                metric.compute = partial(torch.tensor, trainer.validation[logged[path]], device=metric.device)
+            if gathers:
+                metric.distributed_available_fn, metric.dist_sync_fn = (lambda: True), gather
         try:
             yield
         finally:
-            for metric, *functions in before:
-                metric.distributed_available_fn, metric.dist_sync_fn = functions
+            for metric, own in before:
+                vars(metric).update(own)
 
     def on_epoch_end(self, epoch: int) -> None:
         for (name, recorded), (reduction, value, weight) in self._sums.items():

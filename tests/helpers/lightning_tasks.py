@@ -284,7 +284,8 @@ class Scored(Regression):
 
     def on_validation_epoch_end(self):
         """As in torchmetrics' own documentation; a state of each kind, and of other lengths on each trainer."""
-        self.log_dict({"kept_r2": self.kept.compute(), "seen": float(len(self.seen.compute()))})
+        computed = {"r2_of_all": self.score.compute(), "kept_r2": self.kept.compute()}
+        self.log_dict({**computed, "seen": float(len(self.seen.compute()))})
         self.kept.reset()
         self.seen.reset()
 

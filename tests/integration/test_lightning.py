@@ -25,12 +25,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
-from torchmetrics import MeanMetric, R2Score
+from torchmetrics import MeanMetric, MeanSquaredError, MinMetric, R2Score
 
 import paramserver
 from paramserver.cluster import ProcessIdentity
 from paramserver.config import ClusterConfig, Config
 from paramserver.errors import NoSuchMember, TaskError
+from paramserver.evaluate import evaluate_run
 from paramserver.integrations.lightning import _NOT_CALLED, MEMBERS, LightningTask
 from paramserver.rng import CONSTRUCTOR, seed_all
 
@@ -310,8 +311,59 @@ def test_a_metric_of_torchmetrics_is_merged_over_trainers(tmp_path):
     assert rpc.summary["validation"] == {"r2": pytest.approx(expected, abs=1e-6)}
     # What the module computes of all validations by itself; the last one with the averages.
     computed = {record["name"]: record["value"] for record in rpc.of_kind("reduced")}
+    assert computed["r2_of_all"] == pytest.approx(rpc.summary["validation"]["r2"], abs=1e-6)
     assert computed["kept_r2"] == pytest.approx(expected, abs=1e-6)
     assert computed["seen"] == len(x)
+    evaluated = evaluate_run(rpc.run_dir).logged
+    assert evaluated == pytest.approx({name: computed[name] for name in evaluated}, abs=1e-6)
+    assert evaluated.keys() == {"r2_of_all", "kept_r2", "seen"}
+
+
+def test_a_metric_that_was_logged_computes_what_it_does_in_lightning(tmp_path):
+    computed = []
+
+    class Best(tasks.WithData):
+        def __init__(self):
+            super().__init__()
+            self.error, self.best = MeanSquaredError(), MinMetric()
+
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            self.error(self(batch[0]), batch[1])
+            self.log("error", self.error)
+
+        def on_validation_epoch_end(self):
+            self.best(self.error.compute())
+            computed.append((float(self.error.compute()), float(self.best.compute())))
+
+    seed_all(Config().seed, CONSTRUCTOR)
+    fit(Best())
+    by_lightning = list(computed)
+    del computed[:]
+    seed_all(Config().seed, CONSTRUCTOR)
+    task = LightningTask(Best())
+    paramserver.run(task, quiet(tmp_path, training=EPOCHS))
+    assert computed == [pytest.approx(values, rel=1e-6) for values in by_lightning]
+    assert min(error for error, _ in computed) > 0
+
+
+def test_a_trainer_without_validation_samples_computes_what_the_others_do():
+    task = LightningTask(own(setup=lambda self, stage: setattr(self, "mean", MeanMetric())))
+    task.config, computed = Config(), []
+    task.build_model()
+
+    def all_gather(value):
+        return [{"mean": "logged"}, value]
+
+    task.module.on_validation_epoch_end = lambda: computed.append(float(task.module.mean.compute()))
+    process = SimpleNamespace(trainers=2)
+    task.trainer = SimpleNamespace(
+        lockstep=True, process=process, all_gather=all_gather, validation={"logged": 3.0}, trainer_index=1
+    )
+    task.on_validation_start(0)
+    task.on_validation_end(0)
+    assert computed == [3.0]
+    assert task.module.mean(2.0) == 2.0, "after the hook"
 
 
 def test_modules_of_the_other_package_train(tmp_path):
