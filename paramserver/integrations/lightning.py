@@ -201,6 +201,13 @@ class LightningTask(Task):
                 "monitors; all must have the same"
             )
         ((every, metric),) = intervals
+        if frequency := next((s.frequency for s in self._schedules if s.interval == "step" and s.frequency > 1), None):
+            cure = "hold the rate for so many steps in the scheduler, as LambdaLR can"
+            raise TaskError(
+                f"{type(self.module).__name__}.configure_optimizers: frequency ({frequency}) must be 1 with interval "
+                "step, where Lightning counts batches, anew in each epoch; remove it, and "
+                + ("set training.validate_every" if every == "validation" else cure)
+            )
         if every == "validation" and not self.config.training.validate_every:
             raise TaskError(
                 "training.validate_every (0) must be above 0 for a scheduler that monitors a validation; set it to the "
@@ -739,7 +746,7 @@ def wrong_schedule() -> TaskError:
 
 
 class _Schedules:
-    """Several schedules, or one with a frequency, as one: each takes the last of so many calls of ``step``."""
+    """Several schedules, or one with a frequency, as one: each takes the last of so many epochs or validations."""
 
     def __init__(self, schedules: list[tuple[Any, int]]) -> None:
         self._schedules = schedules

@@ -743,6 +743,12 @@ def two_intervals(self):
     return [optimizer], [{"scheduler": step, "interval": "step"}, epoch]
 
 
+def every_fourth_step(self):
+    optimizer = torch.optim.SGD(self.parameters(), 0.1)
+    schedule = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step", "frequency": 4}
+    return [optimizer], [schedule]
+
+
 def two_loaders(self):
     return [BoringModel().train_dataloader(), BoringModel().train_dataloader()]
 
@@ -753,6 +759,7 @@ def two_loaders(self):
         ({"configure_optimizers": two_optimizers}, "configure_optimizers returned 2 optimizers"),
         ({"configure_optimizers": lambda self: None}, "configure_optimizers: Unknown configuration"),
         ({"configure_optimizers": two_intervals}, "schedulers of several intervals"),
+        ({"configure_optimizers": every_fourth_step}, r"frequency \(4\) must be 1 with interval step.*LambdaLR can"),
         ({"train_dataloader": two_loaders}, "returned list; a LightningTask takes one"),
         ({"train_dataloader": lambda self: [torch.zeros(1, 32)]}, "returned Tensor; a LightningTask takes one"),
         ({"val_dataloader": two_loaders}, "val_dataloader returned list"),
