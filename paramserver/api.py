@@ -100,8 +100,7 @@ class Result:
         """Return the curves of the run, a row for each record: its kind, step and time, and each value by name.
 
         The names are those of TensorBoard, such as ``train/loss`` and ``valid/accuracy``. The rows are always plain
-        dictionaries, whatever is installed; ``pandas.DataFrame(result.metrics())`` makes a table of them. A value that
-        a task logged as ``kind``, ``step`` or ``time`` has the name ``log/kind``, ``log/step`` or ``log/time``.
+        dictionaries, whatever is installed; ``pandas.DataFrame(result.metrics())`` makes a table of them.
 
         Args:
             kind: of the records, such as ``train`` or ``validation``; None = all that have values.
@@ -112,11 +111,7 @@ class Result:
         made = read_records(RunDir(self.run_dir).metrics_file)
         records = [record for record in made if kind in (None, record["kind"])]
         rows = [({name: record[name] for name in ("kind", "step", "time")}, scalars(record)) for record in records]
-        return [
-            {**row, **{f"log/{name}" if name in row else name: value for name, value in values}}
-            for row, values in rows
-            if values
-        ]
+        return [{**row, **dict(values)} for row, values in rows if values]
 
 
 def run(

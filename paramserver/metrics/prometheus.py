@@ -11,7 +11,7 @@ from typing import Any
 
 from paramserver.cluster import host_and_port
 from paramserver.metrics.sinks import Record, Sink
-from paramserver.metrics.tensorboard import scalars
+from paramserver.metrics.tensorboard import scalars, unreserved
 
 log = logging.getLogger("paramserver")
 
@@ -58,8 +58,10 @@ class Prometheus(Sink):
             for tag, value in (*points, *scalars(record)):
                 if value is not None:
                     labels = "".join(f',trainer="{index}"' for index in _TRAINER.findall(tag)[:1])
-                    name = "paramserver_" + re.sub(r"\W", "_", _TRAINER.sub("", tag), flags=re.ASCII)
-                    self._values.setdefault(name, {})[f'run="{self._run}"{labels}'] = float(value)
+                    name = re.sub(r"\W", "_", _TRAINER.sub("", tag), flags=re.ASCII)
+                    if record["kind"] in ("log", "reduced"):
+                        name = unreserved(name, "_")
+                    self._values.setdefault(f"paramserver_{name}", {})[f'run="{self._run}"{labels}'] = float(value)
 
     def text(self) -> str:
         """Return what a scrape gets."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,11 @@ _BUFFER = ("population", "unseen", "put_wait_s", "get_wait_s")
 _STREAM = ("received", "refused", "stale", "duplicated", "partial", "clients")
 _FIELD = ("mean", "deviation")
 _CHECKPOINT = {key: f"checkpoint/{key}" for key in ("seconds", "pause_ms")}
+# Tags of curves that are not logged, and other names in their rows, as patterns.
+_GROUPS = ("buffer", "fields", "rounds", "stream", "train/loss", "valid")
+_RESERVED = "|".join(
+    (*_TRAIN.values(), *_CHECKPOINT.values(), r"lr(/\d+)?", "server/staleness.*", "kind", "samples", "step", "time")
+) + "".join(f"|{group}/.*" for group in _GROUPS)
 
 
 def _train(record: Record) -> Iterator[Scalar]:
@@ -60,8 +66,15 @@ def _buffer(record: Record) -> Iterator[Scalar]:
 
 def _logged(record: Record) -> Iterator[Scalar]:
     reduction = record.get("reduce")
-    if reduction in (None, "none"):  # else a record of the kind reduced follows
-        yield record["name"] + ("" if reduction is None else f"/trainer-{record['trainer']}"), record["value"]
+    if reduction in (None, "none") or record["kind"] == "reduced":  # else a record of the kind reduced follows
+        trainer = f"/trainer-{record['trainer']}" if reduction == "none" else ""
+        yield unreserved(record["name"]) + trainer, record["value"]
+
+
+def unreserved(name: str, separator: str = "/") -> str:
+    """Return the tag of a number that a task logs: ``log/`` is put before what may be the tag of another curve."""
+    is_reserved = re.fullmatch(_RESERVED.replace("/", separator), name, re.DOTALL)
+    return f"log{separator}{name}" if is_reserved else name
 
 
 def _staleness(record: Record) -> Iterator[Scalar]:
@@ -84,7 +97,7 @@ _KINDS: dict[str, Callable[[Record], Iterator[Scalar]]] = {
     "inner": lambda record: _rates(record, f"rounds/trainer-{record['trainer']}/lr"),
     "checkpoint": lambda record: _tagged(record, _CHECKPOINT),
     "log": _logged,
-    "reduced": lambda record: iter([(record["name"], record["value"])]),
+    "reduced": _logged,
     "staleness": _staleness,
 }
 

@@ -233,7 +233,7 @@ def test_a_constructor_that_changes_its_arguments_gets_them_as_they_were_given(t
         assert given == {"options": {"lr": 0.5}, "widths": [7]}
     stored = yaml.safe_load((result.run_dir / "config.yaml").read_text())["task_args"]
     assert stored == {"options": {"lr": 0.5}, "widths": [7]}
-    assert {row["lr"] for row in resumed.metrics("log") if "lr" in row} == {0.5}
+    assert {row["log/lr"] for row in resumed.metrics("log") if "log/lr" in row} == {0.5}
     assert {row["widths"] for row in resumed.metrics("log") if "widths" in row} == {2}
 
 

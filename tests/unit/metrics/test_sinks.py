@@ -25,7 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from paramserver.cluster import bind_listener
 from paramserver.config import Config, LoggingConfig, TrainingConfig
 from paramserver.errors import StorageError, TrainingError
-from paramserver.metrics import FanOut, JsonLines, Prometheus, Sink, TensorBoard, console, sinks
+from paramserver.metrics import FanOut, JsonLines, Prometheus, Sink, TensorBoard, console, scalars, sinks
 from paramserver.metrics.console import Progress
 from paramserver.metrics.records import make_record
 from paramserver.runs.monitor import RunMonitor
@@ -61,6 +61,39 @@ class Collecting(Sink):
 
 def lines(path):
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def logged(name, value=7.0, **fields):
+    return record("log", name=name, value=value, trainer=0, **fields)
+
+
+def test_a_logged_number_has_no_tag_of_another_curve():
+    """As ``train/loss``, which is the mean since the last record, and which modules log of each batch."""
+    staleness = {"mean": 1.0, "histogram": {}, "trainers": [{"trainer": 1, "mean": 2.0, "histogram": {}}]}
+    buffers = {"trainer": 0, "unseen": 1, "stream": {"stale": 1, "fields": {"u": {"mean": 1.0}}}}
+    records = [
+        train(1, lr=[0.1, 0.2], losses={"critic": 1.0}, gradient_norm=1.0),
+        train(2),
+        validation(1, loss=1.0),
+        record("buffer", **buffers),
+        record("staleness", **staleness),
+        record("inner", trainer=0, lr=[0.1]),
+        record("checkpoint", seconds=1.0, pause_ms=1.0),
+    ]
+    tags = {tag for one in records for tag, _ in scalars(one)}
+    assert len(tags) > 15
+    for tag in (*tags, "kind", "samples", "step", "time"):
+        assert scalars(logged(tag)) == [(f"log/{tag}", 7.0)]
+        assert scalars(record("reduced", name=tag, value=7.0, reduce="sum")) == [(f"log/{tag}", 7.0)]
+        assert scalars(logged(tag, reduce="none")) == [(f"log/{tag}/trainer-0", 7.0)]
+    for name in ("train_loss", "train/accuracy", "val/loss", "lr/scale", "lrs"):
+        assert scalars(logged(name)) == [(name, 7.0)]
+    with Prometheus(bind_listener("127.0.0.1", 0), "run") as sink:
+        for one in (*records, *map(logged, (*tags, "train_loss", "valid_loss", "samples", "val_loss"))):
+            sink.write(one)
+        sevens = [line for line in sink.text().splitlines() if line.endswith(" 7.0")]
+    assert [line for line in sevens if "paramserver_log_" not in line] == ['paramserver_val_loss{run="run"} 7.0']
+    assert 'paramserver_log_train_loss{run="run"} 7.0' in sevens
 
 
 def test_fan_out_drops_a_failing_sink_once_and_continues(caplog):
