@@ -365,13 +365,18 @@ class LightningTask(Task):
         self._call("on_train_epoch_end")
 
     def on_checkpoint(self, state: dict[str, Any]) -> None:
-        of_module = {"epoch": self._stand_in.current_epoch, "global_step": self._stand_in.global_step}
+        of_module: dict[str, Any] = {"epoch": self._stand_in.current_epoch, "global_step": self._stand_in.global_step}
         state["callbacks"] = {
             callback.state_key: callback.state_dict()
             for callback in self._callbacks
             if _overrides(callback, "state_dict")
         }
+        weights = self.module.state_dict()
+        of_module["state_dict"] = dict(weights)
         self._hook("on_save_checkpoint", of_module)
+        # model.pt has the others, also what the hook left out.
+        added = {name: value for name, value in of_module.pop("state_dict").items() if value is not weights.get(name)}
+        of_module |= {"state_dict": added} if added else {}
         state["module"] = of_module
         state["datamodule"] = {} if self.datamodule is None else self.datamodule.state_dict()
         state["values"], state["epoch"] = dict(self.values), (self._epoch, self._first_batch, dict(self._sums))
@@ -384,7 +389,8 @@ class LightningTask(Task):
         for callback in self._callbacks:
             if stored := state.get("callbacks", {}).get(callback.state_key):
                 callback.load_state_dict(stored)
-        self._hook("on_load_checkpoint", state["module"])
+        weights = {**self.module.state_dict(), **state["module"].get("state_dict", {})}
+        self._hook("on_load_checkpoint", {**state["module"], "state_dict": weights})
         if self.datamodule is not None:
             self.datamodule.load_state_dict(state["datamodule"])
 

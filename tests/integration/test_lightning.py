@@ -222,6 +222,35 @@ def test_callback_metrics_are_those_of_lightning_in_every_hook(tmp_path):
     assert {"train_loss", "train_loss_step", "train_loss_epoch", "of_epoch", "most", "val_loss"} <= set(expected)
 
 
+def test_hooks_of_checkpoints_have_weights_as_in_lightning_and_do_not_change_them(tmp_path):
+    loaded = []
+
+    class LeavesOut(tasks.WithData):
+        def on_save_checkpoint(self, checkpoint):
+            weights = checkpoint["state_dict"]
+            bias = weights["net.0.bias"].double()
+            kept = {name: value for name, value in weights.items() if not name.startswith("net.0")}
+            checkpoint["state_dict"] = {**kept, "net.0.bias": bias, "more": torch.ones(1)}
+            checkpoint["count"] = 1
+
+        def on_load_checkpoint(self, checkpoint):
+            loaded.append({name: value.clone() for name, value in checkpoint.pop("state_dict").items()})
+            loaded.append(checkpoint)
+
+    module = LeavesOut()
+    run = paramserver.run(LightningTask(module), quiet(tmp_path))
+    stored = run.model().state_dict()
+    del loaded[:]
+    again = paramserver.run(LightningTask(module), {"training": {"max_epochs": 2}}, resume=run.run_dir)
+    weights, checkpoint = loaded
+    assert checkpoint == {"epoch": 0, "global_step": 8, "count": 1}
+    expected = {**stored, "net.0.bias": stored["net.0.bias"].double(), "more": torch.ones(1)}
+    assert differing_tensors(weights, expected) == []
+    assert weights["net.0.bias"].dtype == torch.float64
+    straight = paramserver.run(LightningTask(module), quiet(tmp_path, training={"max_epochs": 2}))
+    assert differing_tensors(again.model().state_dict(), straight.model().state_dict()) == []
+
+
 def test_values_of_an_epoch_that_an_earlier_release_began_continue():
     """Its checkpoint has the names that are recorded alone."""
     task = LightningTask(tasks.WithData())
