@@ -547,13 +547,20 @@ def make_task(config: Config, folders: Sequence[Path], create_task: Callable[...
     ``create_task`` creates it from ``task_args``; None = its class, loaded by its name.
 
     Raises:
-        TaskError: the class cannot be loaded or is not complete, or its constructor raises.
+        TaskError: the class cannot be loaded or is not complete, or its constructor raises or sets what the run sets.
     """
     if create_task is None:
         assert config.task is not None
         create_task = check_task_class(load_object(config.task, "task", folders), config.task)
     seed_all(config.seed, CONSTRUCTOR)
-    return construct_task(create_task, config.task, config.task_args)
+    task = construct_task(create_task, config.task, config.task_args)
+    for name in ("config", "devices", "trainer"):
+        if getattr(task, name, None) is not getattr(Task, name, None):
+            raise TaskError(
+                f"{type(task).__name__} has an attribute {name} ({type(getattr(task, name)).__name__}), which the run "
+                "sets before it calls a method; rename it"
+            )
+    return task
 
 
 def _as_given(value: Any) -> Any:

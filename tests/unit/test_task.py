@@ -21,6 +21,7 @@ from paramserver.task import (
     check_task_class,
     construct_task,
     make_callbacks,
+    make_task,
     restore_task,
     task_state,
     uses_default_batching,
@@ -52,6 +53,26 @@ def without(name: str) -> type[Task]:
 def test_a_complete_task_is_accepted():
     assert check_task_class(Complete, "m:Complete") is Complete
     assert check_task_class(type("Derived", (Complete,), {}), "m:Derived").__name__ == "Derived"
+
+
+class KeepsConfig(Complete):
+    def __init__(self):
+        self.config = {"width": 4}
+
+
+class HasDevices(Complete):
+    @property
+    def devices(self):
+        return ["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("task_class", "named"), [(KeepsConfig, r"KeepsConfig has an attribute config \(dict\)"), (HasDevices, "devices")]
+)
+def test_an_attribute_that_the_run_would_replace_is_refused(task_class, named):
+    with pytest.raises(TaskError, match=f"{named}.*, which the run sets before it calls a method; rename it"):
+        make_task(config_from_mapping({"task": "m:C"}), [], task_class)
+    assert make_task(config_from_mapping({"task": "m:C"}), [], Complete).width == 4
 
 
 @pytest.mark.parametrize("name", REQUIRED)
