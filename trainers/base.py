@@ -515,11 +515,16 @@ class Trainer(ABC):
             self.trainer_index, version, **vars(totals), seconds=self.seconds, scale=self.loss_scale, **fields
         )
 
-    @spanned("forward")
-    def forward_batch(self, batch: Any) -> tuple[float, Tensor]:
-        """Call the hooks before a batch, and ``training_step``; return the value of the loss, and the loss."""
+    def begin_batch(self, is_first: bool = True) -> None:
+        """Call the hooks before a batch. The gradient that the first begins has nothing of a backward in hooks."""
         for hooks in self.hooks:
             hooks.on_batch_start(self.progress.batch_idx)
+        if is_first:
+            self.tree.clear_gradients()
+
+    @spanned("forward")
+    def forward_batch(self, batch: Any) -> tuple[float, Tensor]:
+        """Call ``training_step``; return the value of the loss, and the loss."""
         loss = self.call_training_step(batch)
         # Reading the value waits for the device; a loss that is not finite is never applied.
         may_be_nonfinite = self.config.training.nonfinite == "skip"
@@ -921,6 +926,7 @@ class TrainingLoop:
                     explain_errors("training_step", batch, trainer.model),
                     nullcontext() if last else trainer.block_backward_sync(),
                 ):
+                    trainer.begin_batch(is_first=number == 1)
                     value, loss = trainer.forward_batch(batch)
                     summed, done, counted = summed + value, done + 1, counted + 1
                     if done == decision.batches:
@@ -983,10 +989,7 @@ class TrainingLoop:
         trainer.current_step.batch_samples = samples
         self._load([batch], samples)
         buffers = trainer.tree.pack_buffers() if trainer.config.training.may_skip else None
-        for hooks in trainer.hooks:
-            hooks.on_batch_start(batch_idx)
-        for parameter in trainer.unwrapped_model.parameters():
-            parameter.grad = None  # what hooks have left is for no update
+        trainer.begin_batch()
         calls.made = 0
         with explain_errors("training_step", batch, trainer.model):
             returned = trainer.call_training_step(batch)

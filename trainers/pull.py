@@ -129,15 +129,13 @@ class VersionPull:
 
     @spanned("pull")
     def load(self, batches: Sequence[Any] = ()) -> None:
-        """Load the version of this step, for these batches, without gradients."""
+        """Load the version of this step, for these batches."""
         rows = None if self._numbers_of else self.rows
         if rows is not None:
             rows.prefetch(self.version, batches)
         self.load_values()
         if rows is not None:
             rows.wait()
-        for parameter in self.model_copy.parameters.values():
-            parameter.grad = None
 
     def load_values(self) -> None:
         """Load the parameters of this step's version, unless that was done before hooks between two steps."""

@@ -100,6 +100,11 @@ class ModelTree:
             for module in self._modules.values()
         ]
 
+    def clear_gradients(self) -> None:
+        """Release the gradients of all parameters, as ``zero_grad`` does."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
     def check_parameters(self) -> None:
         """Check that all parameters are those of the start; a layer without parameters and buffers may change.
 

@@ -176,6 +176,30 @@ def test_what_on_train_start_draws_is_drawn_once_in_a_run_that_is_resumed(tmp_pa
     assert resumed == whole[4:]
 
 
+class Probes(ReferenceTask):
+    """Computes gradients outside of steps: in hooks, and in a validation."""
+
+    def __init__(self, probes):
+        super().__init__(dropout=0.0)
+        self.probes = probes
+
+    def probe(self, *_):
+        if self.probes:
+            sum(parameter.square().sum() for parameter in self.trainer.model.parameters()).backward()
+
+    on_epoch_start = on_batch_start = on_validation_start = probe
+
+
+def test_gradients_that_hooks_leave_are_in_no_update(tmp_path):
+    config = {
+        "mode": "local",
+        "training": {"max_steps": 5, "batch_size": 16, "validate_every": 2},
+        "logging": {"run_dir": str(tmp_path), "progress": "off", "tensorboard": False},
+    }
+    probed, plain = (torch.load(paramserver.run(Probes(n), config).checkpoint / "model.pt") for n in (True, False))
+    assert differing_tensors(probed, plain) == []
+
+
 class Finetunes(ReferenceTask):
     """Trains a layer, and takes statistics, from the second epoch on."""
 
