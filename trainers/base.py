@@ -774,6 +774,9 @@ class TrainingLoop:
         self._buffer_before: Mapping[str, Any] = {}  # as of ``figures`` of the data
         self._core_wait = CoreWait()
         self._epoch_end = 0.0  # the epoch that is open ends at this number of samples applied
+        self._has_epoch_hooks = any(
+            overrides(one, hook) for one in trainer.hooks for hook in (Hooks.on_epoch_start, Hooks.on_epoch_end)
+        )
 
     def run(self) -> Decision:
         """Train from the first connection to the end, and return the decision that ended the run.
@@ -796,6 +799,8 @@ class TrainingLoop:
                 restore_random_states(states, devices)
             self._buffer_before = trainer.data.figures()
             trainer.data.start()
+            if self._has_epoch_hooks:
+                trainer.data.enter_epoch(trainer.progress.epoch - (not trainer.progress.epoch_open))
             decision = self._fit()
             trainer.data.stop_feeding()  # before the last validation and checkpoint, which may take long
             self._finish(decision)
@@ -1056,6 +1061,8 @@ class TrainingLoop:
                 self.trainer.monitor.enter_epoch(progress.epoch)
             for hooks in self.trainer.hooks:
                 hooks.on_epoch_start(progress.epoch)
+            if self._has_epoch_hooks:
+                self.trainer.data.enter_epoch(progress.epoch)
         self._epoch_end = (progress.epoch + 1) * epoch_samples if epoch_samples else float("inf")
 
     def _close_epoch(self) -> bool:

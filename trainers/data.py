@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -122,7 +123,7 @@ class DataStream:
                     f"{type(task).__name__} and the DataLoader of train_source have a worker_init_fn; remove one"
                 )
             self.source.use_workers(WorkerOptions(workers, reading.init_fn or task.worker_init_fn, partition.index))
-        self._is_ahead = False
+        self._is_ahead = self._is_limited = False
         self._config = config
         self.buffer = self._make_buffer()
         # Whether the batches that follow are known before they are read: of a data set, each sample once.
@@ -222,7 +223,8 @@ class DataStream:
             if self._reads_between_steps and not (self._is_ahead and ready):
                 self.read_ahead(timeout_s)
                 # Not before: with another content of the buffer other samples would be drawn.
-                ready = self._is_ahead = self._is_ahead and self.buffer.wait_ready(samples, 0.0)
+                is_held = self._is_ahead and self.buffer.wait_ready(samples, 0.0)
+                ready = self._is_ahead = self._is_ahead and (is_held or self.feeder.is_at_limit)
             if not ready:
                 if timeout_s > 0:
                     self._report_starvation()
@@ -233,7 +235,7 @@ class DataStream:
             self._raise_source_error()
             raise
         left = self.buffer.remaining_servings()
-        if left is None and self._counts_ahead:
+        if left is None and (self._counts_ahead or self.feeder.is_at_limit):
             left = self._due
         if left is not None:
             batches = min(batches, -(-left // self.training.batch_size))
@@ -255,10 +257,22 @@ class DataStream:
         """Read the samples of the next step, if they are read between steps. Call it once a step's batches are taken.
 
         Then the next step can be announced during this one. What is not read within ``timeout_s`` is read by
-        ``available``, while the other trainers are informed that this one waits.
+        ``available``, while the other trainers are informed that this one waits. Samples of a pass that is not entered
+        (``enter_epoch``) are counted, and read with their batch.
         """
         if self._reads_between_steps and not self._is_ahead and timeout_s > 0:
             self._is_ahead = self.feeder.read(self._held_samples, timeout_s)
+
+    def enter_epoch(self, epoch: int) -> None:
+        """Let samples of passes up to this one be read ahead, and no others: hooks may change the data set before.
+
+        Without a call all passes are. A buffer whose draws depend on what it holds is filled in any case.
+        """
+        source = self.source
+        if self._reads_between_steps and self.buffer.in_order and self.pseudo_epochs == 1:
+            assert isinstance(source, DatasetSource)
+            self.feeder.limit_ahead(lambda position: source.order.pass_of(position) <= epoch)
+            self._is_limited = True
 
     def wait_batches(self) -> None:
         """Wait for the batches of the next local step of a round, which has been announced."""
@@ -285,6 +299,8 @@ class DataStream:
             TaskError: ``collate`` refused the samples.
         """
         try:
+            if self._is_limited:
+                self.feeder.read(self.training.batch_size, math.inf, is_ahead=False)
             batch = self.buffer.get_batch(self.training.batch_size, self.timeout_s)
         except BufferClosed:
             self._raise_source_error()

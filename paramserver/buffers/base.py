@@ -397,6 +397,11 @@ class Buffer(ABC):
         return self._counters.stale
 
     @property
+    def puts(self) -> int:
+        """As in ``info``."""
+        return self._counters.puts
+
+    @property
     def put_waits(self) -> bool:
         """Whether a producer waits for room."""
         return self._waiting_puts > 0

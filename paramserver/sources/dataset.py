@@ -155,6 +155,10 @@ class PartitionOrder:
             yield epoch, deal(self.length, self.partition, epoch=epoch, **self.options), offset
             epoch, offset = epoch + 1, 0
 
+    def pass_of(self, position: int) -> int:
+        """Return the pass of the index at ``position``."""
+        return self.epoch + (position - len(self.rest)) // self.per_pass
+
     def is_between_passes(self, position: int) -> bool:
         """Return whether no pass is begun and not ended at ``position``."""
         at = position - len(self.rest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,6 +70,7 @@ class Feeder:
         self._stopped = False
         self._groups = self._read_groups()
         self._pending: _Group | None = None  # read, and not put
+        self._may_read: Callable[[int], bool] = lambda position: True
         self._thread = threading.Thread(target=self._run, name=f"feeder-{trainer_index}", daemon=True)
 
     def start(self) -> None:
@@ -98,26 +99,48 @@ class Feeder:
             else:
                 self._thread.join(timeout_s)
 
-    def read(self, samples: int, timeout_s: float) -> bool:
+    def limit_ahead(self, may_read: Callable[[int], bool]) -> None:
+        """Let ``read`` read no sample ahead at a position of which ``may_read`` is false.
+
+        What was read of such a group and is not in the buffer is read again, as the data set may have changed.
+        """
+        self._may_read = may_read
+        if self._pending is not None:
+            self._pending = None
+            self._groups.close()
+            self._groups = self._read_groups()
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether the next sample may not be read ahead, but only for the batch that needs it."""
+        return not self._may_read(self.buffer.puts)
+
+    def read(self, samples: int, timeout_s: float, is_ahead: bool = True) -> bool:
         """Without the thread: read until the buffer is ahead of a step of so many samples (``Buffer.is_ahead``).
 
-        Reading stops at the end of the source, when the buffer is full, and with the first group that ends after
-        ``timeout_s``. An error closes the buffer, as in the thread. Return whether the buffer is ahead, or can hold no
-        more: what is drawn then does not depend on timing.
+        Reading stops at the end of the source, at a limit (``limit_ahead``), when the buffer is full, and with the
+        first group that ends after ``timeout_s``. An error closes the buffer, as in the thread. Return whether the
+        buffer is ahead, or can hold no more: what is drawn then does not depend on timing. Without ``is_ahead`` what a
+        batch of so many samples lacks is read, and beyond a limit nothing else is put.
         """
         buffer, deadline = self.buffer, time.monotonic() + timeout_s
         try:
-            while not (buffer.finished or buffer.closed or buffer.is_ahead(samples)):
+            while not (buffer.finished or buffer.closed):
+                if buffer.is_ahead(samples) if is_ahead else buffer.wait_ready(samples, 0.0):
+                    break
+                at_limit = self.is_at_limit
+                if is_ahead and at_limit:
+                    return True
                 group = self._pending or next(self._groups, None)
                 if group is None:
                     if not self._stopped:
                         buffer.finish()
                     return True
-                done = buffer.offer(group.samples, group.keys, last=group.last, mark=group.mark, served=group.served)
-                if done < len(group.samples):
-                    self._pending = group.part(done)
+                part = group.part(0, max(samples - len(buffer), 1)) if at_limit else group
+                done = buffer.offer(part.samples, part.keys, last=part.last, mark=part.mark, served=part.served)
+                self._pending = group.part(done) if done < len(group.samples) else None
+                if done < len(part.samples):
                     return True
-                self._pending = None
                 if time.monotonic() >= deadline:
                     return buffer.finished or buffer.is_ahead(samples)
         except BaseException as error:  # noqa: BLE001 - raised by ``raise_error``

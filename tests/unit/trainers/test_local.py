@@ -137,6 +137,69 @@ def test_samples_that_the_buffer_holds_are_read_again_of_what_on_resume_restores
     assert resumed == whole[13:]
 
 
+class Relabels(Task):
+    """Gives each epoch labels of its own, in place, and notes the labels of each batch with the epoch."""
+
+    def __init__(self, as_tensors, noted):
+        self.as_tensors, self.noted = as_tensors, noted
+
+    build_model, build_optimizer = Harder.build_model, Harder.build_optimizer
+
+    def train_source(self, partition):
+        self.labels = torch.full((14,), -1.0)
+        data = torch.utils.data.TensorDataset(torch.ones(14, 1), self.labels)
+        return data if self.as_tensors else torch.utils.data.ConcatDataset([self.Rows(data)])
+
+    class Rows(list):
+        def __init__(self, data):
+            super().__init__(range(len(data)))
+            self.data = data
+
+        def __getitem__(self, index):
+            return self.data[index]
+
+    def on_epoch_start(self, epoch):
+        self.labels.fill_(epoch)
+
+    def on_checkpoint(self, state):
+        state["label"] = self.labels[0].item()
+
+    def on_resume(self, state):
+        self.labels.fill_(state["label"])
+
+    def training_step(self, model, batch, batch_idx):
+        self.noted((self.labels[0].item(), batch[1].tolist()))
+        return model(batch[0]).mean()
+
+
+@pytest.mark.parametrize(
+    ("as_tensors", "batch_size", "more"),
+    [
+        (True, 4, {}),
+        (False, 4, {}),
+        (True, 7, {}),
+        (False, 4, {"accumulate_batches": 2}),
+        (True, 4, {"local_steps": 2}),
+    ],
+)
+def test_what_on_epoch_start_changes_in_a_data_set_holds_from_the_first_batch_on(
+    tmp_path, as_tensors, batch_size, more
+):
+    """Some batches of 4 samples are of two passes, as that of the fourth step."""
+    config = {
+        "mode": "local",
+        "training": {"max_steps": 9, "batch_size": batch_size, **more},
+        "checkpoint": {"every": 4, "keep": 3, "background": False},
+        "logging": {"run_dir": str(tmp_path), "name": "run", "progress": "off", "tensorboard": False},
+    }
+    whole, resumed = [], []
+    paramserver.run(Relabels(as_tensors, whole.append), config)
+    assert all(set(labels) == {label} for label, labels in whole)
+    assert len({label for label, _ in whole}) > 2
+    paramserver.run(Relabels(as_tensors, resumed.append), resume=tmp_path / "run" / "checkpoints" / "step-00000004")
+    assert resumed == whole[-len(resumed) :]
+
+
 class Hooked(ReferenceTask):
     """Compares what a hook of a parameter gets, which ``build_model`` registers, with the gradient."""
 
