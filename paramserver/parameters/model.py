@@ -26,8 +26,8 @@ def build_model(task: Task, seed: int, placement: Placement, owns_tables: bool =
     """Build the task's model with initial weights from ``seed``: the same in every process and mode.
 
     A process with one device moves the model there; a task with several (``self.devices``) places it itself. A model
-    that is in ``eval()`` as a whole, as loaded ones are, is put in ``train()``. Without ``owns_tables`` large embedding
-    tables have neither memory nor values.
+    whose modules have one mode, as new and loaded ones do, is put in ``train()``, whose override may keep a part in
+    ``eval()``. Without ``owns_tables`` large embedding tables have neither memory nor values.
 
     Raises:
         TaskError: ``build_model`` returns no module, or one without trainable parameters.
@@ -48,7 +48,7 @@ def build_model(task: Task, seed: int, placement: Placement, owns_tables: bool =
         )
     if allocate_untrained is not None:
         allocate_untrained(model)
-    if not any(module.training for module in model.modules()):
+    if len({module.training for module in model.modules()}) == 1:
         model.train()
     if not any(p.requires_grad for p in model.parameters()):
         raise TaskError(

@@ -104,3 +104,24 @@ def test_a_layer_that_would_not_take_statistics_over_the_trainers_is_named():
     refuse_synced_batch_norm(model, "here")
     with pytest.raises(UnsupportedConfiguration, match=r"layer 1 \(SyncBatchNorm\) must be a BatchNorm here, as it"):
         refuse_synced_batch_norm(nn.SyncBatchNorm.convert_sync_batchnorm(model), "here")
+
+
+class Distills(nn.Sequential):
+    """Its first part stays in ``eval()``."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+@pytest.mark.parametrize("builds_in_eval", [False, True])
+def test_a_model_may_keep_a_part_in_eval(builds_in_eval):
+    module = Distills(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    model = build_model(Builds(module.eval() if builds_in_eval else module), 0, CPU)
+    assert [one.training for one in model.modules()] == [True, False, True]
+
+
+def test_modes_that_differ_when_the_model_is_built_stay():
+    model = build_model(Builds(nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Linear(2, 1))), 0, CPU)
+    assert [one.training for one in model.modules()] == [True, False, True]
