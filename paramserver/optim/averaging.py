@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -67,5 +68,6 @@ def restore_averages(optimizer: torch.optim.Optimizer, keep: bool) -> None:
 def averaged_state_dict(model: nn.Module, average_of: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the model's ``state_dict()`` with averages in the place of parameters, also of tied ones."""
     by_id = {id(p): average_of[name] for name, p in model.named_parameters() if name in average_of}
-    entries = model.state_dict(keep_vars=True).items()
-    return {key: by_id.get(id(t), t.detach()) if isinstance(t, Tensor) else t for key, t in entries}
+    state: dict[str, Any] = copy(model.state_dict(keep_vars=True))
+    state.update({key: by_id.get(id(t), t.detach()) for key, t in state.items() if isinstance(t, Tensor)})
+    return state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from itertools import chain
 from typing import Any
 
@@ -117,7 +118,7 @@ def load_weights(
         set_buffer(model, name, value if value is None else value.clone())
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     _check_same_model(model.state_dict(), weights, origin, trained if with_optimizer else ())
-    model.load_state_dict(dict(weights))
+    model.load_state_dict(copy(weights))  # with their _metadata, without which modules take them for an old state
 
 
 def _check_same_model(
@@ -148,8 +149,10 @@ def _shape(value: object) -> tuple[int, ...] | str:
 
 
 def detached_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the model's ``state_dict()``, detached: the contents of model.pt."""
-    return {n: t.detach() if isinstance(t, Tensor) else t for n, t in model.state_dict().items()}
+    """Return the model's ``state_dict()``, with the versions of its modules, detached: the contents of model.pt."""
+    state: dict[str, Any] = copy(model.state_dict())
+    state.update({name: value.detach() for name, value in state.items() if isinstance(value, Tensor)})
+    return state
 
 
 def frozen_state_dict(model: nn.Module) -> dict[str, Any]:

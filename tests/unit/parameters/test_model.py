@@ -5,10 +5,13 @@ import torch
 from torch import nn
 
 from paramserver import Task
+from paramserver.checkpoint import stage_copy
 from paramserver.devices import CPU
 from paramserver.errors import TaskError, UnsupportedConfiguration
+from paramserver.optim.averaging import averaged_state_dict
 from paramserver.parameters.model import (
     build_model,
+    detached_state_dict,
     extra_state_dict,
     load_part_of_state,
     load_weights,
@@ -125,3 +128,24 @@ def test_a_model_may_keep_a_part_in_eval(builds_in_eval):
 def test_modes_that_differ_when_the_model_is_built_stay():
     model = build_model(Builds(nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Linear(2, 1))), 0, CPU)
     assert [one.training for one in model.modules()] == [True, False, True]
+
+
+class Versioned(nn.Linear):
+    """Refuses a state without its version, as MNASNet of torchvision does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if local_metadata.get("version") != 2:
+            raise ValueError(f"version {local_metadata.get('version')}")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+@pytest.mark.parametrize("state_of", [detached_state_dict, lambda model: averaged_state_dict(model, {})])
+def test_weights_keep_the_versions_of_modules(tmp_path, state_of):
+    model, loaded = Versioned(1, 1), Versioned(1, 1)
+    torch.save(stage_copy(state_of(model)), tmp_path / "model.pt")
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert not any(tensor.requires_grad for tensor in weights.values())
+    load_weights(loaded, weights, "model.pt")
+    assert torch.equal(loaded.weight, model.weight)
