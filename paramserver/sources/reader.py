@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ class SampleReader:
         self.seed = seed
         self.wraps = wraps
         self.rows = TensorRows.of(dataset)  # if it has no code of the user that could draw
+        self._rows_of: tuple[int | None, list[Any]] = None, []  # the pass and the parts of the data set
         self.reads_groups = hasattr(dataset, "__getitems__")
         self.failed_at = ""
         self._draws = False
@@ -49,6 +51,11 @@ class SampleReader:
                     return batches, error
                 batches.append(list(samples))
             return batches, None
+        if self.rows is not None:
+            # A program may replace the tensors or indices of its data set, or write to a list of indices for a pass.
+            parts, (of_epoch, known) = _parts(self.dataset), self._rows_of
+            if epoch != of_epoch or len(parts) != len(known) or not all(map(is_, parts, known)):
+                self.rows, self._rows_of = TensorRows.of(self.dataset), (epoch, parts)
         if self.rows is not None:
             return self.rows.take(self.in_dataset(indices[skip:])), None
         if not self._draws:
@@ -108,7 +115,9 @@ class TensorRows:
         self.tables = tables
         self.rows = rows
         self.which = which
-        self._tensors: list[tuple[Tensor, ...]] = []
+        self._arrays = [[numpy_view(tensor) for tensor in table.tensors] for table in tables]
+        leaves = [TensorLeaf(tensor.dtype, tuple(tensor.shape[1:])) for tensor in tables[0].tensors]
+        self._layout = TreeSpec(tuple, None, leaves)
 
     @classmethod
     def of(cls, dataset: Any) -> TensorRows | None:
@@ -128,11 +137,6 @@ class TensorRows:
 
     def take(self, indices: Sequence[int]) -> StackedSamples:
         """Return copies of the samples of these indices."""
-        # A program may replace the tensors of its data set.
-        if len(self._tensors) < len(self.tables) or any(
-            table.tensors is not known for table, known in zip(self.tables, self._tensors, strict=True)
-        ):
-            self._load()
         at = np.array(indices, np.int64)
         rows = at if self.rows is None else self.rows[at]
         if self.which is None:
@@ -141,12 +145,6 @@ class TensorRows:
             columns = self._gather_parts(rows, self.which[at])
         return StackedSamples(self._layout, columns, len(at))
 
-    def _load(self) -> None:
-        self._tensors = [table.tensors for table in self.tables]
-        self._arrays = [[numpy_view(tensor) for tensor in tensors] for tensors in self._tensors]
-        leaves = [TensorLeaf(tensor.dtype, tuple(tensor.shape[1:])) for tensor in self._tensors[0]]
-        self._layout = TreeSpec(tuple, None, leaves)
-
     def _gather_parts(self, rows: _Indices, which: npt.NDArray[np.int32]) -> list[npt.NDArray[Any]]:
         columns = [np.empty((len(rows), *array.shape[1:]), array.dtype) for array in self._arrays[0]]
         for table in np.unique(which):
@@ -154,6 +152,15 @@ class TensorRows:
             for column, array in zip(columns, self._arrays[table], strict=True):
                 column[here] = _gather(array, rows[here])
         return columns
+
+
+def _parts(dataset: Any) -> list[Any]:
+    """Return the indices and tensors that the rows of a data set are of."""
+    if type(dataset) is Subset:
+        return [dataset.indices, *_parts(dataset.dataset)]
+    if type(dataset) is ConcatDataset:
+        return [one for part in dataset.datasets for one in _parts(part)]
+    return [dataset.tensors if type(dataset) is TensorDataset else dataset]
 
 
 def _is_plain(tensor: Tensor) -> bool:

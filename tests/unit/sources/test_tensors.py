@@ -1,12 +1,13 @@
 """Data sets of tensors are read as rows, with the samples that they give one by one."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from paramserver.buffers import Fifo
 from paramserver.sources import DatasetSource, Feeder, Partition
-from paramserver.sources.reader import TensorRows
+from paramserver.sources.reader import SampleReader, TensorRows
 
 DATA = TensorDataset(torch.randn(6, 2, 3), torch.arange(6, dtype=torch.int16))
 OTHER = TensorDataset(torch.randn(4, 2, 3), torch.arange(10, 14, dtype=torch.int16))
@@ -73,11 +74,28 @@ def test_other_data_sets_are_read_by_their_own_methods(data):
     assert TensorRows.of(data) is None
 
 
-def test_replaced_tensors_are_read():
-    data = TensorDataset(torch.zeros(3))
-    rows = TensorRows.of(data)
-    data.tensors = (torch.arange(3.0),)
-    assert list(rows.take([2, 1])) == [(torch.tensor(2.0),), (torch.tensor(1.0),)]
+def values_of(reader, epoch):
+    samples, error = reader.read(epoch, [2, 1])
+    assert error is None
+    return [value.item() for (value,) in samples]
+
+
+@pytest.mark.parametrize("of", [list, torch.tensor, np.array])
+def test_tensors_and_indices_that_a_program_replaces_are_read(of):
+    data = TensorDataset(torch.zeros(9))
+    part = Subset(data, of([0, 1, 2]))
+    reader = SampleReader(ConcatDataset([part]), seed=0)
+    assert values_of(reader, 0) == [0.0, 0.0]
+    data.tensors = (torch.arange(9.0),)
+    assert values_of(reader, 0) == [2.0, 1.0]
+    part.indices = of([3, 4, 5])
+    assert values_of(reader, 0) == [5.0, 4.0]
+    part.indices[1] = 6  # in place: from the next pass on
+    assert values_of(reader, 1) == [5.0, 6.0]
+    part.dataset = TensorDataset(-torch.arange(9.0))
+    assert values_of(reader, 1) == [-5.0, -6.0]
+    part.dataset = [(torch.tensor(7.0),)] * 9
+    assert values_of(reader, 1) == [7.0, 7.0]
 
 
 def test_a_sample_is_a_copy():
