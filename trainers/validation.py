@@ -99,7 +99,11 @@ def _batches_of(data: Any, task: Task, partition: Partition, config: Config) -> 
         text = f"a data set of {length} samples"
         order: Sequence[Any] = range(length)
         if sampler is not None:
-            text, order = f"{text} {sampler.description}", sampler.indices(0)
+            text = f"{text} {sampler.description}"
+            # Of an index that is repeated it gives a key for each time.
+            order = [
+                tuple(k % length for k in key) if isinstance(key, tuple) else key % length for key in sampler.indices(0)
+            ]
         if not len(order):
             raise TaskError(
                 f"validation_source returned {type(data).__name__} without a sample; return None if there is no "

@@ -119,6 +119,16 @@ def test_a_data_loader_is_taken_apart(count, options, expected):
     assert max((n for share in shares for _, n in share)) <= (2 if "batch_size" in options else 3)
 
 
+@pytest.mark.parametrize("options", [{"sampler": [2, 0, 2, 2, 1]}, {"batch_sampler": [[2, 0], [2, 2], [1]]}])
+def test_a_sampler_may_repeat_samples(options):
+    loader = DataLoader(
+        TensorDataset(torch.arange(3.0)), **({"batch_size": 2} if "sampler" in options else {}), **options
+    )
+    task = Mean(loader)
+    task.collate = lambda samples: [int(s[0]) for s in samples]
+    assert [batch for batch, _ in batches_of(task)] == [[2, 0], [2, 2], [1]]
+
+
 def test_a_data_loader_over_an_iterable_is_read_at_each_validation_without_changing_random_numbers():
     class Stream(IterableDataset):
         def __iter__(self):
