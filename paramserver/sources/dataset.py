@@ -11,9 +11,11 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, islice, repeat, zip_longest
-from typing import Any
+from itertools import chain, islice, repeat
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from paramserver.buffers.positions import AppliedPositions
@@ -25,6 +27,15 @@ from paramserver.sources.sampler import SamplerOrder
 
 # Rows of tensors that are read together, at most, where a group has not as many bytes.
 _GROUP_BYTES = 1 << 20
+
+# So many indices at a time are made Python's numbers, where they are taken one by one.
+_GROUP_INDICES = 1 << 14
+
+Indices: TypeAlias = "npt.NDArray[np.int64] | list[Any]"
+"""Indices of samples, or a list of whole batches, a tuple each.
+
+A list of numbers would have five times the bytes, and no other thread runs while it is made.
+"""
 
 
 def deal(
@@ -38,7 +49,7 @@ def deal(
     pad: bool = False,
     multiple: int = 1,
     sampler: SamplerOrder | None = None,
-) -> list[Any]:
+) -> Indices:
     """Return the indices of one trainer's share of one pass.
 
     The order is that of ``torch.utils.data.DistributedSampler``: a permutation seeded with ``seed + epoch``, of which
@@ -55,25 +66,42 @@ def deal(
 
     Example::
 
-        >>> [deal(7, Partition(i, 2), seed=0, epoch=0, shuffle=False) for i in range(2)]
+        >>> [deal(7, Partition(i, 2), seed=0, epoch=0, shuffle=False).tolist() for i in range(2)]
         [[0, 2, 4, 6], [1, 3, 5]]
-        >>> deal(7, Partition(1, 2), seed=0, epoch=0, shuffle=False, pad=True)
+        >>> deal(7, Partition(1, 2), seed=0, epoch=0, shuffle=False, pad=True).tolist()
         [1, 3, 5, 0]
     """
+    order: Any
     if sampler is not None:
         order = sampler.indices(epoch)
     elif shuffle:
-        generator = torch.Generator().manual_seed(seed + epoch)
-        order = torch.randperm(length, generator=generator).tolist()
+        order = torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).numpy()
     else:
-        order = list(range(length))
+        order = np.arange(length)
+    places = _places(len(order), partition, drop_last=drop_last, pad=pad, multiple=multiple)
+    share = order[places.start : places.stop : places.step]
+    return _joined([share, [order[place % len(order)] for place in places[len(share) :]]])
+
+
+def _places(
+    length: int, partition: Partition, *, drop_last: bool = False, pad: bool = False, multiple: int = 1
+) -> range:
+    """Return where in the order of a pass one trainer's share is; places after its end repeat it from the front."""
+    tail = length % partition.count
     if drop_last:
-        order = order[: len(order) - len(order) % partition.count]
-    elif pad and len(order) % partition.count:
-        missing = partition.count - len(order) % partition.count
-        order = order + (order * (missing // len(order) + 1))[:missing]
-    share = order[partition.index :: partition.count]
-    return share[: len(share) - len(share) % multiple]
+        length -= tail
+    elif pad and tail:
+        length += partition.count - tail
+    places = range(partition.index, length, partition.count)
+    return places[: len(places) - len(places) % multiple]
+
+
+def _joined(parts: Iterable[Sequence[Any] | npt.NDArray[np.int64]]) -> Indices:
+    """Return all indices of ``parts``, in their order."""
+    parts = [part for part in parts if len(part)]
+    if parts and isinstance(parts[0][0], tuple):
+        return list(chain.from_iterable(parts))
+    return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 @dataclass(frozen=True)
@@ -92,14 +120,14 @@ class PartitionOrder:
         >>> order = PartitionOrder(5, Partition(0, 1), {"seed": 0, "shuffle": False}, rest=[3, 4], epoch=1)
         >>> order.total(passes=2)
         7
-        >>> list(order.blocks(1, passes=2))
-        [[4], [0, 1, 2, 3, 4]]
+        >>> list(order.indices(1, passes=2))
+        [4, 0, 1, 2, 3, 4]
     """
 
     length: int
     partition: Partition
     options: Mapping[str, Any]
-    rest: Sequence[int] = ()
+    rest: Sequence[Any] | npt.NDArray[np.int64] = ()
     epoch: int = 0
 
     @cached_property
@@ -108,7 +136,8 @@ class PartitionOrder:
         # Any thread may ask, so nothing is drawn from a sampler here.
         sampler = self.options.get("sampler")
         length = self.length if sampler is None else sampler.length
-        return len(deal(length, self.partition, epoch=0, **{**self.options, "shuffle": False, "sampler": None}))
+        options = {name: self.options[name] for name in self.options.keys() - {"seed", "shuffle", "sampler"}}
+        return len(_places(length, self.partition, **options))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -125,10 +154,15 @@ class PartitionOrder:
         """Return how many indices there are until the end of ``passes`` passes over the data set."""
         return len(self.rest) + max(passes - self.epoch, 0) * self.per_pass
 
-    def blocks(self, position: int, passes: int | None) -> Iterator[list[Any]]:
+    def blocks(self, position: int, passes: int | None) -> Iterator[Indices]:
         """Return the sequence from ``position`` on, in blocks of one pass; endless if ``passes`` is None."""
         for _, indices, offset in self._passes(position, passes):
             yield indices[offset:]
+
+    def indices(self, position: int, passes: int | None = None) -> Iterator[Any]:
+        """Return the sequence from ``position`` on, index by index; endless if ``passes`` is None."""
+        for _, indices, skip in self.groups(position, _GROUP_INDICES, passes):
+            yield from indices[skip:]
 
     def groups(self, position: int, size: int, passes: int | None) -> Iterator[tuple[int, list[Any], int]]:
         """Return the sequence from ``position`` on in groups that are the same for each position.
@@ -140,15 +174,16 @@ class PartitionOrder:
         """
         for epoch, indices, offset in self._passes(position, passes):
             for start in range(offset - offset % size, len(indices), size):
-                yield epoch, indices[start : start + size], max(offset - start, 0)
+                group = indices[start : start + size]
+                yield epoch, group.tolist() if isinstance(group, np.ndarray) else group, max(offset - start, 0)
 
-    def _passes(self, position: int, passes: int | None) -> Iterator[tuple[int, list[Any], int]]:
+    def _passes(self, position: int, passes: int | None) -> Iterator[tuple[int, Indices, int]]:
         """Yield the epoch and the indices of each pass from ``position`` on, and how many are before it.
 
         Indices before the first whole pass come first, as those of the pass before it.
         """
         if position < len(self.rest):
-            yield max(self.epoch - 1, 0), list(self.rest), position
+            yield max(self.epoch - 1, 0), _joined([self.rest]), position
         epoch, offset = divmod(max(position - len(self.rest), 0), self.per_pass)
         epoch += self.epoch
         while passes is None or epoch < passes:
@@ -178,7 +213,7 @@ class PartitionOrder:
         """
         known = Counter(unserved)
         start = max(position - len(unserved), 0)
-        ahead = islice(chain.from_iterable(self.blocks(start, None)), position - start)
+        ahead = islice(self.indices(start), position - start)
         for index in reversed(list(ahead)):
             if not known[index]:
                 break
@@ -206,8 +241,7 @@ class PartitionOrder:
         account.load_state_dict(applied)
         position = max(account.above, default=account.low - 1) + 1
         unserved, partly = [], []
-        block = islice(chain.from_iterable(self.blocks(account.low, None)), position - account.low)
-        for n, index in enumerate(block, account.low):
+        for n, index in enumerate(islice(self.indices(account.low), position - account.low), account.low):
             times = account.above.get(n, 0)
             if not times:
                 unserved.append(index)
@@ -241,15 +275,17 @@ class PartitionOrder:
             rewound.append((order, *order.rewind(position, unserved)))
             partly.append(begun)
         epoch = max(order.first_unserved_pass(position) for order, position, _ in rewound)
-        left = [[*earlier, *chain.from_iterable(order.blocks(at, epoch))] for order, at, earlier in rewound]
+        left = [_joined([earlier, *order.blocks(at, epoch)]) for order, at, earlier in rewound]
         own = self._share(partly)
-        rest = [*held, *(index for index, _ in own), *self._share(left)]
+        rest = _joined([held, [index for index, _ in own], self._share(left)])
         return replace(self, rest=rest, epoch=epoch), {len(held) + n: times for n, (_, times) in enumerate(own)}
 
-    def _share(self, parts: Iterable[Iterable[Any]]) -> list[Any]:
+    def _share(self, parts: Sequence[Sequence[Any] | Indices]) -> Indices:
         """Return this trainer's share of what is taken in turn from each of ``parts``."""
-        in_turn = [one for turn in zip_longest(*parts) for one in turn if one is not None]
-        return in_turn[self.partition.index :: self.partition.count]
+        turns = np.concatenate([np.arange(len(part)) for part in parts])
+        own = np.argsort(turns, kind="stable")[self.partition.index :: self.partition.count]
+        joined = _joined(parts)
+        return joined[own] if isinstance(joined, np.ndarray) else [joined[n] for n in own]
 
 
 def _describe_order(order: Mapping[str, Any]) -> str:
@@ -259,9 +295,9 @@ def _describe_order(order: Mapping[str, Any]) -> str:
     return f"{how}, {order['per_pass']} entries of each pass for a trainer"
 
 
-def _rest_of(state: Mapping[str, Any]) -> list[Any]:
+def _rest_of(state: Mapping[str, Any]) -> Indices:
     rest = state["rest"]
-    return rest.tolist() if isinstance(rest, torch.Tensor) else [tuple(batch) for batch in rest]
+    return rest.numpy() if isinstance(rest, torch.Tensor) else [tuple(batch) for batch in rest]
 
 
 @dataclass(frozen=True)
@@ -432,7 +468,7 @@ class DatasetSource(Source):
     def total(self) -> int | None:
         return None if self.passes is None else self.order.total(self.passes)
 
-    @cached_property  # read in every step, and it costs a pass over the indices
+    @cached_property  # read in every step
     def samples_per_pass(self) -> int:
         count = self.partition.count
         orders = (PartitionOrder(self.length, Partition(i, count), self.options) for i in range(count))
@@ -489,7 +525,7 @@ class DatasetSource(Source):
     def _set_order(self, order: PartitionOrder) -> None:
         # A tensor is copied as one block at every checkpoint, a list number by number.
         self.order = order
-        self._rest = list(order.rest) if self.gives_batches else torch.tensor(order.rest, dtype=torch.int64)
+        self._rest = list(order.rest) if self.gives_batches else torch.as_tensor(order.rest, dtype=torch.int64)
 
     def _check_length(self, state: Mapping[str, Any]) -> None:
         if state["length"] != self.length:

@@ -3,6 +3,7 @@
 import itertools
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, TensorDataset
@@ -10,7 +11,16 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Tenso
 from paramserver.buffers import make_buffer
 from paramserver.config import Config, TrainingConfig
 from paramserver.errors import BufferClosed, BufferExhausted, SourceError, TaskError, UnsupportedConfiguration
-from paramserver.sources import DatasetSource, Feeder, IterableSource, Partition, Source, deal, make_source
+from paramserver.sources import (
+    DatasetSource,
+    Feeder,
+    IterableSource,
+    Partition,
+    ResumePosition,
+    Source,
+    deal,
+    make_source,
+)
 from paramserver.sources.sampler import SamplerOrder
 
 LENGTHS = (1, 2, 5, 12, 13, 101)
@@ -18,7 +28,7 @@ COUNTS = (1, 2, 3, 7)
 
 
 def shares(length: int, count: int, **options) -> list[list[int]]:
-    return [deal(length, Partition(i, count), **{"seed": 3, "epoch": 0, **options}) for i in range(count)]
+    return [deal(length, Partition(i, count), **{"seed": 3, "epoch": 0, **options}).tolist() for i in range(count)]
 
 
 def torch_shares(length: int, count: int, seed: int, epoch: int, **options) -> list[list[int]]:
@@ -112,6 +122,22 @@ def test_totals_of_a_source():
     assert (endless.order.per_pass, endless.total, endless.samples_per_pass, endless.endless) == (3, None, 10, True)
     assert source(10, 0, 3, sampler_kwargs={"pad": True}).samples_per_pass == 12
     assert source(10, 0, 3, sampler_kwargs={"drop_last": True}).samples_per_pass == 9
+
+
+def test_no_index_is_made_for_the_totals_of_a_source():
+    made = source(10**12, 1, 3, passes=4)
+    assert (made.order.per_pass, made.total, made.samples_per_pass) == (333333333333, 1333333333332, 10**12)
+
+
+def test_the_order_of_a_pass_is_an_array():
+    made = source(10, 0, 2, passes=1)
+    assert made.order.rest == ()
+    left = [ResumePosition(source(10, i, 3).state_dict(), 2) for i in range(3)]
+    made.reshard(left, held=[])
+    for block in made.order.blocks(0, 2):
+        assert isinstance(block, np.ndarray)
+        assert block.dtype == np.int64
+    assert {type(key) for key, _ in made.samples(0)} == {int}
 
 
 def test_samples_can_be_fetched_again():
