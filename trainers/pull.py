@@ -109,12 +109,13 @@ class VersionPull:
     def finish(self) -> None:
         """Wait for the version that was requested; it is then in ``pulled``."""
         self.clock.add_hidden(max(call.in_flight_s() for call in self._calls))
-        give_up_at = time.monotonic() + self._timeout_s
+        give_up_at: float | None = None
         while True:
             try:
                 pulled = [call.wait_once() for call in self._calls]
                 break
             except CallFailed as failure:
+                give_up_at = give_up_at or time.monotonic() + self._timeout_s
                 self.server.wait_before_repeat(failure, give_up_at)
                 note_repeated("pull")
                 # The server may have recorded the pull. Distributed autograd would wait for its gradient too.

@@ -71,7 +71,7 @@ class InFlightCall(Generic[T]):
     """A call whose reply is awaited later, while this process computes.
 
     Args:
-        timeout_s: of ``wait``; None for a reply that waits for other trainers.
+        timeout_s: of ``wait``; None for a reply that waits for other trainers, or that takes long to send.
         repeatable: the server replies to the same call again as before, so it is sent again if it fails.
         over_socket: sends it the first time, in the place of ``call``; the reply arrives over a socket too.
     """
@@ -257,6 +257,13 @@ class ServerConnection(ABC):
         call = partial(send, to, self.timeout_s, handler, *args, **kwargs)
         return self._in_flight(call, self.timeout_s, to, handler, *args, **kwargs)
 
+    def begin_transfer(
+        self, to: str, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> InFlightCall[T]:
+        """Call a handler whose reply has parameters: it takes as long as the network needs, as a push does."""
+        call = partial(send, to, NO_TIMEOUT_S, handler, *args, **kwargs)
+        return self._in_flight(call, None, to, handler, *args, **kwargs)
+
     def begin_deferred(
         self,
         to: str,
@@ -371,7 +378,7 @@ class ShardCoordinatorClient(ServerConnection):
 
     def weights(self) -> list[Tensor]:
         """Return the shard's ranges, which are in memory that this process cannot reach."""
-        return self.call(ShardCoordinator.weights, self.index)
+        return self.begin_transfer(SERVER_NAME, ShardCoordinator.weights, self.index).wait()
 
     def report_ready(self, shares_memory: bool) -> None:
         """Report that the shard is in place, in the memory of server 0 or in that of this process."""
@@ -487,7 +494,8 @@ class ServerClient(ServerConnection):
         Of the buckets ``received``, which were received early, empty tensors are sent where the version has these.
         """
         servers = zip((SERVER_NAME, *self._shard_servers), self._by_server(received), strict=True)
-        return [self.begin(name, ShardHandlers.pull, self._next_push, version, own, recorded) for name, own in servers]
+        args = self._next_push, version
+        return [self.begin_transfer(name, ShardHandlers.pull, *args, own, recorded) for name, own in servers]
 
     def send_bucket(
         self, version: int, bucket: GradientBucket, gradient: Tensor, revision: int = 0, has_all: bool = True
@@ -563,8 +571,7 @@ class ServerClient(ServerConnection):
 
     def compute(self, call: ModelCall) -> ModelReply:
         """Run a forward on the server; it may take long."""
-        run = partial(send, SERVER_NAME, NO_TIMEOUT_S, ParameterServer.compute, self._id, call)
-        return InFlightCall(self, run, "compute").wait()
+        return self.begin_transfer(SERVER_NAME, ParameterServer.compute, self._id, call).wait()
 
     # Validation, checkpoints, records.
 
@@ -572,8 +579,9 @@ class ServerClient(ServerConnection):
         """Return a version without gradients, of all servers; see ``ParameterServer.view_version``."""
         numbers = self._by_server(without)
         others = zip(self._shard_servers, numbers[1:], strict=True)
-        on_shards = [self.begin(name, ShardServer.view_version, self._id, version, own) for name, own in others]
-        view = self.call(ParameterServer.view_version, self._id, version, numbers[0])
+        args = self._id, version
+        on_shards = [self.begin_transfer(name, ShardServer.view_version, *args, own) for name, own in others]
+        view = self.begin_transfer(SERVER_NAME, ParameterServer.view_version, *args, numbers[0]).wait()
         of_shards = [flat for call in on_shards for flat in call.wait()]
         return replace(view, parameters=(*view.parameters, *of_shards)) if of_shards else view
 

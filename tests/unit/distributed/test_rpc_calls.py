@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,32 @@ def test_a_client_has_one_method_for_each_handler():
         named = set(re.findall(rf"\b{owner.__name__}\.(\w+)", source))
         assert named
         assert named <= {name for name in vars(owner) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize(
+    "transfer",
+    [
+        lambda server: [call.wait() for call in server.pull(0)],
+        lambda server: server.view_version(0),
+        lambda server: server.compute(None),
+    ],
+    ids=["pull", "view_version", "compute"],
+)
+def test_parameters_may_take_longer_than_the_timeout(monkeypatch, transfer):
+    monkeypatch.setattr(client, "server_rref", lambda name: None)
+    monkeypatch.setattr(client, "watch_peer", lambda name, on_end: None)
+    config = config_from_mapping({"mode": "rpc", "task": "m:T", "cluster": {"num_trainers": 1, "timeout_s": 0.01}})
+    limits, replies = [], []
+
+    def send_late(to, timeout_s, handler, *args):
+        limits.append(timeout_s)
+        replies.append(torch.futures.Future())
+        threading.Timer(0.1, replies[-1].set_result, ["late"]).start()
+        return replies[-1]
+
+    monkeypatch.setattr(client, "send", send_late)
+    transfer(client.ServerClient(config, 0, 0, []))
+    assert limits == [rpc_calls.NO_TIMEOUT_S]
 
 
 # The type of the wire, where nothing goes over it.
