@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from paramserver.checkpoint import write_chunks
@@ -44,6 +46,7 @@ class ServerControl(Control):
     _leave_request: str | None = None
     _sending_records: InFlightCall[None] | None = None
     _records_sent = 0.0
+    _chunk_sent = 0.0  # when server 0 acknowledged the last one of a part of a checkpoint
 
     @contextmanager
     def connected(self, blocks: Callable[[], bool]) -> Iterator[ServerClient]:
@@ -61,7 +64,7 @@ class ServerControl(Control):
             worker_id, addresses = self.agent.worker_id, self.agent.server_addresses
             server = ServerClient(config, self.trainer_index, worker_id, addresses, blocks, stop_limit)
             self.server, self._records_sent = stack.enter_context(closing(server)), time.monotonic()
-            self.sender = stack.enter_context(BackgroundSender(config.checkpoint.background))
+            self.sender = stack.enter_context(BackgroundSender(config.checkpoint.background, lambda: self._chunk_sent))
             yield server
 
     def connect_tcp(self) -> bool:
@@ -138,9 +141,14 @@ class ServerControl(Control):
         """
         pause_s = time.perf_counter() - since
 
+        # Both run in the thread of the sender. Each chunk is acknowledged before the next, so that messages of a step
+        # pass.
+        def send_chunk(chunk: npt.NDArray[np.uint8]) -> None:
+            self.server.send_part_chunk(step, torch.from_numpy(chunk))
+            self._chunk_sent = time.monotonic()
+
         def send() -> None:
-            # In the thread of the sender. Each chunk is acknowledged before the next, so that messages of a step pass.
-            write_chunks(dict(part), lambda chunk: self.server.send_part_chunk(step, torch.from_numpy(chunk)))
+            write_chunks(dict(part), send_chunk)
             self.server.finish_part(step, pause_s)
 
         self.sender.submit(send)

@@ -222,7 +222,7 @@ class BackgroundSender:
     ``last_progress`` is ``time.monotonic()`` of the last sign of progress; each one extends the deadline of a wait.
     """
 
-    def __init__(self, background: bool, last_progress: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, background: bool, last_progress: Callable[[], float]) -> None:
         self.background = background
         self._last_progress = last_progress
         self._changed = threading.Condition()

@@ -30,9 +30,13 @@ MB = 2**20
 # Sending in the background.
 
 
+def no_progress():
+    return 0.0
+
+
 def test_a_sender_works_in_its_own_thread_one_job_at_a_time():
     gate, done = threading.Event(), []
-    with BackgroundSender(True) as sender:
+    with BackgroundSender(True, no_progress) as sender:
         sender.submit(lambda: (gate.wait(WAIT_S), done.append(threading.current_thread().name)))
         assert done == []
         with pytest.raises(DeadlineExceeded, match=r"a part of a checkpoint must be with rank 0 within 0.01 s"):
@@ -48,7 +52,7 @@ def test_a_sender_works_in_its_own_thread_one_job_at_a_time():
 
 def test_without_background_the_caller_carries():
     done = []
-    with BackgroundSender(False) as sender:
+    with BackgroundSender(False, no_progress) as sender:
         sender.submit(lambda: done.append(threading.current_thread()))
         assert done == [threading.main_thread()]
         with pytest.raises(KeyError):
@@ -60,7 +64,7 @@ def test_a_sender_releases_what_it_sent():
         pass
 
     load, gone = Load(), threading.Event()
-    with BackgroundSender(True) as sender:
+    with BackgroundSender(True, no_progress) as sender:
         weakref.finalize(load, gone.set)
         sender.submit(lambda kept=load: None)
         del load
@@ -89,7 +93,7 @@ def test_the_next_call_raises_the_failure_of_a_job(then, caplog):
         "submit": lambda c: c.submit(lambda: None),
         "close": lambda c: c.close(WAIT_S),
     }
-    with caplog.at_level(logging.WARNING), BackgroundSender(True) as sender:
+    with caplog.at_level(logging.WARNING), BackgroundSender(True, no_progress) as sender:
         sender.submit(lambda: {}["missing"])
         with pytest.raises(KeyError, match="missing"):
             calls[then](sender)

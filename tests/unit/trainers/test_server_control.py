@@ -1,10 +1,15 @@
-"""Which failures a trainer of the parameter server reports, and to whom."""
+"""Which failures a trainer of the parameter server reports, and to whom; how it sends its part of a checkpoint."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from paramserver.checkpoint import serialization
+from paramserver.config import config_from_mapping
 from paramserver.errors import PeerLost, PeerRefused, TaskError
+from paramserver.trainers import server_control
 from paramserver.trainers.server_control import ServerControl
 
 
@@ -45,3 +50,21 @@ def test_a_trainer_that_joins_again_reports_no_server_that_it_cannot_reach(contr
     assert control.reported == []
     control.report_failure(TaskError("no such key"))
     assert [place for place, _ in control.reported] == ["rendezvous"]
+
+
+def test_each_chunk_of_a_part_is_progress(control, monkeypatch):
+    def receive(step, chunk):
+        progress.append(control.sender._last_progress())
+
+    server = SimpleNamespace(send_part_chunk=receive, finish_part=lambda step, pause_s: None, close=lambda: None)
+    agent = SimpleNamespace(worker_id=0, server_addresses=[])
+    monkeypatch.setattr(server_control, "rpc_trainer", lambda *args: contextlib.nullcontext(agent))
+    monkeypatch.setattr(server_control, "ServerClient", lambda *args: server)
+    monkeypatch.setattr(serialization, "CHUNK_BYTES", 1000)
+    control.process.stop_limit, progress = None, []
+    control.config = config_from_mapping({"mode": "rpc", "task": "m:T", "cluster": {"num_trainers": 1}})
+    with control.connected(lambda: False):
+        control.send_part(1, {"w": torch.zeros(1000)}, 0.0)
+        control.sender.wait()
+    assert len(progress) > 4
+    assert progress[0] == 0 < progress[1] <= progress[-1]
