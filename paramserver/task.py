@@ -18,7 +18,7 @@ from paramserver.errors import ParamserverError, TaskError, message_of
 from paramserver.importing import describe_user_error, keeps_process_state, load_object, name_user_error
 from paramserver.rng import CONSTRUCTOR, random_states, restore_random_states, seed_all
 from paramserver.sources.base import Partition
-from paramserver.sources.expected import total_steps
+from paramserver.sources.expected import Origin, total_steps
 from paramserver.sources.factory import is_map_style, resolve_reading
 
 if TYPE_CHECKING:
@@ -179,7 +179,8 @@ class Task(Hooks):
             named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
         return named
 
-    _total_steps: tuple[Config, int | None] | None = None
+    steps_origin: Origin = Origin()
+    _total_steps: tuple[tuple[Config, Origin], int | None] | None = None
 
     @property
     def total_steps(self) -> int | None:
@@ -188,9 +189,10 @@ class Task(Hooks):
         For schedules that need it, such as ``OneCycleLR``. It is an attribute of the task, as ``build_optimizer`` and
         ``build_scheduler`` may be called in a process that has no trainer. It counts updates, or with rounds the local
         steps of a trainer, until ``training.max_epochs``, ``max_steps``, ``max_samples`` or the end of the data; None
-        if none of these is known. A resumed run has the number of its present limits. It is exact where all trainers
-        step together, with two exceptions (docs/interface.md, section 3). Otherwise trainers are assumed to be equally
-        fast, and dropped gradients make it less. With a dictionary of optimizers batches are counted, of which each may
+        if none of these is known. A resumed run has the number of its present limits; with other trainers or batches it
+        is what was stepped before and the steps of what is left. It is exact where all trainers step together, with
+        three exceptions (docs/interface.md, section 3). Otherwise trainers are assumed to be equally fast, and dropped
+        gradients make it less. With a dictionary of optimizers batches are counted, of which each may
         step an optimizer more than once.
 
         The first access reads the length of the data: it calls ``train_source``.
@@ -208,10 +210,11 @@ class Task(Hooks):
             >>> task.total_steps
             6
         """
-        if self._total_steps is None or self._total_steps[0] != self.config:
+        counted_for = self.config, self.steps_origin
+        if self._total_steps is None or self._total_steps[0] != counted_for:
             states = random_states()  # which the data that is trained on must find as they are
             try:
-                self._total_steps = self.config, self._count_steps()
+                self._total_steps = counted_for, self._count_steps()
             finally:
                 restore_random_states(states)
         return self._total_steps[1]
@@ -227,7 +230,7 @@ class Task(Hooks):
             return resolve_reading(data, partition, self.config, sampler=sampler_of(self, partition))
 
         with name_user_error("total_steps: train_source, or what it returned,"):
-            return total_steps(self.config, read)
+            return total_steps(self.config, read, self.steps_origin)
 
     # Required methods.
 

@@ -43,6 +43,7 @@ from paramserver.parameters.model_tree import buffer_kinds, changed_kinds
 from paramserver.parameters.numerics import check_parameters_finite
 from paramserver.runs.monitor import RunMonitor
 from paramserver.runs.rundir import RunDir
+from paramserver.sources.expected import Origin
 from paramserver.task import has_state
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class ResumeState:
     checkpoint: Checkpoint
     run: Mapping[str, Any]
     parts: Sequence[bytes] | None
+    origin: Origin
 
 
 def load_for_resume(config: Config, run: RunDir) -> ResumeState:
@@ -126,16 +128,17 @@ def load_for_resume(config: Config, run: RunDir) -> ResumeState:
     file = str(checkpoint.file_path("run"))
     state = check_mapping(checkpoint.load("run"), file, ("step", "resumes", "scheduler"))
     _check_rounds(checkpoint, state.get("outer"), config)
-    if checkpoint.num_trainers == num_trainers_of(config):
-        return ResumeState(checkpoint, state, None)
-    # Another number of trainers: samples and positions move to the new ones, and a new one gets new random states.
-    parts = reshard_parts(
-        [checkpoint.load(f"trainer-{index}") for index in range(checkpoint.num_trainers)],
-        num_trainers_of(config),
-        capacity=config.buffer.capacity,
-        entropy=(config.seed, state["resumes"] + 1),
-    )
-    return ResumeState(checkpoint, state, [pack(part) for part in parts])
+    origin = Origin.of_start(config) if (stored := state.get("origin")) is None else Origin(**stored)
+    trainers, is_same = num_trainers_of(config), checkpoint.num_trainers == num_trainers_of(config)
+    if is_same and origin.settings == Origin.of_start(config).settings:
+        return ResumeState(checkpoint, state, None, origin)
+    before = parts = [checkpoint.load(f"trainer-{index}") for index in range(checkpoint.num_trainers)]
+    if not is_same:
+        # Samples and positions move to the new trainers, and one more than before gets new random states.
+        entropy = config.seed, state["resumes"] + 1
+        parts = reshard_parts(before, trainers, capacity=config.buffer.capacity, entropy=entropy)
+    origin = origin.at_resume(state, before, parts, config)
+    return ResumeState(checkpoint, state, None if is_same else [pack(part) for part in parts], origin)
 
 
 def _check_rounds(checkpoint: Checkpoint, outer: str | None, config: Config) -> None:
@@ -200,6 +203,7 @@ class CheckpointManager:
         self.run = run
         self.monitor = monitor
         self.checkpoint = None if resume is None else resume.checkpoint
+        self.origin = Origin.of_start(config) if resume is None else resume.origin
         self.initial_weights = initial_weights
         self.generation = generation
         self.pauses_s: list[float] = []
@@ -393,6 +397,7 @@ class CheckpointManager:
             "late_buffers": self.late_buffers(model),
             "parameters": list(updater.parameter_names),
             "outer": outer_class(self.config),
+            "origin": vars(self.origin),
         }
         parameters, weights = state.get("parameters"), detached_state_dict(model)
         if parameters is not None:

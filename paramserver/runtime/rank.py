@@ -101,6 +101,7 @@ from paramserver.runs.rundir import (
     write_text,
 )
 from paramserver.runtime.online import publish_endpoint, start_coordinator, start_publisher
+from paramserver.sources.expected import Origin
 from paramserver.task import Task, make_callbacks, make_task
 
 if TYPE_CHECKING:
@@ -307,6 +308,7 @@ class RankSession:
                 if rendezvous is not None:
                     rendezvous.record_run(run.name)
                     rendezvous.set("trainers_with_state", json.dumps(checkpoints.trainers_with_state))
+                    rendezvous.set("origin", json.dumps(vars(checkpoints.origin)))
                     rendezvous.set("run", run.name)
             else:
                 assert rendezvous is not None
@@ -426,6 +428,10 @@ class RankSession:
         devices = ", ".join(str(device) for device in process.placement.devices)
         log.info("rank %d of %d: %s on %s, run %s", identity.global_rank, identity.world_size, role, devices, run.name)
         task.devices, task.config = process.placement.devices, config
+        if checkpoints is not None:
+            task.steps_origin = checkpoints.origin
+        elif rendezvous is not None:
+            task.steps_origin = Origin(**json.loads(rendezvous.get("origin")))
 
         trace_file = run.trace_file(identity.global_rank)
         process = replace(process, profiler=stack.enter_context(StepProfiler(config.profile, trace_file)))

@@ -476,13 +476,13 @@ class DatasetSource(Source):
             return sum(len(batch) for order in orders for batch in next(order.blocks(0, 1)))
         return sum(order.per_pass for order in orders)
 
-    def batch_sizes(self, partition: Partition) -> Iterator[int]:
-        """Yield the samples of each whole batch that a trainer reads, in their order; see ``gives_batches``."""
+    def batch_sizes(self, partition: Partition, epoch: int = 0) -> Iterator[int]:
+        """Yield the samples of each whole batch of a trainer from pass ``epoch`` on; see ``gives_batches``."""
         assert self.sampler is not None
-        for block in replace(self.order, partition=partition).blocks(0, self.passes):
+        for block in replace(self.order, partition=partition, epoch=epoch).blocks(0, self.passes):
             sizes = list(map(len, block))
             if self.sampler.repeats_sizes:
-                passes = repeat(sizes) if self.passes is None else repeat(sizes, self.passes)
+                passes = repeat(sizes) if self.passes is None else repeat(sizes, self.passes - epoch)
                 yield from chain.from_iterable(passes)
                 return
             yield from sizes

@@ -43,3 +43,14 @@ def test_a_resumed_run_has_the_number_of_its_new_limit(tmp_path, mode):
     rates = [record["lr"][0] / 0.05 for record in resumed.of_kind("train")]
     # The rate of the seventh step is that of the checkpoint: after six steps of six it is 0.
     assert rates == pytest.approx([1 - step / 6 for step in range(7)] + [1 - step / 12 for step in range(7, 12)])
+
+
+def test_a_run_that_resumes_with_more_trainers_counts_the_steps_before_and_those_of_what_is_left(tmp_path):
+    training = {**ONE_PASS, "max_epochs": 2, "max_steps": 8}
+    config = {"task": TASK, "task_args": {"schedule": "decay", "samples": 64}, "logging": {"log_every": 1}}
+    run = train(tmp_path, "local", 1, training=training, **config)
+    settings = ("training.max_steps=null", "cluster.num_trainers=2")
+    resumed = resume(run, "--mode", "ddp", *(argument for one in settings for argument in ("--set", one)))
+    assert resumed.code == 0, resumed.output
+    rates = [record["lr"][0] / 0.05 for record in resumed.of_kind("train")][9:]
+    assert rates == pytest.approx([1 - step / 12 for step in range(9, 12)])

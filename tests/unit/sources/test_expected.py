@@ -10,10 +10,12 @@ from sampler_tasks import Buckets
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from paramserver import Partition, Task
+from paramserver.buffers.reshard import reshard_parts
 from paramserver.config import config_from_mapping
 from paramserver.consistency import Verdict, decide
 from paramserver.errors import SourceError
 from paramserver.limits import Limits
+from paramserver.sources.expected import Origin
 from paramserver.trainers.data import DataStream
 
 
@@ -129,23 +131,38 @@ def take(stream, batches, training):
     return samples
 
 
-def steps_of(task):
-    """The updates, or local steps, that the trainers decide on with the data of a run."""
+def steps_of(task, resumed=None, stop_at=None):
+    """The updates, or local steps, that the trainers decide on with the data of a run, or with what a checkpoint left.
+
+    With ``stop_at``, a limit of updates, return the checkpoint that a run has which is stopped then.
+    """
     config, training = task.config, task.config.training
     trainers = config.cluster.num_trainers
     with ExitStack() as stack:
         streams = [DataStream(task, Partition(i, trainers), config, {}) for i in range(trainers)]
+        run, parts = resumed or ({"step": 0, "samples": 0, "gradients": 0}, [])
+        counters = [dict(part["counters"]) for part in parts]
+        counters = counters or [dict.fromkeys(("batch_idx", "samples_served", "seconds"), 0) for _ in streams]
+        for stream, part in zip(streams, parts, strict=False):
+            stream.load_state_dict(part)
         for stream in streams:
             stack.enter_context(stream).start()
-        steps = samples = gradients = 0
+        run = dict(run)
         while True:
             announced = {i: stream.available() for i, stream in enumerate(streams)}
-            decision = decide(announced, steps, samples, Limits.of(training), training.uneven_inputs)
-            if decision.verdict is Verdict.END:
-                return gradients
+            limits = Limits.of(training)
+            decision = decide(announced, run["step"], run["samples"], limits, training.uneven_inputs)
+            if decision.verdict is Verdict.END or run["step"] == stop_at:
+                states = [stream.state_dict() for stream in streams]
+                empty = {"random": None, "task": {}}
+                parts = [{**state, **empty, "counters": own} for state, own in zip(states, counters, strict=True)]
+                return run["gradients"] if stop_at is None else (run, parts)
             assert decision.verdict is Verdict.GO
-            samples += sum(take(streams[i], decision.batches, training) for i in decision.active)
-            steps, gradients = steps + 1, gradients + -(-decision.batches // training.accumulate_batches)
+            for i in decision.active:
+                run["samples"] += take(streams[i], decision.batches, training)
+                counters[i]["batch_idx"] += decision.batches
+            run["step"] += 1
+            run["gradients"] += -(-decision.batches // training.accumulate_batches)
 
 
 def drawn_run(rng):
@@ -186,6 +203,40 @@ def test_in_lockstep_it_is_what_the_trainers_decide(seed):
         task = Numbers(loader)
         task.config = config_from_mapping({"task": "t.py:T", **sections})
         assert task.total_steps == steps_of(task), sections
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_a_resume_with_other_trainers_or_batches_it_is_what_they_decide(seed):
+    rng = random.Random(seed)
+    for _ in range(6):
+        loader, sections = drawn_run(rng)
+        if rng.random() < 0.4:
+            loader, sections["training"]["batch_size"] = range(rng.randint(30, 60)), rng.randint(1, 7)
+        elif loader.batch_size is None:
+            sections["training"].pop("max_samples", None)  # the sizes of batches that are left are not known
+        task, resumed = Numbers(loader), None
+        for number in range(3):
+            training = dict(sections["training"])
+            trainers = rng.randint(1, 3)
+            training["accumulate_batches"] = rng.choice((1, 2, 3))
+            if "batch_size" in training:
+                training["batch_size"] = rng.randint(1, 7)
+            if (training.get("max_epochs") or training.get("max_samples") or training.get("max_steps")) is None:
+                training["max_epochs"] = 4
+            values = {**sections, "training": training, "cluster": {"num_trainers": trainers}}
+            task.config = config_from_mapping({"task": "t.py:T", **values})
+            if resumed is None:
+                task.steps_origin = Origin.of_start(task.config)
+            else:
+                run, before = resumed
+                parts = before
+                if len(before) != trainers:
+                    capacity = task.config.buffer.capacity
+                    parts = reshard_parts(before, trainers, capacity=capacity, entropy=(0, number))
+                task.steps_origin = task.steps_origin.at_resume(run, before, parts, task.config)
+                resumed = run, parts
+            assert task.total_steps == steps_of(task, resumed), (number, values)
+            resumed = steps_of(task, resumed, stop_at=(resumed[0]["step"] if resumed else 0) + rng.randint(0, 6))
 
 
 @pytest.mark.parametrize("whole_batches", [False, True])
