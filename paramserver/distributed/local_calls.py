@@ -76,7 +76,7 @@ class _PacketConnection(CallConnection):
 class LocalCallServer(CallServer[_PacketConnection]):
     """Runs handlers for callers of this host. A context manager; open inside ``with``."""
 
-    kind = "local"
+    thread_name = "calls-local"
 
     def __init__(self, handle: Callable[..., torch.futures.Future[Any]], timeout_s: float) -> None:
         super().__init__(handle, timeout_s)

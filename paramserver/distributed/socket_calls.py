@@ -1,7 +1,8 @@
 """Calls over sockets, without RPC: the thread that reads connections, the server of calls, and calls as bytes.
 
 They reach the same handlers as the calls of ``rpc_calls``. A connection that fails stays closed, and its caller sends
-its calls again over RPC. So nothing depends on them: liveness, membership and all other calls are those of RPC.
+its calls again over RPC. So nothing depends on them: liveness, membership and all other calls are those of RPC. The
+thread also serves the segments of shared memory (``transport/segments.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pickle
 import selectors
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,9 +41,15 @@ class CallConnection(ABC):
         # Held for a system call: a descriptor that is closed meanwhile could be another file by then.
         self._lock = threading.Lock()
         self._ended = False
+        self.opened = time.monotonic()
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the other end has not shown yet that it belongs to the run."""
+        return False
 
     @property
     def has_unsent(self) -> bool:
@@ -94,13 +102,17 @@ C = TypeVar("C", bound=CallConnection)
 class ConnectionThread(ABC, Generic[C]):
     """The thread that reads connections, and sends what could not be sent at once.
 
-    A context manager. Closing may take ``timeout_s``. ``_on_value`` and ``_on_end`` are called in the thread.
+    A context manager. Closing may take ``timeout_s``. ``_on_value`` and ``_on_end`` are called in the thread. With a
+    listener it also accepts connections, and closes one that is unknown after ``timeout_s``.
     """
 
-    kind = ""  # of connection, for the name of the thread
+    thread_name: str
+    when_it_ends = "calls continue over RPC"
+    most_unknown = 256  # connections; of more the oldest is closed
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self._listener: socket.socket | None = None
         # Covers the table and ``_ended``.
         self._lock = threading.Lock()
         self._ended = False  # no thread reads any more
@@ -113,7 +125,7 @@ class ConnectionThread(ABC, Generic[C]):
         self._wakeup = WakeupFd()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakeup, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name=f"calls-{self.kind}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self.thread_name, daemon=True)
         self._thread.start()
         return self
 
@@ -128,11 +140,17 @@ class ConnectionThread(ABC, Generic[C]):
         self._wakeup.set()
         self._thread.join(self._timeout_s)
         if self._thread.is_alive():
-            raise DeadlineExceeded(f"the thread calls-{self.kind} did not end within {self._timeout_s:g} s")
+            raise DeadlineExceeded(f"the thread {self.thread_name} did not end within {self._timeout_s:g} s")
         self._selector.close()
         self._wakeup.close()
         if self._error is not None and exception[0] is None:
             raise self._error
+
+    def _listen(self, listener: socket.socket) -> None:
+        """Accept connections from now on, until the end of the thread, which closes the listener."""
+        listener.setblocking(False)
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ)
 
     def _add(self, added: C) -> None:
         """Read a connection from now on. In any thread; after the end of the thread the connection is closed."""
@@ -159,7 +177,7 @@ class ConnectionThread(ABC, Generic[C]):
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
-                for key, events in self._selector.select(self._poll_s()):
+                for key, events in self._selector.select(self._close_unknown()):
                     if key.fileobj is self._wakeup:
                         self._on_wakeup()
                     elif (connection := self._connections.get(key.fd)) is not None:
@@ -168,7 +186,7 @@ class ConnectionThread(ABC, Generic[C]):
                         self._accept()
         except BaseException as error:
             self._error = error
-            log.exception("the thread calls-%s ends; calls continue over RPC", self.kind)
+            log.exception("the thread %s ends; %s", self.thread_name, self.when_it_ends)
         finally:
             with self._lock:
                 self._ended = True
@@ -185,15 +203,51 @@ class ConnectionThread(ABC, Generic[C]):
             if connection.has_unsent and self._connections.get(connection.fileno()) is connection:
                 self._selector.modify(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
 
-    def _poll_s(self) -> float | None:
-        """Return when to look again, whatever happens; None for no limit."""
-        return None
+    def _unknown(self) -> list[C]:
+        with self._lock:
+            return [one for one in self._connections.values() if one.is_unknown]
+
+    def _close_unknown(self) -> float | None:
+        """Close what is unknown for too long, or the oldest of too many; return when to look again."""
+        if self._listener is None:
+            return None
+        unknown, now = self._unknown(), time.monotonic()
+        excess = len(unknown) - self.most_unknown
+        for number, one in enumerate(unknown):
+            if number < excess or now - one.opened > self._timeout_s:
+                self._remove(one)
+        return self._timeout_s if unknown else None
 
     def _accept(self) -> None:
-        """Accept a connection at the listener, if this process has one."""
+        if self._listener is None:
+            return
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # it has ended already
+        except OSError as error:  # no descriptor is left: unknown connections have them, or the rest of this process
+            unknown = self._unknown()
+            for one in unknown:
+                self._remove(one)
+            self._on_no_descriptor(error, bool(unknown))
+            return
+        self._add(self._accepted(connection))
+
+    def _accepted(self, connection: socket.socket) -> C:
+        """Return the connection over a socket that was accepted."""
+        raise AssertionError("this process has no listener")
+
+    def _on_no_descriptor(self, error: OSError, has_freed: bool) -> None:
+        """Called where a connection cannot be accepted; ``has_freed``: unknown ones were closed."""
 
     def _close_listener(self) -> None:
         """Accept no more connections."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            self._selector.unregister(listener)
+            # A child that was forked meanwhile has the listener too, so closing it here would leave it accepting.
+            listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
 
     def _serve(self, connection: C, events: int) -> None:
         try:
@@ -204,7 +258,7 @@ class ConnectionThread(ABC, Generic[C]):
             if events & selectors.EVENT_READ:
                 self._read(connection)
         except OSError as error:
-            log.debug("a connection of the thread calls-%s has ended: %s", self.kind, error)
+            log.debug("a connection of the thread %s has ended: %s", self.thread_name, error)
             self._remove(connection)
         except Exception:
             log.exception("a connection ends with what it received; its calls continue over RPC")

@@ -12,13 +12,11 @@ import secrets
 import socket
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from ipaddress import ip_address
 from itertools import islice
-from selectors import EVENT_READ
 from typing import Any
 
 import numpy as np
@@ -41,7 +39,6 @@ _HEADER = struct.Struct("!QI")
 _LENGTH = struct.Struct("!Q")
 _TOKEN_BYTES = 16
 _ACCEPTED = b"\x01"  # the reply to the token
-_MOST_UNAUTHENTICATED = 256
 # Parts that are sent by one system call.
 _PARTS = 64
 # The thread that reads is woken when so much of a message has arrived, or all of it.
@@ -59,13 +56,16 @@ class _Connection(CallConnection):
         # Before a call that waits for a reply gives up, so that it is sent again over RPC.
         end_unacknowledged(connection, timeout_s / 4)
         self.token = b""  # what was received of it
-        self.opened = time.monotonic()
         self._on_blocked = on_blocked
         self._unsent: deque[Bytes] = deque()
         self._received: list[Any] = []
         self._wake_bytes = 1  # without which the socket is not readable
         self._targets = self._read_messages()
         self._unfilled = next(self._targets)
+
+    @property
+    def is_unknown(self) -> bool:
+        return len(self.token) < _TOKEN_BYTES
 
     @property
     def has_unsent(self) -> bool:
@@ -133,11 +133,11 @@ class _Connection(CallConnection):
     def receive_token(self) -> bool:
         """Return whether the token is complete, of which no byte more is read."""
         with suppress(BlockingIOError):
-            while len(self.token) < _TOKEN_BYTES:
+            while self.is_unknown:
                 if not (received := self._socket.recv(_TOKEN_BYTES - len(self.token))):
                     raise ConnectionError("the other end has closed the connection")
                 self.token += received
-        return len(self.token) == _TOKEN_BYTES
+        return not self.is_unknown
 
 
 class TcpCallServer(CallServer[_Connection]):
@@ -146,12 +146,11 @@ class TcpCallServer(CallServer[_Connection]):
     A connection that has not authenticated after ``timeout_s`` is closed.
     """
 
-    kind = "tcp"
+    thread_name = "calls-tcp"
 
     def __init__(self, handle: Callable[..., torch.futures.Future[Any]], timeout_s: float) -> None:
         super().__init__(handle, timeout_s)
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._listener: socket.socket | None = None
 
     def listen(self, address: str) -> str:
         """Listen at an address of this host; return what ``TcpCaller.connect`` needs, for members of the run only.
@@ -161,51 +160,19 @@ class TcpCallServer(CallServer[_Connection]):
         """
         family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
         listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-        listener.setblocking(False)
-        self._listener = listener
-        self._selector.register(listener, EVENT_READ)
+        self._listen(listener)
         return f"{address} {listener.getsockname()[1]} {self._token.hex()}"
 
-    def _unauthenticated(self) -> list[_Connection]:
-        with self._lock:
-            return [one for one in self._connections.values() if len(one.token) < _TOKEN_BYTES]
+    def _accepted(self, connection: socket.socket) -> _Connection:
+        return _Connection(connection, self._on_blocked, self._timeout_s)
 
-    def _poll_s(self) -> float | None:
-        """Close what has not authenticated in time, or the oldest of too many; return when to look again."""
-        unauthenticated, now = self._unauthenticated(), time.monotonic()
-        for one in unauthenticated:
-            if now - one.opened > self._timeout_s:
-                self._remove(one)
-        for one in unauthenticated[:-_MOST_UNAUTHENTICATED]:
-            if one.fileno() >= 0:
-                self._remove(one)
-        return self._timeout_s if unauthenticated else None
-
-    def _accept(self) -> None:
-        if self._listener is None:
-            return
-        try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return  # it has ended already
-        except OSError as error:  # no descriptor is left
-            unauthenticated = self._unauthenticated()
-            for one in unauthenticated:
-                self._remove(one)
-            if not unauthenticated:
-                log.warning("calls of trainers that join from now on are sent over RPC: %s", error)
-                self._close_listener()
-            return
-        self._add(_Connection(connection, self._on_blocked, self._timeout_s))
-
-    def _close_listener(self) -> None:
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            self._selector.unregister(listener)
-            listener.close()
+    def _on_no_descriptor(self, error: OSError, has_freed: bool) -> None:
+        if not has_freed:
+            log.warning("calls of trainers that join from now on are sent over RPC: %s", error)
+            self._close_listener()
 
     def _read(self, connection: _Connection) -> None:
-        if len(connection.token) < _TOKEN_BYTES:
+        if connection.is_unknown:
             if not connection.receive_token():
                 return
             # In constant time: the time of a reply must not reveal how much of a token is right.
@@ -266,7 +233,7 @@ class TcpConnection(_Connection):
 class TcpCaller(ConnectionThread[TcpConnection]):
     """The connections of a process to the ``TcpCallServer`` of others. A context manager."""
 
-    kind = "tcp-caller"
+    thread_name = "calls-tcp-caller"
 
     def connect(self, address: str) -> TcpConnection:
         """Connect to a process; ``address`` is what ``TcpCallServer.listen`` returned there.

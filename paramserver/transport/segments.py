@@ -15,11 +15,9 @@ import logging
 import mmap
 import os
 import secrets
-import selectors
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +25,7 @@ import torch
 from torch import Tensor
 
 from paramserver.distributed.remote_error import RemoteError
+from paramserver.distributed.socket_calls import CallConnection, ConnectionThread
 from paramserver.errors import (
     DeadlineExceeded,
     ParamserverError,
@@ -36,7 +35,7 @@ from paramserver.errors import (
     UnsupportedConfiguration,
 )
 from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout
-from paramserver.platform import WakeupFd, abstract_address, available_bytes, memory_file, peer_uid, seal
+from paramserver.platform import abstract_address, available_bytes, memory_file, peer_uid, seal
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +46,6 @@ _MAX_PACKET_BYTES = 64 * 1024
 _MAX_PENDING = 128  # connections without a request yet; the oldest is closed to admit another
 _MAX_KEYS_SHOWN = 8
 _MIB = 2**20
-_WAKE_S = 5.0
 _RETRY_S = 0.1
 _SOCKET = "a socket"
 
@@ -61,25 +59,44 @@ def insufficient_memory(what: str, needed_bytes: int, reason: str = "") -> Unsup
     )
 
 
-class SegmentHost:
+class _Client(CallConnection):
+    """The host's end of a connection with one request, before which it is unknown."""
+
+    is_unknown = True
+
+    def send(self, value: Any) -> None:
+        reply, descriptors = value
+        socket.send_fds(self._socket, [json.dumps(reply).encode()], descriptors, socket.MSG_DONTWAIT)
+
+    def receive(self) -> list[Any]:
+        try:
+            request = self._socket.recv(_MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        if not request:
+            raise ConnectionError("closed without a request")
+        return [(peer_uid(self._socket), request)]
+
+
+class SegmentHost(ConnectionThread[_Client]):
     """The owner of segments, which passes them to processes of this host. A context manager; open inside ``with``.
 
     Requests are served in a thread that no client can block: a connection without a request is closed after
     ``timeout_s``. Closing may take as long.
     """
 
+    thread_name = "segment-host"
+    when_it_ends = "no client gets a segment"
+    most_unknown = _MAX_PENDING
+
     def __init__(self, name_hint: str, timeout_s: float) -> None:
+        super().__init__(timeout_s)
         self._name = f"{name_hint[:32]}-{secrets.token_hex(16)}"
         self._secret = secrets.token_hex(16)
-        self._timeout_s = timeout_s
-        # Covers ``_segments`` only. The thread alone uses ``_pending``.
-        self._lock = threading.Lock()
+        # Covers ``_segments`` only.
+        self._segments_lock = threading.Lock()
         self._segments: dict[str, tuple[int, str]] = {}  # key: descriptor, description of the layout or _SOCKET
-        self._pending: dict[socket.socket, float] = {}  # connections without a request yet: deadline
-        self._closing = threading.Event()
-        self._error: BaseException | None = None
-        self._resources = contextlib.ExitStack()
-        self._thread: threading.Thread | None = None
+        self._is_entered = False
 
     @property
     def address(self) -> str:
@@ -99,13 +116,13 @@ class SegmentHost:
             UnsupportedConfiguration: there is too little memory.
             ParamserverError: the key is in use, or the host is not open.
         """
-        with self._lock:
+        with self._segments_lock:
             self._require_new(key)
         # Allocating the pages takes long for a large model, so the lock is released and clients are served meanwhile.
         descriptor = create_memfd(f"segment {key}", layout)
         try:
             tensors = map_memfd(f"segment {key}", descriptor, layout)
-            with self._lock:
+            with self._segments_lock:
                 self._require_new(key)
                 self._segments[key] = descriptor, _describe(layout)
         except BaseException:
@@ -119,12 +136,12 @@ class SegmentHost:
         Raises:
             ParamserverError: the key is in use, or the host is not open.
         """
-        with self._lock:
+        with self._segments_lock:
             self._require_new(key)
             self._segments[key] = connected.detach(), _SOCKET
 
     def _require_new(self, key: str) -> None:
-        if self._thread is None or self._closing.is_set():
+        if not self._is_entered or self._closing.is_set():
             raise ParamserverError(f"the host of segment {key} must be open; use it inside its with block")
         if key in self._segments:
             raise ParamserverError(f"segment {key} must be new; release the old one, or use another key")
@@ -135,117 +152,56 @@ class SegmentHost:
         Raises:
             ParamserverError: there is no such segment.
         """
-        with self._lock:
+        with self._segments_lock:
             os.close(self._segment(key)[0])
             del self._segments[key]
 
     def __enter__(self) -> SegmentHost:
-        if self._thread is not None:
+        if self._is_entered:
             raise ParamserverError(f"a segment host ({self._name}) must be entered once; make another")
-        with contextlib.ExitStack() as opened:
-            listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        with contextlib.ExitStack() as until_entered:
+            listener = until_entered.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             listener.bind(abstract_address(self._name))
             listener.listen(512)
-            listener.setblocking(False)
-            self._wakeup = opened.enter_context(contextlib.closing(WakeupFd()))
-            selector = opened.enter_context(selectors.DefaultSelector())
-            selector.register(listener, selectors.EVENT_READ)
-            selector.register(self._wakeup, selectors.EVENT_READ)
-            self._thread = threading.Thread(
-                target=self._run, args=(listener, selector), name="segment-host", daemon=True
-            )
-            self._thread.start()
-            self._resources = opened.pop_all()
+            super().__enter__()
+            until_entered.pop_all()
+        self._listen(listener)
+        self._is_entered = True
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop serving; tensors stay valid.
-
-        Raises:
-            DeadlineExceeded: the thread did not end in time; it and its sockets are abandoned.
-            Exception: what ended the thread before, unless another exception is being raised.
-        """
-        assert self._thread is not None
-        self._closing.set()
-        self._wakeup.set()
-        self._thread.join(self._timeout_s)
-        if self._thread.is_alive():
-            raise DeadlineExceeded(f"the thread of segment host {self._name} did not end within {self._timeout_s:g} s")
-        self._resources.close()
-        with self._lock:
-            for descriptor, _ in self._segments.values():
-                os.close(descriptor)
-            self._segments.clear()
-        if self._error is not None:
-            if exception[0] is None:
-                raise self._error
-            _log.warning("segment host %s had failed: %r", self._name, self._error)
+        """Stop serving, as ``ConnectionThread.__exit__``; tensors stay valid."""
+        try:
+            super().__exit__(*exception)
+        finally:
+            with self._segments_lock:
+                for descriptor, _ in self._segments.values():
+                    os.close(descriptor)
+                self._segments.clear()
 
     # The thread.
 
-    def _run(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
-        try:
-            while not self._closing.is_set():
-                first = min(self._pending.values(), default=float("inf"))
-                events = selector.select(min(max(first - time.monotonic(), 0), _WAKE_S))
-                ready = [key.fileobj for key, _ in events]
-                for client in [client for client in self._pending if client in ready]:
-                    self._serve(client)
-                    self._drop(client, selector)
-                if listener in ready:
-                    self._accept(listener, selector)
-                self._drop_overdue(selector, _MAX_PENDING)
-        except BaseException as error:  # noqa: BLE001 - kept: __exit__ raises it to the owner
-            self._error = error
-        finally:
-            # A child that was forked meanwhile has the listener too, so closing it here would leave it accepting.
-            listener.shutdown(socket.SHUT_RDWR)
-            for client in self._pending:
-                client.close()
-            self._pending.clear()
+    def _accepted(self, connection: socket.socket) -> _Client:
+        return _Client(connection)
 
-    def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
-        try:
-            client, _ = listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return  # closed before it was accepted
-        except OSError as error:  # no descriptor is left: pending connections have them, or the rest of this process
-            _log.warning("segment host %s cannot let a client in: %s", self._name, error)
-            self._drop_overdue(selector, 0)
-            self._closing.wait(_RETRY_S)
-            return
-        client.setblocking(False)
-        self._pending[client] = time.monotonic() + self._timeout_s
-        selector.register(client, selectors.EVENT_READ)
+    def _on_no_descriptor(self, error: OSError, has_freed: bool) -> None:
+        _log.warning("segment host %s cannot let a client in: %s", self._name, error)
+        self._closing.wait(_RETRY_S)
 
-    def _drop_overdue(self, selector: selectors.BaseSelector, most: int) -> None:
-        """Close connections past their deadline, and the oldest ones of more than ``most``."""
-        excess, now = len(self._pending) - most, time.monotonic()
-        for i, (client, deadline) in enumerate(list(self._pending.items())):
-            if i < excess or deadline <= now:
-                self._drop(client, selector)
+    def _on_value(self, connection: _Client, value: Any) -> None:
+        """Reply to the one request of a connection."""
+        # One lock for both: a descriptor that is released in between could be another file when it is sent.
+        with self._segments_lock:
+            try:
+                descriptors = self._find(*value)
+                reply: dict[str, str] = {}
+            except Exception as error:  # noqa: BLE001 - it is sent to the client, which raises it
+                descriptors, reply = [], vars(RemoteError.of(error, "the segment host"))
+            connection.send((reply, descriptors))
+        self._remove(connection)
 
-    def _drop(self, client: socket.socket, selector: selectors.BaseSelector) -> None:
-        del self._pending[client]
-        selector.unregister(client)
-        client.close()
-
-    def _serve(self, client: socket.socket) -> None:
-        """Reply to the one request of a connection, unless it was closed without one."""
-        try:
-            request = client.recv(_MAX_PACKET_BYTES)
-            if not request:
-                return
-            # One lock for both: a descriptor that is released in between could be another file when it is sent.
-            with self._lock:
-                try:
-                    descriptors = self._find(peer_uid(client), request)
-                    reply: dict[str, str] = {}
-                except Exception as error:  # noqa: BLE001 - it is sent to the client, which raises it
-                    descriptors, reply = [], vars(RemoteError.of(error, "the segment host"))
-                socket.send_fds(client, [json.dumps(reply).encode()], descriptors)
-        except (BlockingIOError, ConnectionError) as error:
-            _log.debug("a client of segment host %s closed before its reply: %s", self._name, error)
+    def _on_end(self, connection: _Client) -> None:
+        """A client without its reply asks again, or gives up."""
 
     def _find(self, uid: int, request: bytes) -> list[int]:
         """Return the descriptor that is requested; none for a request without a key, see ``can_attach``."""

@@ -231,8 +231,12 @@ def test_every_thread_has_a_row():
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("threading.Thread", "ThreadPoolExecutor"):
                 options = {k.arg: k.value for k in node.keywords}
                 name = options.get("name", options.get("thread_name_prefix"))
+                if ast.unparse(name) == "self.thread_name":  # which each subclass has
+                    continue
                 text = name.value if isinstance(name, ast.Constant) else name.values[0].value
                 assert f"`{text}" in table, f"{module.name} starts a thread {text}"
+            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "thread_name":
+                assert f"`{node.value.value}`" in table, f"{module.name} starts a thread {node.value.value}"
 
 
 LOCK = re.compile(r"(?:self\.)?(\w+) = threading\.(?:R?Lock|Condition)\(\)")

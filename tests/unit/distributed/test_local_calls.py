@@ -209,7 +209,7 @@ def test_a_socket_is_passed_to_a_process_that_knows_its_key():
 def test_a_connection_that_is_made_after_the_thread_has_ended_has_ended_too(monkeypatch):
     def call_after_the_end():
         with connected(lambda owner, name: completed_future(5)) as (server, first):
-            monkeypatch.setattr(server, "_poll_s", lambda: "never")
+            monkeypatch.setattr(server, "_close_unknown", lambda: "never")
             if (lost := first.call(TARGET, {})) is not None:  # it ends before, or after it has served that
                 receive_all(first)
                 assert lost.done()

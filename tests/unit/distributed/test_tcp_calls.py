@@ -143,7 +143,7 @@ def test_a_server_that_does_not_accept_is_given_up():
 
 
 def test_only_so_many_connections_without_a_token_are_kept(monkeypatch):
-    monkeypatch.setattr(tcp_calls, "_MOST_UNAUTHENTICATED", 3)
+    monkeypatch.setattr(TcpCallServer, "most_unknown", 3)
     with TcpCallServer(echo, TIMEOUT_S) as server, TcpCaller(TIMEOUT_S) as caller:
         address = server.listen(HOST)
         silent = [without_token(address) for _ in range(8)]
@@ -161,7 +161,7 @@ class NoDescriptor:
 
     def __init__(self, listener, times):
         self.listener, self.times = listener, times
-        self.fileno, self.close = listener.fileno, listener.close
+        self.fileno, self.shutdown, self.close = listener.fileno, listener.shutdown, listener.close
 
     def accept(self):
         if not self.times:
@@ -299,7 +299,7 @@ def test_an_error_of_the_thread_ends_all_connections_and_is_raised_at_the_end(mo
         with TcpCallServer(echo, TIMEOUT_S) as server, TcpCaller(TIMEOUT_S) as caller:
             address = server.listen(HOST)
             connection = caller.connect(address)
-            monkeypatch.setattr(server, "_poll_s", lambda: "never")
+            monkeypatch.setattr(server, "_close_unknown", lambda: "never")
             reply = connection.call((*TARGET, 5), {})
             server._thread.join(TIMEOUT_S)
             assert not server._thread.is_alive()
