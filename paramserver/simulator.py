@@ -71,7 +71,7 @@ class Store:
     """In the place of ``ParameterStore``: the parameters are the number of their version."""
 
     model = buffers = None
-    retained_versions: frozenset[int] = frozenset()
+    retained: Mapping[int, Any] = {}
 
     def __init__(self, node: Node) -> None:
         self.node = node

@@ -528,7 +528,7 @@ class Aggregator:
         # Trainers may still pull what they were granted, and validate what is retained, where memory is not shared.
         remote = [i for i, transport in self.transports.items() if not transport.zero_copy]
         pulled = {self._granted[i] for i in remote if i in self._granted}
-        validated = self.store.retained_versions if remote else frozenset()
+        validated = self.store.retained.keys() if remote else frozenset()
         version = self.rules.step if update.completes else self.rules.step + 1
         self._updates.apply(version, update, pushes, pulled, validated, applied, self._held)
 
@@ -547,7 +547,7 @@ class Aggregator:
             self._held = []
             validate_every = self.rules.terms.validate_every
             if validate_every and self.rules.step % validate_every == 0:
-                self.store.retain(self.rules.step)
+                self.store.retained[self.rules.step] = self.store.snapshot()
             self.monitor.update_applied(result)
             self._publish_version()
         for push in pushes:
@@ -613,12 +613,12 @@ class Aggregator:
             raise TrainingError(f"trainer {trainer_index} was granted version {self._granted[trainer_index]} already")
         transport = self.transports[trainer_index]
         if version not in (None, self.rules.step):
-            return transport.view_retained(*self.store.retained(version))
+            return transport.view_retained(*self.store.retained[version])
         slot, flats = transport.view_version()
         buffers = self.store.buffers if transport.sends_buffers else None
-        if buffers is not None and version in self.store.retained_versions:
+        if buffers is not None and version in self.store.retained:
             # Those of pushes that are held for the next version are among the newest already.
-            buffers = self.store.retained(version)[1]
+            buffers = self.store.retained[version][1]
         return VersionView(slot, tuple(leave_out(flats, without)), buffers)
 
     def pop_waiters(self) -> list[Future]:

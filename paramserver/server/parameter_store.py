@@ -116,7 +116,8 @@ class ParameterStore:
         self._snapshot_lock = threading.RLock()
         self._snapshot: Flats | None = None
         self._buffers: PackedBuffers | None = None
-        self._retained: dict[int, tuple[Flats, PackedBuffers]] = {}
+        # Snapshots of earlier versions that are validated; every use holds the lock of the server.
+        self.retained: dict[int, tuple[Flats, PackedBuffers]] = {}
         # What trainers have copies of, which no update reaches. No step changes it; see ``refuse_changes``.
         frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
         self._known_frozen = LoadedParameters(frozen, owned=False)
@@ -138,22 +139,6 @@ class ParameterStore:
             if self._buffers is None:  # of the start, or of the checkpoint
                 self._buffers = self._tree.pack_buffers()
             return self._buffers
-
-    def retain(self, version: int) -> None:
-        """Retain the current version under this number until ``drop``."""
-        self._retained[version] = self.snapshot()
-
-    def retained(self, version: int) -> tuple[Flats, PackedBuffers]:
-        """Return parameters and module buffers of a retained version."""
-        return self._retained[version]
-
-    @property
-    def retained_versions(self) -> frozenset[int]:
-        return frozenset(self._retained)
-
-    def drop(self, version: int) -> None:
-        """Release a retained version; nothing if it is not retained."""
-        self._retained.pop(version, None)
 
     def forward(self, flats: Sequence[Tensor], inputs: Sequence[Any]) -> Any:
         """Return the model's output with the parameters in ``flats``, on the CPU as these are. Thread-safe."""

@@ -206,7 +206,7 @@ class Validations(JointCall):
     def _finish(self, release: Callable[[], None]) -> None:
         rules, store = self._aggregator.rules, self._aggregator.store
         for version in sorted(self._shares):
-            if not rules.lockstep and version in store.retained_versions:
+            if not rules.lockstep and version in store.retained:
                 complete = rules.is_validated(version)
             else:
                 self._request_missing(version, rules.participants)
@@ -235,7 +235,7 @@ class Validations(JointCall):
     def _record(self, version: int, sums: WeightedSums, trainers: Collection[int]) -> dict[int, ValidationReply]:
         """Record a validation and step the schedules that follow it; return the reply to each of ``trainers``."""
         store, since = self._aggregator.store, self._aggregator.batch_began
-        store.drop(version)
+        store.retained.pop(version, None)
         means, improved = sums.means(), self._aggregator.monitor.record_validation(version, sums, since)
         store.updater.on_validation_end(version, means, since)
         self.last = version, means

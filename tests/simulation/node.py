@@ -37,23 +37,11 @@ class Store(simulator.Store):
         super().__init__(node)
         self.updater.on_validation_end = lambda version, means, since: None
         self.updater.state_dict = dict
-        self.held: set[int] = set()
+        self.retained = {}
         self.gradients: list[PushKey] = []  # of which the last update was made
 
-    def retain(self, version):
-        self.held.add(version)
-
-    def retained(self, version):
-        if version not in self.held:
-            raise KeyError(version)
+    def snapshot(self):
         return [], None
-
-    @property
-    def retained_versions(self):
-        return frozenset(self.held)
-
-    def drop(self, version):
-        self.held.discard(version)
 
 
 class ShardContent(simulator.ShardContent):

@@ -158,7 +158,7 @@ class StepMonitor(Monitor):
 class Store:
     """The parameters, of which only the pushes that were applied are kept."""
 
-    retained_versions = frozenset()
+    retained = {}  # noqa: RUF012
 
     class updater:  # noqa: N801
         applied_lr = (0.1,)
