@@ -17,14 +17,13 @@ from paramserver.consistency import PushId, TrainerId
 from paramserver.distributed.rpc_calls import RemoteError, completed_future, repeatable
 from paramserver.errors import Evicted, TrainingError
 from paramserver.metrics.profile import spanned
-from paramserver.optim.bucket_updates import BucketUpdates
 from paramserver.optim.clipping import Clipping
 from paramserver.optim.parallel_step import WORTHWHILE_BYTES, ThreadTeam
 from paramserver.optim.shard_updater import WEIGHT, ShardUpdater
 from paramserver.parameters.sharding import Shard
 from paramserver.parameters.tables import RowSegment, slice_gradient
 from paramserver.server.server_run import SubmitFn, run_now
-from paramserver.server.update_pipeline import UpdatePipeline
+from paramserver.server.update_pipeline import BucketUpdates, UpdatePipeline
 from paramserver.transport.autograd import pull
 from paramserver.transport.compression import CastCodec, Compressor
 from paramserver.transport.messages import ApplyRequest, Future, ShardState, SnapshotTensor

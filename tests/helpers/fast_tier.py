@@ -75,7 +75,7 @@ SLOW = frozenset(
         "tests/unit/online/test_trainer_replacement.py",
         "tests/unit/online/test_validator.py::test_mutated_messages_of_groups_never_raise",
         "tests/unit/online/test_validator.py::test_of_a_hundred_thousand_messages_each_is_validated_correctly",
-        "tests/unit/optim/test_bucket_updates.py::test_every_bit_is_that_of_a_step_over_whole_tensors",
+        "tests/unit/server/test_bucket_updates.py::test_every_bit_is_that_of_a_step_over_whole_tensors",
         "tests/unit/optim/test_parallel_step.py::test_every_optimizer_makes_the_same_step",
         "tests/unit/parameters/test_sharding.py::test_every_element_has_one_owner_and_shares_are_even",
         "tests/unit/parameters/test_sharding.py::test_optimizers_over_parts_are_the_optimizer_over_all",

@@ -12,10 +12,10 @@ from paramserver import Task
 from paramserver.config import TrainingConfig
 from paramserver.errors import CheckpointError, TaskError
 from paramserver.optim import RowWiseAdagrad
-from paramserver.optim.bucket_updates import why_not_by_bucket
 from paramserver.optim.named_optimizers import states_by_position, stored_groups, with_states
 from paramserver.optim.parallel_step import ParallelStep, ThreadTeam, is_elementwise
 from paramserver.optim.updater import Updater
+from paramserver.server.update_pipeline import why_not_by_bucket
 
 
 class Listed(Task):

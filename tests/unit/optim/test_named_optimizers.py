@@ -7,9 +7,9 @@ from torch import nn
 from paramserver import Task
 from paramserver.config import TrainingConfig
 from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration
-from paramserver.optim.bucket_updates import why_not_by_bucket
 from paramserver.optim.parallel_step import is_elementwise
 from paramserver.optim.updater import Updater
+from paramserver.server.update_pipeline import why_not_by_bucket
 
 
 class Two(Task):

@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from paramserver.config import config_from_mapping
-from paramserver.optim.bucket_updates import BucketUpdates
 from paramserver.optim.clipping import clipping_of
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.flat import FlatTensors
 from paramserver.parameters.sharding import full_shard, split_ranges
-from paramserver.server.update_pipeline import UpdatePipeline, plan_buckets
+from paramserver.server.update_pipeline import BucketUpdates, UpdatePipeline, plan_buckets
 from paramserver.transport.compression import CastCodec
 
 BUCKETS = 3

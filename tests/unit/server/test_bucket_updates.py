@@ -7,12 +7,12 @@ import torch
 from mixed_model import MixedModel
 from torch import nn
 
-from paramserver.optim.bucket_updates import BucketUpdates, why_not_by_bucket
 from paramserver.optim.clipping import NormClipping
 from paramserver.optim.parallel_step import ELEMENTWISE
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.flat import FlatTensors, trainable_parameters
 from paramserver.parameters.sharding import full_shard, plan_shards, split_ranges
+from paramserver.server.update_pipeline import BucketUpdates, why_not_by_bucket
 
 OPTIONS = {
     "SGD": {"momentum": 0.9, "weight_decay": 0.01},
