@@ -48,17 +48,9 @@ def rpc_server(rendezvous: Rendezvous, computing: int = 0) -> Iterator[None]:
 def rpc_shard_server(rendezvous: Rendezvous, server_index: int) -> Iterator[str]:
     """Run the RPC agent of a shard server, which knows server 0; yield its name."""
     name = server_name(server_index)
-    options = agent_options(rendezvous.timeout_s, rendezvous.get("server/host") == rendezvous.host)
-    hubs = {SERVER_NAME: rendezvous.get(f"addrs/{SERVER_NAME}")}
-    with detect_lost_store():
-        own_address = start_star_agent(name, server_index, hubs, options)
-    try:
-        rendezvous.set(f"addrs/{name}", own_address)
-        _register(rendezvous, [SERVER_NAME], own_address)
+    with _star_agent(rendezvous, name, server_index, [SERVER_NAME]):
         rendezvous.set(f"{name}/host", rendezvous.host)
         yield name
-    finally:
-        _shutdown_agent()
 
 
 @dataclass(frozen=True)
@@ -73,19 +65,32 @@ class TrainerAgent:
 @contextmanager
 def rpc_trainer(rendezvous: Rendezvous, trainer_index: int, servers: int = 1) -> Iterator[TrainerAgent]:
     """Run the RPC agent of a trainer, which knows the servers only."""
-    names = [server_name(i) for i in range(servers)]
-    hosts = {rendezvous.get("server/host"), *(rendezvous.get(f"{name}/host") for name in names[1:])}
-    addresses = {name: rendezvous.get(f"addrs/{name}") for name in names}
     with detect_lost_store():
         worker_id = _draw_worker_id(rendezvous, servers)
     name = f"trainer{trainer_index}_{worker_id}"
+    with _star_agent(rendezvous, name, worker_id, [server_name(i) for i in range(servers)]) as addresses:
+        yield TrainerAgent(name, worker_id, addresses)
+
+
+@contextmanager
+def _star_agent(
+    rendezvous: Rendezvous, name: str, worker_id: int, servers: Sequence[str]
+) -> Iterator[tuple[str, ...]]:
+    """Run an agent that knows these servers, of which server 0 is the first; yield their addresses."""
+    hosts = {rendezvous.get("server/host"), *(rendezvous.get(f"{server}/host") for server in servers[1:])}
+    addresses = {server: rendezvous.get(f"addrs/{server}") for server in servers}
     options = agent_options(rendezvous.timeout_s, hosts == {rendezvous.host})
     own_address = start_star_agent(name, worker_id, addresses, options)
     try:
         # Publish before announcing: server 0 looks up the address when it learns of the member.
         rendezvous.set(f"addrs/{name}", own_address)
-        _register(rendezvous, names, own_address)
-        yield TrainerAgent(name, worker_id, tuple(addresses.values()))
+        try:
+            for server in servers:
+                register_with(server, own_address)
+        except Unreachable as error:
+            rendezvous.report_unreachable(error)
+            raise
+        yield tuple(addresses.values())
     finally:
         _shutdown_agent()
 
@@ -114,15 +119,6 @@ def connect_tcp(rendezvous: Rendezvous, caller: TcpCaller, servers: int) -> dict
             host, port, _ = address.split()
             raise Unreachable(f"{name} at {host_and_port(host, int(port))}: {error.strerror or error}") from error
     return connections
-
-
-def _register(rendezvous: Rendezvous, servers: Sequence[str], own_address: str) -> None:
-    try:
-        for server in servers:
-            register_with(server, own_address)
-    except Unreachable as error:
-        rendezvous.report_unreachable(error)
-        raise
 
 
 # Ids are 16 bits wide in torch. They are counted over all generations of one store, and a store of a new rank 0, which
