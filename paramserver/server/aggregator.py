@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paramserver.consistency import (
     Announcement,
@@ -373,35 +372,16 @@ class Aggregator:
             self.store.updater.on_epoch_end()
             self.monitor.enter_epoch(self.monitor.epoch + 1)
 
-    def pull(
-        self, sender: PushId, version: int, received: Collection[int] = (), recorded: bool = True
-    ) -> tuple[Tensor, ...]:
-        """Return the version that a trainer was granted; see ``ParameterShard.pull``.
+    def check_granted(self, sender: PushId, version: int, act: str) -> None:
+        """Check that a trainer was granted a version, for which it has done ``act``.
 
         Raises:
             TrainingError: it was granted another one: the message was overtaken.
         """
-        self._check_granted(sender.trainer_index, version, "pulled it")
-        return self._shard.pull(sender, version, received, recorded)
-
-    def _check_granted(self, trainer_index: int, version: int, act: str) -> None:
-        if self._granted.get(trainer_index) != version:
-            raise TrainingError(f"trainer {trainer_index} has no part in version {version} and {act}")
+        if self._granted.get(sender.trainer_index) != version:
+            raise TrainingError(f"trainer {sender.trainer_index} has no part in version {version} and {act}")
 
     # Pushes.
-
-    def receive_bucket(
-        self, sender: PushId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
-    ) -> Future:
-        """Accept a part of a push that may arrive before the push itself; see ``ParameterShard.receive_bucket``.
-
-        Raises:
-            TrainingError: the trainer was not granted that version.
-        """
-        self._shard.admit(sender)
-        if not self._shard.is_late(sender, version):
-            self._check_granted(sender.trainer_index, version, "sent a gradient for it")
-        return self._shard.receive_bucket(sender, version, number, gradient, revision, has_all)
 
     @spanned("push")
     def push(self, push: Push, has_gradients: bool = False) -> torch.futures.Future[StepGrant]:

@@ -260,7 +260,8 @@ class ParameterServer(TutorialMethods, ShardHandlers):
             self.roster.admit(sender)
             if recorded:
                 self.roster.note_context(sender)
-            return self.aggregator.pull(sender, version, received, recorded)
+            self.aggregator.check_granted(sender, version, "pulled it")
+            return self.shard.pull(sender, version, received, recorded)
 
     @repeatable
     def receive_bucket(
@@ -268,7 +269,10 @@ class ParameterServer(TutorialMethods, ShardHandlers):
     ) -> Future:
         with self._lock:
             self.roster.admit(sender)
-            return self.aggregator.receive_bucket(sender, version, number, gradient, revision, has_all)
+            self.shard.admit(sender)
+            if not self.shard.is_late(sender, version):
+                self.aggregator.check_granted(sender, version, "sent a gradient for it")
+            return self.shard.receive_bucket(sender, version, number, gradient, revision, has_all)
 
     @repeatable
     def look_up(self, sender: TrainerId, version: int | None, rows: Mapping[int, Tensor]) -> Future:

@@ -449,7 +449,8 @@ class SentRun(Run):
         version = self.aggregator.rules.step
         known = self.pulled.get(trainer)
         if known is None or known[0] != version:
-            known = self.pulled[trainer] = version, self.aggregator.pull(self.sender(trainer), version)
+            self.aggregator.check_granted(self.sender(trainer), version, "pulled it")
+            known = self.pulled[trainer] = version, self.shard.pull(self.sender(trainer), version)
         return known[1]
 
     def send_first(self, trainer, value):
@@ -457,7 +458,7 @@ class SentRun(Run):
 
     def send_bucket(self, trainer, value, version=None):
         version = self.aggregator.rules.step if version is None else version
-        return self.aggregator.receive_bucket(self.sender(trainer), version, 1, torch.full(TWO_LEAVES[1:], value))
+        return self.shard.receive_bucket(self.sender(trainer), version, 1, torch.full(TWO_LEAVES[1:], value))
 
 
 def gradients(value):
