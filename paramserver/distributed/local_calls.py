@@ -7,7 +7,6 @@ takes part.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -59,7 +58,7 @@ def _receive_packet(connection: socket.socket) -> bytes:
 
 
 class _PacketConnection(CallConnection):
-    """The server's end of a connection."""
+    """One end of a connection."""
 
     def send(self, value: Any) -> None:
         packed = pack(value)
@@ -100,15 +99,15 @@ class LocalCallServer(CallServer[_PacketConnection]):
         return theirs
 
 
-class LocalConnection:
+class LocalConnection(_PacketConnection):
     """The caller's end of a connection to a ``LocalCallServer``.
 
-    One thread calls and receives; any other one may ``break_off``.
+    One thread calls and receives; any other one may ``shut_down``, with which ``receive_until`` returns.
     """
 
     def __init__(self, connected: socket.socket) -> None:
+        super().__init__(connected)
         connected.settimeout(None)  # the task may have set ``socket.setdefaulttimeout``
-        self._socket = connected
         self._number = 0
         self._waiting: dict[int, torch.futures.Future[Any]] = {}
 
@@ -119,27 +118,20 @@ class LocalConnection:
         """
         self._number += 1
         try:
-            _send_packet(self._socket, pack((self._number, target, kwargs)))
+            self.send((self._number, target, kwargs))
         except OSError:  # the connection has ended, or no descriptor is left
             return None
         future = self._waiting[self._number] = torch.futures.Future()
         return future
 
-    def receive(self, awaited: torch.futures.Future[Any]) -> None:
+    def receive_until(self, awaited: torch.futures.Future[Any]) -> None:
         """Receive replies until ``awaited`` has its own, or the connection ends; complete the futures of all."""
         while self._waiting and not awaited.done():
-            if packet := _receive_packet(self._socket):
-                number, value = unpack(packet)
-                self._waiting.pop(number).set_result(value)
-            else:
+            try:
+                ((number, value),) = self.receive()
+            except ConnectionError:
                 waiting, self._waiting = self._waiting, {}
                 for future in waiting.values():
                     future.set_exception(RuntimeError("the connection to the server's process was closed"))
-
-    def break_off(self) -> None:
-        """End the connection; a thread that waits in ``receive`` returns."""
-        with contextlib.suppress(OSError):  # it is closed already
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
+            else:
+                self._waiting.pop(number).set_result(value)

@@ -157,7 +157,7 @@ class InFlightCall(Generic[T]):
         """
         # Ends when the server is lost, too. Replies over other sockets are received by a thread of their own.
         if self._is_over_socket and (local := self._connection.local) is not None:
-            local.receive(self.future)
+            local.receive_until(self.future)
         return self._connection.wait(self.future, self._name, self._timeout_s)
 
 
@@ -216,7 +216,7 @@ class ServerConnection(ABC):
             self._sockets[SERVER_NAME] = self.local = connection
             lost = self._lost
         if lost is not None:  # noticed before: nothing would end a wait for a reply
-            connection.break_off()
+            connection.shut_down()
 
     def use_tcp(self, connections: Mapping[str, SocketConnection]) -> None:
         """Make the calls that a step waits for over these connections to servers from now on."""
@@ -327,7 +327,7 @@ class ServerConnection(ABC):
             self._changed.notify_all()
             local = self.local
         if local is not None:
-            local.break_off()
+            local.shut_down()
         if self._stop_limit is not None:
             self._stop_limit.hurry()
 

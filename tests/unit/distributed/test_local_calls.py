@@ -29,7 +29,7 @@ def connected(handle):
 def receive_all(caller):
     """Receive until no call waits, in a thread that is given up after a while."""
     no_reply = torch.futures.Future()
-    thread = threading.Thread(target=caller.receive, args=(no_reply,), daemon=True)
+    thread = threading.Thread(target=caller.receive_until, args=(no_reply,), daemon=True)
     thread.start()
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
@@ -133,10 +133,10 @@ def test_a_connection_is_broken_off_while_a_thread_waits_for_a_reply():
 
     with connected(handle) as (_, caller):
         reply = caller.call(TARGET, {})
-        waiting = threading.Thread(target=caller.receive, args=(reply,))
+        waiting = threading.Thread(target=caller.receive_until, args=(reply,))
         waiting.start()
         assert called.wait(TIMEOUT_S)
-        caller.break_off()
+        caller.shut_down()
         waiting.join(TIMEOUT_S)
         assert not waiting.is_alive()
         with pytest.raises(RuntimeError):
