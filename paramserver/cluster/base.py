@@ -6,7 +6,7 @@ Environment variables are read in this folder only.
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from paramserver.cluster.network import JobToken, is_loopback
@@ -237,22 +237,9 @@ class ClusterEnvironment(ABC):
         Raises:
             UnsupportedConfiguration: a variable or flag is missing or wrong.
         """
-        return ProcessIdentity(
-            global_rank=self.global_rank,
-            world_size=self.world_size,
-            local_rank=self.local_rank,
-            local_world_size=self.local_world_size,
-            node_rank=self.node_rank,
-            master_addr=self.master_addr,
-            master_port=self.master_port,
-            store_is_hosted=self.store_is_hosted,
-            job=self.job,
-            source=self.source,
-            launch=self.launch,
-            restarts_all=self.restarts_all,
-            host_ranks=self.host_ranks,
-            job_step=self.job_step,
-        )
+        # Each field is the property of this name; token and servers are not from the environment.
+        names = [one.name for one in fields(ProcessIdentity) if one.name not in ("token", "servers")]
+        return ProcessIdentity(**{name: getattr(self, name) for name in names})
 
 
 class VariableEnvironment(ClusterEnvironment):
