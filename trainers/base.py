@@ -298,10 +298,6 @@ class Trainer(ABC):
         """
         return self.step + (not self.optimizer_calls.nonfinite)
 
-    def idle_scope(self) -> AbstractContextManager[Any]:
-        """Return a context for a step in which this trainer has no data: it waits as long as the others compute."""
-        return nullcontext()
-
     def idle(self, decision: Decision) -> int:
         """Wait for a step in which this trainer has no data; return the version after it.
 
@@ -892,7 +888,7 @@ class TrainingLoop:
         if has_data:
             trainer.step = self._train_by_calls() if by_calls else self._train(decision)
         else:
-            with trainer.idle_scope():
+            with trainer.control.waits_for_steps():
                 trainer.step = self._follow_calls() if by_calls else trainer.idle(decision)
         trainer.current_step.in_batches = trainer.current_step.is_open = False
         timer = trainer.process.startup_timer

@@ -6,6 +6,7 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -104,6 +105,10 @@ class Control(ABC):
             self.sender.wait()
 
     # What a mode implements.
+
+    def waits_for_steps(self) -> AbstractContextManager[Any]:
+        """Return a context for a step in which this trainer has no data: it waits as long as the others compute."""
+        return nullcontext()
 
     @abstractmethod
     def all_gather(

@@ -642,9 +642,6 @@ class DdpTrainer(ReplicaTrainer):
             dist.all_reduce(gradient)
         parameter.grad = gradient / count
 
-    def idle_scope(self) -> AbstractContextManager[Any]:
-        return self.control.waits_for_steps()
-
     def idle(self, decision: Decision) -> int:
         """Take part in the collectives of ranks that still have data, as ``DistributedDataParallel.join`` does."""
         self._announce_in_step(None)
