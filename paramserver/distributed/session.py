@@ -73,9 +73,7 @@ def rpc_trainer(rendezvous: Rendezvous, trainer_index: int, servers: int = 1) ->
 
 
 @contextmanager
-def _star_agent(
-    rendezvous: Rendezvous, name: str, worker_id: int, servers: Sequence[str]
-) -> Iterator[tuple[str, ...]]:
+def _star_agent(rendezvous: Rendezvous, name: str, worker_id: int, servers: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Run an agent that knows these servers, of which server 0 is the first; yield their addresses."""
     hosts = {rendezvous.get("server/host"), *(rendezvous.get(f"{server}/host") for server in servers[1:])}
     addresses = {server: rendezvous.get(f"addrs/{server}") for server in servers}

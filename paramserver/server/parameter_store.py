@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paramserver.config import Config, num_servers_of
+from paramserver.config.schema import format_value
 from paramserver.consistency.factory import key_of_choice
 from paramserver.devices import CPU, move_to_device, place_parameters
 from paramserver.errors import TaskError, UnsupportedConfiguration
@@ -71,14 +72,11 @@ def check_optimizers(config: Config, store: ParameterStore) -> None:
 def _require(what: str, reason: str, *rules: _Rule) -> None:
     for key, value, allowed in rules:
         if value not in allowed:
+            choices = [format_value(choice) for choice in allowed]
             raise UnsupportedConfiguration(
-                f"{key} ({_yaml(value)}) must be {' or '.join(map(_yaml, allowed))} with {what}, {reason}; set {key}: "
-                f"{_yaml(allowed[0])}"
+                f"{key} ({format_value(value)}) must be {' or '.join(choices)} with {what}, {reason}; set {key}: "
+                f"{choices[0]}"
             )
-
-
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value)
 
 
 class ParameterStore:
