@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,28 @@ from paramserver.parameters.tables import changed_by_gradients, coalesce_gradien
 _EVERY = ("step", "epoch", "validation")
 
 
-class Updater:
+class UpdaterState(ABC):
+    """The state of optimizer and schedule, and the names of the parameters in the order of the optimizer.
+
+    ``tables`` are large embedding tables on servers, by the addresses of their weights, with their names. These and
+    optimizer state with their rows are streams that may be read until ``release``, which any thread may call.
+    """
+
+    parameter_names: Sequence[str]
+    validates_averages: bool
+    tables: Mapping[int, tuple[str, RowStream]] = {}
+
+    def release(self) -> None:
+        """Do nothing: a checkpoint has copies of everything."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def averages(self) -> dict[str, Tensor]: ...
+
+
+class Updater(UpdaterState):
     """Clips gradients, steps the optimizer and steps the schedule: of a trainer (local, ddp).
 
     On a server (rpc) it has the schedule and the state, and the optimizer is stepped by ``ShardUpdater``.
@@ -114,14 +136,6 @@ class Updater:
         record_rows(self.optimizer, step, self._tables)
         # After the optimizer: torch warns, and skips the first learning rate, in the other order.
         self.on_update(optimizer)
-
-    @property
-    def tables(self) -> dict[int, tuple[str, RowStream]]:
-        """The tables that a checkpoint reads while its files are written: none, see ``UpdaterState``."""
-        return {}
-
-    def release(self) -> None:
-        """Do nothing: a checkpoint has copies of everything."""
 
     def clear_gradients(self) -> None:
         """Release all gradients of the model, also those of parameters that are in no optimizer."""

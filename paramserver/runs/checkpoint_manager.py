@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -37,7 +37,7 @@ from paramserver.errors import CheckpointError, StorageError, TrainingError, Uns
 from paramserver.metrics.records import TrainerTotals, make_record
 from paramserver.optim.averaging import averaged_state_dict
 from paramserver.optim.outer import OuterBuilder, outer_class, outer_names
-from paramserver.optim.updater import Updater
+from paramserver.optim.updater import Updater, UpdaterState
 from paramserver.parameters.model import detached_state_dict, load_weights
 from paramserver.parameters.model_tree import buffer_kinds, changed_kinds
 from paramserver.parameters.numerics import check_parameters_finite
@@ -158,29 +158,6 @@ def _check_rounds(checkpoint: Checkpoint, outer: str | None, config: Config) -> 
         "which needs the state of another optimizer; resume with the keys that it was stored with, or start a new run "
         "from its weights by init_from"
     )
-
-
-class UpdaterState(Protocol):
-    """The state of optimizer and schedule, and the names of the parameters in the order of the optimizer.
-
-    ``tables`` are large embedding tables on servers, by the addresses of their weights, with their names. These and
-    optimizer state with their rows are streams that may be read until ``release``, which any thread may call.
-    """
-
-    @property
-    def parameter_names(self) -> Sequence[str]: ...
-
-    @property
-    def tables(self) -> Mapping[int, tuple[str, RowStream]]: ...
-
-    @property
-    def validates_averages(self) -> bool: ...
-
-    def release(self) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def averages(self) -> dict[str, Tensor]: ...
 
 
 class CheckpointManager:

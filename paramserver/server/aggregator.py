@@ -32,8 +32,9 @@ from paramserver.errors import Evicted, GenerationChanged, NotFinite, RunEnded, 
 from paramserver.metrics.profile import span, spanned
 from paramserver.metrics.quantities import combine
 from paramserver.metrics.records import StepReport, StepResult
+from paramserver.optim.updater import UpdaterState
 from paramserver.parameters.model_tree import PackedBuffers
-from paramserver.runs.checkpoint_manager import CheckpointManager, UpdaterState
+from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.runs.monitor import RunMonitor
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.shard import ParameterShard

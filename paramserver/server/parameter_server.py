@@ -29,8 +29,8 @@ from paramserver.distributed.rpc_calls import (
 )
 from paramserver.errors import DeadlineExceeded, Evicted, StorageError, UnsupportedConfiguration, as_peer_error
 from paramserver.metrics.records import Record, TrainerTotals, WeightedSums
+from paramserver.optim.updater import UpdaterState
 from paramserver.parameters.model_tree import PackedBuffers
-from paramserver.runs.checkpoint_manager import UpdaterState
 from paramserver.server.aggregator import Aggregator
 from paramserver.server.model_service import ModelService, ServedTransport
 from paramserver.server.quorum import Gathers, Staging, Validations

@@ -18,15 +18,10 @@ from paramserver.consistency.base import end
 from paramserver.context import StopRequest
 from paramserver.errors import TaskError
 from paramserver.metrics.records import WeightedSums, merge_sums
+from paramserver.optim.updater import UpdaterState
 from paramserver.parameters.model import load_part_of_state
 from paramserver.parameters.model_tree import PackedBuffers
-from paramserver.runs.checkpoint_manager import (
-    SAVE_REASONS,
-    CheckpointManager,
-    PartCollector,
-    StagedCheckpoint,
-    UpdaterState,
-)
+from paramserver.runs.checkpoint_manager import SAVE_REASONS, CheckpointManager, PartCollector, StagedCheckpoint
 from paramserver.server.aggregator import Aggregator
 from paramserver.server.server_run import ServerRun
 from paramserver.server.trainer_sources import TrainerSources

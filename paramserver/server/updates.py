@@ -20,11 +20,10 @@ from paramserver.optim.clipping import clipping_of
 from paramserver.optim.named_optimizers import joined_states, with_states
 from paramserver.optim.outer import round_weights
 from paramserver.optim.shard_updater import staleness_factor
-from paramserver.optim.updater import Updater
+from paramserver.optim.updater import Updater, UpdaterState
 from paramserver.parameters.model_tree import mean_buffers
 from paramserver.parameters.sharding import Shard, get_hyperparameters, merge_state
 from paramserver.parameters.tables import large_tables
-from paramserver.runs.checkpoint_manager import UpdaterState
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.server_run import ServerRun
 from paramserver.server.shard import ParameterShard
@@ -47,18 +46,22 @@ log = logging.getLogger("paramserver")
 _NOTHING_BEGUN: tuple[int, list[dict[str, Any]], list[Future]] = (-1, [], [])
 
 
-@dataclass(eq=False)
-class _CollectedState:
-    """The state of optimizer and schedule, of all servers; see ``UpdaterState``."""
+class _CollectedState(UpdaterState):
+    """The state of all servers."""
 
-    _state: dict[str, Any]
-    _updater: Updater
-    tables: Mapping[int, tuple[str, RowStream]]
-    release: Callable[[], None]
+    def __init__(
+        self,
+        state: dict[str, Any],
+        updater: Updater,
+        tables: Mapping[int, tuple[str, RowStream]],
+        release: Callable[[], None],
+    ) -> None:
+        self.parameter_names, self.validates_averages = updater.parameter_names, updater.validates_averages
+        self.tables = tables
+        self._state, self._updater, self._release = state, updater, release
 
-    def __post_init__(self) -> None:
-        self.parameter_names = self._updater.parameter_names
-        self.validates_averages = self._updater.validates_averages
+    def release(self) -> None:
+        self._release()
 
     def averages(self) -> dict[str, Tensor]:
         return self._updater.averages(joined_states(self._updater.optimizer, self._state["optimizer"]))
