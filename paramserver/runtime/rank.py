@@ -501,17 +501,14 @@ class RankSession:
         if process.identity.global_rank == 0:
             assert plan.run is not None
             plan, store = replace(plan, resume=plan.run.has_checkpoint(), restarted=True), self.store
-        return RankSession(
-            plan,
-            replace(process, session=process.session + 1),
-            self.task,
-            self.resources,
-            min_generation,
-            give_up_at,
-            store,
-            self.trainer_ranks,
-            self.next_resize,
-            self.processes,
+        return replace(
+            self,
+            plan=plan,
+            process=replace(process, session=process.session + 1),
+            min_generation=min_generation,
+            give_up_at=give_up_at,
+            store=store,
+            resize=self.next_resize,
         )
 
     def _check_interrupt(self, loss: PeerLost) -> None:
