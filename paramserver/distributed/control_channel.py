@@ -17,10 +17,10 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from ipaddress import ip_address
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +68,7 @@ def connect_ranks(
         PeerLost: rank 0 cannot be reached.
     """
     identity, lost_after_s = rendezvous.identity, config.server.lost_after_s
-    with closing(ControlChannel(identity.global_rank, {}, config.server.heartbeat_s, on_lost)) as channel:
+    with closing(ControlChannel(identity.global_rank, config.server.heartbeat_s, on_lost)) as channel:
         if identity.global_rank == 0:
 
             def check() -> None:
@@ -109,9 +109,9 @@ def _accept(
     missing = set(range(1, rendezvous.identity.world_size))
     with socket.create_server((address, 0), family=family, backlog=512) as listener:
         rendezvous.set(_KEY, f"{address} {listener.getsockname()[1]} {token.hex()}")
-        with Handshake(listener, token, missing) as handshake:
+        with closing(accept_ranks(listener, token, missing, rendezvous.timeout_s, check)) as arriving:
             try:
-                for rank, connection in handshake.accept(rendezvous.timeout_s, check):
+                for rank, connection in arriving:
                     channel.add(Connection(connection, rank, lost_after_s))
             except DeadlineExceeded:
                 limit = f"cluster.timeout_s ({rendezvous.timeout_s:g} s)"
@@ -134,16 +134,14 @@ class ControlChannel:
     ranks are informed which one is lost, also that one: a process that was stopped finds out when it continues.
 
     Threads: the owner's thread sends and receives; one more thread, ``control-channel``, reads all connections and
-    sends heartbeats. ``connections`` are by the rank of the peer, and closed with this object; ``add`` adds more.
+    sends heartbeats. Connections that were added are closed with this object.
     ``on_lost`` is called in the reading thread when a peer is lost before this rank left, and repeatedly from then on
     until ``close``, as the owner may begin another wait. It must not block.
     """
 
-    def __init__(
-        self, own_rank: int, connections: Mapping[int, Connection], heartbeat_s: float, on_lost: Callable[[], None]
-    ) -> None:
+    def __init__(self, own_rank: int, heartbeat_s: float, on_lost: Callable[[], None]) -> None:
         self._own_rank = own_rank
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, Connection] = {}  # by the rank of the peer
         self._heartbeat_s = heartbeat_s
         self._on_lost = on_lost
         # Guards the inbox and ``lost``. Never held while a socket is used.
@@ -163,8 +161,6 @@ class ControlChannel:
         # Takes ``_changed`` to deliver a message or a loss; a connection's send lock only without waiting. Calls
         # ``on_lost``. Begins with the first connection; ends with the last one, or with close().
         self._thread = threading.Thread(target=self._run, name="control-channel", daemon=True)
-        for connection in connections.values():
-            self.add(connection)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -245,7 +241,7 @@ class ControlChannel:
             if time.monotonic() - last_sent >= self._heartbeat_s:
                 last_sent = time.monotonic()
                 for connection in list(self._active):
-                    connection.send_heartbeat()
+                    connection.try_send(_HEARTBEAT)  # a message that is being sent is a sign of life too
             if self._active:
                 wait_ready(self._active, select.POLLIN, self._poll_s)
             else:
@@ -433,10 +429,6 @@ class Connection:
             finally:
                 self._send_lock.release()
 
-    def send_heartbeat(self) -> None:
-        """Send a sign of life, unless a message is being sent, which is one."""
-        self.try_send(_HEARTBEAT)
-
     def shut_down(self) -> None:
         """End the connection in both directions, which wakes the peer and every thread that waits here."""
         with suppress(OSError):  # it has ended already
@@ -454,73 +446,60 @@ def wait_ready(connections: Collection[Connection], events: int, timeout_s: floa
     return dict(poller.poll(timeout_s * 1e3))
 
 
-class Handshake:
-    """Accepts and authenticates the connections of several ranks at the same time. A context manager.
+def accept_ranks(
+    listener: socket.socket,
+    token: bytes,
+    missing: set[int],
+    timeout_s: float,
+    check: Callable[[], None] = lambda: None,
+) -> Generator[tuple[int, socket.socket], None, None]:
+    """Accept and authenticate ``missing`` ranks at the same time; yield each as it arrives, with its connection.
 
-    A connection that sends nothing, too little or another token keeps no rank from connecting, and is closed. The
-    listener is closed by its owner. A rank sends the token first; its number follows.
+    A connection that sends nothing, too little or another token keeps no rank from connecting, and is closed, at the
+    latest with the generator. The listener is closed by its owner. A rank sends the token first; its number follows.
+    ``check`` is called at least every 0.2 s; what it raises ends the wait.
+
+    Raises:
+        DeadlineExceeded: ranks are missing after ``timeout_s``.
     """
-
-    def __init__(self, listener: socket.socket, token: bytes, missing: set[int]) -> None:
-        self._listener = listener
-        self._token = token
-        self._missing = missing
-        self._selector = selectors.DefaultSelector()
-        self._pending: dict[socket.socket, bytes] = {}  # with the bytes that each has sent so far
-        self._accepted: dict[int, socket.socket] = {}
-        self._selector.register(listener, selectors.EVENT_READ)
-        listener.setblocking(False)
-
-    def accept(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> Iterator[tuple[int, socket.socket]]:
-        """Wait ``timeout_s`` for all ranks that are expected, and yield rank and connection of each as it arrives.
-
-        ``check`` is called at least every 0.2 s; what it raises ends the wait.
-
-        Raises:
-            DeadlineExceeded: ranks are missing after ``timeout_s``.
-        """
-        deadline = time.monotonic() + timeout_s
-        while self._missing:
+    deadline = time.monotonic() + timeout_s
+    pending: dict[socket.socket, bytes] = {}  # with the bytes that each has sent so far
+    selector = selectors.DefaultSelector()
+    listener.setblocking(False)
+    try:
+        selector.register(listener, selectors.EVENT_READ)
+        while missing:
             check()
-            ready = self._selector.select(min(max(deadline - time.monotonic(), 0.0), _LOST_CHECK_S))
+            ready = selector.select(min(max(deadline - time.monotonic(), 0.0), _LOST_CHECK_S))
             if not ready and time.monotonic() > deadline:
-                names = list_numbers(self._missing)
+                names = list_numbers(missing)
                 raise MissingRanks(f"rank {names} did not connect to rank 0 within cluster.timeout_s ({timeout_s:g} s)")
             for key, _ in ready:
-                self._on_readable(key.fileobj)  # type: ignore[arg-type]
-            while self._accepted:
-                yield self._accepted.popitem()  # the caller's from now on
-
-    def _on_readable(self, ready: socket.socket) -> None:
-        if ready is self._listener:
-            connection, _ = ready.accept()
-            connection.setblocking(False)
-            self._selector.register(connection, selectors.EVENT_READ)
-            self._pending[connection] = b""
-            return
-        received = b""
-        with suppress(OSError):  # a reset counts as an end
-            # Not a byte more than the hello: what follows belongs to the Connection.
-            received = ready.recv(_HELLO_BYTES - len(self._pending[ready]))
-        hello = self._pending[ready] + received
-        if received and len(hello) < _HELLO_BYTES:
-            self._pending[ready] = hello
-            return
-        self._selector.unregister(ready)
-        del self._pending[ready]
-        rank = _RANK.unpack(hello[_TOKEN_BYTES:])[0] if len(hello) == _HELLO_BYTES else None
-        # In constant time: the time of an answer must not reveal how much of a token is right.
-        if secrets.compare_digest(hello[:_TOKEN_BYTES], self._token) and rank in self._missing:
-            self._missing.remove(rank)
-            self._accepted[rank] = ready
-            return
-        ready.close()
-        _log.warning("refused a connection that does not belong to this run")
-
-    def __enter__(self) -> Handshake:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._selector.close()
-        for connection in (*self._pending, *self._accepted.values()):
+                if key.fileobj is listener:
+                    connection, _ = listener.accept()
+                    connection.setblocking(False)
+                    selector.register(connection, selectors.EVENT_READ)
+                    pending[connection] = b""
+                    continue
+                connection = cast("socket.socket", key.fileobj)
+                received = b""
+                with suppress(OSError):  # a reset counts as an end
+                    # Not a byte more than the hello: what follows belongs to the Connection.
+                    received = connection.recv(_HELLO_BYTES - len(pending[connection]))
+                pending[connection] += received
+                if received and len(pending[connection]) < _HELLO_BYTES:
+                    continue
+                selector.unregister(connection)
+                hello = pending.pop(connection)
+                rank = _RANK.unpack(hello[_TOKEN_BYTES:])[0] if len(hello) == _HELLO_BYTES else None
+                # In constant time: the time of an answer must not reveal how much of a token is right.
+                if secrets.compare_digest(hello[:_TOKEN_BYTES], token) and rank in missing:
+                    missing.remove(rank)
+                    yield rank, connection  # the caller's from now on
+                else:
+                    connection.close()
+                    _log.warning("refused a connection that does not belong to this run")
+    finally:
+        selector.close()
+        for connection in pending:
             connection.close()

@@ -20,6 +20,14 @@ MB = 2**20
 HEARTBEAT = _HEADER.pack(0, 0)
 
 
+def channel(own_rank, *connections, heartbeat_s=0.05, on_lost=lambda: None):
+    """The channel of a rank with these connections."""
+    made = ControlChannel(own_rank, heartbeat_s, on_lost)
+    for connection in connections:
+        made.add(connection)
+    return made
+
+
 class Ends:
     """The channel of a rank with one peer, rank 1, and the bare socket at the other end."""
 
@@ -28,8 +36,8 @@ class Ends:
         self.others = {peer: other for peer, (_, other) in pairs.items()}
         self.other = self.others[peers[0]]
         self.lost = threading.Event()
-        connections = {peer: Connection(one, peer, lost_after_s) for peer, (one, _) in pairs.items()}
-        self.channel = ControlChannel(own_rank, connections, heartbeat_s, self.lost.set)
+        connections = [Connection(one, peer, lost_after_s) for peer, (one, _) in pairs.items()]
+        self.channel = channel(own_rank, *connections, heartbeat_s=heartbeat_s, on_lost=self.lost.set)
 
     def send(self, kind, body=b"", peer=1):
         self.others[peer].sendall(_HEADER.pack(kind, len(body)) + body)
@@ -50,8 +58,8 @@ def ends(lost_after_s=LONG_S, **options):
 def pair(lost_after_s=LONG_S):
     """The channels of rank 0 and rank 1, connected to each other."""
     one, other = connected_pair()
-    to_one = ControlChannel(0, {1: Connection(one, 1, lost_after_s)}, 0.05, lambda: None)
-    to_zero = ControlChannel(1, {0: Connection(other, 0, lost_after_s)}, 0.05, lambda: None)
+    to_one = channel(0, Connection(one, 1, lost_after_s))
+    to_zero = channel(1, Connection(other, 0, lost_after_s))
     try:
         yield to_one, to_zero
     finally:
@@ -119,17 +127,17 @@ def test_messages_of_every_length_arrive_in_order_between_heartbeats():
     bodies = [rng.integers(0, 256, n, np.uint8) for n in (0, 1, 5, 20 * MB, 0, 70_000)]
     one, other = connected_pair()
     sender = Connection(one, 1, LONG_S)
-    receiver = ControlChannel(1, {0: Connection(other, 0, LONG_S)}, 0.001, lambda: None)
+    receiver = channel(1, Connection(other, 0, LONG_S), heartbeat_s=0.001)
 
     def heartbeats(ended):
         while not ended.wait(0.0001):
-            sender.send_heartbeat()
+            sender.try_send(0)
 
     try:
         with in_thread(heartbeats):
             for kind, body in enumerate(bodies, start=1):
                 sender.send(kind, body.data)
-                sender.send_heartbeat()
+                sender.try_send(0)
             found = [receiver.receive() for _ in bodies]
     finally:
         receiver.close()
@@ -309,10 +317,10 @@ def test_unread_heartbeats_never_block_nor_tear_a_message():
         while True:
             one.send(filler.data)
     for _ in range(1000):
-        connection.send_heartbeat()
+        connection.try_send(0)
     assert time.monotonic() - began < 5
     connection.shut_down()
-    connection.send_heartbeat()  # after the end: poll() reports it
+    connection.try_send(0)  # after the end: poll() reports it
     with pytest.raises(PeerLost, match="its connection was closed"):
         connection.send(1)
     connection.close()

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from paramserver.cluster import ProcessIdentity
 from paramserver.config import ClusterConfig, Config, ServerConfig
 from paramserver.distributed import control_channel
-from paramserver.distributed.control_channel import Handshake, connect_ranks
+from paramserver.distributed.control_channel import accept_ranks, connect_ranks
 from paramserver.distributed.remote_error import RemoteError
 from paramserver.distributed.rendezvous import Rendezvous, host_identity
 from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, PeerRefused, UnsupportedConfiguration
@@ -67,10 +67,9 @@ def test_unauthenticated_connections_are_refused_and_keep_no_rank_out(listening,
     rank_two = connect(hello(2), b"first message")
     twice = connect(hello(2))
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(1, "peer-") as pool:
-        with Handshake(listener, TOKEN, {1, 2}) as handshake:
-            later = pool.submit(lambda: dict(handshake.accept(LONG_S)))
-            rank_one.sendall(hello(1)[3:])
-            found = later.result(LONG_S)
+        later = pool.submit(lambda: dict(accept_ranks(listener, TOKEN, {1, 2}, LONG_S)))
+        rank_one.sendall(hello(1)[3:])
+        found = later.result(LONG_S)
         assert sorted(found) == [1, 2]
         assert found[2].recv(99) == b"first message"
         assert found[1].getpeername() == rank_one.getsockname()
@@ -98,8 +97,8 @@ def close_all(accepted):
 def test_missing_ranks_are_named(listening):
     listener, connect = listening
     connect(hello(2))
-    with Handshake(listener, TOKEN, {1, 2, 3}) as handshake, pytest.raises(DeadlineExceeded, match="rank 1, 3 did not"):
-        close_all(handshake.accept(0.3))
+    with pytest.raises(DeadlineExceeded, match="rank 1, 3 did not"):
+        close_all(accept_ranks(listener, TOKEN, {1, 2, 3}, 0.3))
 
 
 def test_rank_zero_does_not_wait_for_a_rank_that_has_failed():
