@@ -214,7 +214,9 @@ class Node:
         )
         network, monitor = SimulatedNetwork(self), checkpoints.monitor
         coordinator = ShardCoordinator(config, run, network, self.stop, store, (_SHARD,), (), (), 0, lambda: (None, ""))
-        updates = RecordedUpdates(config, store, self.shard, (_SHARD,), (), run, lambda: True, coordinator.unreachable)
+        updates = RecordedUpdates(
+            config, store, self.shard, (_SHARD,), (), network, run, lambda: True, coordinator.unreachable
+        )
         rules, ledger = build_rules(config, world.num_trainers, checkpoints)
         aggregator = Aggregator(rules, ledger, store, self.shard, updates, monitor, self.stop, run.fail_with)
         return assemble(

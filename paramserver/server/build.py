@@ -16,6 +16,7 @@ from paramserver.context import StopRequest
 from paramserver.devices import place_parameters
 from paramserver.distributed.local_calls import LocalCallServer
 from paramserver.distributed.membership import Member
+from paramserver.distributed.session import server_name
 from paramserver.optim.clipping import clipping_of
 from paramserver.parameters.model import frozen_state_dict, refuse_synced_batch_norm
 from paramserver.parameters.tables import describe_large
@@ -136,7 +137,8 @@ def build_server(
         store,
         shard,
         shards,
-        coordinator.remote_shards(),
+        [server_name(index) for index in range(1, servers)],
+        network,
         run,
         lambda: coordinator.shares_memory,
         coordinator.unreachable,

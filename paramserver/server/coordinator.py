@@ -14,8 +14,7 @@ from paramserver.config import Config, num_servers_of
 from paramserver.consistency import Decision
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import HeartbeatReport, Member, Members
-from paramserver.distributed.rpc_calls import NO_TIMEOUT_S, RemoteError, repeatable
-from paramserver.distributed.session import server_name
+from paramserver.distributed.rpc_calls import RemoteError, repeatable
 from paramserver.errors import GenerationChanged, ParamserverError, PeerLost
 from paramserver.optim.parallel_step import is_elementwise
 from paramserver.optim.shard_updater import ShardUpdater
@@ -23,7 +22,7 @@ from paramserver.parameters.sharding import Shard, States, full_shard, plan_shar
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.server_run import Network, ServerRun
 from paramserver.server.shard_server import ShardServer
-from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment, SnapshotTensor
+from paramserver.transport.messages import ShardAssignment
 
 _log = logging.getLogger("paramserver")
 
@@ -51,41 +50,6 @@ def split_over_servers(
     assigned = {indices[piece.slot] for shard in shards for piece in shard.slices}
     updater.load_states(parts[0]() | {n: s for n, s in states.items() if n not in assigned})
     return shards, updater, parts[1:]
-
-
-@dataclass(frozen=True)
-class RemoteShard:
-    """The shard of another server: each method calls that of its ``ShardServer``; see ``ParameterShard``.
-
-    ``_timeout_s`` is that of calls with small replies that come at once. The writer of checkpoints waits for
-    ``read_rows``, so that it needs a limit.
-    """
-
-    _network: Network
-    _name: str
-    _timeout_s: float
-
-    def apply(self, request: ApplyRequest) -> Future:
-        return self._network.send_deferred(self._name, ShardServer.apply, request)
-
-    def apply_clipped(self, norm: Tensor) -> Future:
-        return self._network.send_deferred(self._name, ShardServer.apply_clipped, norm)
-
-    def begin_update(self, version: int, trainers: Sequence[int], groups: list[dict[str, Any]]) -> Future:
-        return self._network.send_deferred(self._name, ShardServer.begin_update, version, trainers, groups)
-
-    def collect_state(self, weights: bool, snapshot: int | None = None, states: bool = True) -> Future:
-        # The reply is as large as the shard. Heartbeats show a server that is lost meanwhile, as for ``apply``.
-        return self._network.send(self._name, NO_TIMEOUT_S, ShardServer.collect_state, weights, snapshot, states)
-
-    def read_rows(self, snapshot: int, rows: SnapshotTensor, first: int, end: int) -> Future:
-        return self._network.send(self._name, self._timeout_s, ShardServer.read_rows, snapshot, rows, first, end)
-
-    def delete_snapshot(self, snapshot: int) -> None:
-        try:
-            self._network.send(self._name, self._timeout_s, ShardServer.delete_snapshot, snapshot)
-        except RuntimeError as unreachable:  # it ended before
-            _log.debug("%s has no snapshot any more: %s", self._name, unreachable)
 
 
 @dataclass(eq=False)
@@ -120,11 +84,6 @@ class ShardCoordinator:
         self._states = dict(enumerate(states, 1))  # of the servers that have not joined
         self._members = Members()
         self._ready: set[int] = set()
-
-    def remote_shards(self) -> list[RemoteShard]:
-        """Return the shards of the other servers, in their order."""
-        timeout_s = self.config.cluster.timeout_s
-        return [RemoteShard(self._network, server_name(i), timeout_s) for i in range(1, self.num_servers)]
 
     # Handlers that a shard server calls.
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from paramserver.checkpoint.staging import RowStream, concatenate, replace_tensors
 from paramserver.config import Config
 from paramserver.consistency import Decision, Update
-from paramserver.distributed.rpc_calls import RemoteError
+from paramserver.distributed.rpc_calls import NO_TIMEOUT_S, RemoteError
 from paramserver.errors import ParamserverError
 from paramserver.optim.clipping import clipping_of
 from paramserver.optim.named_optimizers import joined_states, with_states
@@ -25,8 +25,9 @@ from paramserver.parameters.model_tree import mean_buffers
 from paramserver.parameters.sharding import Shard, get_hyperparameters, merge_state
 from paramserver.parameters.tables import large_tables
 from paramserver.server.parameter_store import ParameterStore
-from paramserver.server.server_run import ServerRun
+from paramserver.server.server_run import Network, ServerRun
 from paramserver.server.shard import ParameterShard
+from paramserver.server.shard_server import ShardServer
 from paramserver.transport.messages import (
     ApplyRequest,
     Future,
@@ -37,8 +38,7 @@ from paramserver.transport.messages import (
     push_id,
 )
 
-if TYPE_CHECKING:
-    from paramserver.server.coordinator import RemoteShard
+P = ParamSpec("P")
 
 log = logging.getLogger("paramserver")
 
@@ -75,15 +75,16 @@ class Updates:
     """Keeps the shards of all servers at one version. With one server all replies are there once its own is.
 
     No method blocks: what depends on replies is a callback, which runs in the update thread or in one of the RPC agent,
-    and takes the lock of the server. ``shares_memory`` returns whether the parameters of all servers are in the memory
-    of server 0.
+    and takes the lock of the server. The other servers are known by their names. ``shares_memory`` returns whether the
+    parameters of all servers are in the memory of server 0.
     """
 
     _config: Config
     _store: ParameterStore
     _shard: ParameterShard
     _shards: Sequence[Shard]
-    _others: Sequence[RemoteShard]
+    _others: Sequence[str]
+    _network: Network
     _run: ServerRun
     _shares_memory: Callable[[], bool]
     _on_unreachable: Callable[[int, RuntimeError], ParamserverError]
@@ -130,7 +131,7 @@ class Updates:
         if update.completes:
             self._store.drop_snapshot()
         # The others start before this server, so that all work at the same time.
-        others = [other.apply(to_others) for other in self._others]
+        others = self._call_others(ShardServer.apply, to_others)
         own = self._shard.apply(request)
         if update.averages_buffers:
             buffers = mean_buffers([push.buffers for push in pushes])
@@ -150,7 +151,7 @@ class Updates:
             def apply_clipped(measured: Sequence[Tensor]) -> None:
                 # Refused before the first parameter changes, so that the version stays as it was.
                 merged = clipping.merge(measured, version)
-                clipped = [other.apply_clipped(merged) for other in self._others]
+                clipped = self._call_others(ShardServer.apply_clipped, merged)
                 self._when_all([self._shard.apply_clipped(merged), *clipped], applied)
 
             self._when_all([own, *others], apply_clipped)
@@ -168,7 +169,7 @@ class Updates:
         groups = get_hyperparameters(self._shard.updater.optimizer)
         pipeline.begin(decision.active, groups)
         try:
-            replies = [other.begin_update(decision.step, decision.active, groups) for other in self._others]
+            replies = self._call_others(ShardServer.begin_update, decision.step, decision.active, groups)
         except RuntimeError as unreachable:  # the update itself shows whether a server is lost
             log.warning("a server did not receive begin_update: %s", unreachable)
             replies = []
@@ -233,7 +234,11 @@ class Updates:
         def collect(_: Sequence[Any]) -> None:
             weights = not self._shares_memory()
             others = self._others if weights or states else ()
-            replies = [other.collect_state(weights, snapshot, states) for other in others]
+            # Without a limit, as a reply is as large as the shard.
+            replies = [
+                self._network.send(name, NO_TIMEOUT_S, ShardServer.collect_state, weights, snapshot, states)
+                for name in others
+            ]
             # In the order of calls: what server 0 has to write for the others comes before it is read.
             self._when_all(
                 replies,
@@ -285,10 +290,11 @@ class Updates:
             assert snapshot is not None
             if server_index == 0:
                 return self._shard.read_rows(snapshot, rows, first, end)
-            reply: Tensor = self._value(
-                server_index, self._others[server_index - 1].read_rows(snapshot, rows, first, end)
-            )
-            return reply
+            # With a limit, as the writer of checkpoints waits for it.
+            name, timeout_s = self._others[server_index - 1], self._config.cluster.timeout_s
+            reply = self._network.send(name, timeout_s, ShardServer.read_rows, snapshot, rows, first, end)
+            value: Tensor = self._value(server_index, reply)
+            return value
 
         found = dict(values)
         for key, value in values.items():
@@ -300,10 +306,19 @@ class Updates:
         """Let all servers delete a snapshot."""
         if snapshot is not None:
             self._shard.delete_snapshot(snapshot)
-            for other in self._others:
-                other.delete_snapshot(snapshot)
+            for name in self._others:
+                try:
+                    self._network.send(name, self._config.cluster.timeout_s, ShardServer.delete_snapshot, snapshot)
+                except RuntimeError as unreachable:  # it ended before
+                    log.debug("%s has no snapshot any more: %s", name, unreachable)
 
-    # Replies.
+    # Calls and replies.
+
+    def _call_others(
+        self, handler: Callable[Concatenate[Any, P], Future], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Future]:
+        """Call a handler of each other server, without a limit: heartbeats show one that is lost meanwhile."""
+        return [self._network.send_deferred(name, handler, *args, **kwargs) for name in self._others]
 
     def _when_all(self, replies: Sequence[Future], then: Callable[[list[Any]], None]) -> None:
         """Call ``then`` with all replies and the lock; the first error among them ends the run instead.

@@ -86,7 +86,7 @@ class Server:
             attach=self.segments.__getitem__,
             snapshot=None if by_bucket else lambda: self.store.snapshot()[0],
         )
-        self.updates = Updates(effective, self.store, self.shard, (whole,), (), self.run, lambda: True, None)
+        self.updates = Updates(effective, self.store, self.shard, (whole,), (), None, self.run, lambda: True, None)
 
     def push(self, trainer_index, given, buffers=None, segment_key=None):
         """Send what a trainer does: flat gradients, and the mask of those that it has."""
