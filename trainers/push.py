@@ -44,17 +44,15 @@ class GradientBuckets:
         for bucket, numbers in transport.buckets.items():
             for number in set(numbers):
                 self._buckets_of[number].append(bucket)
-        hooks = {
+        self._hooks = {
             number: parameter.register_post_accumulate_grad_hook(self._make_hook(number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(parameters)
             if self._buckets_of[number]
         }
-        self._hooks = list(hooks.values())
-        self._hook_ids = {number: hook.id for number, hook in hooks.items()}
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
 
     def start(self) -> None:
@@ -72,7 +70,7 @@ class GradientBuckets:
                 return
             # A hook of the user after this one may change ``grad.data``, which no version counter shows.
             hooks: Mapping[int, object] = parameter._post_accumulate_grad_hooks
-            if next(reversed(hooks)) != self._hook_ids[number]:
+            if next(reversed(hooks)) != self._hooks[number].id:
                 return
             with torch.no_grad():
                 self._transport.gradient_views[number].copy_(gradient)
