@@ -961,11 +961,10 @@ class TrainingLoop:
         result = trainer.step_optimizer(report)
         if result is None:  # it is known later
             return decision.step + 1
-        if result.dropped and buffers is not None:
+        if not result.dropped:
+            trainer.control.update_applied(result)
+        elif buffers is not None:
             trainer.tree.load_buffers(buffers)
-        if result.dropped:
-            return result.step
-        trainer.control.update_applied(result)
         return result.step
 
     def _take_local_step(self, local: LocalSteps, samples: int, loss: float, buffers: PackedBuffers | None) -> bool:
