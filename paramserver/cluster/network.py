@@ -129,24 +129,18 @@ def _check_interface(key: str, name: str) -> None:
 
 
 def child_environment(
-    environ: Mapping[str, str],
-    *,
-    num_trainers: int,
-    folders: Sequence[Path] | None = None,
-    cores: int | None = None,
+    environ: Mapping[str, str], *, num_trainers: int, folders: Sequence[Path] | None = None
 ) -> dict[str, str]:
     """Return a copy of ``environ`` for a rank that this process starts. Variables that the user set are kept.
 
-    The cores are divided evenly among the trainers (OMP_NUM_THREADS), the allocator is tuned for large tensors,
-    output is not buffered, and modules in ``folders`` can be imported.
+    The cores that this process may use are divided evenly among the trainers (OMP_NUM_THREADS), the allocator is tuned
+    for large tensors, output is not buffered, and modules in ``folders`` can be imported.
 
     Args:
         num_trainers: on this machine, at least 1. A server works while they wait, with as many threads as a trainer.
         folders: searched for modules before those of PYTHONPATH, in this order; None = the current folder.
-        cores: cores to divide; None = those that this process may use.
     """
-    available = num_usable_cores() if cores is None else cores
-    threads = max(1, available // num_trainers)
+    threads = max(1, num_usable_cores() // num_trainers)
     defaults = {**_ALLOCATOR, **_LOG_LEVEL, "OMP_NUM_THREADS": str(threads)}
     searched = [Path.cwd()] if folders is None else folders
     # Without repeats, and without empty entries, which would mean the current folder of the child.

@@ -167,19 +167,20 @@ def test_a_child_gets_a_copy_with_the_allocator_tuned_and_output_unbuffered():
 
 def test_variables_of_the_user_are_kept():
     own = {"OMP_NUM_THREADS": "7", "MALLOC_ARENA_MAX": "4", "MALLOC_TOP_PAD_": "0"}
-    child = child_environment(own, num_trainers=2, cores=64)
+    child = child_environment(own, num_trainers=2)
     assert {name: child[name] for name in own} == own
     assert child["MALLOC_TRIM_THRESHOLD_"] == "536870912"
 
 
 @pytest.mark.parametrize(("cores", "trainers", "threads"), [(8, 3, "2"), (2, 3, "1"), (16, 1, "16"), (9, 3, "3")])
-def test_the_cores_are_divided_among_the_trainers(cores, trainers, threads):
-    assert child_environment({}, num_trainers=trainers, cores=cores)["OMP_NUM_THREADS"] == threads
+def test_the_cores_are_divided_among_the_trainers(monkeypatch, cores, trainers, threads):
+    monkeypatch.setattr(network, "num_usable_cores", lambda: cores)
+    assert child_environment({}, num_trainers=trainers)["OMP_NUM_THREADS"] == threads
 
 
 def test_a_program_that_is_no_rank_gets_the_variables_of_the_user_and_not_of_the_launcher():
     user = {"HOME": "/h", "MALLOC_ARENA_MAX": "4"}
-    rank = child_environment(user, num_trainers=1, cores=8)
+    rank = child_environment(user, num_trainers=1)
     rank[SUPERVISED] = "1"
     program = producer_environment(rank, {"PARAMSERVER_MEMBER": "1"})
     assert program == {
@@ -189,7 +190,7 @@ def test_a_program_that_is_no_rank_gets_the_variables_of_the_user_and_not_of_the
         "PYTHONPATH": rank["PYTHONPATH"],
         "PYTHONUNBUFFERED": "1",
     }
-    threads = child_environment({"OMP_NUM_THREADS": "3"}, num_trainers=1, cores=8)
+    threads = child_environment({"OMP_NUM_THREADS": "3"}, num_trainers=1)
     assert producer_environment(threads, {})["OMP_NUM_THREADS"] == "3"
 
 
