@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -239,7 +239,9 @@ def evaluate(
         TaskError: ``validation_step`` does not return a dictionary of numbers and metrics.
     """
     total = WeightedSums()
-    with eval_mode(model), autocast(device, precision), _reset_at_exit(total.metrics):
+    with eval_mode(model), autocast(device, precision), ExitStack() as at_exit:
+        # Also where the loss of a process ends the evaluation: the task, and metrics with it, outlive that.
+        at_exit.callback(_reset, total.metrics)
         for valid_batch_idx, (batch, samples) in enumerate(batches):
             batch = as_input(batch)
             with explain_errors("validation_step", batch, model):
@@ -266,14 +268,9 @@ def evaluate(
     return total
 
 
-@contextmanager
-def _reset_at_exit(metrics: Mapping[str, Any]) -> Iterator[None]:
-    """Reset metrics also where the loss of a process ends the evaluation: the task, and they with it, outlive that."""
-    try:
-        yield
-    finally:
-        for metric in metrics.values():  # only now, as one may have two names
-            metric.reset()
+def _reset(metrics: Mapping[str, Any]) -> None:
+    for metric in metrics.values():  # only at the end, as one may have two names
+        metric.reset()
 
 
 def _add_metric(metrics: dict[str, Any], name: str, metric: Any, where: str) -> None:
