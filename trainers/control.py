@@ -21,7 +21,7 @@ from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.errors import TaskError
 from paramserver.metrics.records import Record, StepResult, TrainerTotals, WeightedSums, merge_sums
 from paramserver.optim.updater import Updater
-from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, StagedCheckpoint
+from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector
 from paramserver.transport.messages import OptimizerCall, ValidationReply
 
 T = TypeVar("T")
@@ -206,14 +206,12 @@ class ReplicaControl(Control):
         With ``checkpoint.background`` parts are sent and files written after this returns. See ``StagedCheckpoint``.
         """
         assert self.checkpoints is not None
-        self.checkpoints.save(step, model, updater, reason, since, lambda staged: self._collect_parts(staged, part))
-
-    def _collect_parts(self, staged: StagedCheckpoint, own: Mapping[str, Any]) -> None:
         assert self.parts is not None
-        pause_s = time.perf_counter() - staged.since
+        staged = self.checkpoints.stage(step, model, updater, reason, since)
+        pause_s = time.perf_counter() - since
         others = frozenset(range(self.process.trainers)) - {self.trainer_index}
-        self.parts.start(staged, others, {self.trainer_index: own}, pause_s)
-        self._complete_parts(self.parts, staged.step)
+        self.parts.start(staged, others, {self.trainer_index: part}, pause_s)
+        self._complete_parts(self.parts, step)
 
     def _complete_parts(self, parts: PartCollector, step: int) -> None:
         """Receive the parts of the other trainers, and commit the checkpoint."""

@@ -26,7 +26,7 @@ from paramserver.optim.updater import Updater
 from paramserver.parameters.model import build_model
 from paramserver.parameters.model_tree import ModelTree
 from paramserver.parameters.tables import describe_large
-from paramserver.runs.checkpoint_manager import SAVE_REASONS, CheckpointManager, StagedCheckpoint
+from paramserver.runs.checkpoint_manager import SAVE_REASONS, CheckpointManager
 from paramserver.runs.monitor import RunMonitor
 from paramserver.trainers.base import Trainer
 from paramserver.trainers.control import ReplicaControl
@@ -217,12 +217,12 @@ class LocalTrainer(ReplicaTrainer):
             "resumes": self.monitor.resumes + 1,
             "counters": vars(self._applied_progress) | {"seconds": self.seconds},
         }
-        since, staged = time.perf_counter(), list[StagedCheckpoint]()
-
-        def stage() -> None:
-            self.checkpoints.save(self._applied, self.model, self.updater, "interrupted", since, staged.append)
-
+        since = time.perf_counter()
         # The state of a module or of the optimizer may wait for what the hook holds, and so may the records.
-        call_with_timeout(_STAGE_S, "the copy of what is applied", stage)
-        self.checkpoints.commit(staged[0], {self.trainer_index: part}, time.perf_counter() - since)
+        staged = call_with_timeout(
+            _STAGE_S,
+            "the copy of what is applied",
+            lambda: self.checkpoints.stage(self._applied, self.model, self.updater, "interrupted", since),
+        )
+        self.checkpoints.commit(staged, {self.trainer_index: part}, time.perf_counter() - since)
         self._committed = self._applied

@@ -1,4 +1,4 @@
-"""Rank 0's checkpoints: ``CheckpointManager.save`` makes one, ``load_for_resume`` reads it."""
+"""Rank 0's checkpoints: ``CheckpointManager`` makes them, ``load_for_resume`` reads one."""
 
 from __future__ import annotations
 
@@ -317,38 +317,6 @@ class CheckpointManager:
         paths = [written.path for written in self.writer.written] or [c.path for c in (self.checkpoint,) if c]
         return next((path.name for path in reversed(paths) if path.is_dir()), None)
 
-    def save(
-        self,
-        step: int,
-        model: nn.Module,
-        updater: UpdaterState,
-        reason: str,
-        since: float,
-        collect: Callable[[StagedCheckpoint], None],
-        consistency: Mapping[str, Any] | None = None,
-        ledger: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Save a checkpoint: stage it here, collect every trainer's part, and commit it to the disk.
-
-        To be called while model, optimizer and every trainer are at ``step``. Training may continue when this returns;
-        with ``checkpoint.background`` the parts arrive and the files are written meanwhile. The caller makes sure that
-        nothing changes model and updater during this call. ``collect`` arranges that ``commit`` is called, once, with
-        the parts of all trainers; now or from any thread later. Without that call, as when a trainer dies, nothing is
-        written.
-
-        Raises:
-            Exception: the failure of an earlier write.
-            NotFinite: a parameter that is trained is NaN or infinite.
-        """
-        # A failed write ends the run at its next checkpoint, so that it does not train for long without a good one.
-        self.writer.raise_error()
-        # 1. Stage: one copy in memory. Nothing that training changes is read after this line.
-        staged = self.stage(step, model, updater, reason, since, consistency, ledger)
-        # 2. Collect: each trainer has staged its part of the same step, and sends it while training continues.
-        # 3. ``commit``, when the last part is here: the writer brings every file to the disk, then the manifest, and
-        #    renames the folder to its final name; then ``latest`` and ``best`` name it, and older ones are removed.
-        collect(staged)
-
     def stage(
         self,
         step: int,
@@ -359,7 +327,21 @@ class CheckpointManager:
         consistency: Mapping[str, Any] | None = None,
         ledger: Mapping[str, Any] | None = None,
     ) -> StagedCheckpoint:
-        """Copy, once, what rank 0 stores: model, optimizer, schedule and the state of the run. See ``save``."""
+        """Copy, once, what rank 0 stores: model, optimizer, schedule and the state of the run.
+
+        To be called while model, optimizer and every trainer are at ``step``. Training may continue when this returns,
+        and changes nothing that is read after it; the caller makes sure that nothing changes model and updater during
+        this call. Each trainer has staged its part of the same step. The caller collects the parts, and calls
+        ``commit``, once, with those of all trainers; now or from any thread later. With ``checkpoint.background`` they
+        arrive and the files are written while training continues. Without that call, as when a trainer dies, nothing is
+        written.
+
+        Raises:
+            Exception: the failure of an earlier write.
+            NotFinite: a parameter that is trained is NaN or infinite.
+        """
+        # A failed write ends the run at its next checkpoint, so that it does not train for long without a good one.
+        self.writer.raise_error()
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._check_finite({n: p for n, p in trained.items() if address_of(p) not in updater.tables}, step)
         state = updater.state_dict()
@@ -428,6 +410,9 @@ class CheckpointManager:
         self, staged: StagedCheckpoint, parts: Mapping[int, Mapping[str, Any] | ChunkedFile], pause_s: float
     ) -> None:
         """Write a staged checkpoint: in the background, or before this returns, as configured. Copies nothing.
+
+        The writer brings every file to the disk, then the manifest, and renames the folder to its final name; then
+        ``latest`` and ``best`` name it, and older ones are removed.
 
         The parts are private objects, or the file that ``torch.save`` made of them; that of a lost trainer, without
         ``task``, gets the states of its task and of its local steps in the newest checkpoint. Training stopped for

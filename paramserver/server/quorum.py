@@ -21,7 +21,7 @@ from paramserver.metrics.records import WeightedSums, merge_sums
 from paramserver.optim.updater import UpdaterState
 from paramserver.parameters.model import load_part_of_state
 from paramserver.parameters.model_tree import PackedBuffers
-from paramserver.runs.checkpoint_manager import SAVE_REASONS, CheckpointManager, PartCollector, StagedCheckpoint
+from paramserver.runs.checkpoint_manager import SAVE_REASONS, CheckpointManager, PartCollector
 from paramserver.server.aggregator import Aggregator
 from paramserver.server.server_run import ServerRun
 from paramserver.server.trainer_sources import TrainerSources
@@ -335,16 +335,13 @@ class Staging(JointCall):
             else:
                 self._staged, self._ends_epoch = self._due(), self._takes_end
             states, substitutes = (rules.state_dict(), ledger.state_dict()), self._sources.substitute_parts()
-
-        def collect(staged: StagedCheckpoint) -> None:
-            # A trainer that was lost since, also if another process has its place, sends no part. With the lock:
-            # ``replace`` replaces the part of one that is lost from now on.
-            with self._run.lock:
-                present = {sender.trainer_index for sender in senders if self._aggregator.takes_part(sender)}
-                self._parts.start(staged, present, substitutes)
-
         model = self._aggregator.store.model
-        self._checkpoints.save(rules.step, model, updater, self._reason, since, collect, *states)
+        staged = self._checkpoints.stage(rules.step, model, updater, self._reason, since, *states)
+        # A trainer that was lost since, also if another process has its place, sends no part. With the lock:
+        # ``replace`` replaces the part of one that is lost from now on.
+        with self._run.lock:
+            present = {sender.trainer_index for sender in senders if self._aggregator.takes_part(sender)}
+            self._parts.start(staged, present, substitutes)
 
     def save_alone(self, stop: StopRequest) -> None:
         """Save what is applied, and end the run as ``stop`` requests: no trainer is left. The lock need not be held."""

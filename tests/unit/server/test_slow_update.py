@@ -116,7 +116,7 @@ class Run:
         )
         self.monitor = RunMonitor(config, SimpleNamespace(write=lambda record: None), Path())
         checkpoints = no_checkpoints(self.monitor)
-        checkpoints.save = self._save
+        checkpoints.stage = self._stage
         checkpoints.commit = lambda staged, parts, pause_s: self.saved.append(sorted(parts))
         self.server = build_server(
             SlowTask(self.gate, kind),
@@ -143,9 +143,9 @@ class Run:
 
         monkeypatch.setattr(updates, "compute", slow)
 
-    def _save(self, step, model, updater, reason, since, collect, *states):
+    def _stage(self, step, model, updater, reason, since, *states):
         self.staging.wait()
-        collect(SimpleNamespace(step=step))
+        return SimpleNamespace(step=step)
 
     def join(self, index):
         self.worker_id += 1

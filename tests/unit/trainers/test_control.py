@@ -45,8 +45,8 @@ class Checkpoints:
     def __init__(self):
         self.monitor, self.written = Monitor(), []
 
-    def save(self, step, model, updater, reason, since, collect):
-        collect(StagedCheckpoint(step, {"model": model}, False, reason, since))
+    def stage(self, step, model, updater, reason, since):
+        return StagedCheckpoint(step, {"model": model}, False, reason, since)
 
     def commit(self, staged, parts, pause_s):
         parts = {i: part if isinstance(part, dict) else unpack(b"".join(part)) for i, part in parts.items()}
