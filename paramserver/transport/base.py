@@ -117,9 +117,9 @@ class TrainerTransport(ABC):
     def write_rows(self, number: int, gradient: Tensor | None) -> None:
         """Put the gradient of a table, which is coalesced, where that of a step is put; None if it has none."""
 
-    @abstractmethod
     def map_version(self, slot: int) -> None:
         """Make the parameters of the model those of a slot. Only if ``zero_copy``."""
+        raise AssertionError("versions are received with the reply to a pull")
 
     @abstractmethod
     def load(self, flats: Sequence[Tensor]) -> None:

@@ -194,9 +194,6 @@ class RpcTrainerTransport(TrainerTransport):
         elif tuple(parameter.stride()) != slot.stride and number not in self._dense:
             parameter.data = parameter.detach().contiguous()
 
-    def map_version(self, slot: int) -> None:
-        raise AssertionError("versions are received with the reply to a pull")
-
     def load(self, flats: Sequence[Tensor]) -> None:
         self._load(flats, None)
 
