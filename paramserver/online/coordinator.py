@@ -30,12 +30,12 @@ from paramserver.online.tracker import (
     Action,
     ExternalSimulations,
     KillProcess,
+    ManagedSimulations,
     SimulationState,
     SimulationTracker,
     StartProcess,
     TrackerEvent,
 )
-from paramserver.online.tracker_managed import ManagedSimulations
 
 _MAX_MESSAGES_AT_ONCE = 256
 _POLL_INTERVAL_S = 0.5

@@ -19,8 +19,7 @@ from paramserver.online.protocol import (
 )
 from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
-from paramserver.online.tracker import ExternalSimulations
-from paramserver.online.tracker_managed import ManagedSimulations
+from paramserver.online.tracker import ExternalSimulations, ManagedSimulations
 
 TOKEN = b"0123456789abcdef"
 

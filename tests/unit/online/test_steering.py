@@ -25,8 +25,7 @@ from paramserver.online.protocol import (
 from paramserver.online.receiver import ReceiveStats
 from paramserver.online.sampler import CheckedSampler, make_sampler, replay, sampler_of_run
 from paramserver.online.spec import IngestSpec, ReceiverSpec, parse_fields
-from paramserver.online.tracker import StartProcess
-from paramserver.online.tracker_managed import ManagedSimulations
+from paramserver.online.tracker import ManagedSimulations, StartProcess
 from paramserver.sources import Stream
 
 RANGES = (("a", 0.0, 1.0), ("b", 100.0, 500.0))

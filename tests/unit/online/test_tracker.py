@@ -14,12 +14,13 @@ from paramserver.online.sampler import CheckedSampler
 from paramserver.online.tracker import (
     ExternalSimulations,
     KillProcess,
+    ManagedSimulations,
     SimulationState,
     StartProcess,
     TrackerEvent,
+    describe_exit,
     format_simulations,
 )
-from paramserver.online.tracker_managed import ManagedSimulations, describe_exit
 
 NOTHING_RECEIVED = TrainerJoined("tcp://127.0.0.1:1", {}, {})
 
@@ -833,7 +834,7 @@ class World:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_to_processes_all_that_was_wanted_is_complete_in_the_end(seed, monkeypatch):
-    monkeypatch.setattr("paramserver.online.tracker_managed.MAX_GIVEN_UP_IN_A_ROW", 10**6)
+    monkeypatch.setattr("paramserver.online.tracker.MAX_GIVEN_UP_IN_A_ROW", 10**6)
     world = World(seed, count=12, at_once=seed % 4 + 1, steps=9, timeout_s=5.0, max_restarts=seed % 3)
     world.restart(None)
     resumes = restarts = 0
