@@ -12,7 +12,7 @@ from paramserver.metrics.records import make_record
 from paramserver.metrics.summary import summary_text
 from paramserver.reporting import main as report
 from paramserver.runs.monitor import RunMonitor
-from paramserver.tools.report.compare import compare
+from paramserver.tools.report.findings import compare
 from paramserver.tools.report.from_runs import results_at
 from paramserver.tools.report.results import append_result, read_results
 

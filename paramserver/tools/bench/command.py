@@ -40,8 +40,7 @@ from paramserver.tools.bench.measure import MeasuringMethod, measure
 from paramserver.tools.bench.processes import NetworkHosts, parse_bandwidth, require_network_namespaces
 from paramserver.tools.bench.slowdown import parse_slowdown
 from paramserver.tools.report.cases import cases_of
-from paramserver.tools.report.compare import compare
-from paramserver.tools.report.findings import findings
+from paramserver.tools.report.findings import compare, findings
 from paramserver.tools.report.page import NO_PLOTS, not_writable_out, write_report
 from paramserver.tools.report.plots import has_matplotlib
 from paramserver.tools.report.results import RESULTS_FILE, CaseResult, Results, append_result, read_results

@@ -5,7 +5,7 @@ from fake_results import failed, repeats, result, stale
 
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.tools.report.cases import SPEED
-from paramserver.tools.report.compare import compare
+from paramserver.tools.report.findings import compare
 from paramserver.tools.report.results import Results
 
 NEAR = [990.0, 1010.0, 1000.0]
