@@ -126,10 +126,7 @@ class Progress(Sink):
         self._display: _PlainLines | _LiveLine | None = None
         if style != "off":
             tqdm = _tqdm() if style == "on" or _is_terminal(stream) or _is_notebook() else None
-            if tqdm is None:
-                self._display = _PlainLines(stream, self._unit, self._total, clock)
-            else:
-                self._display = _LiveLine(tqdm, stream, self._unit, self._total)
+            self._display = _PlainLines(stream, clock) if tqdm is None else _LiveLine(tqdm, stream)
 
     def write(self, record: Record) -> None:
         if record["kind"] == "train":
@@ -142,15 +139,14 @@ class Progress(Sink):
             values = (f"{name} {_format_number(value)}" for name, value in record["values"].items())
             self._validation = "valid " + " ".join(values)
             self._show(urgent=True)
-        elif record["kind"] == "expected" and self._total is None and self._display is not None:
+        elif record["kind"] == "expected" and self._total is None:
             self._unit, self._total = "samples", record["total_samples"]
-            self._display.set_total(self._unit, self._total)
         elif record["kind"] == "end":
             self.close()
 
     def _show(self, urgent: bool) -> None:
         text = ", ".join(part for part in (self._train, self._validation) if part)
-        self._call_display(lambda display: display.show(self._done, text, urgent))
+        self._call_display(lambda display: display.show(self._unit, self._done, self._total, text, urgent))
 
     def clear(self) -> None:
         """Remove the live line, if any, before another text is printed. The next record shows it again."""
@@ -216,38 +212,33 @@ def _tqdm() -> Any:
 class _PlainLines:
     """Plain lines, for logs and pipes. ``abandon`` is called instead of ``close`` when the stream is closed."""
 
-    def __init__(self, stream: TextIO, unit: str, total: int | None, clock: Callable[[], float]) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
         self._stream = stream
-        self._unit = unit
-        self._total = total
         self._clock = clock
         self._start: tuple[float, int] | None = None
         self._shown_s: float | None = None
-        self._newest: tuple[int, str] | None = None  # that was not shown yet
+        self._newest: tuple[str, int, int | None, str] | None = None  # that was not shown yet
 
-    def set_total(self, unit: str, total: int) -> None:
-        self._unit, self._total = unit, total
-
-    def show(self, done: int, text: str, urgent: bool) -> None:
+    def show(self, unit: str, done: int, total: int | None, text: str, urgent: bool) -> None:
         now_s = self._clock()
         if self._start is None:
             self._start = now_s, done
         if not urgent and self._shown_s is not None and now_s - self._shown_s < _INTERVAL_S:
-            self._newest = done, text
+            self._newest = unit, done, total, text
             return
         self._newest = None
         if not urgent:
             self._shown_s = now_s
-        of_total = "" if self._total is None else f"/{self._total}"
-        print(f"{self._unit} {done}{of_total}: {text}{self._remaining(now_s, done)}", file=self._stream, flush=True)
+        of_total = "" if total is None else f"/{total}"
+        print(f"{unit} {done}{of_total}: {text}{self._remaining(now_s, done, total)}", file=self._stream, flush=True)
 
-    def _remaining(self, now_s: float, done: int) -> str:
-        if self._total is None or self._start is None:
+    def _remaining(self, now_s: float, done: int, total: int | None) -> str:
+        if total is None or self._start is None:
             return ""
         start_s, start = self._start
         if done <= start or now_s <= start_s:
             return ""
-        left_s = max(0, self._total - done) * (now_s - start_s) / (done - start)
+        left_s = max(0, total - done) * (now_s - start_s) / (done - start)
         return f", {timedelta(seconds=round(left_s))} left" if left_s < _LONGEST_SHOWN_S else ""
 
     def clear(self) -> None:
@@ -264,22 +255,18 @@ class _PlainLines:
 class _LiveLine:
     """One line that is redrawn in place, by tqdm; otherwise as ``_PlainLines``."""
 
-    def __init__(self, tqdm: Any, stream: TextIO, unit: str, total: int | None) -> None:
+    def __init__(self, tqdm: Any, stream: TextIO) -> None:
         # A terminal of unknown size reports 0 columns and rows, for which tqdm draws nothing.
         fits = _columns(stream) or _is_notebook()
         size = {"dynamic_ncols": True} if fits else {"ncols": _DEFAULT_COLUMNS, "nrows": _DEFAULT_ROWS}
-        self._options = {"file": stream, "unit": unit, "total": total, **size}
+        self._options = {"file": stream, **size}
         self._tqdm = tqdm
         self._bar: Any = None
 
-    def set_total(self, unit: str, total: int) -> None:
-        """Call it before the first ``show``."""
-        self._options |= {"unit": unit, "total": total}
-
-    def show(self, done: int, text: str, urgent: bool) -> None:
+    def show(self, unit: str, done: int, total: int | None, text: str, urgent: bool) -> None:
         if self._bar is None:  # created here: rate and remaining time count from the first step shown
-            form = _BAR if self._options["total"] else _BAR_WITHOUT_TOTAL
-            self._bar = self._tqdm(initial=done, bar_format=form, **self._options)
+            form = _BAR if total else _BAR_WITHOUT_TOTAL
+            self._bar = self._tqdm(initial=done, bar_format=form, unit=unit, total=total, **self._options)
         self._bar.set_postfix_str(text, refresh=urgent)
         self._bar.update(done - self._bar.n)
 
