@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -174,15 +174,12 @@ def _connect(identity: ProcessIdentity) -> Iterator[tuple[Any, list[int]]]:
     """Yield the store of a running job, and the ranks of its trainers."""
     from paramserver.distributed.rendezvous import connect_to_job
 
-    connected = False
-    try:
-        with connect_to_job(identity, _ANSWER_S) as job:
-            connected = True
-            yield job
-    except DeadlineExceeded as error:
-        if connected:
-            raise
-        raise PeerLost(
-            f"no run answers at {host_and_port(identity.master_addr, identity.master_port)}; only a running job can be "
-            "joined or left"
-        ) from error
+    with ExitStack() as stack:
+        try:
+            job = stack.enter_context(connect_to_job(identity, _ANSWER_S))
+        except DeadlineExceeded as error:
+            raise PeerLost(
+                f"no run answers at {host_and_port(identity.master_addr, identity.master_port)}; only a running job "
+                "can be joined or left"
+            ) from error
+        yield job
