@@ -12,7 +12,7 @@ A simulation that the run starts needs no arguments: ``Client().open()`` reads t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from paramserver.online.protocol import (
 from paramserver.online.sender import COORDINATOR_NAME, CoordinatorConnection, SampleSender
 
 
-class Client:
+class Client(AbstractContextManager["Client"]):
     """Sends the samples of one simulation, or of one process of its group, to the trainers of a run.
 
     Use it as a context manager, from one thread. It starts no thread: messages are sent and received inside its calls.
@@ -198,9 +198,6 @@ class Client:
                 self._sender.finish()
         self._end("closed")
 
-    def __enter__(self) -> Client:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
             self.close()
@@ -324,9 +321,10 @@ def finish(address: str, keys: str | Path | None = None, timeout_s: float = 5.0)
 def _ping(address: str, keys: str | Path | None, timeout_s: float, *first: MessageKind) -> dict[str, Any]:
     """Send the ``first`` messages, then PING: messages on one connection are processed in order."""
     check_timeout(timeout_s)
-    context: zmq.Context[Any] = zmq.Context()
-    try:
-        coordinator = CoordinatorConnection(context, COORDINATOR_NAME, address, keys)
+    with ExitStack() as stack:
+        context: zmq.Context[Any] = zmq.Context()
+        stack.callback(context.term)
+        coordinator = stack.enter_context(closing(CoordinatorConnection(context, COORDINATOR_NAME, address, keys)))
         try:
             for kind in first:
                 coordinator.send(Header(kind))
@@ -334,7 +332,3 @@ def _ping(address: str, keys: str | Path | None, timeout_s: float, *first: Messa
             return unpack_json(body)
         except (MalformedMessage, ValueError) as error:
             raise ClientError(f"{coordinator} answered what cannot be understood: {error}") from error
-        finally:
-            coordinator.close()
-    finally:
-        context.term()

@@ -16,6 +16,7 @@ import mmap
 import os
 import time
 import weakref
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ _LARGEST_NUMBER = 2**32 - 1
 _log = logging.getLogger("paramserver.subscriber")
 
 
-class Subscriber:
+class Subscriber(AbstractContextManager["Subscriber"]):
     """Receives versions of the model that a run with the section ``publish`` trains. For one thread; a context manager.
 
     It may be created before the run starts, and reconnects by itself. No version is older than the one before, also if
@@ -245,9 +246,6 @@ class Subscriber:
     def close(self) -> None:
         """Close the connection. Calling it again has no effect."""
         self._finalizer()
-
-    def __enter__(self) -> Subscriber:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

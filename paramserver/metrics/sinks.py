@@ -8,8 +8,9 @@ import os
 import re
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ Record = Mapping[str, Any]
 """``{"time": seconds since the epoch, "kind": str, "step": int or None, "rank": int, ...}``"""
 
 
-class Sink(ABC):
+class Sink(AbstractContextManager["Sink"]):
     """Receives the records of a run, one at a time. Derive from it to write records to another place.
 
     ``logging.sinks`` names such classes. Rank 0 makes an object of each, without arguments, once per start of the run.
@@ -61,9 +62,6 @@ class Sink(ABC):
     @abstractmethod
     def close(self) -> None:
         """Flush and close. Further calls do nothing."""
-
-    def __enter__(self) -> Sink:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +156,7 @@ def _set_keys(socket: zmq.Socket[Any], secret: Path, folder: Path) -> None:
     socket.curve_serverkey, _ = _read(folder / f"{SERVER}{_PUBLIC}", secret=False)
 
 
-class ServerSecurity:
+class ServerSecurity(AbstractContextManager["ServerSecurity"]):
     """Authorizes clients by their keys. Owns the thread ``zap-authenticator``; close it before the context.
 
     The folder of public keys is read at each handshake. A client that is added may connect at once; one whose file is
@@ -212,9 +213,6 @@ class ServerSecurity:
         """End the thread; later handshakes fail."""
         if self._authenticator is not None:
             self._authenticator.stop()
-
-    def __enter__(self) -> ServerSecurity:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
