@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -81,6 +81,28 @@ def recording_signals() -> Iterator[None]:
     finally:
         for number in defaults:
             signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def collecting_signals(numbers: Iterable[int], on_first: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
+    """Return a context that collects these signals to this process; a second one raises KeyboardInterrupt.
+
+    Call it in the main thread. ``on_first`` is called at the first one.
+    """
+    received: list[int] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:  # the main thread may be blocked where it does not look at the first one
+            raise KeyboardInterrupt
+        on_first()
+
+    before = {number: signal.signal(number, receive) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def print_output(text: str) -> None:

@@ -17,8 +17,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from paramserver.config import (
 from paramserver.config.deadlines import Deadlines
 from paramserver.errors import Interrupted, TrainingError, UnsupportedConfiguration
 from paramserver.importing import current_folder
-from paramserver.process_utils import die_with_parent, exit_process
+from paramserver.process_utils import collecting_signals, die_with_parent, exit_process
 
 log = logging.getLogger("paramserver")
 
@@ -46,6 +45,7 @@ log = logging.getLogger("paramserver")
 _MOST_LINES = 10_000
 _READ_S = 1.0
 _CONNECT_S = 10.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -167,7 +167,7 @@ def run_on_ray(given: argparse.Namespace, flags: Sequence[str], parsed: argparse
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _not_reached(given.address, error) from error
     try:
-        with _signals() as signals:
+        with collecting_signals(_SIGNALS) as signals:
             return _Run(config, flags, given, signals).follow()
     except ray.exceptions.RayError as error:
         raise TrainingError(f"Ray cannot run all ranks ({type(error).__name__}: {error}); see ray logs") from error
@@ -190,24 +190,6 @@ def _not_reached(address: str | None, error: Exception) -> UnsupportedConfigurat
     return UnsupportedConfiguration(
         f"--address ({address}) must be that of a Ray cluster, and none is reached ({error}); correct it"
     )
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Return a context that collects the signals to this process; a second one ends it."""
-    received: list[int] = []
-
-    def receive(number: int, frame: object) -> None:
-        received.append(number)
-        if len(received) > 1:
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Run:
@@ -309,7 +291,7 @@ def _show(text: str) -> None:
 
 if __name__ == "__main__":
     # Ray starts its processes with SIGINT blocked.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     actor, *words = sys.argv[1:]
     die_with_parent(int(actor), signal.SIGKILL)
     exit_process(launch.main(words))

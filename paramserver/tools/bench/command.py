@@ -9,13 +9,11 @@ import shutil
 import signal
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
 from paramserver.cluster import child_environment, process_environ
@@ -24,7 +22,7 @@ from paramserver.errors import Interrupted, TrainingError, UnsupportedConfigurat
 from paramserver.importing import code_folders
 from paramserver.launch import CommandParser, add_overrides, run_command
 from paramserver.platform import num_usable_cores
-from paramserver.process_utils import print_output
+from paramserver.process_utils import collecting_signals, print_output
 from paramserver.runs.rundir import environment_record
 from paramserver.tools.bench.cases import (
     Case,
@@ -143,7 +141,7 @@ def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     results: list[CaseResult] = []
     notes: list[str] = []
     # Handlers first and restored last: a Ctrl-C while hosts are made or removed must not leave half of them.
-    with _stop_on_signal(method.stop), method.hosts or contextlib.nullcontext():
+    with collecting_signals(_SIGNALS, method.stop.set), method.hosts or contextlib.nullcontext():
         try:
             # Before the first run, on the same hosts: predictions must be of the network that the cases use.
             method = replace(method, speeds=_speeds(cases, method, progress))
@@ -156,9 +154,11 @@ def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         except Interrupted:
             notes.append(f"It was interrupted: {len(results)} of {len(runs)} runs were finished.")
             progress.print_line(notes[0])
-    _remove_if_empty(method.out / "runs")
+    with contextlib.suppress(OSError):  # it holds the files of cases that failed
+        (method.out / "runs").rmdir()
     if not results:
-        _remove_if_empty(method.out)
+        with contextlib.suppress(OSError):
+            method.out.rmdir()
         raise Interrupted("interrupted before a run was finished; there is nothing to report")
     _report(Results(str(method.out / RESULTS_FILE), tuple(results), tuple(notes)), method.out)
     if notes:
@@ -263,29 +263,6 @@ def _speeds(cases: Sequence[Case], method: MeasuringMethod, progress: BenchmarkP
         shutil.rmtree(folder, ignore_errors=True)
     links = {name: GLOO if mode.has_process_group else RPC for name, mode in modes.items()}
     return {name: found[link] for name, link in links.items() if link in found}
-
-
-@contextlib.contextmanager
-def _stop_on_signal(stop: threading.Event) -> Iterator[None]:
-    """Set ``stop`` at the first Ctrl-C or SIGTERM; raise KeyboardInterrupt at the second."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            # The second signal: the run may be blocked where the event is not looked at.
-            raise KeyboardInterrupt
-        stop.set()
-
-    previous = {number: signal.signal(number, handle) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
 
 
 def _report(results: Results, out: Path) -> None:
