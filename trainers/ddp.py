@@ -22,8 +22,7 @@ from paramserver.checkpoint import stage_copy
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict, module_buffer_owner
 from paramserver.errors import TaskError, TrainingError, UnsupportedConfiguration, message_of
 from paramserver.metrics.profile import span
-from paramserver.metrics.quantities import combine
-from paramserver.metrics.records import StepReport, StepResult, StepTotals
+from paramserver.metrics.records import StepReport, StepResult, StepTotals, combine
 from paramserver.optim.outer import round_weights
 from paramserver.parameters.flat import trainable_parameters
 from paramserver.parameters.model import build_model, extra_state_dict, load_part_of_state, refuse_synced_batch_norm

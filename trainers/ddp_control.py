@@ -29,8 +29,7 @@ from paramserver.distributed.control_channel import ControlChannel, connect_rank
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.timeouts import call_with_timeout, poll_until
 from paramserver.errors import Interrupted, PeerLost, TrainingError, UnsupportedConfiguration
-from paramserver.metrics.quantities import QUANTITIES, combine
-from paramserver.metrics.records import StepTotals, TrainerTotals
+from paramserver.metrics.records import QUANTITIES, StepTotals, TrainerTotals, combine
 from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout
 from paramserver.runs.checkpoint_manager import PartCollector

@@ -19,8 +19,7 @@ from paramserver.checkpoint import stage_copy
 from paramserver.consistency import Announcement, Decision, decide
 from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.limits import Limits
-from paramserver.metrics.quantities import StepQuantities, combine
-from paramserver.metrics.records import StepReport, StepResult
+from paramserver.metrics.records import StepQuantities, StepReport, StepResult, combine
 from paramserver.optim.outer import shared_optimizer
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import build_model

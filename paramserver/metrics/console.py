@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from paramserver.config import Config
-from paramserver.metrics.quantities import MEASURED
+from paramserver.metrics.records import MEASURED
 from paramserver.metrics.sinks import Record, Sink
 from paramserver.metrics.summary import summary_text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.errors import StorageError
-from paramserver.metrics.quantities import LOSS, MEASURED
+from paramserver.metrics.records import LOSS, MEASURED
 from paramserver.metrics.sinks import Record, Sink, read_records
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from paramserver.config import Config, mode_of, num_servers_of, num_trainers_of
 from paramserver.errors import StorageError, TaskError
 from paramserver.limits import Limits, end_in_words, is_due
 from paramserver.metrics import FanOut
-from paramserver.metrics.quantities import QUANTITIES
 from paramserver.metrics.records import (
+    QUANTITIES,
     LogReducer,
     Record,
     RecordWindow,

@@ -30,8 +30,7 @@ from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import Evicted, GenerationChanged, NotFinite, RunEnded, TrainingError
 from paramserver.metrics.profile import span, spanned
-from paramserver.metrics.quantities import combine
-from paramserver.metrics.records import StepReport, StepResult
+from paramserver.metrics.records import StepReport, StepResult, combine
 from paramserver.optim.updater import UpdaterState
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.runs.checkpoint_manager import CheckpointManager

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from paramserver.consistency import Announcement, Decision, PushId
-from paramserver.metrics.quantities import StepQuantities
-from paramserver.metrics.records import StepReport, StepResult
+from paramserver.metrics.records import StepQuantities, StepReport, StepResult
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.sharding import Shard, States

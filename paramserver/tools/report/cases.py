@@ -10,8 +10,7 @@ from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
-from paramserver.metrics.quantities import MEASURED
-from paramserver.metrics.records import PHASES
+from paramserver.metrics.records import MEASURED, PHASES
 from paramserver.tools.report.formatting import join_names, quoted
 from paramserver.tools.report.results import LOCAL, NO_COMMUNICATION, CaseResult
 from paramserver.tools.report.statistics import Estimate, estimate, merged_counts, merged_steps, ratio

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from paramserver.metrics.quantities import MEASURED
-from paramserver.metrics.records import PHASES
+from paramserver.metrics.records import MEASURED, PHASES
 from paramserver.tools.report.cases import SPEED, ReportCase, local_baseline, scaling_families
 from paramserver.tools.report.formatting import format_number
 from paramserver.tools.report.results import CaseResult

@@ -13,7 +13,7 @@ from typing import Any
 
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.fileio import end_last_line
-from paramserver.metrics.quantities import MEASURED
+from paramserver.metrics.records import MEASURED
 
 FORMAT = 1
 RESULTS_FILE = "results.jsonl"

@@ -11,8 +11,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from paramserver.config.modes import MODES
-from paramserver.metrics.quantities import MEASURED
-from paramserver.metrics.records import PHASES
+from paramserver.metrics.records import MEASURED, PHASES
 from paramserver.metrics.summary import transport_text
 from paramserver.tools.report.cases import (
     BEST,

@@ -6,8 +6,17 @@ import pytest
 
 from paramserver.metrics import scalars
 from paramserver.metrics.console import Progress
-from paramserver.metrics.quantities import MEASURED, QUANTITIES, Quantity, StepQuantities, combine
-from paramserver.metrics.records import RecordWindow, StepReport, StepResult, StepTotals
+from paramserver.metrics.records import (
+    MEASURED,
+    QUANTITIES,
+    Quantity,
+    RecordWindow,
+    StepQuantities,
+    StepReport,
+    StepResult,
+    StepTotals,
+    combine,
+)
 from paramserver.tools.report.cases import FIGURES
 from paramserver.tools.report.from_runs import learning_curves
 from paramserver.transport.messages import OptimizerCall

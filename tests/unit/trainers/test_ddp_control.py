@@ -8,8 +8,7 @@ import torch
 
 from paramserver.consistency import Announcement, Readiness, Stop
 from paramserver.errors import PeerLost
-from paramserver.metrics.quantities import MEASURED, combine
-from paramserver.metrics.records import StepTotals
+from paramserver.metrics.records import MEASURED, StepTotals, combine
 from paramserver.trainers.ddp_control import _ROW, SharedRows, StepAgreement
 
 READY = Announcement(Readiness.READY, 2)
