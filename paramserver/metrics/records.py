@@ -675,11 +675,11 @@ class StalenessHistogram:
         ``histogram`` maps the staleness, as a string, to the number of gradients, in ascending order. Without any
         gradient the figures are 0 and it is empty.
         """
-        return _summarize(sum(self._counts.values(), Counter()))
+        return summarize_staleness(sum(self._counts.values(), Counter()))
 
     def for_trainer(self, trainer_index: int) -> dict[str, Any]:
         """Return the summary of one trainer."""
-        return _summarize(self._counts.get(trainer_index, Counter()))
+        return summarize_staleness(self._counts.get(trainer_index, Counter()))
 
     def by_trainer(self) -> list[dict[str, Any]]:
         """Return the summary of each trainer that has pushed a gradient, with its index as ``trainer``."""
@@ -688,7 +688,7 @@ class StalenessHistogram:
     def pop_window(self) -> dict[str, Any]:
         """Return the summary of what was added since the last call."""
         window, self._window = self._window, Counter()
-        return _summarize(window)
+        return summarize_staleness(window)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all counts, as JSON values."""
@@ -709,7 +709,8 @@ def _from_json(histogram: Mapping[str, int]) -> Counter[int]:
     return Counter({int(value): count for value, count in histogram.items()})
 
 
-def _summarize(counts: Mapping[int, int]) -> dict[str, Any]:
+def summarize_staleness(counts: Mapping[int, int]) -> dict[str, Any]:
+    """Return the summary of gradients by staleness, as of ``StalenessHistogram``."""
     total = sum(counts.values())
     if not total:
         return {"mean": 0.0, "p95": 0, "max": 0, "histogram": {}}

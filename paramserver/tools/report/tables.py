@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from paramserver.config.modes import MODES
-from paramserver.metrics.records import MEASURED, PHASES
+from paramserver.metrics.records import MEASURED, PHASES, summarize_staleness
 from paramserver.metrics.summary import transport_text
 from paramserver.tools.report.cases import (
     BEST,
@@ -339,13 +338,11 @@ def staleness_table(cases: Sequence[ReportCase]) -> Table:
 
 
 def staleness_figures(counts: Mapping[int, int]) -> tuple[str, str, str, str]:
-    """Mean, 95th percentile, maximum and number of gradients. The counts are by staleness, in ascending order."""
-    total = sum(counts.values())
+    """Mean, 95th percentile, maximum and number of gradients. The counts are by staleness."""
+    total, found = sum(counts.values()), summarize_staleness(counts)
     if not total:
         return DASH, DASH, DASH, "0"
-    below = itertools.accumulate(counts.values())
-    p95 = next(value for value, count in zip(counts, below, strict=True) if 100 * count >= 95 * total)
-    return format_number(sum(value * n for value, n in counts.items()) / total), str(p95), str(max(counts)), str(total)
+    return format_number(found["mean"]), str(found["p95"]), str(found["max"]), str(total)
 
 
 def rounds_table(cases: Sequence[ReportCase]) -> Table:
