@@ -166,14 +166,7 @@ def synchronize(devices: Iterable[torch.device]) -> None:
 
 
 def to_cpu(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors in memory of the CPU, which messages are sent from: themselves if they are there.
-
-    Example::
-
-        >>> flats = [torch.zeros(2)]
-        >>> to_cpu(flats) is flats
-        True
-    """
+    """Return the tensors in memory of the CPU, which messages are sent from: themselves if they are there."""
     devices = {tensor.device for tensor in tensors}
     if all(device.type == "cpu" for device in devices):
         return tensors

@@ -184,16 +184,7 @@ class BufferClosed(BufferError):  # noqa: N818
 
 
 def message_of(error: BaseException) -> str:
-    """Return ``str(error)``; where that raises, as it may for a class of the user, the message states that.
-
-    Example::
-
-        >>> class Unreadable(Exception):
-        ...     def __str__(self):
-        ...         return self.missing
-        >>> message_of(Unreadable()), message_of(ValueError("no file"))
-        ('(its message cannot be read: __str__ raises AttributeError)', 'no file')
-    """
+    """Return ``str(error)``; where that raises, as it may for a class of the user, the message states that."""
     try:
         return str(error)
     except Exception as raised:  # noqa: BLE001 - what a class of the user raises, and the message names it

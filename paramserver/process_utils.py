@@ -43,24 +43,12 @@ def kill_group(leader: int) -> None:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, such as SIGKILL; ``signal 40`` for one without a name, such as a real-time signal.
-
-    Example::
-
-        >>> signal_name(9), signal_name(40)
-        ('SIGKILL', 'signal 40')
-    """
+    """Return the name of a signal, such as SIGKILL; ``signal 40`` for one without a name, such as a real-time one."""
     return next((known.name for known in signal.Signals if known == number), f"signal {number}")
 
 
 def describe_exit(exit_code: int) -> str:
-    """Return how a process ended, from its exit code; negative: the signal that ended it.
-
-    Example::
-
-        >>> describe_exit(-9), describe_exit(1)
-        ('killed by SIGKILL', 'ended with exit code 1')
-    """
+    """Return how a process ended, from its exit code; negative: the signal that ended it."""
     return f"killed by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 

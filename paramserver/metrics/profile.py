@@ -26,13 +26,7 @@ _active: StepProfiler | None = None  # records at present; the profiler of torch
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """Return a context that a trace shows as a span of this name; one that does nothing while there is no trace.
-
-    Example::
-
-        >>> with span("push"):
-        ...     pass
-    """
+    """Return a context that a trace shows as a span of this name; one that does nothing while there is no trace."""
     if _active is None:
         return _NO_SPAN
     from torch.profiler import record_function

@@ -464,16 +464,7 @@ class TableUse:
         return sum(self.by_range)
 
     def add(self, num_ids: int, rows: npt.NDArray[np.int64]) -> None:
-        """Count a gradient for ``rows``, ascending, that was computed with so many ids.
-
-        Example::
-
-            >>> import numpy as np
-            >>> use = TableUse(rows=640, row_bytes=8, ends=[320, 640])
-            >>> use.add(5, np.array([0, 9, 10, 639]))
-            >>> use.ids, use.used_rows, use.by_range[:2], use.by_server
-            (5, 4, [2, 1], [3, 1])
-        """
+        """Count a gradient for ``rows``, ascending, that was computed with so many ids."""
         import numpy as np  # here, as a launcher imports this module
 
         self.ids += num_ids

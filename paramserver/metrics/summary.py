@@ -132,15 +132,7 @@ def _mode(summary: Summary) -> str:
 
 
 def transport_text(transports: Mapping[str, str] | None) -> str:
-    """Return the transport of all trainers, or that of each where they differ.
-
-    Example::
-
-        >>> transport_text({"0": "shared_memory", "1": "shared_memory"})
-        'shared_memory'
-        >>> transport_text({"0": "shared_memory", "1": "rpc", "2": "rpc"})
-        'shared_memory (trainer 0), rpc (trainers 1, 2)'
-    """
+    """Return the transport of all trainers, or that of each where they differ."""
     by_name: dict[str, list[str]] = {}
     for trainer, name in (transports or {}).items():
         by_name.setdefault(name, []).append(trainer)
@@ -227,11 +219,6 @@ def core_wait_text(summary: Summary) -> str:
 
     One thread that waits is merely slower by that share. Several wait for each other at every operation, and are many
     times slower.
-
-    Example::
-
-        >>> core_wait_text({"trainers": [{"trainer": 0, "core_wait_share": 0.4, "threads": 2}]})
-        'trainer 0 waited 40 % of the time for a core, with 2 threads: set OMP_NUM_THREADS to the number of free cores'
     """
     known = [(one["trainer"], one.get("core_wait_share") or 0.0, one.get("threads") or 1) for one in _trainers(summary)]
     waited = [
