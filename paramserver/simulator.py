@@ -67,10 +67,15 @@ class Violation(Exception):  # noqa: N818 - not an error of the program
 _SHARD = full_shard(FlatLayout.of([(name, torch.zeros(8, dtype=torch.float64)) for name in ("first", "bucket")], 64))
 
 
+def _nothing(*arguments: object) -> None:
+    """In the place of a method that would change what a node does not have."""
+
+
 class Store:
     """In the place of ``ParameterStore``: the parameters are the number of their version."""
 
     model = buffers = None
+    drop_snapshot = take_buffers = _nothing
     retained: Mapping[int, Any] = {}
 
     def __init__(self, node: Node) -> None:
@@ -81,19 +86,15 @@ class Store:
         )
         self.update: tuple[int, Sequence[PendingPush]] = 0, ()  # that is in progress
 
-    def drop_snapshot(self) -> None:
-        """Do nothing: there is none."""
-
-    def take_buffers(self, buffers: Any) -> None:
-        """Do nothing: there are none."""
-
     def finish_update(self, buffers: Any, optimizer: str) -> None:
         self.version += 1
         self.node.world.applied(self.node, self.version, self.update[1])
 
 
 class ShardContent:
-    """In the place of ``ShardUpdater``: every element of a version is its number."""
+    """In the place of ``ShardUpdater``: every element of a version is its number, which the shard counts."""
+
+    accumulate = assign_gradients = step = _nothing
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -106,20 +107,11 @@ class ShardContent:
     def average(self, gradients: Sequence[Sequence[Tensor]], factors: Sequence[float]) -> Sequence[Tensor]:
         return gradients[0] if gradients else ()
 
-    def accumulate(self, gradients: Sequence[Sequence[Tensor]], factors: Sequence[float]) -> None:
-        """Do nothing: the shard counts its versions."""
-
     def pop_average(self) -> Sequence[Tensor]:
         return ()
 
-    def assign_gradients(self, mean: Sequence[Tensor], used: Any) -> None:
-        """Do nothing, as ``accumulate``."""
-
     def generators(self, seed: int, version: int, server_index: int) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def step(self, groups: Any, version: int) -> None:
-        """Do nothing, as ``accumulate``."""
 
     def clone(self) -> list[Tensor]:
         return [torch.full_like(flat, self.node.shard.version) for flat in self.ranges]
