@@ -20,10 +20,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from paramserver.client import check_timeout, check_version
 from paramserver.cluster.simulation import VARIABLES, SimulationEnvironment
 from paramserver.errors import ClientError, RunOver
 from paramserver.online.connections import zmq
-from paramserver.online.encoder import check_timeout, check_version
 from paramserver.online.protocol import Header, MalformedMessage, MessageKind
 from paramserver.online.sender import ClientConnection, decode_text
 from paramserver.online.weights import (

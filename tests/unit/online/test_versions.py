@@ -5,11 +5,10 @@ import pytest
 from fake_run import FakeRun
 from online_fixtures import TOKEN, field, ingest_spec, open_message, sample_message
 
-from paramserver.client import Client
+from paramserver.client import Client, SampleEncoder
 from paramserver.config import SimulationsConfig
 from paramserver.errors import ClientError, UnsupportedConfiguration
 from paramserver.online.coordinator_protocol import RequestHandler
-from paramserver.online.encoder import SampleEncoder
 from paramserver.online.protocol import (
     VERSION_ROW,
     ArrayDescriptor,
