@@ -209,22 +209,19 @@ class RequestHandler:
         return [_to(peer, header.reply(MessageKind.READY))]
 
     def _handle_ping(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
-        return [_to(peer, header.reply(MessageKind.PONG), pack_json(self.status(now)))]
+        trainers = [
+            {"index": i, "reported_s": round(now - one.last_seen_s, 3), "samples": one.counters.get("received", 0)}
+            for i, one in enumerate(self._trainers)
+            if one is not None
+        ]
+        state = {"alive": True, **self._status(), "simulations": self.tracker.counts(), "trainers": trainers}
+        return [_to(peer, header.reply(MessageKind.PONG), pack_json(state))]
 
     def _handle_finish(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
         if (reason := self.tracker.on_finish(now)) is not None:
             raise RequestRefused("finish", reason)
         self.record(header)
         return []
-
-    def status(self, now: float) -> dict[str, Any]:
-        """The state of the run, the body of PONG."""
-        trainers = [
-            {"index": i, "reported_s": round(now - one.last_seen_s, 3), "samples": one.counters.get("received", 0)}
-            for i, one in enumerate(self._trainers)
-            if one is not None
-        ]
-        return {"alive": True, **self._status(), "simulations": self.tracker.counts(), "trainers": trainers}
 
     # Trainers.
 

@@ -757,7 +757,9 @@ class ManagedSimulations(SimulationTracker):
             )
             return [TrackerEvent("exited", simulation.id, text)]
         if simulation.state is SimulationState.SETTLING:
-            if not self._is_settled(simulation, self.quiet_s(simulation.since_s, now)):
+            quiet_s = self.quiet_s(simulation.since_s, now)
+            is_reported = self._is_reported(simulation) and quiet_s >= _SETTLE_S
+            if not (is_reported or quiet_s >= self.config.timeout_s):
                 return []
             self._close(simulation)
             if self._is_complete(simulation):
@@ -788,9 +790,6 @@ class ManagedSimulations(SimulationTracker):
             simulation.kill_reason = f"it was silent for {limit_s:g} s"
         simulation.since_s = now
         return [KillProcess(simulation.id, simulation.kill_reason)]
-
-    def _is_settled(self, simulation: Simulation, quiet_s: float) -> bool:
-        return (self._is_reported(simulation) and quiet_s >= _SETTLE_S) or quiet_s >= self.config.timeout_s
 
     def _too_few(self, simulation: Simulation) -> str:
         got = self.num_received(simulation.id)
