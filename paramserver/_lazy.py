@@ -15,12 +15,6 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
     The public names are those that the ``__init__`` of the package imports under ``if TYPE_CHECKING``. Type checkers
     read these imports, and this function parses them from the source, so each name is listed once. ``package`` and
     ``file`` are the package's ``__name__`` and ``__file__``.
-
-    Example::
-
-        >>> import paramserver.buffers
-        >>> "Fifo" in paramserver.buffers.__all__
-        True
     """
     tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     blocks = (node.body for node in tree.body if isinstance(node, ast.If))

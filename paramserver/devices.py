@@ -69,12 +69,6 @@ def place_parameters(config: Config, gpus_here: int | None = None) -> Placement:
 
     Raises:
         UnsupportedConfiguration: there is no GPU.
-
-    Example::
-
-        >>> from paramserver.config import DeviceConfig
-        >>> place_parameters(Config(device=DeviceConfig(server="cuda")), gpus_here=2).device
-        device(type='cuda', index=1)
     """
     if config.device.server != "cuda":
         return CPU

@@ -25,20 +25,6 @@ class Prometheus(Sink):
 
     Names are TensorBoard's tags with ``paramserver_`` before them and ``_`` for what no name may have; the trainer of a
     curve is a label, and so is the name of the ``run``. All are gauges. This object closes the socket of the port.
-
-    Example::
-
-        >>> from paramserver.cluster import bind_listener
-        >>> with Prometheus(bind_listener("127.0.0.1", 0), "digits") as sink:
-        ...     sink.write({"kind": "train", "step": 3, "samples": 96, "loss": 0.5})
-        ...     print(sink.text())
-        # TYPE paramserver_step gauge
-        paramserver_step{run="digits"} 3.0
-        # TYPE paramserver_samples gauge
-        paramserver_samples{run="digits"} 96.0
-        # TYPE paramserver_train_loss gauge
-        paramserver_train_loss{run="digits"} 0.5
-        <BLANKLINE>
     """
 
     def __init__(self, listener: socket.socket, run: str) -> None:

@@ -478,6 +478,7 @@ def test_prometheus_serves_the_newest_value_of_each_curve():
         with pytest.raises(urllib.error.HTTPError, match="404"):
             scrape(sink.address, "/other")
     run = r'run="a \"b\""'
+    assert lines[0] == "# TYPE paramserver_step gauge"
     assert [line for line in lines if line[0] != "#"] == [
         f"paramserver_step{{{run}}} 4.0",
         f"paramserver_samples{{{run}}} 32.0",
