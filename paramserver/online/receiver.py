@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -76,13 +76,8 @@ class SampleReceiver:
     """
 
     def __init__(self, spec: ReceiverSpec, received_log: ReceivedLog, versions: SampleVersions | None = None) -> None:
-        self._wakeup = WakeupFd()
-        self._queue = HandoffQueue(self._wakeup)
-        self._stats = ReceiveStats(received_log.counts(), spec.ingest.sample_bytes, spec.trainer_index)
-        self._field_statistics = FieldStatistics([field.name for field in spec.ingest.fields])
-        self._loop = _ReceiverLoop(
-            spec, received_log, self._queue, self._wakeup, self._stats, self._field_statistics, versions
-        )
+        self._loop = _ReceiverLoop(spec, received_log, versions)
+        self._queue, self._stats = self._loop.queue, self._loop.stats
         self._thread = threading.Thread(target=self._run, name=f"receiver-{spec.trainer_index}", daemon=True)
 
     def start(self) -> None:
@@ -130,7 +125,7 @@ class SampleReceiver:
 
     def field_statistics(self) -> dict[str, dict[str, float]]:
         """Mean and deviation of each field since the last call, see ``FieldStatistics.read_and_reset``."""
-        return self._field_statistics.read_and_reset()
+        return self._loop.field_statistics.read_and_reset()
 
     def report_starvation(self, text: str) -> None:
         """Log that samples arrive and none can be used; of the first text rank 0 informs the user. For any thread."""
@@ -152,10 +147,9 @@ class SampleReceiver:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 raise SourceError(f"{self._thread.name} must end within {timeout_s:g} s of its close, and has not")
-        self._wakeup.close()
+        self._loop.wakeup.close()
 
 
-@dataclass(eq=False)
 class _ReceiverLoop:
     """The loop of the receiver thread, which alone uses it, from ``with`` to its end.
 
@@ -164,17 +158,15 @@ class _ReceiverLoop:
         sends_over: whether clients and coordinator are informed, at the end, that no more samples are needed.
     """
 
-    spec: ReceiverSpec
-    received_log: ReceivedLog
-    queue: HandoffQueue
-    wakeup: WakeupFd
-    stats: ReceiveStats
-    field_statistics: FieldStatistics
-    versions: SampleVersions | None = None
-
-    def __post_init__(self) -> None:
-        self.validator = MessageValidator(self.spec.ingest, self.received_log, self.spec.token, self.versions)
-        self.report_interval_s = min(_REPORT_INTERVAL_S, self.spec.timeout_s / 4)
+    def __init__(self, spec: ReceiverSpec, received_log: ReceivedLog, versions: SampleVersions | None) -> None:
+        self.spec, self.received_log = spec, received_log
+        # Other threads use these four too.
+        self.wakeup = WakeupFd()
+        self.queue = HandoffQueue(self.wakeup)
+        self.stats = ReceiveStats(received_log.counts(), spec.ingest.sample_bytes, spec.trainer_index)
+        self.field_statistics = FieldStatistics([field.name for field in spec.ingest.fields])
+        self.validator = MessageValidator(spec.ingest, received_log, spec.token, versions)
+        self.report_interval_s = min(_REPORT_INTERVAL_S, spec.timeout_s / 4)
         self.num_clients = 0
         self.sends_over = False
         self._refusal: str | None = None
