@@ -246,7 +246,8 @@ class ConnectionThread(ABC, Generic[C]):
         if listener is not None:
             self._selector.unregister(listener)
             # A child that was forked meanwhile has the listener too, so closing it here would leave it accepting.
-            listener.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # not every system shuts down a socket that listens
+                listener.shutdown(socket.SHUT_RDWR)
             listener.close()
 
     def _serve(self, connection: C, events: int) -> None:
