@@ -415,12 +415,9 @@ def replay(record: Iterable[str], make: Callable[[], Any]) -> list[tuple[Any, An
     reference = next((entry["state"]["sampler"] for entry in entries if entry.get("state") is not None), "replay")
 
     def make_checked() -> CheckedSampler:
-        sampler = make()
-        return (
-            sampler
-            if isinstance(sampler, CheckedSampler)
-            else CheckedSampler(sampler, [("", 0.0, 1.0)] * size, reference)
-        )
+        made = make()
+        is_checked = isinstance(made, CheckedSampler)
+        return made if is_checked else CheckedSampler(made, [("", 0.0, 1.0)] * size, reference)
 
     sampler, draws = make_checked(), []
     for entry in entries:
