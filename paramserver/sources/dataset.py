@@ -418,7 +418,15 @@ class DatasetSource(Source):
         """Return the keys of each group, its samples up to one that raises, and what that raised."""
         requests = _Requests(self.order, position, self.group, self.passes)
         if self._workers is None:
+            last = None
             for epoch, indices, skip in requests:
+                if epoch != last and (now := len(self.dataset)) != self.length:
+                    raise SourceError(
+                        f"trainer {self.partition.index}: the training data set has {now} samples in pass {epoch}, and "
+                        f"must have as many in each pass as at the start ({self.length}); let train_source return it "
+                        "with all of them, or start another run with init_from"
+                    )
+                last = epoch
                 yield indices[skip:], *self._reader.read(epoch, indices, skip)
             return
         # Only the loader draws a sampler: here the default generators belong to the training thread.

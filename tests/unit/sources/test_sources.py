@@ -161,6 +161,16 @@ def test_no_group_is_read_ahead():
     assert len(data.requested) == 8
 
 
+@pytest.mark.parametrize("change", [lambda data: data.append(4.0), lambda data: data.pop()])
+def test_a_data_set_that_grows_or_shrinks_is_refused_by_name(change):
+    data = [1.0, 2.0, 3.0]
+    reading = DatasetSource(data, Partition(0, 1), seed=3).samples(0)
+    assert sorted(next(reading)[1] for _ in range(3)) == data
+    change(data)
+    with pytest.raises(SourceError, match=rf"has {len(data)} samples in pass 1, and must have .* at the start \(3\)"):
+        next(reading)
+
+
 def test_the_samples_read_before_a_failure_are_served():
     class Broken(Squares):
         def __getitem__(self, index):
