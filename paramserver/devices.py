@@ -189,7 +189,9 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
             return batch
         return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     if isinstance(batch, list):
-        return type(batch)(move_to_device(item, device) for item in batch)
+        several = copy.copy(batch)  # with its further attributes
+        several[:] = [move_to_device(item, device) for item in batch]
+        return several
     if isinstance(batch, dict):
         items = {name: move_to_device(item, device) for name, item in batch.items()}
         if type(batch) is dict:

@@ -187,6 +187,24 @@ class Batch(dict):
     __getattr__ = dict.__getitem__
 
 
+class Graphs(list):
+    """Tensors of different sizes, with these."""
+
+    def __init__(self, items, sizes):
+        super().__init__(items)
+        self.sizes = sizes
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_list_keeps_its_attributes_when_moved(device):
+    graphs = Graphs([torch.ones(2), torch.ones(3)], sizes=[2, 3])
+    moved = move_to_device(graphs, torch.device(device))
+    assert (type(moved), moved.sizes, moved is graphs) == (Graphs, [2, 3], False)
+    assert [tensor.device.type for tensor in moved] == [device, device]
+    assert [len(tensor) for tensor in moved] == [2, 3]
+    assert graphs[0].device.type == "cpu"
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_batch_keeps_its_types_when_moved(device):
     one, numbers = torch.ones(2), defaultdict(list, x=torch.ones(1))
