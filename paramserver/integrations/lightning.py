@@ -274,9 +274,11 @@ class LightningTask(Task):
                 f"{type(module).__name__}.training_step returned no loss; it must return a tensor, or a dict with the "
                 'key "loss": a step cannot be skipped'
             )
+        batches = self.config.training.accumulate_batches
+        part = loss / batches if batches > 1 else loss  # what Lightning calls the backward of
         if "on_batch_end" in vars(self):
-            self._train_outputs = {**outputs, "loss": loss.detach()}, batch, batch_idx
-        self._hook("on_before_backward", loss)
+            self._train_outputs = {**outputs, "loss": part.detach()}, batch, batch_idx
+        self._hook("on_before_backward", part)
         return loss
 
     def _end_batch(self, batch_idx: int) -> None:

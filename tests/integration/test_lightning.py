@@ -132,11 +132,26 @@ def test_one_process_is_the_same_as_lightnings_trainer_bit_for_bit(tmp_path, for
 
 
 def test_clipping_and_accumulation_are_the_same(tmp_path):
-    module = module_of_run()
-    fit(module, tasks.Points(), accumulate_grad_batches=2, gradient_clip_val=0.1)
+    losses = []
+
+    class Watched(tasks.WithData):
+        def on_before_backward(self, loss):
+            losses.append(float(loss))
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            losses.append(float(outputs["loss"]))
+
+    seed_all(Config().seed, CONSTRUCTOR)
+    module = Watched()
+    task = LightningTask(copy.deepcopy(module))
+    fit(module, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    by_lightning = list(losses)
+    del losses[:]
     training = {**EPOCHS, "accumulate_batches": 2, "clip_grad_norm": 0.1, "validate_every": tasks.STEPS // 2}
-    run = train(tmp_path, "local", 1, task=TASK, training=training)
-    assert differing_tensors(run.load("model"), module.state_dict()) == []
+    result = paramserver.run(task, quiet(tmp_path, training=training))
+    assert differing_tensors(result.model().state_dict(), module.state_dict()) == []
+    assert losses == by_lightning
+    assert len(losses) == 2 * tasks.STEPS * tasks.EPOCHS
 
 
 @pytest.mark.parametrize(
