@@ -362,8 +362,13 @@ class SampleEncoder:
         """Return the fields with the version of the weights with which the sample was made.
 
         Raises:
-            ClientError: it is no version, or the run takes none, or must be given one.
+            ClientError: it is no version, or the run takes none, or must be given one, or there are no fields.
         """
+        if not isinstance(fields, Mapping):
+            raise ClientError(
+                f"fields ({type(fields).__name__}) must be a mapping of names to arrays; "
+                f"write {{{next(iter(self._declared))!r}: array}}"
+            )
         name = VERSION_ROW.name
         if version is None:
             if self._declared.get(name) == VERSION_ROW and name not in fields:

@@ -216,6 +216,13 @@ def test_a_client_encodes_a_version(version):
     assert len(encoder.encode(encoder.add_version({"u": [1.0, 2.0]}, None))) == 2
 
 
+@pytest.mark.parametrize("fields", [np.ones(2), [1.0, 2.0], None, "u"])
+@pytest.mark.parametrize("version", [None, (1, 2)])
+def test_a_client_refuses_fields_without_names(fields, version):
+    with pytest.raises(ClientError, match=r"^fields \(\w+\) must be a mapping of names to arrays; write {'u': array}$"):
+        SampleEncoder([U], 1, [VERSION_ROW]).add_version(fields, version)
+
+
 @pytest.mark.parametrize(
     ("declared", "optional", "version", "text"),
     [
