@@ -29,7 +29,7 @@ class LosesTrainerThatSkips:
 def test_a_trainer_without_data_follows_a_call_that_is_not_skipped_after_a_loss():
     calls = OptimizerCalls(LosesTrainerThatSkips())
     calls.batch_began = 4
-    trainer = SimpleNamespace(step=4, optimizer_calls=calls, clock=PhaseClock(), end_step=lambda: None)
+    trainer = SimpleNamespace(step=4, hooks=(), optimizer_calls=calls, clock=PhaseClock(), end_step=lambda: None)
     trainer.follow_update = lambda: RpcTrainer.follow_update(trainer)
     assert TrainingLoop(trainer)._follow_calls() == 5
 
