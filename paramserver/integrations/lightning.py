@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from paramserver.config import num_servers_of, num_trainers_of, server_computes
 from paramserver.errors import NoSuchMember, TaskError
 from paramserver.importing import source_file
-from paramserver.metrics.records import Reduction
+from paramserver.metrics.records import Reduction, largest
 from paramserver.rng import LOADERS, random_states, restore_random_states, seed_all
 from paramserver.sources import Partition
 from paramserver.task import Task
@@ -460,7 +460,7 @@ class LightningTask(Task):
             key = name, f"{name}_epoch" if is_of_step else name
             _, total, weights = self._sums.get(key, (reduction, -math.inf if reduction == "max" else 0.0, 0.0))
             if reduction == "max":
-                total = max(total, number)
+                total = largest((total, number))
             else:
                 total += number * weight if reduction == "mean" else number
             self._sums[key] = reduction, total, weights + weight

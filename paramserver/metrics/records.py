@@ -35,16 +35,22 @@ def make_record(kind: str, step: int | None, **fields: Any) -> Record:
 
 # The quantities that trainers measure of each step: each is declared here, for all that send, combine and show it.
 
+def largest(values: Iterable[float]) -> float:
+    """Return the maximum, which is NaN where one is, as that of torch; Python's depends on their order then."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
 _OVER_TRAINERS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": lambda values: sum(values) / len(values),
     "sum": sum,
-    "max": max,
+    "max": largest,
 }
 # Of the total so far and the next value; a mean is the total divided by the number of updates.
 _OVER_UPDATES: dict[str, Callable[[float, float], float]] = {
     "mean": operator.add,
     "sum": operator.add,
-    "max": max,
+    "max": lambda total, value: largest((total, value)),
     "last": lambda total, value: value,
 }
 
@@ -576,7 +582,7 @@ def _sum(values: Iterable[float]) -> float:
 _OPERATIONS: dict[str, Callable[[list[tuple[float, float]]], float]] = {
     "mean": lambda pairs: _sum(v * w for v, w in pairs) / (math.fsum(w for _, w in pairs) or math.nan),
     "sum": lambda pairs: _sum(value for value, _ in pairs),
-    "max": lambda pairs: max(value for value, _ in pairs),
+    "max": lambda pairs: largest(value for value, _ in pairs),
 }
 REDUCTIONS = (*_OPERATIONS, "none")
 

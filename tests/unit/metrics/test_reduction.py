@@ -40,9 +40,11 @@ def test_the_values_of_a_step_become_one_once_all_have_passed_it(reduce, value):
         ((math.inf, -math.inf), "sum", math.nan),
         ((math.inf, 1.0), "mean", math.inf),
         ((1e308, 1e308), "sum", math.inf),
+        ((math.nan, 1.0), "max", math.nan),
+        ((1.0, math.nan), "max", math.nan),
     ],
 )
-def test_values_whose_sum_is_not_finite_are_a_value_too(pair, reduce, value):
+def test_values_that_are_not_finite_are_combined_as_in_torch(pair, reduce, value):
     reducer = LogReducer([0, 1])
     for trainer, logged in enumerate(pair):
         reducer.add(log(3, trainer, logged, reduce))
