@@ -104,8 +104,9 @@ class LightningTask(Task):
         self._in_batch = False
         self._epoch = -1
         self._first_batch: int | None = None  # of the epoch
-        # Of the epoch: reduction, value and weight, by the name that was logged and the one that is recorded.
-        self._sums: dict[tuple[str, str], tuple[str, float, float]] = {}
+        # Of the epoch: reduction, value and weight, by the name that was logged, that of the epoch, and whether it has
+        # a record.
+        self._sums: dict[tuple[str, str, bool], tuple[str, float, float]] = {}
         self._validation_values: dict[str, Any] | None = None
         self._validation_metrics: dict[str, Any] = {}  # objects that the newest validation logged
         self._train_outputs: tuple[Any, Any, int] | None = None
@@ -360,10 +361,11 @@ class LightningTask(Task):
                 vars(metric).update(own)
 
     def on_epoch_end(self, epoch: int) -> None:
-        for (name, recorded), (reduction, value, weight) in self._sums.items():
+        for (name, recorded, has_record), (reduction, value, weight) in self._sums.items():
             of_epoch = value / weight if reduction == "mean" else value
             self.values[name] = self.values[recorded] = of_epoch
-            self.log(recorded, of_epoch, cast(Reduction, reduction))
+            if has_record:
+                self.log(recorded, of_epoch, cast(Reduction, reduction))
         self._call("on_train_epoch_end")
 
     def on_checkpoint(self, state: dict[str, Any]) -> None:
@@ -386,8 +388,9 @@ class LightningTask(Task):
     def on_resume(self, state: dict[str, Any]) -> None:
         self.values, self.resumed = state["values"], state["module"]
         self._epoch, self._first_batch, sums = state["epoch"]
-        # An earlier release stored the recorded names alone.
-        self._sums = {(k.removesuffix("_epoch"), k) if isinstance(k, str) else k: sums[k] for k in sums}
+        # Earlier releases stored the second name alone, or both.
+        keys = {k: (k.removesuffix("_epoch"), k) if isinstance(k, str) else k for k in sums}
+        self._sums = {(*key, True)[:3]: sums[k] for k, key in keys.items()}
         for callback in self._callbacks:
             if stored := state.get("callbacks", {}).get(callback.state_key):
                 callback.load_state_dict(stored)
@@ -457,7 +460,7 @@ class LightningTask(Task):
             )
         if is_of_epoch:
             weight = float(batch_size or self.trainer.batch_samples)
-            key = name, f"{name}_epoch" if is_of_step else name
+            key = name, f"{name}_epoch" if is_of_step else name, logger is not False
             _, total, weights = self._sums.get(key, (reduction, -math.inf if reduction == "max" else 0.0, 0.0))
             if reduction == "max":
                 total = largest((total, number))

@@ -1,6 +1,7 @@
 """A LightningModule as a task: like Lightning's own Trainer in one process, and the same in every mode."""
 
 import copy
+import math
 import pickle
 import re
 import shutil
@@ -266,15 +267,38 @@ def test_hooks_of_checkpoints_have_weights_as_in_lightning_and_do_not_change_the
     assert differing_tensors(again.model().state_dict(), straight.model().state_dict()) == []
 
 
-def test_values_of_an_epoch_that_an_earlier_release_began_continue():
-    """Its checkpoint has the names that are recorded alone."""
-    task = LightningTask(tasks.WithData())
+@pytest.mark.parametrize("keys", [("both_epoch", "most"), (("both", "both_epoch"), ("most", "most"))])
+def test_values_of_an_epoch_that_an_earlier_release_began_continue(keys):
+    task, logged = LightningTask(tasks.WithData()), []
     task.module = tasks.WithData()
-    sums = {"both_epoch": ("mean", 6.0, 3.0), "most": ("max", 2.0, 1.0)}
+    sums = dict(zip(keys, [("mean", 6.0, 3.0), ("max", 2.0, 1.0)], strict=True))
     task.on_resume({"values": {}, "module": {}, "epoch": (0, 0, sums)})
-    task.log = lambda *value: None
+    task.log = lambda *value: logged.append(value[:2])
     task.on_epoch_end(0)
     assert task.values == {"both": 2.0, "both_epoch": 2.0, "most": 2.0}
+    assert logged == [("both_epoch", 2.0), ("most", 2.0)]
+
+
+def test_what_is_logged_without_logger_has_no_record(tmp_path):
+    seen = {}
+
+    class Silent(tasks.WithData):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)["loss"]
+            self.log("of_step", loss, logger=False)
+            self.log("of_epoch", loss, on_step=False, on_epoch=True, logger=False)
+            self.log("of_both", loss, on_step=True, on_epoch=True, logger=False)
+            self.log("most", math.nan if batch_idx == 1 else 1.0, on_step=False, on_epoch=True, reduce_fx="max")
+            return loss
+
+        def on_train_epoch_end(self):
+            seen.update(self.trainer.callback_metrics)
+
+    result = paramserver.run(LightningTask(Silent()), quiet(tmp_path))
+    names = {name for row in result.metrics("log") for name in row} - {"kind", "step", "time"}
+    assert names == {"train_loss_step", "train_loss_epoch", "first", "batch_idx", "most"}
+    assert seen.keys() >= {"of_step", "of_epoch", "of_both", "of_both_step", "of_both_epoch"}
+    assert seen["most"].isnan()
 
 
 # Modes.
