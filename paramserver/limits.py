@@ -1,4 +1,4 @@
-"""Limits that end a run, epochs, and intervals: pure functions of the steps and samples applied so far."""
+"""Limits that end a run, and intervals: pure functions of the steps and samples applied so far."""
 
 from __future__ import annotations
 
@@ -62,14 +62,6 @@ class Limits:
         if self.max_seconds is not None and seconds >= self.max_seconds:
             return f"training.max_seconds ({self.max_seconds:g}) reached"
         return None
-
-
-def epoch_of(samples: int, epoch_samples: int | None) -> int:
-    """Return the epoch of the next sample.
-
-    A pass over the source has ``epoch_samples``, for all trainers; if that is unknown (None), there is one epoch.
-    """
-    return samples // epoch_samples if epoch_samples else 0
 
 
 def is_due(step: int, every: int, since: int | None = None) -> bool:

@@ -25,7 +25,7 @@ from paramserver.devices import move_to_device, use_device
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.errors import TaskError, message_of
 from paramserver.importing import name_user_error
-from paramserver.limits import epoch_of, is_due
+from paramserver.limits import is_due
 from paramserver.metrics.profile import spanned
 from paramserver.metrics.records import (
     REDUCTIONS,
@@ -68,6 +68,7 @@ class TrainerProgress:
     samples_served: int = 0  # samples of all batches so far
     epoch: int = 0  # the current one, and whether ``on_epoch_start`` was called for it (``epoch_open``)
     epoch_open: bool = False
+    epoch_end: int = 0  # samples, applied or skipped by all trainers, with which it ends; 0 if that is not known
     seconds: float = 0.0  # of training before this process resumed the run
     steps: int = 0  # that this trainer took, or waited for
     inner_steps: int = 0  # of its own optimizer, with rounds of local steps, and those that were skipped
@@ -1042,23 +1043,25 @@ class TrainingLoop:
     def _enter_epoch(self, samples: int) -> None:
         """Enter the epoch of the next sample, after ``samples`` were applied or skipped."""
         progress, epoch_samples = self.trainer.progress, self.trainer.data.epoch_samples
-        for epoch in range(progress.epoch, epoch_of(samples, epoch_samples)):
+        # Not by the samples of the whole run: passes of another number of trainers may have left out more of them.
+        progress.epoch_end = progress.epoch_end or (progress.epoch + 1) * (epoch_samples or 0)
+        while epoch_samples and samples >= progress.epoch_end:
             self._close_epoch()
             # After the last sample of an epoch and before the first of the next, also if a run was resumed in between.
             if self.trainer.updater is not None:
                 self.trainer.updater.on_epoch_end()
             if self.trainer.local_steps is not None:
                 self.trainer.local_steps.updater.on_epoch_end()
-            progress.epoch = epoch + 1
+            progress.epoch, progress.epoch_end = progress.epoch + 1, progress.epoch_end + epoch_samples
         if not progress.epoch_open:
             progress.epoch_open = True
             if self.trainer.monitor is not None:
-                self.trainer.monitor.enter_epoch(progress.epoch)
+                self.trainer.monitor.enter_epoch(progress.epoch, progress.epoch_end)
             for hooks in self.trainer.hooks:
                 hooks.on_epoch_start(progress.epoch)
             if self._has_epoch_hooks:
                 self.trainer.data.enter_epoch(progress.epoch)
-        self._epoch_end = (progress.epoch + 1) * epoch_samples if epoch_samples else float("inf")
+        self._epoch_end = progress.epoch_end if epoch_samples else float("inf")
 
     def _close_epoch(self) -> bool:
         """Call the hooks of the end of an epoch, if one has begun; return whether another checkpoint is due then.

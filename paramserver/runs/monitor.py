@@ -45,6 +45,8 @@ class RunMonitor:
         self.losses = losses
         # Of the newest update.
         self.step = self.samples = self.epoch = 0
+        self.epoch_end = 0  # samples, applied or skipped, with which the epoch ends; 0 if that is not known
+        self.epoch_samples: int | None = None  # of the next one, for all trainers; None if there is only one epoch
         self.seconds = 0.0
         self.loss: float | None = None
         # Samples and training time before this start, or since the last loss of it.
@@ -111,10 +113,19 @@ class RunMonitor:
             self.note(self.resume_note)
 
     def expect_samples(self, epoch_samples: int | None) -> None:
-        """Record how many samples the run will apply, for sinks that show progress."""
+        """Set ``epoch_samples``, and record how many samples the run will apply, for sinks that show progress."""
+        self.epoch_samples = epoch_samples
+        self.epoch_end = self.epoch_end or (self.epoch + 1) * (epoch_samples or 0)
+        if (total := self.expected_samples) is not None:
+            self.record(make_record("expected", self.step, rank=0, total_samples=total))
+
+    @property
+    def expected_samples(self) -> int | None:
+        """How many samples the run applies until ``training.max_epochs``; None if that is not known."""
         passes = self.config.training.max_epochs
-        if epoch_samples is not None and passes is not None:
-            self.record(make_record("expected", self.step, rank=0, total_samples=passes * epoch_samples))
+        if self.epoch_samples is None or passes is None:
+            return None
+        return self.epoch_end + (passes - self.epoch - 1) * self.epoch_samples
 
     def trainer_lost(self, trainer_index: int, text: str, returns: bool = False) -> None:
         """Record that a trainer is lost; ``returns`` as in ``add_fault``."""
@@ -189,9 +200,9 @@ class RunMonitor:
             self.record(make_record("staleness", self.step, **window, dropped=self.dropped_pushes, trainers=each))
         self._window = self._window.next_window()
 
-    def enter_epoch(self, epoch: int) -> None:
-        """Set the epoch of the updates that follow."""
-        self.epoch = epoch
+    def enter_epoch(self, epoch: int, end: int) -> None:
+        """Set the epoch of the updates that follow, and ``epoch_end``."""
+        self.epoch, self.epoch_end = epoch, end
 
     def record_validation(self, step: int, sums: WeightedSums, since: int | None = None) -> bool:
         """Record a validation over all samples, and return whether it is the best one so far.
@@ -247,6 +258,7 @@ class RunMonitor:
                 "samples": self.samples,
                 "seconds": self.seconds,
                 "epoch": self.epoch,
+                "epoch_end": self.epoch_end,
                 "resumes": self.resumes,
                 "loss": self.loss,
                 "measured": dict(self.measured),
@@ -268,7 +280,8 @@ class RunMonitor:
         self.validation = dict(state["validation"])
         self._validated_step = self._due_validated_step = state.get("validated_step")
         self._reported_step = self.step
-        self.epoch, self.skipped = state["epoch"], state.get("skipped", 0)
+        self.epoch, self.epoch_end = state["epoch"], state.get("epoch_end", 0)
+        self.skipped = state.get("skipped", 0)
         self.resumes = state["resumes"] + 1
         # For the summary, if this session makes no update: there was none after the checkpoint.
         self.loss, self.train_losses = state.get("loss"), state.get("train_losses", {})

@@ -75,7 +75,6 @@ class Aggregator:
 
     def __post_init__(self) -> None:
         self.transports: dict[int, ServerTransport] = {}
-        self.epoch_samples: int | None = None
         self._publishes: CheckpointManager | None = None
         self.batch_began: int | None = None  # the version that the last batch began with, if it may make several
         self._shard.on_push = self.gradients_arrived
@@ -368,9 +367,10 @@ class Aggregator:
 
     def _enter_epoch(self, samples: int) -> None:
         """Step the schedule of epochs before the first step of a new epoch, after ``samples`` applied or skipped."""
-        while self.epoch_samples and samples >= (self.monitor.epoch + 1) * self.epoch_samples:
+        monitor = self.monitor
+        while monitor.epoch_samples and samples >= monitor.epoch_end:
             self.store.updater.on_epoch_end()
-            self.monitor.enter_epoch(self.monitor.epoch + 1)
+            monitor.enter_epoch(monitor.epoch + 1, monitor.epoch_end + monitor.epoch_samples)
 
     def check_granted(self, sender: PushId, version: int, act: str) -> None:
         """Check that a trainer was granted a version, for which it has done ``act``.

@@ -51,6 +51,7 @@ class Roster:
         self.generation = self._checkpoints.generation
         self.members = Members(self._clock)
         self.started = False  # all trainers and servers have joined
+        self._epoch_samples: int | None = None  # as of the trainers that have joined
         self.totals: dict[int, TrainerTotals] = {}  # of the trainers that have left
         self.left_behind: list[str] = []  # the trainers that did not end in time after a request to stop
         self._monitor = self._checkpoints.monitor
@@ -107,7 +108,7 @@ class Roster:
                 # First: if it is refused, the one that is present keeps its incarnation.
                 self.members.join(member)
                 member.incarnation = self._aggregator.ledger.admit(index)
-                self._aggregator.epoch_samples = epoch_samples
+                self._epoch_samples = epoch_samples
                 self._aggregator.transports[index] = self._new_transport()
                 future = self._joins.add(index, None)
         # Without the lock: the liveness call is an RPC, and its callback runs in a thread of the agent.
@@ -141,7 +142,7 @@ class Roster:
             for index in futures if not started else ():
                 self._aggregator.add(index)  # also if a process was lost before the start: the first step needs it
         if not started:
-            self._monitor.expect_samples(self._aggregator.epoch_samples)
+            self._monitor.expect_samples(self._epoch_samples)
         self._run.complete(futures, lambda: {index: self._reply(index) for index in futures})
 
     def _reply(self, trainer_index: int) -> JoinReply:
@@ -181,11 +182,10 @@ class Roster:
         """Return the totals that trainers reported, and for those that are lost what the ledger knows."""
         totals, rows = dict(self.totals), self._aggregator.ledger.rows
         absent = sorted(rows.keys() - totals.keys()) if self._run.error is None else []
-        per_pass, passes = self._aggregator.epoch_samples, self._config.training.max_epochs
-        left: int | None = None
-        if per_pass is not None and passes is not None:
+        left = self._monitor.expected_samples
+        if left is not None:
             others_left = sum(t.samples_left or 0 for t in totals.values())
-            left = max(per_pass * passes - sum(row.samples for row in rows.values()) - others_left, 0)
+            left = max(left - sum(row.samples for row in rows.values()) - others_left, 0)
         for number, index in enumerate(absent):
             # What is left of all absent trainers is known together.
             own_left = left if number == 0 or left is None else 0

@@ -77,6 +77,7 @@ class TrainerSources:
             "batch_idx": row.batches,
             "samples_served": row.samples,
             "epoch": self._monitor.epoch,
+            "epoch_end": self._monitor.epoch_end,
             "seconds": self._monitor.seconds,
             "steps": self._rules.step,
             "inner_steps": row.inner_steps,

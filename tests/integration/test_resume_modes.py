@@ -1,10 +1,11 @@
 """A checkpoint of one mode and number of trainers resumes in another, like a loop in plain PyTorch."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from launching import relative_difference, resume, train
+from launching import TASKS, relative_difference, resume, train
 from tasks import ReferenceModel, ReferenceTask
 from torch.nn import functional as F
 
@@ -147,3 +148,17 @@ def test_a_plain_iterable_is_refused_for_another_number_and_nothing_is_lost(tmp_
     assert again.summary["mode"] == "rpc"
     assert again.summary["samples"] == 5 * 2 * BATCH
     assert [r["step"] for r in again.of_kind("train")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "rpc"])
+def test_an_epoch_is_a_pass_also_after_passes_that_left_out_fewer_samples(tmp_path, mode):
+    """A pass has 24 of the 28 samples with one trainer, and 16 with two."""
+    task = f"{Path(TASKS).parent}/sampler_tasks.py:Loaded"
+    config = {"task_args": {"kind": "shuffled", "samples": 28, "schedule": "epoch"}, "logging": {"log_every": 1}}
+    run = train(tmp_path, "local", 1, task=task, training={"max_epochs": 3, "max_steps": None}, **config)
+    flags = ("--mode", mode, "--set", "cluster.num_trainers=2", "--set", "training.max_epochs=5")
+    resumed = resume(run, *flags)
+    assert resumed.code == 0, resumed.output
+    found = [(r["epoch"], r["lr"][0]) for r in resumed.of_kind("train")]
+    assert [epoch for epoch, _ in found] == [*(epoch for epoch in range(3) for _ in range(3)), 3, 4]
+    assert [lr for _, lr in found] == pytest.approx([found[0][1] * 0.5**epoch for epoch, _ in found])

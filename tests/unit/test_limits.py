@@ -3,7 +3,7 @@
 import pytest
 
 from paramserver.config import TrainingConfig
-from paramserver.limits import ALL_SERVED, Limits, end_in_words, epoch_of, is_due, no_more_data
+from paramserver.limits import ALL_SERVED, Limits, end_in_words, is_due, no_more_data
 
 
 @pytest.mark.parametrize(
@@ -37,15 +37,6 @@ def test_limits_are_those_of_the_config():
     training = TrainingConfig(max_steps=3, max_samples=40, max_seconds=2.0, max_epochs=9)
     assert Limits.of(training) == Limits(3, 40, 2.0)
     assert Limits.of(TrainingConfig()) == Limits(None, None, None)
-
-
-def test_an_epoch_begins_with_the_first_sample_of_a_pass():
-    assert [epoch_of(samples, 10) for samples in (0, 1, 9, 10, 19, 20, 101)] == [0, 0, 0, 1, 1, 2, 10]
-
-
-@pytest.mark.parametrize("unknown", [None, 0])
-def test_a_source_of_unknown_length_has_one_epoch(unknown):
-    assert epoch_of(10**6, unknown) == 0
 
 
 def test_an_interval_is_due_at_its_multiples():

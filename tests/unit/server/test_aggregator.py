@@ -32,7 +32,7 @@ WAITING = Announcement(Readiness.WAITING)
 class Monitor:
     """The part of ``RunMonitor`` that the loop calls."""
 
-    epoch = 0
+    epoch_samples = None
     seconds = 0.0
     skipped = 0
 
