@@ -36,8 +36,7 @@ _DIGEST_KEY = "manifest_sha256"
 _OWN_KEYS = ("format_version", "step", "created", "files", _DIGEST_KEY)
 _CHUNK_BYTES = 1 << 20
 _STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
-# The process id shows whether the owner is alive: only what a dead process left may be removed.
-_UNFINISHED = re.compile(r"\.(?P<name>[^.]+)\.(?P<pid>\d+)\.(?P<kind>tmp|old|gone)")
+_UNFINISHED = re.compile(r"\.(?P<name>[^.]+)\.\d+\.(?P<kind>tmp|old|gone)")
 # What parsing a text raises that is not a manifest.
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
@@ -201,11 +200,10 @@ def _sha256(path: Path) -> str:
 
 @dataclass(frozen=True)
 class UnfinishedWrite:
-    """What process ``pid`` is writing, replacing or removing, or was when it died; ``kind`` is tmp, old or gone."""
+    """What a process is writing, replacing or removing, or was when it died; ``kind`` is tmp, old or gone."""
 
     path: Path
     final: Path
-    pid: int
     kind: str
 
 
@@ -266,7 +264,7 @@ def read_pointer(folder: Path, pointer: str) -> Path | None:
 def unfinished_writes(folder: Path) -> list[UnfinishedWrite]:
     """Return everything in ``folder`` that is being written, replaced or removed, or was when its process died."""
     matches = [(path, _UNFINISHED.fullmatch(path.name)) for path in sorted(folder.iterdir())]
-    return [UnfinishedWrite(path, folder / m["name"], int(m["pid"]), m["kind"]) for path, m in matches if m]
+    return [UnfinishedWrite(path, folder / m["name"], m["kind"]) for path, m in matches if m]
 
 
 def why_incomplete(checkpoint: Path) -> str | None:

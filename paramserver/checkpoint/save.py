@@ -33,7 +33,6 @@ from paramserver.checkpoint.format import (
 )
 from paramserver.errors import ParamserverError, TrainingError, UnsupportedConfiguration, kind_and_message
 from paramserver.fileio import HashingFile, atomic_rename, atomic_write_text, explain_disk_errors, fsync_folder
-from paramserver.platform import is_alive
 
 if TYPE_CHECKING:
     import numpy as np
@@ -205,18 +204,16 @@ def apply_retention(folder: Path, keep: int) -> list[Path]:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove what crashed processes left in ``folder``. Call it at the start of a run, before its first write.
+    """Remove what crashed processes left in ``folder``. The caller holds the lock of the run and writes nothing yet.
 
-    A checkpoint that was moved aside is moved back where its successor never took its place.
+    So no process writes there, also if one has the id in a name: ids are used again. A checkpoint that was moved aside
+    is moved back where its successor never took its place.
     """
     removed: list[Path] = []
     if not folder.is_dir():
         return removed
     with explain_disk_errors(folder):
         for unfinished in unfinished_writes(folder):
-            # Our own id is that of a predecessor: a container reuses its few ids.
-            if unfinished.pid != os.getpid() and is_alive(unfinished.pid):
-                continue
             path, final = unfinished.path, unfinished.final
             if unfinished.kind == "old" and not final.exists() and why_incomplete(path) is None:
                 atomic_rename(path, final)
