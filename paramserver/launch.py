@@ -44,6 +44,7 @@ from paramserver.config import (
     with_world_size,
     world_size_of,
 )
+from paramserver.config.layers import Settings, apply_flags, apply_overrides
 from paramserver.config.schema import closest_match
 from paramserver.errors import CheckpointError, Interrupted, ParamserverError, PeerLost, UnsupportedConfiguration
 from paramserver.importing import PICKLED_TASK, check_torch_version, code_folders, load_object, torch_import_without_gc
@@ -385,16 +386,18 @@ def resolve_world(arguments: argparse.Namespace, config: Config) -> tuple[Config
 
 
 def rank_flags(arguments: argparse.Namespace) -> RankFlags:
+    """Return the flags that concern the ranks. One that is not given has the value of its key in ``--set``."""
+    names = "master_addr", "master_port", "num_trainers"
+    apply_overrides(keys := Settings(), arguments.overrides)
+    apply_flags(keys, {f"cluster.{name}": getattr(arguments, name) for name in names})
     return RankFlags(
         arguments.rank,
         arguments.world_size,
-        arguments.master_addr,
-        arguments.master_port,
         supervised=arguments.supervised is not None,
         is_colocated_trainer=arguments.colocated,
         role=arguments.role,
         index=arguments.index,
-        num_trainers=arguments.num_trainers,
+        **{name: keys.values.get(f"cluster.{name}") for name in names},
     )
 
 

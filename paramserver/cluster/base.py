@@ -72,7 +72,7 @@ class ProcessIdentity:
 
 @dataclass(frozen=True)
 class RankFlags:
-    """``--rank``, ``--world_size``, ``--role`` and the like of the command line; None = not given.
+    """``--rank``, ``--world_size``, ``--role`` and the like of the command line; None = not given, nor by ``--set``.
 
     Args:
         role, index: the kind of this process, and its number among those of the kind, in place of a rank.

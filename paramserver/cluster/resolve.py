@@ -163,8 +163,8 @@ def _check_world(config: Config, flags: RankFlags, world_size: int, started_by: 
     trainers = num_trainers_of(with_world_size(config, world_size))
     if flags.num_trainers is not None and flags.num_trainers != trainers:
         raise UnsupportedConfiguration(
-            f"--num_trainers ({flags.num_trainers}) must be the {trainers} that {started_by} leaves for trainers; "
-            "leave the flag out, or start as many"
+            f"--num_trainers ({flags.num_trainers}), or the key in --set, must be the {trainers} that {started_by} "
+            "leaves for trainers; leave it out, or start as many"
         )
 
 

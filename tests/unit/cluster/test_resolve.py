@@ -10,6 +10,7 @@ from paramserver.cluster.resolve import ENVIRONMENTS
 from paramserver.cluster.torchrun import VARIABLES, EnvVarEnvironment
 from paramserver.config import ClusterConfig, Config
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.launch import parse, rank_flags
 
 NO_FLAGS = RankFlags()
 
@@ -165,10 +166,10 @@ def test_a_role_and_an_index_make_a_rank(mode, cluster, flags, rank, world_size)
         ({"role": "server", "index": 0}, config(colocate=True), "--role (server) cannot be used with cluster.colocate "
          "(True), where one command starts both roles of a host; give --rank, which counts hosts, or set "
          "cluster.colocate to false"),
-        ({"global_rank": 0, "world_size": 3, "num_trainers": 3}, config(), "--num_trainers (3) must be the 2 that "
-         "--world_size leaves for trainers; leave the flag out, or start as many"),
-        ({"world_size": 3, "num_trainers": 3}, config(), "--num_trainers (3) must be the 2 that --world_size leaves "
-         "for trainers; leave the flag out, or start as many"),
+        ({"global_rank": 0, "world_size": 3, "num_trainers": 3}, config(), "--num_trainers (3), or the key in --set, "
+         "must be the 2 that --world_size leaves for trainers; leave it out, or start as many"),
+        ({"world_size": 3, "num_trainers": 3}, config(), "--num_trainers (3), or the key in --set, must be the 2 "
+         "that --world_size leaves for trainers; leave it out, or start as many"),
     ],
 )  # fmt: skip
 def test_roles_that_are_refused(flags, of, message):
@@ -177,9 +178,22 @@ def test_roles_that_are_refused(flags, of, message):
 
 def test_a_number_of_trainers_must_agree_with_the_launcher():
     assert refused(RankFlags(num_trainers=4), torchrun(), config()) == (
-        "--num_trainers (4) must be the 3 that torchrun leaves for trainers; leave the flag out, or start as many"
+        "--num_trainers (4), or the key in --set, must be the 3 that torchrun leaves for trainers; leave it out, or "
+        "start as many"
     )
     assert resolve_identity(RankFlags(num_trainers=3), torchrun(), config()).world_size == 4
+
+
+def test_keys_of_set_count_as_their_flags_before_variables():
+    keys = {"master_addr": "10.0.0.8", "master_port": 30123, "num_trainers": 2}
+    arguments = parse([word for key, value in keys.items() for word in ("--set", f"cluster.{key}={value}")])
+    flags = rank_flags(arguments)
+    assert flags == RankFlags(**keys)
+    variables = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29999", "RANK": "1", "WORLD_SIZE": "3"}
+    identity = resolve_identity(flags, variables, config(**keys))
+    assert (identity.master_addr, identity.master_port) == ("10.0.0.8", 30123)
+    assert refused(flags, {**variables, "WORLD_SIZE": "4"}, config(**keys)).startswith("--num_trainers (2), or the key")
+    assert rank_flags(parse(["--set", "cluster.master_port=30123", "--master_port", "2222"])).master_port == 2222
 
 
 def test_ranks_started_by_flags_and_by_variables_meet_in_one_run():
