@@ -128,7 +128,13 @@ def describe_resume(run: RunDir, config: Config) -> list[str]:
         return [*lines, "  note: the run holds no config.yaml, so the given one is used"]
     # Read before rank 0 replaces it by the effective config.
     stored = load_config(run.config_file)
-    lines += [f"  changed: {line}" for line in differences(stored, config)]
+    changed = differences(stored, config)
+    lines += [f"  changed: {line}" for line in changed]
+    if any(line.startswith("task_args") for line in changed):
+        lines.append(
+            "  note: the optimizer and its schedule continue with what the checkpoint has of them, such as a learning "
+            "rate, whatever task_args are now; to change that, start a new run by init_from"
+        )
     # A DataLoader may give the size of a batch, where the key is not given.
     is_known = stored.has_given("batch_size") and config.has_given("batch_size")
     before, now = (_samples_of_a_step(one, is_known) for one in (stored, config))

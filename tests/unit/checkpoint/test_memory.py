@@ -151,6 +151,9 @@ def test_a_resume_by_hand_names_it_and_writes_it_to_the_disk(run, base):
     with resume_transaction(RunDir(run)):
         assert (run / "checkpoints" / "latest").read_text() == "step-00000150\n"
     assert describe_resume(RunDir(run), config) == [f"resuming {run} from step-00000150"]
+    _, changed, note = describe_resume(RunDir(run), load_config(run / "config.yaml", overrides=["task_args.lr=0.5"]))
+    assert changed == "  changed: task_args.lr: (not given) -> 0.5"
+    assert note.startswith("  note: the optimizer and its schedule continue with what the checkpoint has of them")
 
 
 def test_a_chosen_checkpoint_abandons_it_on_the_disk(run, base):
