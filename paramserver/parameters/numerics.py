@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
 
+_SUMMED_AT_ONCE = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
@@ -88,8 +90,10 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     sums = []
     for tensor in tensors.values():
         values = _as_real(tensor)
-        bits = values.reshape(-1).contiguous().view(_INTEGERS[values.element_size()]).long()
-        sums.append((bits * bits).sum().cpu())
+        bits = values.reshape(-1).contiguous().view(_INTEGERS[values.element_size()])
+        # In parts: all elements as int64, and their squares, would be several times the memory of the tensor.
+        parts = (part.long() for part in torch.split(bits, _SUMMED_AT_ONCE))
+        sums.append(reduce(torch.add, [part.mul_(part).sum() for part in parts]).cpu())
     return {name: int(total) for name, total in zip(tensors, sums, strict=True)}
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paramserver.errors import NotFinite, TaskError
 from paramserver.parameters.numerics import check_loss, checksums, explain_errors, first_nonfinite
@@ -63,6 +64,23 @@ def test_equal_tensors_have_equal_checksums_and_others_do_not(dtype):
     assert first != checksums({"weight": tensor})
     assert checksums({"weight": tensor.t()}) == checksums({"weight": tensor.t().contiguous()})
     assert checksums({"empty": tensor[:0]}) == {"empty": 0}
+
+
+def test_a_checksum_of_a_large_tensor_is_computed_in_parts():
+    class LargestSum(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **kwargs or {})
+            if isinstance(made, torch.Tensor) and made.dtype == torch.int64:
+                self.elements = max(self.elements, made.numel())
+            return made
+
+    bits = torch.arange(3 * 2**20 + 1, dtype=torch.int32) - 5
+    with LargestSum() as largest:
+        found = checksums({"weight": bits.view(torch.float32)})
+    assert found == {"weight": int((bits.long() ** 2).sum())}
+    assert 0 < largest.elements <= 2**20
 
 
 FLOAT64 = torch.ones(2, 3, 4, dtype=torch.float64)
