@@ -90,7 +90,8 @@ class FlatLayout:
 
     def without_tables(self) -> FlatLayout:
         """Return the layout without embedding tables, for the flat tensors that precede theirs."""
-        slots = tuple(slot for number, slot in enumerate(self.slots) if number not in self.tables)
+        tables = set(self.tables)
+        slots = tuple(slot for number, slot in enumerate(self.slots) if number not in tables)
         count = len(self.sizes) - len(self.tables)
         return FlatLayout(self.dtypes[:count], self.sizes[:count], slots)
 
@@ -108,7 +109,7 @@ class FlatLayout:
         An embedding table whose flat tensor is empty, as in a snapshot, is left out.
         """
         starts = [flat.storage_offset() for flat in flats]
-        empty = [n for n in self.tables if self.slots[n].numel and not len(flats[self.slots[n].group])]
+        empty = {n for n in self.tables if self.slots[n].numel and not len(flats[self.slots[n].group])}
         return {
             s.name: torch.as_strided(flats[s.group], s.shape, s.stride, starts[s.group] + s.offset)
             for number, s in enumerate(self.slots)

@@ -10,6 +10,7 @@ import math
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -199,11 +200,12 @@ class TableRange:
 
 def table_ranges(layout: FlatLayout, shards: Sequence[Shard]) -> list[TableRange]:
     """Return where the rows of all tables are, ascending for each table; ``layout`` is that of the parameters."""
+    tables = set(layout.tables)
     return [
         TableRange(piece.slot, server_index, own.group, rows_of(piece, layout.slots[piece.slot]))
         for server_index, shard in enumerate(shards)
         for piece, own in zip(shard.slices, shard.layout.slots, strict=True)
-        if piece.slot in layout.tables
+        if piece.slot in tables
     ]
 
 
@@ -218,14 +220,10 @@ def large_tables(layout: FlatLayout) -> list[int]:
 
 def row_ends(layout: FlatLayout, shards: Sequence[Shard]) -> dict[str, list[int]]:
     """Return of each table, by its name, where the rows of each server end; a server may have none."""
-    ranges = table_ranges(layout, shards)
-    return {
-        layout.slots[number].name: [
-            max([own.rows.stop for own in ranges if own.slot == number and own.server_index <= server_index], default=0)
-            for server_index in range(len(shards))
-        ]
-        for number in layout.tables
-    }
+    ends = {number: [0] * len(shards) for number in layout.tables}
+    for own in table_ranges(layout, shards):
+        ends[own.slot][own.server_index] = own.rows.stop
+    return {layout.slots[number].name: list(accumulate(own, max)) for number, own in ends.items()}
 
 
 def merge_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
