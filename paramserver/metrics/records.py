@@ -605,6 +605,7 @@ class LogReducer:
 
     def __init__(self, trainers: Iterable[int]) -> None:
         self._reached = dict.fromkeys(trainers, -1)  # the step of each trainer's newest record
+        self._complete = -1  # values of steps below it are complete
         self._pending: dict[tuple[int, str], _Logged] = {}
         self._at_end: dict[tuple[int, str], _Logged] = {}
 
@@ -620,7 +621,9 @@ class LogReducer:
             logged = pending.setdefault((step, str(record["name"])), _Logged(str(operation)))
             pair = float(record["value"]), float(record.get("weight", 1))  # type: ignore[arg-type]
             logged.values.setdefault(trainer, []).append(pair)
-        return self.flush(min(self._reached.values()))
+        before, self._complete = self._complete, min(self._reached.values())
+        # Otherwise nothing is complete that was not before; all that is pending would be looked at for each record.
+        return self.flush(self._complete) if self._complete != before or step < before else []
 
     def flush(self, before: float = math.inf) -> list[Record]:
         """Return the values of all steps below ``before``, in their order, also those that lack trainers.

@@ -88,6 +88,17 @@ def test_what_is_incomplete_is_returned_at_the_end_and_what_is_not_reduced_never
     assert reducer.flush() == []
 
 
+def test_what_is_pending_is_looked_at_only_when_a_step_is_complete(monkeypatch):
+    reducer, flushed = LogReducer([0, 1]), []
+    flush = reducer.flush
+    monkeypatch.setattr(reducer, "flush", lambda before: flushed.append(before) or flush(before))
+    for record in [progress(1, 1), *(log(step, 0, 1.0, name=name) for step in range(1, 9) for name in "abc")]:
+        reducer.add(record)
+    assert flushed == [1]
+    assert len(reducer.add(progress(9, 1))) == 7 * 3
+    assert len(reducer.add(progress(9, 0))) == 3
+
+
 def test_the_last_trainer_is_not_removed_and_other_records_are_ignored():
     reducer = LogReducer([0])
     reducer.remove(0)
