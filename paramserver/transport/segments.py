@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import hmac
 import json
 import logging
@@ -43,6 +44,7 @@ _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 
 # A request and its reply are one packet each.
 _MAX_PACKET_BYTES = 64 * 1024
+_MAX_DESCRIPTION = 8 * 1024  # a reply may have two
 _MAX_PENDING = 128  # connections without a request yet; the oldest is closed to admit another
 _MAX_KEYS_SHOWN = 8
 _MIB = 2**20
@@ -319,7 +321,10 @@ def _require_same_user(uid: int) -> None:
 
 def _describe(layout: FlatLayout) -> str:
     pairs = zip(layout.dtypes, layout.sizes, strict=True)
-    return ", ".join(f"{size} {str(dtype).removeprefix('torch.')}" for dtype, size in pairs)
+    text = ", ".join(f"{size} {str(dtype).removeprefix('torch.')}" for dtype, size in pairs)
+    if len(text) <= _MAX_DESCRIPTION:
+        return text
+    return f"{len(layout.sizes)} flat tensors with sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 # Memory of one segment.

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,15 @@ def test_a_released_segment_is_served_no_more_and_its_tensors_stay(host):
     ours[0].fill_(2)
     assert host.allocate("key", SMALL)[0].sum() == 0  # memory of its own
     assert theirs[0].sum() == 32
+
+
+def test_a_request_names_any_number_of_tensors(host):
+    layout = FlatLayout((torch.float32,) * 20_000, (16,) * 20_000, ())
+    host.allocate("key", layout)[-1].fill_(3)
+    assert attach(host.address, "key", layout, 5)[-1].sum() == 48
+    other = replace(layout, sizes=(*layout.sizes[1:], 32))
+    with pytest.raises(ParamserverError, match=r"segment key \(20000 flat tensors with sha256 \w+\) must be attached"):
+        attach(host.address, "key", other, 5)
 
 
 def test_the_pages_are_there_and_nobody_can_cut_them(host):
