@@ -145,7 +145,7 @@ class CheckpointWriter:
             if self._thread.is_alive():
                 raise DeadlineExceeded(
                     f"checkpoint in {self.folder} must be written within {timeout_s:g} s of the end, and is not; "
-                    "check that disk, or raise cluster.timeout_s"
+                    "check that disk, or use a faster one"
                 )
         self.raise_error()
 
