@@ -35,6 +35,7 @@ def make_record(kind: str, step: int | None, **fields: Any) -> Record:
 
 # The quantities that trainers measure of each step: each is declared here, for all that send, combine and show it.
 
+
 def largest(values: Iterable[float]) -> float:
     """Return the maximum, which is NaN where one is, as that of torch; Python's depends on their order then."""
     found = list(values)
