@@ -112,7 +112,8 @@ class PartitionOrder:
         length: of the data set.
         partition: the trainer's.
         options: of ``deal``: seed, shuffle, drop_last, pad, multiple, sampler.
-        rest: indices before the first pass: the trainer's share of the passes that another number of trainers began.
+        rest: indices before the first pass: the trainer's share of the passes that another number of trainers began;
+            none with a limit below that pass.
         epoch: the first whole pass.
 
     Example::
@@ -152,7 +153,7 @@ class PartitionOrder:
 
     def total(self, passes: int) -> int:
         """Return how many indices there are until the end of ``passes`` passes over the data set."""
-        return len(self.rest) + max(passes - self.epoch, 0) * self.per_pass
+        return 0 if passes < self.epoch else len(self.rest) + (passes - self.epoch) * self.per_pass
 
     def blocks(self, position: int, passes: int | None) -> Iterator[Indices]:
         """Return the sequence from ``position`` on, in blocks of one pass; endless if ``passes`` is None."""
@@ -182,7 +183,7 @@ class PartitionOrder:
 
         Indices before the first whole pass come first, as those of the pass before it.
         """
-        if position < len(self.rest):
+        if position < len(self.rest) and (passes is None or passes >= self.epoch):
             yield max(self.epoch - 1, 0), _joined([self.rest]), position
         epoch, offset = divmod(max(position - len(self.rest), 0), self.per_pass)
         epoch += self.epoch

@@ -401,3 +401,15 @@ def test_a_checkpoint_made_while_a_trainer_was_lost_serves_each_sample_once(new_
         source.reshard([ResumePosition(**one) for one in part["leftovers"]], part["buffer"]["keys"])
         applied.update(key for key, _ in source.samples(0))
     assert applied == Counter(dict.fromkeys(range(length), passes))
+
+
+def test_a_lower_limit_leaves_out_the_rest_of_a_later_pass_and_a_higher_one_serves_it():
+    """One trainer has served one and a half passes of 8 samples; two trainers continue."""
+    state = DatasetSource(range(8), Partition(0, 1), seed=0, passes=3).state_dict()
+    for passes, expected in ((1, 0), (2, 2), (3, 6)):
+        source = DatasetSource(range(8), Partition(0, 2), seed=0, passes=1)
+        source.reshard([ResumePosition(state, 12)], [])
+        resumed = DatasetSource(range(8), Partition(0, 2), seed=0, passes=passes)
+        resumed.load_state_dict(source.state_dict())
+        assert source.total == len(list(source.samples(0))) == 0
+        assert resumed.total == len(list(resumed.samples(0))) == expected
