@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 
 class AppliedPositions:
@@ -87,7 +89,23 @@ class AppliedPositions:
             "stale": self.stale,
         }
 
+    def packed_state_dict(self) -> dict[str, Any]:
+        """Return ``state_dict()`` with tensors in place of lists, which are copied number by number."""
+
+        def packed(numbers: Iterable[int]) -> torch.Tensor:
+            # The bits of a block are 64; torch has few operations on unsigned numbers.
+            return torch.from_numpy(np.fromiter(numbers, np.uint64).view(np.int64))
+
+        state = self.state_dict()
+        keys = packed(chain.from_iterable(state["keys"])).reshape(-1, 3)
+        return state | {"positions": packed(state["positions"]), "times": packed(state["times"]), "keys": keys}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict()`` or ``packed_state_dict()``."""
+        state = {
+            name: value.numpy().view(np.uint64).tolist() if isinstance(value, torch.Tensor) else value
+            for name, value in state.items()
+        }
         self.low, self.count = state["low"], state["count"]
         self.above = dict(zip(state["positions"], state["times"], strict=True))
         self.keys = KeySet(state["keys"])

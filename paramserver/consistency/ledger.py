@@ -139,8 +139,8 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all rows for a checkpoint; nothing is pending then."""
-        rows = {str(i): {**vars(row), "positions": row.positions.state_dict()} for i, row in sorted(self.rows.items())}
-        return {"rows": rows}
+        rows = sorted(self.rows.items())
+        return {"rows": {str(i): {**vars(row), "positions": row.positions.packed_state_dict()} for i, row in rows}}
 
     def load_state_dict(self, state: Mapping[str, Any], num_trainers: int | None = None) -> None:
         """Restore ``state_dict()``. How far trainers are is in the parts that they load, and they report it anew.

@@ -268,7 +268,7 @@ def problems_of_accounts(finished: FinishedRun, due: int, resharded: bool = Fals
         problems.append(f"{summary['status']}, {summary['samples']} samples applied, {due} due")
     rows = finished.load("run")["ledger"]["rows"].values()
     # No position is applied twice: ``AppliedPositions.add`` raises.
-    once, more = sum(row["positions"]["low"] for row in rows), [row["positions"]["positions"] for row in rows]
+    once, more = sum(row["positions"]["low"] for row in rows), [len(row["positions"]["positions"]) for row in rows]
     if (once != due and not resharded) or any(more):
         problems.append(f"the ledger has {once} positions applied, {due} due, and after a gap {more}")
     accepted, staleness = sum(row["pushes"] for row in rows), summary["staleness"]
