@@ -87,11 +87,10 @@ def _places(
     length: int, partition: Partition, *, drop_last: bool = False, pad: bool = False, multiple: int = 1
 ) -> range:
     """Return where in the order of a pass one trainer's share is; places after its end repeat it from the front."""
-    tail = length % partition.count
     if drop_last:
-        length -= tail
-    elif pad and tail:
-        length += partition.count - tail
+        length -= length % partition.count
+    elif pad:
+        length += -length % partition.count
     places = range(partition.index, length, partition.count)
     return places[: len(places) - len(places) % multiple]
 
