@@ -104,8 +104,7 @@ class LightningTask(Task):
         self._in_batch = False
         self._epoch = -1
         self._first_batch: int | None = None  # of the epoch
-        # Of the epoch: reduction, value and weight, by the name that was logged, that of the epoch, and whether it has
-        # a record.
+        # Of the epoch: reduction, value and weight, by the name that was logged, its name here, and if it has a record.
         self._sums: dict[tuple[str, str, bool], tuple[str, float, float]] = {}
         self._validation_values: dict[str, Any] | None = None
         self._validation_metrics: dict[str, Any] = {}  # objects that the newest validation logged
@@ -203,11 +202,10 @@ class LightningTask(Task):
             )
         ((every, metric),) = intervals
         if frequency := next((s.frequency for s in self._schedules if s.interval == "step" and s.frequency > 1), None):
-            cure = "hold the rate for so many steps in the scheduler, as LambdaLR can"
             raise TaskError(
                 f"{type(self.module).__name__}.configure_optimizers: frequency ({frequency}) must be 1 with interval "
-                "step, where Lightning counts batches, anew in each epoch; remove it, and "
-                + ("set training.validate_every" if every == "validation" else cure)
+                "step, where Lightning counts batches, anew in each epoch; remove it, and hold the rate in the "
+                "scheduler, as LambdaLR can, or with a monitor set training.validate_every"
             )
         if every == "validation" and not self.config.training.validate_every:
             raise TaskError(
@@ -379,8 +377,9 @@ class LightningTask(Task):
         of_module["state_dict"] = dict(weights)
         self._hook("on_save_checkpoint", of_module)
         # model.pt has the others, also what the hook left out.
-        added = {name: value for name, value in of_module.pop("state_dict").items() if value is not weights.get(name)}
-        of_module |= {"state_dict": added} if added else {}
+        hooked = of_module.pop("state_dict", {})
+        if added := {name: value for name, value in hooked.items() if value is not weights.get(name)}:
+            of_module["state_dict"] = added
         state["module"] = of_module
         state["datamodule"] = {} if self.datamodule is None else self.datamodule.state_dict()
         state["values"], state["epoch"] = dict(self.values), (self._epoch, self._first_batch, dict(self._sums))
