@@ -11,6 +11,7 @@ from itertools import accumulate, chain, islice, repeat, takewhile, zip_longest
 from typing import Any
 
 from paramserver.buffers import make_buffer
+from paramserver.buffers.positions import AppliedPositions
 from paramserver.config import Config, mode_of, num_trainers_of
 from paramserver.consistency.factory import consistency_class
 from paramserver.online.spec import IngestSpec
@@ -115,8 +116,9 @@ def _servings_due(parts: Sequence[Mapping[str, Any]], times: int) -> tuple[int, 
 def _read_and_served(part: Mapping[str, Any]) -> tuple[int, int]:
     """Return the position up to which a trainer has served samples, and how often it has."""
     if part["buffer"] is None:  # it was lost
-        applied = part["applied"]
-        return max(applied["above"], default=applied["low"] - 1) + 1, applied["count"]
+        applied = AppliedPositions()
+        applied.load_state_dict(part["applied"])
+        return max(applied.above, default=applied.low - 1) + 1, applied.count
     counters, position = part["buffer"]["counters"], part["buffer"]["counters"]["puts"]
     held = zip(part["buffer"]["positions"].tolist(), part["buffer"]["served"].tolist(), strict=True)
     unserved = {at for at, served in held if not served}

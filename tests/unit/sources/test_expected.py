@@ -10,6 +10,7 @@ from sampler_tasks import Buckets
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from paramserver import Partition, Task
+from paramserver.buffers.positions import AppliedPositions
 from paramserver.buffers.reshard import reshard_parts
 from paramserver.config import config_from_mapping
 from paramserver.consistency import Verdict, decide
@@ -237,6 +238,17 @@ def test_after_a_resume_with_other_trainers_or_batches_it_is_what_they_decide(se
                 resumed = run, parts
             assert task.total_steps == steps_of(task, resumed), (number, values)
             resumed = steps_of(task, resumed, stop_at=(resumed[0]["step"] if resumed else 0) + rng.randint(0, 6))
+
+
+def test_a_trainer_that_was_lost_has_served_what_was_applied():
+    """Its part of a checkpoint has no buffer. It has read 7 of the 10 samples of the first pass, and 4 are due."""
+    config = config_from_mapping({"task": "t.py:T", "training": {"max_epochs": 4}})
+    applied, source = AppliedPositions(), {"length": 10, "rest": [], "epoch": 0, "order": {"per_pass": 10}}
+    applied.add([0, 1, 2, 3, 5, 6], 1)
+    part = {"buffer": None, "applied": applied.packed_state_dict(), "source": source, "counters": {"batch_idx": 3}}
+    run = {"step": 3, "samples": 6}
+    origin = Origin.of_start(config).at_resume(run, [part], [part], config)
+    assert (origin.epoch, list(origin.due)) == (1, [4])
 
 
 @pytest.mark.parametrize("whole_batches", [False, True])
