@@ -253,6 +253,7 @@ class RankSession:
     joined: bool = field(default=False, init=False)
     peer: str = field(default="", init=False)
     replaced: Sequence[int] = field(default=(), init=False)
+    late: Sequence[int] = field(default=(), init=False)  # on rank 0, trainers that the generation was to have
 
     def run(self) -> dict[str, Any] | None:
         """Take part in the run until it ends; returns and raises as ``run_rank``."""
@@ -290,6 +291,7 @@ class RankSession:
                 # Again: the name of rank 0 may be known only now.
                 choose_interface(process_environ(), config.cluster.interface, identity.master_addr)
                 self.generation, self.store = rendezvous.generation, rendezvous.base
+                self.late = [rank for rank in self.trainer_ranks or () if rank not in rendezvous.trainer_ranks]
                 self.trainer_ranks, self.replaced = rendezvous.trainer_ranks, rendezvous.replaced(self.processes)
                 process = replace(_in_generation(process, rendezvous), is_newcomer=self._is_newcomer)
                 set_role(process.role)
@@ -622,6 +624,8 @@ def _begin_losses(
         losses.return_to(first_step, furthest_step(run.metrics_file), generation, ranks, lost)
     else:
         losses.begin(generation, ranks)
+    if late := sorted(set(session.late) - (set() if session.resize is None else session.resize.newcomers)):
+        losses.add_fault(first_step, f"{process.identity.name(*late)} did not join; the run continues without")
     for rank in session.replaced:  # no server noticed it: the trainer had left the earlier generation
         text = "is lost between two generations of the run, and another process takes its place"
         losses.add_fault(first_step, f"trainer {ranks.index(rank)} {text}")
@@ -698,6 +702,8 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
         )
         if from_memory is not None:
             monitor.note(from_memory)
+        if session.late:
+            monitor.note(f"{process.identity.name(*session.late)} did not join; the run continues without")
         if (backups := config.server.backup_trainers) != (given := plan.config.server.backup_trainers):
             monitor.note(f"server.backup_trainers is {backups} and not {given}, as there are too few trainers for more")
         if prometheus is not None:

@@ -11,6 +11,7 @@ from tasks import ReferenceTask
 
 from paramserver.checkpoint import ChunkedFile, pack
 from paramserver.cluster import ProcessIdentity
+from paramserver.cluster.base import list_numbers
 from paramserver.config import CheckpointConfig, ClusterConfig, Config, Role, ServerConfig, load_config
 from paramserver.context import Kept, ProcessContext
 from paramserver.devices import Placement
@@ -89,8 +90,8 @@ def test_a_process_that_a_generation_leaves_out_ends_and_one_that_a_server_evict
 
 
 @pytest.mark.parametrize(("trainers", "backups"), [((2,), 0), ((2, 3), 1), ((1, 2, 3), 2)])
-def test_the_config_of_fewer_trainers_can_be_read_again(tmp_path, trainers, backups):
-    """Trainers that are given up may be more than those that have to stay beside the backups."""
+def test_a_run_without_late_trainers_names_them_and_its_config_can_be_read_again(tmp_path, trainers, backups):
+    """They may be more than those that have to stay beside the backups."""
     config = Config(
         task="tasks:ReferenceTask",
         mode="rpc",
@@ -102,12 +103,18 @@ def test_the_config_of_fewer_trainers_can_be_read_again(tmp_path, trainers, back
     process = ProcessContext(config, identity, Role(0, "server", server_index=0), 3, placement)
     process = _in_generation(process, SimpleNamespace(trainer_ranks=trainers))
     run = RunDir(tmp_path)
-    session = SimpleNamespace(generation=2, trainer_ranks=trainers, resize=None, replaced=(), task=ReferenceTask())
+    late = [rank for rank in (1, 2, 3) if rank not in trainers]
+    session = SimpleNamespace(
+        generation=2, trainer_ranks=trainers, resize=None, replaced=(), late=late, task=ReferenceTask()
+    )
     with _open_run(RankPlan(config, identity, (), run=run, restarted=True), process, session) as checkpoints:
         checkpoints.suspend()
     stored = load_config(run.config_file)
     assert stored == process.config
     assert (stored.cluster.num_trainers, stored.server.backup_trainers) == (len(trainers), backups)
     records = map(json.loads, run.metrics_file.read_text().splitlines())
-    notes = [record["text"].partition(",")[0] for record in records if record["kind"] == "note"]
-    assert notes == ([] if backups == 2 else [f"server.backup_trainers is {backups} and not 2"])
+    notes = [record["text"].partition(", as")[0] for record in records if record["kind"] == "note"]
+    left_out = [f"rank {list_numbers(late)} did not join; the run continues without"] if late else []
+    assert notes == left_out + ([] if backups == 2 else [f"server.backup_trainers is {backups} and not 2"])
+    faults = [fault["text"] for fault in LossLog(run.losses_file).faults]
+    assert faults == ["all processes return to step 0", *left_out]
