@@ -271,7 +271,8 @@ class DataStream:
         source = self.source
         if self._reads_between_steps and self.buffer.in_order and self.pseudo_epochs == 1:
             assert isinstance(source, DatasetSource)
-            self.feeder.limit_ahead(lambda position: source.order.pass_of(position) <= epoch)
+            # Where all that follows was applied before, by a process that was lost, only a read finds the end.
+            self.feeder.limit_ahead(lambda position: source.order.pass_of(position) <= epoch or self._due == 0)
             self._is_limited = True
 
     def wait_batches(self) -> None:

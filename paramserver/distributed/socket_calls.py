@@ -96,6 +96,8 @@ class CallConnection(ABC):
             self._socket.close()
 
 
+_LOOK_AGAIN_S = 5.0
+
 C = TypeVar("C", bound=CallConnection)
 
 
@@ -216,7 +218,8 @@ class ConnectionThread(ABC, Generic[C]):
         for number, one in enumerate(unknown):
             if number < excess or now - one.opened > self._timeout_s:
                 self._remove(one)
-        return self._timeout_s if unknown else None
+        # epoll takes no longer limit than 24 days.
+        return min(self._timeout_s, _LOOK_AGAIN_S) if unknown else None
 
     def _accept(self) -> None:
         if self._listener is None:

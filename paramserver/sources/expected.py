@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ class Origin:
     """Where a run counts the steps of its schedules from: its start, or a resume with another size of its steps.
 
     Attributes:
-        step, samples: the updates made before, and the samples that were applied or skipped.
+        step, samples: the updates made before, and the samples that were applied.
         scheduled: how often a schedule of steps was stepped before.
         batch_idx: the batches that each trainer had made.
         epoch: the first pass over a data set of which no sample was served before.
@@ -61,7 +60,7 @@ class Origin:
     def of_start(cls, config: Config) -> Origin:
         training, buffer = config.training, config.buffer
         sizes = [training.batch_size, training.accumulate_batches, training.local_steps, buffer.pseudo_epochs]
-        settings = json.dumps([*sizes, num_trainers_of(config), config.task_args], default=repr, sort_keys=True)
+        settings = repr([*sizes, num_trainers_of(config), config.task_args])
         return cls(accumulate_batches=training.accumulate_batches, settings=settings)
 
     def at_resume(
@@ -90,7 +89,7 @@ class Origin:
         return replace(
             Origin.of_start(config),
             step=run["step"],
-            samples=run["samples"] + run.get("skipped", 0),
+            samples=run["samples"],
             scheduled=scheduled,
             batch_idx=[part["counters"]["batch_idx"] for part in parts],
             epoch=epoch,

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -105,7 +106,7 @@ class Lives:
         while not ended:
             self.losses += 1
             with stream(make, settings) as data:
-                data.load_after_loss({"source": self.source}, self.account)
+                data.load_after_loss({"source": self.source}, deepcopy(self.account))
                 assert data.positions() == self.account
                 ended = self.live(data)
 
@@ -114,6 +115,7 @@ class Lives:
         data.start()
         complete = True
         while self.rng.random() < 0.9:
+            data.enter_epoch(self.rng.randrange(-1, PASSES))  # what is read ahead changes nothing of what is served
             if (served := serve(data)) is None:
                 # The buffer counts what it served as applied until the process is lost.
                 assert data.samples_left == 0
@@ -365,6 +367,7 @@ def test_the_data_ends_if_all_of_it_was_applied(kind):
         with stream(lambda: list(range(SAMPLES)), config(kind, passes=1)) as data:
             data.load_after_loss(None, applied)
             data.start()
+            data.enter_epoch(-1)  # as before the hooks of the first epoch
             assert serve(data) is None
             assert data.samples_left in (0, None)
             info = data.buffer.info()

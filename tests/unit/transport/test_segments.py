@@ -311,6 +311,13 @@ def test_a_silent_client_blocks_no_other_and_is_disconnected():
         assert silent.recv(1) == b""
 
 
+def test_a_timeout_may_be_longer_than_the_system_waits():
+    """epoll takes at most 24 days."""
+    with SegmentHost("tests", 1e7) as host, connect(host):
+        host.allocate("key", SMALL)
+        assert len(attach(host.address, "key", SMALL, 5)) == 1
+
+
 def test_many_silent_clients_do_not_keep_another_out(host):
     with contextlib.ExitStack() as crowd:
         silent = [crowd.enter_context(connect(host)) for _ in range(segments._MAX_PENDING + 20)]
