@@ -558,7 +558,8 @@ def make_task(config: Config, folders: Sequence[Path], create_task: Callable[...
     seed_all(config.seed, CONSTRUCTOR)
     task = construct_task(create_task, config.task, config.task_args)
     for name in ("config", "devices", "trainer"):
-        if getattr(task, name, None) is not getattr(Task, name, None):
+        # Statically: a ``__getattr__`` of the task has what nothing replaces.
+        if inspect.getattr_static(task, name, None) is not inspect.getattr_static(Task, name, None):
             raise TaskError(
                 f"{type(task).__name__} has an attribute {name} ({type(getattr(task, name)).__name__}), which the run "
                 "sets before it calls a method; rename it"

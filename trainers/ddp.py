@@ -644,6 +644,7 @@ class DdpTrainer(ReplicaTrainer):
     def idle(self, decision: Decision) -> int:
         """Take part in the collectives of ranks that still have data, as ``DistributedDataParallel.join`` does."""
         self._announce_in_step(None)
+        self.tree.clear_gradients()
         if self.local_steps is not None:
             self._reduce_round(self.local_steps, samples=0)
             self.updater.apply(decision.step + 1)

@@ -187,12 +187,14 @@ def _with_flags(identity: ProcessIdentity, flags: RankFlags) -> ProcessIdentity:
         )
     master_addr = (flags.master_addr or identity.master_addr).strip("[]")
     master_port = flags.master_port or identity.master_port
-    moved = (master_addr, master_port) != (identity.master_addr, identity.master_port)
+    # The agent of torchrun serves its store at one port, whatever the name by which its host is reached.
+    moved = master_port != identity.master_port
+    if not identity.store_is_hosted:
+        moved = moved or master_addr != identity.master_addr
     return dataclasses.replace(
         identity,
         master_addr=master_addr,
         master_port=master_port,
-        # The agent of torchrun serves a store at its own address only.
         store_is_hosted=identity.store_is_hosted and not moved,
         launch="" if moved else identity.launch,
     )

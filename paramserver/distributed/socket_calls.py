@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -124,11 +124,14 @@ class ConnectionThread(ABC, Generic[C]):
         self._error: BaseException | None = None
 
     def __enter__(self) -> Any:
-        self._wakeup = WakeupFd()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wakeup, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name=self.thread_name, daemon=True)
-        self._thread.start()
+        with ExitStack() as until_started:
+            self._wakeup = WakeupFd()
+            until_started.callback(self._wakeup.close)
+            self._selector = until_started.enter_context(selectors.DefaultSelector())
+            self._selector.register(self._wakeup, selectors.EVENT_READ)
+            self._thread = threading.Thread(target=self._run, name=self.thread_name, daemon=True)
+            self._thread.start()
+            until_started.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from itertools import chain
 from typing import Any
@@ -50,7 +50,8 @@ def build_model(task: Task, seed: int, placement: Placement, owns_tables: bool =
     if allocate_untrained is not None:
         allocate_untrained(model)
     if len({module.training for module in model.modules()}) == 1:
-        model.train()
+        with suppress(NotImplementedError, TypeError):  # a module of torch.export has no modes, or its own arguments
+            model.train()
     if not any(p.requires_grad for p in model.parameters()):
         raise TaskError(
             f"{type(task).__name__}.build_model returned a model without a parameter that requires a gradient"

@@ -488,8 +488,9 @@ class Supervisor:
             return
         # The end that these ranks came to is not that of the run, also if a signal comes before they start again.
         self._restarting_all, self._kill_at, self._ended_at = False, None, None
+        if self._signal is None or not self._has_concluded:  # else rank 0 has ended the run, as the signal asked
+            self.run.summary_file.unlink(missing_ok=True)
         self._summary = self._failed_end = None
-        self.run.summary_file.unlink(missing_ok=True)
         self._failed.clear()
 
     def _start_due(self) -> None:

@@ -73,6 +73,8 @@ def test_an_attribute_that_the_run_would_replace_is_refused(task_class, named):
     with pytest.raises(TaskError, match=f"{named}.*, which the run sets before it calls a method; rename it"):
         make_task(config_from_mapping({"task": "m:C"}), [], task_class)
     assert make_task(config_from_mapping({"task": "m:C"}), [], Complete).width == 4
+    passes_on = type("PassesOn", (Complete,), {"__getattr__": lambda self, name: name})
+    assert make_task(config_from_mapping({"task": "m:C"}), [], passes_on)
 
 
 @pytest.mark.parametrize("name", REQUIRED)

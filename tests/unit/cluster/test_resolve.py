@@ -373,6 +373,9 @@ def test_other_flags_under_torchrun():
     assert resolve_identity(RankFlags(world_size=4, master_addr="node0.cluster"), torchrun(), config()) == same
     moved = resolve_identity(RankFlags(master_port=2222), torchrun(), config())
     assert moved == dataclasses.replace(same, master_port=2222, store_is_hosted=False, launch="")
+    hosted = torchrun(TORCHELASTIC_USE_AGENT_STORE="True")
+    by_name = resolve_identity(RankFlags(master_addr="127.0.0.1"), hosted, config())
+    assert by_name == dataclasses.replace(resolve_identity(NO_FLAGS, hosted, config()), master_addr="127.0.0.1")
     assert refused(RankFlags(world_size=3), torchrun(), config()) == (
         "--world_size (3) must be the 4 that torchrun started; leave the flag out"
     )

@@ -90,6 +90,14 @@ def test_tensors_whose_memory_has_other_values_get_memory_of_their_own(kind):
     check_parameters_finite({"one": model["one"]}, 1, None)
 
 
+def test_a_model_without_modes_is_trained_as_it_was_built():
+    class Exported(nn.Linear):
+        def train(self, mode=True):
+            raise NotImplementedError("Calling train() is not supported yet.")
+
+    assert build_model(Builds(Exported(1, 1)), 0, CPU).training
+
+
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_a_model_that_is_in_eval_as_a_whole_is_trained(on_meta):
     whole = build_model(Builds(nn.Sequential(nn.Linear(1, 1), nn.Dropout()).eval()), 0, CPU, owns_tables=not on_meta)

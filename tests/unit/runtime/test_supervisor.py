@@ -156,6 +156,20 @@ def test_a_signal_while_all_ranks_of_ddp_start_again_interrupts_the_run(tmp_path
     assert json.loads((run.folder / "summary.json").read_text())["status"] == "interrupted"
 
 
+def test_a_summary_of_rank_0_that_a_signal_ends_while_all_ranks_start_again_is_kept(tmp_path):
+    run = Run(tmp_path, mode="ddp", max_restarts=1)
+    run.end(1, -9)
+    run.supervisor._signal = signal.SIGTERM
+    summary = {"status": "interrupted", "steps": 12, "error": "interrupted (SIGTERM); saved step-00000012"}
+    run.supervisor.run.summary_file.write_text(json.dumps(summary))
+    run.supervisor._on_record(run.supervisor._ranks[0], {"kind": "end", "summary": summary})
+    run.end(0, 3, "Interrupted")
+    run.supervisor._start_due()
+    with pytest.raises(Interrupted):
+        run.supervisor._raise_outcome()
+    assert json.loads(run.supervisor.run.summary_file.read_text()) == summary
+
+
 def test_no_run_continues_without_rank_0(tmp_path):
     run = Run(tmp_path, trainers=1, elastic=True)
     run.end(0, -9)

@@ -70,6 +70,10 @@ def test_a_server_may_take_any_time_for_what_grows_with_its_shard():
             limits_s[handler.__name__] = timeout_s
             return completed_future(None) if handler is ShardServer.read_rows else torch.futures.Future()
 
+        def send_deferred(self, name, handler, *args, **kwargs):
+            limits_s[handler.__name__] = NO_TIMEOUT_S
+            return torch.futures.Future()
+
     config, shard = Config(cluster=ClusterConfig(num_servers=2)), full_shard(FlatLayout.of([]))
     updates = Updates(
         config, Store, ShardOfServer0(), (shard, shard), ["server1"], Recorded(), ServerRun(), lambda: False, None
@@ -78,6 +82,7 @@ def test_a_server_may_take_any_time_for_what_grows_with_its_shard():
     rows = updates._with_streams(1, 1, {"table": SnapshotTensor(0, "exp_avg", (4, 2), torch.float32)})
     rows["table"].read(0, 1)  # of a limited size
     updates._delete_snapshot(1)
+    updates._call_others(ShardServer.apply, None)
     limited = {name for name, limit_s in limits_s.items() if limit_s != NO_TIMEOUT_S}
     assert limited == {"read_rows", "delete_snapshot"}
-    assert limits_s.keys() - limited == {"collect_state"}
+    assert limits_s.keys() - limited == {"collect_state", "apply"}
