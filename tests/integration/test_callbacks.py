@@ -96,7 +96,8 @@ def test_a_hook_on_the_model_acts_also_after_the_loss_of_a_server(tmp_path):
     assert run.summary["updates_redone"] == 1
     model, at_checkpoint = run.load("model"), run.load("model", step=4)
     assert torch.equal(model["conv.weight"], at_checkpoint["conv.weight"])
-    assert not torch.equal(model["conv.bias"], at_checkpoint["conv.bias"])
+    # Not conv.bias: before BatchNorm its gradient is rounding.
+    assert not torch.equal(model["last.bias"], at_checkpoint["last.bias"])
 
 
 VARIANTS = {
