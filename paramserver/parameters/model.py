@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from itertools import chain
 from typing import Any
@@ -49,9 +50,8 @@ def build_model(task: Task, seed: int, placement: Placement, owns_tables: bool =
         )
     if allocate_untrained is not None:
         allocate_untrained(model)
-    if len({module.training for module in model.modules()}) == 1:
-        with suppress(NotImplementedError, TypeError):  # a module of torch.export has no modes, or its own arguments
-            model.train()
+    if len({module.training for module in model.modules()}) == 1 and _has_modes(model):
+        model.train()
     if not any(p.requires_grad for p in model.parameters()):
         raise TaskError(
             f"{type(task).__name__}.build_model returned a model without a parameter that requires a gradient"
@@ -64,6 +64,17 @@ def build_model(task: Task, seed: int, placement: Placement, owns_tables: bool =
             if buffer is not None and not _is_plain(buffer):
                 module._buffers[name] = _plain(buffer)
     return model.to(placement.device) if len(placement.devices) == 1 else model
+
+
+def _has_modes(model: nn.Module) -> bool:
+    """Whether ``train()`` of a model is that of PyTorch, and not another method of this name, or one that it lacks."""
+    if any(hasattr(module, "graph") and "train" in vars(module) for module in model.modules()):
+        return False  # of torch.export, which gives its modules a ``train`` that raises NotImplementedError
+    try:
+        inspect.signature(model.train).bind()
+    except TypeError:
+        return False
+    return True
 
 
 def refuse_synced_batch_norm(model: nn.Module, where: str) -> None:

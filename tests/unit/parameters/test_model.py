@@ -91,11 +91,19 @@ def test_tensors_whose_memory_has_other_values_get_memory_of_their_own(kind):
 
 
 def test_a_model_without_modes_is_trained_as_it_was_built():
-    class Exported(nn.Linear):
-        def train(self, mode=True):
-            raise NotImplementedError("Calling train() is not supported yet.")
+    class TrainsItself(nn.Linear):
+        def train(self, samples, epochs):
+            raise AssertionError("it is not called")
 
-    assert build_model(Builds(Exported(1, 1)), 0, CPU).training
+    class Fails(nn.Linear):
+        def train(self, mode=True):
+            raise TypeError("of the user")
+
+    exported = torch.export.export(nn.Sequential(nn.Linear(1, 1)), (torch.ones(2, 1),)).module()
+    for model in (exported, nn.Sequential(exported), TrainsItself(1, 1)):
+        assert all(module.training for module in build_model(Builds(model), 0, CPU).modules())
+    with pytest.raises(TypeError, match="of the user"):
+        build_model(Builds(Fails(1, 1)), 0, CPU)
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
