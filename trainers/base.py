@@ -314,15 +314,6 @@ class Trainer(ABC):
 
     # The start.
 
-    def run(self) -> Decision:
-        """Train from the first connection to the end, and return the decision that ended the run."""
-        return TrainingLoop(self).run()
-
-    def prepare_local_steps(self, model: nn.Module) -> None:
-        """Make the optimizer of local steps, if the run has rounds. ``init_connection`` calls it once."""
-        if self.config.training.has_rounds:
-            self.local_steps = LocalSteps(self.task, model, self.config, self.trainer_index)
-
     def prepare_data(self) -> None:
         """Create source, buffer and feeder. ``init_connection`` calls it once the model exists."""
         partition = Partition(self.trainer_index, self.process.trainers)
@@ -512,13 +503,6 @@ class Trainer(ABC):
             self.trainer_index, version, **vars(totals), seconds=self.seconds, scale=self.loss_scale, **fields
         )
 
-    def begin_batch(self, is_first: bool = True) -> None:
-        """Call the hooks before a batch. The gradient that the first begins has nothing of a backward in hooks."""
-        for hooks in self.hooks:
-            hooks.on_batch_start(self.progress.batch_idx)
-        if is_first:
-            self.tree.clear_gradients()
-
     @spanned("forward")
     def forward_batch(self, batch: Any) -> tuple[float, Tensor]:
         """Call ``training_step``; return the value of the loss, and the loss."""
@@ -546,12 +530,11 @@ class Trainer(ABC):
 
     @spanned("backward")
     def backward_batch(self, loss: Tensor, batches: int) -> None:
-        """Add the gradients of a loss, of so many batches of a step, and end the batch."""
+        """Add the gradients of a loss, of so many batches of a step."""
         self.on_before_backward(loss)
         self.run_backward(loss / batches if batches > 1 else loss)
         self.on_after_backward()
         self.clock.lap("backward")
-        self.end_batch()
 
     def run_backward(self, loss: Tensor, **options: Any) -> None:
         """Compute the gradients of a loss, which is scaled for it; ``options`` are those of ``Tensor.backward``."""
@@ -567,12 +550,6 @@ class Trainer(ABC):
         if not self.config.training.may_skip:
             return ""
         return find_nonfinite(loss, (parameter.grad for parameter in self.unwrapped_model.parameters()))
-
-    def end_batch(self) -> None:
-        """Call the hooks after the backward of a batch, and count it."""
-        for hooks in self.hooks:
-            hooks.on_batch_end(self.progress.batch_idx)
-        self.progress.batch_idx += 1
 
     def end_step(self) -> None:
         """Count a step."""
@@ -656,21 +633,7 @@ class Trainer(ABC):
             seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
         self.validation = part.get("validation") or {}
         restore_task(self.task, part, self.process.kept.callbacks)
-        self._load_data(part)
-        if part.get("extra_state"):
-            load_part_of_state(self.tree.model, part["extra_state"])
-        self.flags.stored = part.get("flags") or {}
-        if self.local_steps is not None:
-            state = part.get("local_steps")
-            if state is not None:
-                self.local_steps.updater.load_state_dict(state)
-            origin = "a new optimizer" if state is None else "the checkpoint"
-            log.info("trainer %d: its local steps continue with the state of %s", self.trainer_index, origin)
-            self.record("local_steps", restored=state is not None)
-        self.restore_residuals(part)
-
-    def _load_data(self, part: Mapping[str, Any]) -> None:
-        """Restore the data; after ``on_resume``, as the samples of the buffer are read again of what it restores."""
+        # After ``on_resume``, as the samples of the buffer are read again of what it restores.
         devices = self.process.placement.devices
         states = random_states(devices)  # which a data set of the user may change
         if part["buffer"] is None:  # of a lost trainer
@@ -682,9 +645,16 @@ class Trainer(ABC):
             if part["buffer"]["counters"]["puts"] and (note := self.data.source.resume_note):
                 self.record("note", text=f"trainer {self.trainer_index}: {note}")
         restore_random_states(states, devices)
-
-    def restore_residuals(self, part: Mapping[str, Any]) -> None:
-        """Continue with what compression has lost before a checkpoint, if gradients are compressed."""
+        if part.get("extra_state"):
+            load_part_of_state(self.tree.model, part["extra_state"])
+        self.flags.stored = part.get("flags") or {}
+        if self.local_steps is not None:
+            state = part.get("local_steps")
+            if state is not None:
+                self.local_steps.updater.load_state_dict(state)
+            origin = "a new optimizer" if state is None else "the checkpoint"
+            log.info("trainer %d: its local steps continue with the state of %s", self.trainer_index, origin)
+            self.record("local_steps", restored=state is not None)
         if part.get("residuals"):
             self.record(
                 "note",
@@ -928,13 +898,14 @@ class TrainingLoop:
                     explain_errors("training_step", batch, trainer.model),
                     nullcontext() if last else trainer.block_backward_sync(),
                 ):
-                    trainer.begin_batch(is_first=number == 1)
+                    self._begin_batch(is_first=number == 1)
                     value, loss = trainer.forward_batch(batch)
                     summed, done, counted = summed + value, done + 1, counted + 1
                     if done == decision.batches:
                         totals = StepTotals(summed / done, samples)
                         trainer.on_last_loss(totals)
                     trainer.backward_batch(loss, len(batches))
+                    self._end_batch()
             # 3. The local step, which may be skipped; then its samples, and a loss that is not finite, do not count.
             if local is not None and not self._take_local_step(local, own, summed, buffers):
                 skipped += own
@@ -990,7 +961,7 @@ class TrainingLoop:
         trainer.current_step.batch_samples = samples
         self._load([batch], samples)
         buffers = trainer.tree.pack_buffers() if trainer.config.training.may_skip else None
-        trainer.begin_batch()
+        self._begin_batch()
         calls.made = 0
         with explain_errors("training_step", batch, trainer.model):
             returned = trainer.call_training_step(batch)
@@ -1006,7 +977,7 @@ class TrainingLoop:
             trainer.tree.load_buffers(buffers)
         calls.made, trainer.current_step.batch_samples = -1, 1
         trainer.clock.lap("forward")
-        trainer.end_batch()
+        self._end_batch()
         return trainer.step
 
     def _follow_calls(self) -> int:
@@ -1021,6 +992,19 @@ class TrainingLoop:
         calls.made = -1
         # A trainer may be lost whose gradient was not finite, so that the others do not skip the call.
         return max([trainer.step, *(call.version for call in calls.present.values())])
+
+    def _begin_batch(self, is_first: bool = True) -> None:
+        """Call the hooks before a batch. The gradient that the first begins has nothing of a backward in hooks."""
+        for hooks in self.trainer.hooks:
+            hooks.on_batch_start(self.trainer.progress.batch_idx)
+        if is_first:
+            self.trainer.tree.clear_gradients()
+
+    def _end_batch(self) -> None:
+        """Call the hooks after the backward of a batch, and count it."""
+        for hooks in self.trainer.hooks:
+            hooks.on_batch_end(self.trainer.progress.batch_idx)
+        self.trainer.progress.batch_idx += 1
 
     @spanned("data")
     def _next_batch(self) -> tuple[Any, int]:

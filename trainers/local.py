@@ -29,6 +29,7 @@ from paramserver.runs.checkpoint_manager import SAVE_REASONS, CheckpointManager
 from paramserver.runs.monitor import RunMonitor
 from paramserver.trainers.base import Trainer
 from paramserver.trainers.control import ReplicaControl
+from paramserver.trainers.local_steps import LocalSteps
 
 log = logging.getLogger("paramserver")
 
@@ -54,7 +55,7 @@ class ReplicaTrainer(Trainer):
             self.control.monitor.note(large)
         self.updater = Updater(shared_optimizer(self.task, self.config), model, self.config.training, self.config.seed)
         self._limits = Limits.of(self.config.training)
-        self.prepare_local_steps(model)
+        self.local_steps = LocalSteps.of(self.task, model, self.config, self.trainer_index)
         self.tree = ModelTree(model)
         self.optimizer_calls.set_optimizers(self.updater.parameters_of, model)
 

@@ -49,6 +49,11 @@ class LocalSteps:
         (1.0, True)
     """
 
+    @classmethod
+    def of(cls, task: Task, model: nn.Module, config: Config, trainer_index: int) -> LocalSteps | None:
+        """Return the local steps of a trainer; None without rounds."""
+        return cls(task, model, config, trainer_index) if config.training.has_rounds else None
+
     def __init__(self, task: Task, model: nn.Module, config: Config, trainer_index: int = 0) -> None:
         # Without the keys of rounds: its gradients are clipped, and its parameters are not averaged.
         training = replace(config.training, local_steps=1, outer=None, ema_decay=None)

@@ -26,6 +26,7 @@ from paramserver.server.client import ServerClient
 from paramserver.server.shared_optimizer import SharedOptimizer
 from paramserver.task import Callback, Hooks, Task
 from paramserver.trainers.base import Trainer, overrides
+from paramserver.trainers.local_steps import LocalSteps
 from paramserver.trainers.model_copy import ModelCopy, find_trained
 from paramserver.trainers.pull import StepContext, VersionPull, make_transport
 from paramserver.trainers.push import GradientPush
@@ -117,15 +118,17 @@ class RpcTrainer(Trainer):
         kept = {name: stored.get(name) for name in names}
         data = {"buffer": None, "source": position.source, "applied": position.applied, "counters": position.counters}
         # Not by an override of the user, which expects what its ``state_dict`` has added.
-        Trainer.load_state_dict(self, {**kept, **data, "random": None, "resumes": incarnation})
+        RpcTrainer.load_state_dict(self, {**kept, **data, "random": None, "resumes": incarnation})
 
-    def restore_residuals(self, part: Mapping[str, Any]) -> None:
+    def load_state_dict(self, part: Mapping[str, Any]) -> None:
         transport = self.transport
         if not isinstance(transport, RpcTrainerTransport) or transport.feedback is None:
-            super().restore_residuals(part)
+            super().load_state_dict(part)
             return
-        residuals = part.get("residuals")
-        transport.load_residuals(residuals or {})
+        # What compression has lost before the checkpoint.
+        residuals = part.get("residuals") or {}
+        super().load_state_dict({**part, "residuals": None})
+        transport.load_residuals(residuals)
         self.record("residuals", restored=bool(residuals))
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,7 +157,7 @@ class RpcTrainer(Trainer):
         self.tree, self.table_uses = self.model_copy.tree, self.model_copy.table_uses
         self.record("transport", transport=transport.name)
         self.optimizer_calls.set_optimizers(reply.parameters_of, self.model)
-        self.prepare_local_steps(self.model)
+        self.local_steps = LocalSteps.of(self.task, self.model, self.config, self.trainer_index)
         self._validates_averages = reply.validates_averages
         self.pull = VersionPull(
             self.control, transport, self.model_copy, self.context, self.clock, reply.parameters_of, rows

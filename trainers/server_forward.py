@@ -240,7 +240,6 @@ class ServedTrainer(RpcTrainer):
             self.model.next_batch()
         self.on_after_backward()
         self.clock.lap("backward")
-        self.end_batch()
 
     def step_optimizer(self, report: StepReport) -> StepResult:
         return self.finish_step(self.optimizer.step(self.context.id, self.make_push(report)))

@@ -1154,8 +1154,10 @@ def trainer_class(config: Config, folders: Sequence[Path]) -> type[Trainer]:
 
 
 def _train(trainer: Trainer, totals: list[TrainerTotals], session: RankSession) -> Decision:
+    from paramserver.trainers.base import TrainingLoop
+
     try:
-        return trainer.run()
+        return TrainingLoop(trainer).run()
     except SystemExit as error:
         # Otherwise the other ranks would take this one's exit for a success.
         raise TrainingError(
