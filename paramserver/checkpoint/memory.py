@@ -1,7 +1,8 @@
 """One checkpoint in memory: in a folder on a tmpfs, which outlives the processes of its run, but not the machine.
 
-It is written like any other. ``checkpoints/memory`` in the folder of the run names its folder. A run that returns to it
-first writes it to the disk (``move_to_disk``), so that whatever resumes a run reads checkpoints in one place.
+It is written like any other, but that large tensors are not: the copies that were staged are in files of that folder
+already (``FilePool``). ``checkpoints/memory`` in the folder of the run names the folder. A run that returns to it first
+writes it to the disk (``move_to_disk``), so that whatever resumes a run reads checkpoints in one place.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.checkpoint.format import LATEST, check_sizes, read_manifest, read_pointer, remove, step_of
-from paramserver.checkpoint.load import find_checkpoint, read_checkpoint
+from paramserver.checkpoint.load import Checkpoint, find_checkpoint, read_checkpoint
 from paramserver.checkpoint.save import ChunkedFile, write_checkpoint
 from paramserver.errors import CheckpointError, StorageError
 from paramserver.fileio import atomic_write_text, explain_disk_errors
@@ -24,7 +25,7 @@ _log = logging.getLogger(__name__)
 MEMORY = "memory"
 """The reason of a checkpoint in memory, and the name of the file that names its folder."""
 
-_FOLLOWS = "follows"
+_FOLLOWS, _BLOCKS = "follows", "blocks"
 _PREFIX = "paramserver-"
 _MIB = 2**20
 
@@ -58,9 +59,12 @@ def make_memory_folder(run: Path, base: Path, objects: Mapping[str, Any]) -> Pat
     return folder
 
 
-def follows(names: Sequence[str | None]) -> dict[str, Any]:
-    """Return the metadata of a checkpoint in memory. ``names`` are the checkpoints on the disk that it may continue."""
-    return {_FOLLOWS: list(names)}
+def follows(names: Sequence[str | None], blocks: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return the metadata of a checkpoint in memory. ``names`` are the checkpoints on the disk that it may continue.
+
+    ``blocks`` are the files with its large tensors, by the name of its object; see ``FilePool.detach``.
+    """
+    return {_FOLLOWS: list(names), _BLOCKS: dict(blocks)}
 
 
 def newer_in_memory(run: Path) -> Path | None:
@@ -94,15 +98,15 @@ def move_to_disk(run: Path) -> str | None:
     found, sentence = newer_in_memory(run), None
     if found is not None:
         try:
-            checkpoint = read_checkpoint(found)
+            checkpoint, objects = _read(found)
         except CheckpointError as error:
             sentence = f"the checkpoint in memory is not used: {str(error).partition(';')[0]}"
             _log.warning("%s", sentence)
         else:
             sentence = f"{found.name} was in memory ({found.parent}), and is on the disk now"
-            metadata = {key: value for key, value in checkpoint.manifest.metadata.items() if key != _FOLLOWS}
-            files = {name: _mapped(found / name) for name in checkpoint.manifest.files}
-            write_checkpoint(run / "checkpoints", checkpoint.step, files, metadata)
+            own = _FOLLOWS, _BLOCKS
+            metadata = {key: value for key, value in checkpoint.manifest.metadata.items() if key not in own}
+            write_checkpoint(run / "checkpoints", checkpoint.step, objects, metadata)
     remove_memory(run)
     return sentence
 
@@ -123,6 +127,21 @@ def _memory_folder(run: Path) -> Path | None:
     run = run.resolve()
     is_own = owner == str(run) and Path(folder).name.startswith(f"{_PREFIX}{run.name}-")
     return Path(folder) if is_own and Path(folder).is_dir() else None
+
+
+def _read(path: Path) -> tuple[Checkpoint, dict[str, Any]]:
+    """Return the checkpoint in a folder, and what ``write_checkpoint`` writes of it to another one."""
+    checkpoint = read_checkpoint(path)
+    blocks = checkpoint.manifest.metadata.get(_BLOCKS, {})
+    objects: dict[str, Any] = {}
+    for file in checkpoint.manifest.files:
+        if names := blocks.get(name := file.removesuffix(".pt")):
+            from paramserver.checkpoint.staging import FilePool  # here: a launcher looks for checkpoints without torch
+
+            objects[name] = FilePool.attach(checkpoint.load(name), names, path.parent)
+        else:
+            objects[file] = _mapped(path / file)
+    return checkpoint, objects
 
 
 def _mapped(path: Path) -> ChunkedFile:

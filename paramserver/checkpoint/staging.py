@@ -8,13 +8,15 @@ from __future__ import annotations
 import copy
 import math
 import mmap
+import os
 import sys
 import threading
 import weakref
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paramserver.errors import TaskError
+from paramserver.errors import CheckpointError, TaskError
 from paramserver.fileio import Writable
-
-_LARGE_BYTES = 2**20
 
 
 class StagingPool:
@@ -37,6 +37,8 @@ class StagingPool:
     staged. Thread-safe.
     """
 
+    least_bytes = 2**20  # smaller blocks are left to the allocator
+
     def __init__(self) -> None:
         # Re-entrant: the garbage collector may run a finalizer, which takes this lock, inside ``acquire``.
         self._lock = threading.RLock()
@@ -44,20 +46,26 @@ class StagingPool:
         self._bytes = 0
 
     def acquire(self, size_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return ``size_bytes`` of memory with any content. Small blocks are left to the allocator."""
-        if size_bytes < _LARGE_BYTES:
+        """Return ``size_bytes`` of memory with any content."""
+        if size_bytes < self.least_bytes:
             return np.empty(size_bytes, np.uint8)
         with self._lock:
             fitting = [size for size, free in self._free.items() if free and size_bytes <= size <= 2 * size_bytes]
             if fitting:
                 memory = self._free[min(fitting)].pop()
             else:
-                # No huge pages: to find one, the kernel may have to move others out of the way first.
-                memory = mmap.mmap(-1, size_bytes)
+                memory = self._map(size_bytes)
                 self._bytes += size_bytes
         block = np.frombuffer(memory, np.uint8, size_bytes)
         weakref.finalize(block, self._release, memory).atexit = False
         return block
+
+    def _map(self, size_bytes: int) -> mmap.mmap:
+        # No huge pages: to find one, the kernel may have to move others out of the way first.
+        return mmap.mmap(-1, size_bytes)
+
+    def _discard(self, memory: mmap.mmap) -> None:
+        """Called before a block is freed."""
 
     def _release(self, memory: mmap.mmap) -> None:
         with self._lock:
@@ -66,13 +74,93 @@ class StagingPool:
     def trim(self) -> None:
         """Free the blocks that are not lent. Call it when a copy is complete: that copy had no use for them."""
         with self._lock:
-            self._bytes -= sum(size * len(free) for size, free in self._free.items())
+            for memory in chain.from_iterable(self._free.values()):
+                self._bytes -= len(memory)
+                self._discard(memory)
             self._free.clear()
 
     @property
     def size_bytes(self) -> int:
         """Bytes that are lent or kept."""
         return self._bytes
+
+
+class FilePool(StagingPool):
+    """Lends blocks that are files in a folder, best on a tmpfs: what is copied there outlives the process.
+
+    A copy is then stored with the names of its blocks (``detach``) and read by ``attach``, while the caller keeps it.
+    """
+
+    least_bytes = 2**16
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._names: dict[int, str] = {}  # of the files, by the address of the block
+        self._made = 0
+
+    def _map(self, size_bytes: int) -> mmap.mmap:
+        path, self._made = self._folder / f"block-{self._made}", self._made + 1
+        try:
+            with path.open("xb+") as file:
+                # A page for which there is no room would end the process when it is written to.
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+                memory = mmap.mmap(file.fileno(), size_bytes)
+        except OSError:
+            # What is copied there is written with the rest, which fails if there is no room for it.
+            path.unlink(missing_ok=True)
+            return super()._map(size_bytes)
+        self._names[_address(memory)] = path.name
+        return memory
+
+    def _discard(self, memory: mmap.mmap) -> None:
+        if (name := self._names.pop(_address(memory), None)) is not None:
+            (self._folder / name).unlink(missing_ok=True)
+
+    def detach(self, state: Any) -> tuple[Any, list[str], int]:
+        """Return a copy's structure, with tensors on the device meta for those in blocks; their names, and their bytes.
+
+        The names are in the order in which ``map_leaves`` visits these tensors.
+        """
+        names: list[str] = []
+        sizes: list[int] = []
+
+        def detached(value: Any) -> Any:
+            name = self._names.get(address_of(value))
+            if name is None:
+                return value
+            names.append(name)
+            sizes.append(value.nbytes)
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+        return map_leaves(detached, state), names, sum(sizes)
+
+    @staticmethod
+    def attach(state: Any, names: Sequence[str], folder: Path) -> Any:
+        """Return the copy that ``detach`` was given, from its structure, the names, and the folder of the files.
+
+        Raises:
+            CheckpointError: a block is missing, or too short.
+        """
+        left = iter(names)
+        blocks: dict[tuple[str, int], Tensor] = {}  # tensors that shared memory share it again
+
+        def attached(value: Any) -> Any:
+            if not (isinstance(value, Tensor) and value.is_meta):
+                return value
+            key = name, size_bytes = next(left, ""), value.numel() * value.element_size()
+            try:
+                if key not in blocks:
+                    blocks[key] = torch.from_numpy(np.memmap(folder / name, np.uint8, "c", shape=(size_bytes,)))
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{folder / name} cannot be read ({error})") from error
+            return blocks[key].view(value.dtype).as_strided(value.shape, value.stride())
+
+        return map_leaves(attached, state)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return np.frombuffer(memory, np.uint8).ctypes.data
 
 
 _NESTED = (dict, list, tuple)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from paramserver.checkpoint import (
 from paramserver.checkpoint.memory import MEMORY, follows, make_memory_folder, newer_in_memory, remove_memory
 from paramserver.checkpoint.save import restore_best_pointer
 from paramserver.checkpoint.serialization import check_mapping
-from paramserver.checkpoint.staging import RowStream, address_of, replace_tensors
+from paramserver.checkpoint.staging import FilePool, RowStream, address_of, replace_tensors
 from paramserver.config import Config, num_trainers_of, world_size_of
 from paramserver.config.deadlines import LAST_WRITE_S
 from paramserver.errors import CheckpointError, StorageError, TrainingError, UnsupportedConfiguration
@@ -196,6 +197,9 @@ class CheckpointManager:
         self._memory: CheckpointWriter | None = None  # of those in memory, from the first one on
         self._memory_failed = False
         self._pool = StagingPool()
+        # Of those in memory after the first, and the copies in it that the newest one consists of.
+        self._memory_pool: FilePool | None = None
+        self._in_memory: Mapping[str, Any] = {}
         self._resume = resume
         self._buffers_as_built: dict[str, tuple[object, ...]] | None = None
         if resume is not None:
@@ -363,16 +367,17 @@ class CheckpointManager:
             weights = averaged_state_dict(model, parameters["eval"])
         if updater.tables:
             weights = self._with_streams(model, weights, updater.tables, step)
+        pool = (self._memory_pool if SAVE_REASONS[reason].in_memory else None) or self._pool
         objects = {
-            "model": stage_copy(weights, self._pool),
-            "optimizer": stage_copy(state["optimizer"], self._pool),
+            "model": stage_copy(weights, pool),
+            "optimizer": stage_copy(state["optimizer"], pool),
             "run": stage_copy(run_state),
         }
         if parameters is not None:
-            objects[_TRAINED] = stage_copy(parameters["train"], self._pool)
+            objects[_TRAINED] = stage_copy(parameters["train"], pool)
         if self.config.training.ema_decay is not None:
-            objects["ema"] = stage_copy(averaged_state_dict(model, updater.averages()), self._pool)
-        self._pool.trim()
+            objects["ema"] = stage_copy(averaged_state_dict(model, updater.averages()), pool)
+        pool.trim()
         return StagedCheckpoint(step, objects, self.monitor.improved_step == step, reason, since, updater.release)
 
     def _check_finite(self, parameters: Mapping[str, Tensor], step: int) -> None:
@@ -446,9 +451,15 @@ class CheckpointManager:
             # Draws depend on when they are made: a simulation of which a trainer's part has samples must keep its own.
             objects["run"] = {**objects["run"], "simulations": self.simulations.state_dict()}
         try:
+            block_bytes = 0
             if in_memory:
-                metadata |= follows([*self.writer.pending_names(), self.last_checkpoint])
-                future = self._memory_writer(objects).submit(staged.step, objects, metadata)
+                (writer, pool), blocks = self._memory_writer(objects), {}
+                for name in staged.objects.keys() - {"run"}:
+                    objects[name], blocks[name], size_bytes = pool.detach(objects[name])
+                    block_bytes += size_bytes
+                metadata |= follows([*self.writer.pending_names(), self.last_checkpoint], blocks)
+                future = writer.submit(staged.step, objects, metadata)
+                future.add_done_callback(partial(self._keep_in_memory, copies=staged.objects))
             else:
                 future = self.writer.submit(staged.step, objects, metadata, staged.is_best)
         except BaseException:
@@ -459,17 +470,23 @@ class CheckpointManager:
         if not in_memory:
             self.pauses_s.append(pause_s)
         reason = staged.reason  # the callback must not keep ``staged``, and with it the copies, alive
-        future.add_done_callback(lambda done: self._record_written(done, pause_s, reason))
+        future.add_done_callback(lambda done: self._record_written(done, pause_s, reason, block_bytes))
         release = staged.release
         future.add_done_callback(lambda _: release())
 
-    def _memory_writer(self, objects: Mapping[str, Any]) -> CheckpointWriter:
-        """Return the writer of checkpoints in memory, which is made for the first one, of these objects."""
-        if self._memory is None:
+    def _memory_writer(self, objects: Mapping[str, Any]) -> tuple[CheckpointWriter, FilePool]:
+        """Return the writer of checkpoints in memory, and the pool for the next ones; made for the first one."""
+        if self._memory is None or self._memory_pool is None:
             config = self.config.checkpoint
             folder = make_memory_folder(self.run.path, Path(config.memory_folder), objects)
             self._memory = CheckpointWriter(folder, keep=1, background=config.background, optional=True)
-        return self._memory
+            self._memory_pool = FilePool(folder)
+        return self._memory, self._memory_pool
+
+    def _keep_in_memory(self, done: Future[WrittenCheckpoint], copies: Mapping[str, Any]) -> None:
+        """Keep what is in the blocks of a checkpoint in memory until another one has replaced it."""
+        if not done.cancelled() and done.exception() is None:
+            self._in_memory = copies
 
     def _kept_state(self, trainer_index: int) -> dict[str, Any]:
         """Return what the part of a lost trainer has of its newest one, such as of its task and local steps.
@@ -483,7 +500,7 @@ class CheckpointManager:
             **{name: part.get(name) for name in ("local_steps", "residuals", "extra_state", "flags", "validation")},
         }
 
-    def _record_written(self, done: Future[WrittenCheckpoint], pause_s: float, reason: str) -> None:
+    def _record_written(self, done: Future[WrittenCheckpoint], pause_s: float, reason: str, block_bytes: int) -> None:
         if done.cancelled():
             return  # replaced by a newer one
         if (error := done.exception()) is not None:  # raised by the writer's next call, unless it is optional
@@ -501,7 +518,7 @@ class CheckpointManager:
                 written.step,
                 path=str(written.path),
                 seconds=written.seconds,
-                bytes=written.size_bytes,
+                bytes=written.size_bytes + block_bytes,
                 pause_ms=pause_s * 1e3,
                 reason=reason,
             )

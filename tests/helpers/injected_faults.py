@@ -13,6 +13,7 @@ from threading import Event
 import torch
 from supervised_tasks import ranks_of
 from tasks import ReferenceTask
+from torch import nn
 
 from paramserver.distributed.timeouts import poll_until
 
@@ -169,3 +170,15 @@ class SteppedByValidations(torch.optim.lr_scheduler.LambdaLR):
 
     def load_state_dict(self, state):
         self.last_epoch = state["last_epoch"]
+
+
+class InjectedLarge(Injected):
+    """With tensors that are large enough to be stored where they were copied, in a checkpoint in memory."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.first = nn.Sequential(nn.Linear(4 * 36, 256), nn.Linear(256, 16))
+        return model
+
+    def build_optimizer(self, model):
+        return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)

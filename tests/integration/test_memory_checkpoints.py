@@ -16,14 +16,14 @@ IN_MEMORY = {"every": 0, "memory_every": EVERY, "background": False}
 Usage = namedtuple("Usage", "total used free")
 
 
-def run(folder, mode, fault=None, target=0, start=launch, after=None, **sections):
+def run(folder, mode, fault=None, target=0, start=launch, after=None, task="Injected", **sections):
     """A run of 12 steps; the fault befalls rank ``target`` in the seventh, once a file ``after`` is there."""
     folder.mkdir()
     (folder / "shm").mkdir()
     checkpoint = sections.pop("checkpoint", IN_MEMORY)
     return start(
         folder,
-        task=f"{FAULTS}:Injected",
+        task=f"{FAULTS}:{task}",
         task_args={"folder": str(folder), "fault": fault, "target": target, "after": after},
         mode=mode,
         cluster={"num_trainers": 1 if mode == "local" else 2, "timeout_s": 60},
@@ -87,6 +87,26 @@ def test_a_local_run_that_is_killed_is_resumed_by_hand_from_the_one_in_memory(tm
     assert f"from step-00000004, which is in memory ({tmp_path / 'killed' / 'shm'}" in resumed.output
     assert_equal_runs(whole, resumed)
     assert not list((tmp_path / "killed" / "shm").iterdir())
+
+
+@pytest.mark.parametrize("mode", ["local", "rpc"])
+def test_a_run_returns_to_large_tensors_where_they_were_copied(tmp_path, mode):
+    options = {"task": "InjectedLarge", "checkpoint": IN_MEMORY | {"memory_every": 2}}
+    start = run_in_process if mode == "local" else launch
+    whole = run(tmp_path / "whole", mode, start=start, **options)
+    # In ``rpc`` the fault waits for a file that a checkpoint after the first has.
+    killed = run(tmp_path / "killed", mode, fault="kill", target=None if mode == "local" else 0, **options)
+    assert (tmp_path / "killed" / "mark").exists()
+    shm = tmp_path / "killed" / "shm"
+    if mode == "local":
+        (folder,) = shm.iterdir()
+        # The last and the one before it: of each tensor of the layer and its two averages of the optimizer.
+        assert len(list(folder.glob("block-*"))) == 6
+        killed = resume_in_process(killed)
+    assert killed.code == 0, killed.output
+    assert any(f"step-00000006 was in memory ({shm}" in note for note in notes(killed)) or mode == "local"
+    assert_equal_runs(whole, killed, trainers=1 if mode == "local" else 2)
+    assert not list(shm.iterdir())
 
 
 def test_a_step_with_a_checkpoint_on_the_disk_has_none_in_memory(tmp_path):

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from open_writers import open_writer
+from torch.utils._pytree import tree_leaves_with_path
 
-from paramserver.checkpoint import find_checkpoint, read_checkpoint
+from paramserver.checkpoint import find_checkpoint, read_checkpoint, stage_copy
 from paramserver.checkpoint.format import list_written
 from paramserver.checkpoint.memory import (
     MEMORY,
@@ -19,6 +20,7 @@ from paramserver.checkpoint.memory import (
     remove_memory,
 )
 from paramserver.checkpoint.save import write_checkpoint
+from paramserver.checkpoint.staging import FilePool
 from paramserver.errors import CheckpointError, StorageError
 from paramserver.runs.attempt import resume_transaction
 from paramserver.runs.resume import describe_resume
@@ -44,10 +46,14 @@ def on_disk(run, step):
     return write_checkpoint(run / "checkpoints", step, {"model": {"w": torch.full((4,), float(step))}}, {"trainers": 1})
 
 
-def in_memory(run, base, step, after):
-    objects = {"model": {"w": torch.full((4,), float(step))}, "empty": b""}
-    folder = make_memory_folder(run, base, objects)
-    return write_checkpoint(folder, step, objects, {"trainers": 1, **follows(after)})
+def in_memory(run, base, step, after, model=None):
+    """One whose large tensors are where they were staged; by default it has a single one, and none else."""
+    model = {"w": torch.full((2**15,), float(step))} if model is None else model
+    folder = make_memory_folder(run, base, {"model": model})
+    pool = FilePool(folder)
+    stored, blocks, _ = pool.detach(stage_copy(model, pool))
+    objects = {"model": stored, "empty": b""}
+    return write_checkpoint(folder, step, objects, {"trainers": 1, **follows(after, {"model": blocks})})
 
 
 @pytest.mark.parametrize(
@@ -97,12 +103,78 @@ def test_a_relative_folder_is_found_from_elsewhere(run, base, tmp_path, monkeypa
 
 
 def test_what_comes_to_the_disk_is_the_same_checkpoint(run, base):
-    found = read_checkpoint(in_memory(run, base, 5, [None]))
-    files = {name: (found.path / name).read_bytes() for name in found.manifest.files}
-    assert move_to_disk(run) == f"step-00000005 was in memory ({found.path.parent}), and is on the disk now"
+    large = torch.arange(2**17).reshape(2**8, 2**9)
+    model = {
+        "large": large,
+        "tied": large,
+        "transposed": (large + 1).T,
+        "bfloat16": torch.randn(2**16).bfloat16(),
+        "bool": torch.rand(2**17) > 0.5,
+        "scalar": torch.tensor(3.0),
+        "none": torch.empty(0, 3),
+        "nested": [{"step": 2, "exp_avg": torch.randn(2**15)}, torch.randn(5)],
+    }
+    found = in_memory(run, base, 5, [None], model)
+    assert len(list(found.parent.glob("block-*"))) == 5
+    assert (found / "model.pt").stat().st_size < 2**14
+    assert move_to_disk(run) == f"step-00000005 was in memory ({found.parent}), and is on the disk now"
     there = read_checkpoint(run / "checkpoints" / "step-00000005")
-    assert {name: (there.path / name).read_bytes() for name in files} == files
     assert there.manifest.metadata == {"trainers": 1}
+    assert there.read_bytes("empty") == b""
+    read = there.load("model")
+    assert list(read) == list(model)
+    for (path, value), (_, other) in zip(*map(tree_leaves_with_path, (model, read)), strict=True):
+        if not isinstance(value, torch.Tensor):
+            assert value == other
+            continue
+        assert (value.dtype, value.stride()) == (other.dtype, other.stride()), path
+        assert torch.equal(value, other), path
+    assert read["tied"].data_ptr() == read["large"].data_ptr()
+    tensors = 2**17 * 8 * 2 + 2**16 * 2 + 2**17 + 2**15 * 4
+    assert (
+        tensors < (there.path / "model.pt").stat().st_size < tensors + 2**13
+    )  # each once, without the rest of a block
+    assert not list(base.iterdir())
+
+
+def test_one_stays_as_it_is_while_the_next_ones_are_staged(run, base):
+    found = in_memory(run, base, 5, [None])
+    pool = FilePool(found.parent)
+    pool._made = 100  # names that the pool of ``in_memory`` has not used
+    kept = stage_copy({"w": torch.ones(2**15)}, pool)
+    for number in range(4):
+        copied = stage_copy({"w": torch.full((2**15,), float(number))}, pool)
+        stored, names, size_bytes = pool.detach(copied)
+        assert (names, size_bytes) == (["block-101"], 2**17)  # it is used again, and no other is made
+        assert torch.equal(FilePool.attach(stored, names, found.parent)["w"], copied["w"])
+        assert bool((kept["w"] == 1).all())
+        del copied
+    pool.trim()
+    assert {path.name for path in found.parent.glob("block-*")} == {"block-0", "block-100"}
+
+
+def test_without_room_for_a_block_it_is_stored_as_others_are(run, base, monkeypatch):
+    pool = FilePool(base)
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", refuse)
+    copied = stage_copy({"w": torch.ones(2**15)}, pool)
+    stored, names, size_bytes = pool.detach(copied)
+    assert (stored["w"] is copied["w"], names, size_bytes, list(base.iterdir())) == (True, [], 0, [])
+
+
+@pytest.mark.parametrize("damage", ["block", "no block"])
+def test_one_without_its_blocks_gives_way_to_the_disk(run, base, damage):
+    on_disk(run, 100)
+    found = in_memory(run, base, 150, ["step-00000100"])
+    block = found.parent / "block-0"
+    block.unlink() if damage == "no block" else block.write_bytes(b"short")
+    sentence = move_to_disk(run)
+    assert sentence.startswith(f"the checkpoint in memory is not used: {block} cannot be read (")
+    assert (run / "checkpoints" / "latest").read_text() == "step-00000100\n"
+    assert not list(base.iterdir())
 
 
 @pytest.mark.parametrize("damage", ["content", "size", "manifest", "removed"])
