@@ -127,7 +127,8 @@ class FilePool(StagingPool):
 
         def detached(value: Any) -> Any:
             name = self._names.get(address_of(value))
-            if name is None:
+            # Files of /dev/shm are removed where their user logs out (RemoveIPC of systemd).
+            if name is None or not (self._folder / name).exists():
                 return value
             names.append(name)
             sizes.append(value.nbytes)

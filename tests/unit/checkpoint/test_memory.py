@@ -165,6 +165,14 @@ def test_without_room_for_a_block_it_is_stored_as_others_are(run, base, monkeypa
     assert (stored["w"] is copied["w"], names, size_bytes, list(base.iterdir())) == (True, [], 0, [])
 
 
+def test_a_block_whose_file_is_removed_is_stored_as_others_are(run, base):
+    pool = FilePool(base)
+    copied = stage_copy({"w": torch.ones(2**15), "v": torch.ones(2**16)}, pool)
+    (base / "block-0").unlink()
+    stored, names, size_bytes = pool.detach(copied)
+    assert (stored["w"] is copied["w"], names, size_bytes) == (True, ["block-1"], 2**18)
+
+
 @pytest.mark.parametrize("damage", ["block", "no block"])
 def test_one_without_its_blocks_gives_way_to_the_disk(run, base, damage):
     on_disk(run, 100)
