@@ -502,15 +502,18 @@ def restore_task(task: Task, part: Mapping[str, Any], callbacks: Mapping[str, Ca
             callback.load_state_dict(stored[name])
 
 
+_WRITE_COLLATE = "write collate(self, samples), or return a DataLoader with a collate_fn"
+
+
 def _cannot_stack(samples: Sequence[Any], error: Exception) -> str:
     """Explain why ``default_collate`` failed: two samples of different types or shapes, or its own message."""
     kinds = list(dict.fromkeys(_describe_sample(sample) for sample in samples))
     if len(kinds) < 2:
         cause = message_of(error).partition("\n")[0]
-        return f"samples ({kinds[0]}) cannot be stacked into a batch ({cause}); write collate(self, samples)"
+        return f"samples ({kinds[0]}) cannot be stacked into a batch ({cause}); {_WRITE_COLLATE}"
     return (
         f"samples of a batch must be alike to be stacked, and these differ: {kinds[0]} and {kinds[1]}; make them alike "
-        "in process_sample(self, sample), or write collate(self, samples)"
+        f"in process_sample(self, sample), or {_WRITE_COLLATE}"
     )
 
 

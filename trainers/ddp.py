@@ -28,7 +28,7 @@ from paramserver.parameters.flat import trainable_parameters
 from paramserver.parameters.model import build_model, extra_state_dict, load_part_of_state, refuse_synced_batch_norm
 from paramserver.parameters.model_tree import mean_buffers, set_buffer
 from paramserver.parameters.numerics import checksums, divide_
-from paramserver.parameters.tables import find_tables
+from paramserver.parameters.tables import find_tables, refuse_max_norm
 from paramserver.platform import SHARES_MEMORY
 from paramserver.trainers.base import overrides
 from paramserver.trainers.ddp_control import AgreedStep, DdpControl, translate_peer_loss
@@ -109,6 +109,8 @@ class DdpTrainer(ReplicaTrainer):
         model = build_model(self.task, self.config.seed, placement)
         if placement.device.type == "cpu":
             refuse_synced_batch_norm(model, "in mode ddp on the CPU")
+        if self.process.trainers > 1:
+            refuse_max_norm(model)
         # DDP broadcasts and reduces by position, and would end with an error of the collective.
         self.control.check_equal(
             "build_model",

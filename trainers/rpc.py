@@ -20,7 +20,7 @@ from paramserver.parameters.model import TrainingFlags, build_model, load_frozen
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.parameters.remote_tables import exclude_from_compile
 from paramserver.parameters.sharding import full_shard
-from paramserver.parameters.tables import row_ends
+from paramserver.parameters.tables import refuse_max_norm, row_ends
 from paramserver.rng import seed_all
 from paramserver.server.client import ServerClient
 from paramserver.server.shared_optimizer import SharedOptimizer
@@ -139,6 +139,7 @@ class RpcTrainer(Trainer):
 
     def receive_model(self, reply: JoinReply) -> None:
         """Load the server's model, and choose the transport that keeps it current."""
+        refuse_max_norm(self.model)
         load_frozen_state(self.model, reply.model, "the server")
         trained = find_trained(self.model, reply.parameter_layout)
         transport = self.transport = make_transport(self.control, reply, list(trained.values()))

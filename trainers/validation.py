@@ -31,7 +31,11 @@ from paramserver.trainers.data import collate_of
 def _collate_sized(task: Task, collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, int]:
     """Collate samples to (batch, number of samples)."""
     with name_user_error("process_sample or collate, for a batch of validation_source,"):
-        return collate([task.process_sample(sample) for sample in samples]), len(samples)
+        processed = [task.process_sample(sample) for sample in samples]
+        try:
+            return collate(processed), len(samples)
+        except TaskError as error:  # of samples that cannot be stacked
+            raise TaskError(f"a batch of validation_source: {error}") from error
 
 
 class ValidationShare(Subset[Any]):

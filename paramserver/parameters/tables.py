@@ -92,11 +92,7 @@ def _check_module(table: str, user: str, module: nn.Module) -> None:
             "give the layer a weight of its own, or set sparse=False for the table"
         )
     assert isinstance(module, EMBEDDINGS)
-    if module.max_norm is not None:
-        raise UnsupportedConfiguration(
-            f"max_norm ({module.max_norm}) of table {table} ({kind}) must be None, as it changes rows in the forward "
-            "of a trainer, and they belong to the server; normalize what the module returns instead"
-        )
+    _check_max_norm(module, f"table {table}")
     if module.scale_grad_by_freq:
         raise UnsupportedConfiguration(
             f"scale_grad_by_freq of table {table} ({kind}) must be False with sparse=True, as torch has no such sparse "
@@ -106,6 +102,25 @@ def _check_module(table: str, user: str, module: nn.Module) -> None:
         raise UnsupportedConfiguration(
             f"mode (max) of table {table} ({kind}) must be sum or mean with sparse=True, as torch has no sparse "
             "gradient of a maximum; use one of them, or sparse=False"
+        )
+
+
+def refuse_max_norm(model: nn.Module) -> None:
+    """Refuse what changes trained rows in a forward, as only the copy of one trainer would be changed.
+
+    Raises:
+        UnsupportedConfiguration: an embedding that is trained has ``max_norm``.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, EMBEDDINGS) and module.weight.requires_grad:
+            _check_max_norm(module, f"{name}.weight".lstrip("."))
+
+
+def _check_max_norm(module: nn.Embedding | nn.EmbeddingBag, what: str) -> None:
+    if module.max_norm is not None:
+        raise UnsupportedConfiguration(
+            f"max_norm ({module.max_norm}) of {what} ({type(module).__name__}) must be None, as it changes rows in the "
+            "forward of one trainer only; normalize what the module returns, or the rows in the step of the optimizer"
         )
 
 

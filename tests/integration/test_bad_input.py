@@ -213,7 +213,8 @@ WHILE = {
         {"at": 44},
         2,
         "trainer 0, batch 5: samples of a batch must be alike to be stacked, and these differ: (Tensor 1x6x6, Tensor) "
-        "and (Tensor 1x3x6, Tensor); make them alike in process_sample(self, sample), or write collate(self, samples)",
+        "and (Tensor 1x3x6, Tensor); make them alike in process_sample(self, sample), or write collate(self, samples), "
+        "or return a DataLoader with a collate_fn",
         5,
     ),
     "a source that raises": ("BadSource", {}, 1, "trainer 0: the source raised at sample 50: OSError: the disk", None),

@@ -17,6 +17,7 @@ from paramserver.parameters.tables import (
     find_tables,
     mean_of_rows,
     merge_rows,
+    refuse_max_norm,
     with_values,
 )
 from paramserver.transport.segments import SegmentHost, attach, create_memfd, segment_bytes
@@ -62,6 +63,15 @@ def test_the_tables_of_a_model_are_its_trained_sparse_embeddings():
 def test_settings_without_a_sparse_gradient_are_refused(settings, message):
     with pytest.raises(UnsupportedConfiguration, match=message):
         find_tables(model(**settings))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_dense_rows_that_a_forward_changes_are_refused(kind):
+    trained = nn.ModuleDict({"words": kind(5, 2, max_norm=0.5)})
+    with pytest.raises(UnsupportedConfiguration, match=r"max_norm \(0.5\) of words.weight \(Embedding(Bag)?\) must be"):
+        refuse_max_norm(trained)
+    refuse_max_norm(trained.requires_grad_(False))  # all trainers change such rows alike
+    refuse_max_norm(nn.ModuleDict({"words": kind(5, 2)}))
 
 
 def test_a_table_that_another_layer_uses_is_refused():

@@ -96,6 +96,12 @@ def test_samples_are_processed_and_collated_by_the_task():
     assert evaluated(task, batches_of(task)).means() == {"x": 3.0}
 
 
+def test_samples_that_cannot_be_stacked_are_named():
+    task = Mean([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(TaskError, match=r"a batch of validation_source: samples .* DataLoader with a collate_fn"):
+        evaluated(task, batches_of(task))
+
+
 def test_a_task_may_have_no_validation():
     assert batches_of(Mean(None)) is None
     assert evaluated(Mean(), ()).means() == {}
