@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 import yaml
+from forked_groups import ForkedGroup
 from launching import TASKS, environment, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +41,13 @@ def processes_left(out):
 
 
 # Whole benchmarks.
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _runs_are_forked():
+    """Those of benchmarks in this process; test_an_interrupt_keeps_what_is_finished starts interpreters."""
+    with mock.patch("paramserver.tools.bench.measure.ProcessGroup", ForkedGroup):
+        yield
 
 
 @pytest.fixture(scope="module")
