@@ -5,7 +5,6 @@ import math
 import pickle
 import re
 import shutil
-import subprocess
 import sys
 import warnings
 from itertools import pairwise
