@@ -136,9 +136,9 @@ def pytest_report_header():
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef):
     """What a fixture of several tests changes for good is no test's own: ``nothing_left_behind`` cannot see it."""
-    before = leaks.variables()
+    before = leaks.variables() if fixturedef.scope != "function" else None
     found = yield
-    if fixturedef.scope != "function" and (changed := leaks.changed_variables(before)):
+    if before is not None and (changed := leaks.changed_variables(before)):
         pytest.fail(f"the fixture {fixturedef.argname} changed {', '.join(changed)}", pytrace=False)
     return found
 

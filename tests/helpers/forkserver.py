@@ -7,9 +7,11 @@ The fork server is a process that has imported everything a rank needs and has u
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import itertools
 import json
+import multiprocessing.util
 import os
 import selectors
 import signal
@@ -29,6 +31,8 @@ from paramserver.runtime.preloaded import MODULES
 READY = b"ready"
 SHORT_LIFE = "TEST_SHORT_LIFE_S"
 """Ranks that live for less than so many seconds start again with a delay; 0: all ranks start again at once."""
+FORKED_LOADER = "TEST_FORKED_LOADER"
+"""The first process that a rank of these runs spawns, the loader of its workers, is a fork too (``LoaderToBe``)."""
 PRELOADED = (
     "paramserver.tools.chaos.command",
     "paramserver.launch",
@@ -204,6 +208,66 @@ class ForkedRank:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+class LoaderToBe:
+    """In place of ``multiprocessing.util.spawnv_passfds``: the process that reads a data set for worker processes.
+
+    It is forked while the rank has no threads, waits for what a new interpreter would be started with, and imports no
+    torch. A second one of this rank is a new interpreter, as all are in tests/unit/sources.
+    """
+
+    def __init__(self):
+        os.setpgid(0, 0)  # as the supervisor does, so that the loader is in the group of its rank
+        rank = os.getpid()
+        self._link, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._spawn, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, self
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._link.close()
+            wait_to_be_loader(rank, link)
+        link.close()
+
+    def __call__(self, path, arguments, descriptors):
+        if "--multiprocessing-fork" not in arguments:  # the process that tracks shared memory
+            return self._spawn(path, arguments, descriptors)
+        multiprocessing.util.spawnv_passfds = self._spawn
+        numbers = sorted({int(number) for number in descriptors})
+        message = json.dumps([[os.fsdecode(argument) for argument in arguments], numbers, dict(os.environ)])
+        with self._link:
+            socket.send_fds(self._link, [message.encode()], numbers)
+        return self._pid
+
+
+def wait_to_be_loader(rank, link):
+    """Be what ``LoaderToBe`` forks until it ends. Does not return."""
+    from paramserver import process_utils
+
+    process_utils.die_with_parent(rank, signal.SIGKILL)
+    close_descriptors({link.fileno()})
+    message, received, _, _ = socket.recv_fds(link, 1 << 16, 16)
+    if not message:
+        os._exit(0)
+    arguments, numbers, environ = json.loads(message)
+    # A number may be that of another descriptor that has arrived: all are moved beyond them first.
+    received = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 1000) for descriptor in received]
+    for descriptor, number in zip(received, numbers, strict=True):
+        os.dup2(descriptor, number)
+    close_descriptors(set(numbers))
+    adopt_environment(environ)
+    sys.argv = ["-c", *arguments[arguments.index("-c") + 2 :]]
+    try:
+        exec(arguments[arguments.index("-c") + 1], {})  # calls multiprocessing.spawn.spawn_main
+    finally:
+        os._exit(1)
+
+
+def close_descriptors(kept):
+    """Close all but the standard streams and those ``kept``."""
+    for descriptor in sorted(int(link.name) for link in Path("/proc/self/fd").iterdir()):
+        if descriptor > 2 and descriptor not in kept:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
 def adopt_environment(environ):
     """Make this process see ``environ``, and import as ``python -m`` does: from the current folder and PYTHONPATH."""
     os.environ.clear()
@@ -219,13 +283,12 @@ def run_rank(arguments, output, kept, environ):
     os.dup2(output, 1)
     os.dup2(output, 2)
     # The supervisor's descriptors do not outlive an exec: no rank may hold the pipe of another one open.
-    for descriptor in sorted(int(link.name) for link in Path("/proc/self/fd").iterdir()):
-        if descriptor > 2 and descriptor not in kept:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+    close_descriptors(kept)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
     adopt_environment(environ)
+    if os.environ.get(FORKED_LOADER):
+        LoaderToBe()
     sys.argv = ["paramserver.launch", *arguments]
     exit_process(launch.main(arguments))
 

@@ -70,16 +70,16 @@ class Tables(Task):
         return build_optimizer(self.kind, list(model.parameters()))
 
     def train_source(self, partition):
-        return self._data(1)
+        return self._data(1, self.samples)
 
     def validation_source(self, partition):
-        return self._data(2)
+        return self._data(2, 36)  # few: over messages each batch asks for the rows of each table
 
-    def _data(self, seed):
+    def _data(self, seed, samples):
         generator = torch.Generator().manual_seed(seed)
-        uniform = torch.rand(self.samples, 4, generator=generator, dtype=torch.float64)
+        uniform = torch.rand(samples, 4, generator=generator, dtype=torch.float64)
         ids = (ROWS * uniform**3).long()
-        weights = torch.rand(self.samples, 4, generator=generator, dtype=torch.float64)
+        weights = torch.rand(samples, 4, generator=generator, dtype=torch.float64)
         return TensorDataset(ids, weights, (ids.sum(1) % 5).double())
 
     def training_step(self, model, batch, batch_idx):
@@ -167,7 +167,7 @@ class Others(Tables):
         return nn.ModuleDict(layers)
 
     def train_source(self, partition):
-        data = self._data(1)
+        data = self._data(1, self.samples)
         return Subset(data, range(200)) if self.uneven else data
 
     def training_step(self, model, batch, batch_idx):

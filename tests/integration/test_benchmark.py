@@ -1,5 +1,7 @@
 """The command ``paramserver benchmark``: what it writes, how it ends, and whether other clocks agree with it."""
 
+import contextlib
+import io
 import json
 import os
 import selectors
@@ -7,10 +9,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 import yaml
+from forked_groups import ForkedGroup
 from launching import TASKS, environment, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,12 +36,6 @@ def command(file, out, *flags):
     return [sys.executable, "-m", "paramserver.benchmark", "--config", str(file), "--out", str(out), *map(str, flags)]
 
 
-def run(file, out, *flags, timeout_s=150):
-    return subprocess.run(
-        command(file, out, *flags), capture_output=True, text=True, timeout=timeout_s, env=environment(), check=False
-    )
-
-
 def processes_left(out):
     return [p for p in psutil.process_iter(["cmdline"]) if str(out) in " ".join(p.info["cmdline"] or [])]
 
@@ -45,19 +43,33 @@ def processes_left(out):
 # Whole benchmarks.
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _runs_are_forked():
+    """Those of benchmarks in this process; test_an_interrupt_keeps_what_is_finished starts interpreters."""
+    with mock.patch("paramserver.tools.bench.measure.ProcessGroup", ForkedGroup):
+        yield
+
+
 @pytest.fixture(scope="module")
 def benched(tmp_path_factory):
     """Two cases, to the end."""
     folder = tmp_path_factory.mktemp("benchmark")
     flags = ("--modes", "rpc", "--trainers", "1", "--repeats", "1", "--seconds", "0.5", "--warm-up", "0.2")
-    done = run(write_config(folder), folder / "out", *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "out", done
+    printed, noted = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(noted),
+    ):
+        patch.setenv("OMP_NUM_THREADS", "1")
+        code = benchmark.main(["--config", str(write_config(folder)), "--out", str(folder / "out"), *flags])
+    assert code == 0, printed.getvalue() + noted.getvalue()
+    return folder / "out", printed.getvalue(), noted.getvalue()
 
 
 @pytest.mark.processes
 def test_a_benchmark_writes_a_record_for_each_case_and_both_pages(benched):
-    out, done = benched
+    out, printed, noted = benched
     results = read_results(out).results
     assert [(one.case, one.repeat) for one in results] == [("local", 0), ("rpc 1 trainer", 0)]
     assert all(one.is_completed for one in results)
@@ -65,9 +77,9 @@ def test_a_benchmark_writes_a_record_for_each_case_and_both_pages(benched):
     assert not (out / "runs").exists()
     page = (out / "report.md").read_text()
     assert all(name in page for name in ("local", "rpc 1 trainer", str(results[0].environment["host"])))
-    assert "1/2 local, repeat 1:" in done.stderr
-    assert "left" in done.stderr
-    assert str(out / "report.html") in done.stdout
+    assert "1/2 local, repeat 1:" in noted
+    assert "left" in noted
+    assert str(out / "report.html") in printed
 
 
 @pytest.mark.processes

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from launching import NOT_GIVEN, assert_equal_runs, differing_tensors, launch, resume, train
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked_loaders")]
 
 TASK = f"{Path(__file__).parents[1] / 'helpers' / 'iterable_tasks.py'}:Streamed"
 
@@ -69,7 +69,7 @@ def test_other_trainers_and_workers_serve_the_rest_once(tmp_path, world_size, wo
 
 
 def test_another_number_of_workers_is_refused_in_one_sentence(tmp_path):
-    begun = trained(tmp_path, "local", 1, "placed", in_loader=False, max_steps=2)
+    begun = trained(tmp_path, "rpc", 1, "placed", in_loader=False, max_steps=2)
     ended = resume(begun, "--set", "training.max_steps=null", "--set", "training.loader_workers=1")
     assert ended.code == 2
     assert "training.loader_workers (1) must be 2 as before, because each worker reads its own part of" in ended.output
@@ -114,19 +114,18 @@ class Own(paramserver.Task):
 """
 
 
-def test_the_data_set_of_the_page_is_read_and_continues(tmp_path, monkeypatch):
+def test_the_data_set_of_the_page_is_read_and_continues(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "task.md").read_text()
     code = re.search(r"<!-- run: iterable -->\n```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[1]
     (tmp_path / "lines_task.py").write_text(code + OWN_TASK)
-    monkeypatch.syspath_prepend(tmp_path)  # several runs of this process, which imports the task once
     files = []
     for number in range(3):
         files.append(str(tmp_path / f"{number}.csv"))
         Path(files[-1]).write_text("".join(f"{number},{line}\n" for line in range(16)))
     sizes = {"batch_size": NOT_GIVEN, "validate_every": 0}
     task = {"task": f"{tmp_path}/lines_task.py:Own", "task_args": {"files": files}}
-    whole = train(tmp_path / "whole", "local", 1, **task, training={"max_steps": None, **sizes})
-    begun = train(tmp_path / "begun", "local", 1, **task, training={"max_steps": 3, **sizes})
+    whole = train(tmp_path / "whole", "rpc", 1, **task, training={"max_steps": None, **sizes})
+    begun = train(tmp_path / "begun", "rpc", 1, **task, training={"max_steps": 3, **sizes})
     ended = resume(begun, "--set", "training.max_steps=null")
     assert ended.code == 0, ended.output
     assert ended.summary["samples"] == 48

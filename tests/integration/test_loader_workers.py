@@ -23,7 +23,7 @@ from launching import (
 )
 from process_states import is_alive, wait_until_ended
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked_loaders")]
 
 TASKS = Path(__file__).parents[1] / "helpers" / "loader_tasks.py"
 CONFIG = {

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.processes
 EVERYTHING = {
     "task_args": {"groups": True, "schedule": "step"},
     "training": {
-        "max_steps": 24,
+        "max_steps": 16,
         "batch_size": 8,
         "accumulate_batches": 2,
         "clip_grad_norm": 0.5,
@@ -40,7 +40,7 @@ def test_one_trainer_is_the_same_in_every_mode_bit_for_bit(tmp_path, optimizer):
 def test_two_trainers_are_the_same_in_ddp_and_rpc_bit_for_bit(tmp_path, optimizer, schedule):
     """An epoch is four steps, and a validation happens every five."""
     config = with_optimizer(optimizer, schedule=schedule, samples=128)
-    config["training"] = {**config["training"], "validate_every": 5}
+    config["training"] = {**config["training"], "validate_every": 5, "max_steps": 24}
     ddp, rpc = (train(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))
     assert differing_tensors(ddp.load("model"), rpc.load("model")) == []
     assert differing_tensors(ddp.load("optimizer"), rpc.load("optimizer")) == []
@@ -58,7 +58,7 @@ def test_two_trainers_are_the_same_in_ddp_and_rpc_bit_for_bit(tmp_path, optimize
 
 @pytest.mark.parametrize("rounds", [{}, {"local_steps": 3}], ids=["steps", "rounds"])
 def test_clipping_by_value_is_the_same_in_every_mode_bit_for_bit(tmp_path, rounds):
-    training = {**EVERYTHING["training"], "clip_grad_norm": None, "clip_grad_value": 0.01, **rounds}
+    training = {**EVERYTHING["training"], "clip_grad_norm": None, "clip_grad_value": 0.01, "max_steps": 6, **rounds}
     config = {**with_optimizer("sgd"), "training": training}
     local, *others = (train(tmp_path, mode, 1, **config) for mode in ("local", "ddp", "rpc"))
     ddp, *of_two = (train(tmp_path / "two", mode, 2, **config) for mode in ("ddp", "rpc"))
@@ -75,7 +75,6 @@ def test_clipping_by_value_is_the_same_in_every_mode_bit_for_bit(tmp_path, round
 )
 def test_four_trainers_differ_by_rounding_only_where_gloo_sums(tmp_path, dtype, optimizer, batch_norm, most):
     config = with_optimizer(optimizer, dtype=dtype, batch_norm=batch_norm)
-    config["training"] = {**config["training"], "max_steps": 50}
     config["ddp"] = {"shared_memory": "off"}
     ddp, rpc = (train(tmp_path, mode, 4, **config) for mode in ("ddp", "rpc"))
     apart = relative_difference(ddp.load("model"), rpc.load("model"))

@@ -81,6 +81,7 @@ def portable():
         yield server
 
 
+@pytest.mark.nightly  # the plain runs above show which transport is taken
 def test_shared_memory_is_refused_where_it_is_asked_for(tmp_path, portable):
     file = write_config(tmp_path, mode="rpc", server={"transport": "shared_memory"})
     code, output = portable.run(["--config", file], tmp_path)

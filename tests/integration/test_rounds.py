@@ -210,6 +210,20 @@ def test_others_wait_for_a_slow_round_as_long_as_for_its_steps(tmp_path, mode):
 # Stops and losses.
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """Runs of two trainers that several tests compare others with, or resume as copies: each is made once."""
+    made = {}
+
+    def run(steps=6, copy=None, **sections):
+        name = f"{steps}-{sections}"
+        if name not in made:
+            made[name] = train(tmp_path_factory.mktemp("shared"), "rpc", 2, **rounds({"max_steps": steps}, **sections))
+        return made[name] if copy is None else replace(made[name], run_dir=shutil.copytree(made[name].run_dir, copy))
+
+    return run
+
+
 @pytest.mark.claim("rounds")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("ddp", 2), ("rpc", 2)])
@@ -244,9 +258,9 @@ def test_a_schedule_that_follows_a_metric_waits_where_a_trainer_has_no_validatio
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [1, -1], ids=["trainer", "rank 0"])
-def test_a_loss_in_mid_round_changes_no_bit_with_rollback(tmp_path, victim):
+def test_a_loss_in_mid_round_changes_no_bit_with_rollback(tmp_path, shared, victim):
     server = {"on_loss": "rollback", "lost_after_s": 3.0}
-    whole = train(tmp_path / "whole", "rpc", 2, **rounds(server=server))
+    whole = shared(server=server)
     task_args = {"die": str(tmp_path / "died"), "victim": victim}
     other = train(tmp_path / "other", "rpc", 2, **rounds(server=server, task_args=task_args))
     assert (tmp_path / "died").exists()
@@ -267,8 +281,8 @@ def test_a_trainer_that_is_lost_in_mid_round_loses_that_round_only(tmp_path):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("ddp", 3), ("rpc", 1), ("rpc", 3)])
-def test_a_run_of_rounds_resumes_with_other_trainers_and_in_another_mode(tmp_path, mode, trainers):
-    begun = train(tmp_path, "rpc", 2, **rounds({"max_steps": 2}))
+def test_a_run_of_rounds_resumes_with_other_trainers_and_in_another_mode(tmp_path, shared, mode, trainers):
+    begun = shared(2, tmp_path / "run")
     flags = [f"training.max_steps=4 mode={mode} cluster.num_trainers={trainers}"]
     more = resume(begun, *(word for change in flags[0].split() for word in ("--set", change)))
     assert more.code == 0, more.output
@@ -298,12 +312,10 @@ def test_a_resume_with_another_kind_of_outer_optimizer_is_refused(tmp_path):
     assert more.code == 0, more.output
 
 
-def test_local_steps_of_all_trainers_are_counted_after_a_resume_with_other_trainers(tmp_path):
-    begun = train(tmp_path, "rpc", 2, **rounds({"max_steps": 2}))
+def test_local_steps_of_all_trainers_are_counted_after_a_resume_with_other_trainers(tmp_path, shared):
     for trainers, expected in ((1, 12 + 3), (3, 12 + 9)):
         flags = [f"cluster.num_trainers={trainers}", "training.max_steps=3", "training.batch_size=4"]
-        folder = shutil.copytree(begun.run_dir, tmp_path / f"copy-{trainers}")
-        more = resume(replace(begun, run_dir=folder), *(word for flag in flags for word in ("--set", flag)))
+        more = resume(shared(2, tmp_path / f"copy-{trainers}"), *(word for flag in flags for word in ("--set", flag)))
         assert more.code == 0, more.output
         assert more.summary["inner_steps"] == expected
 
@@ -377,11 +389,11 @@ def test_compressed_pushes_do_not_depend_on_servers_and_buckets(tmp_path, compre
 @pytest.mark.claim("compression")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("on_loss", [None, "rollback"])
-def test_residuals_are_part_of_what_a_trainer_stores(tmp_path, on_loss):
+def test_residuals_are_part_of_what_a_trainer_stores(tmp_path, shared, on_loss):
     """A run that is stopped and resumed, or whose trainer is lost in mid-round, is the one that is not, bit for bit."""
-    whole = train(tmp_path / "whole", "rpc", 2, **rounds(server=COMPRESSED))
+    whole = shared(server=COMPRESSED)
     if on_loss is None:
-        half = train(tmp_path / "half", "rpc", 2, **rounds({"max_steps": 2}, server=COMPRESSED))
+        half = shared(2, tmp_path / "half", server=COMPRESSED)
         assert half.load("trainer-1")["residuals"]
         more = resume(half, "--set", "training.max_steps=6")
         assert more.code == 0, more.output
@@ -398,8 +410,8 @@ def test_residuals_are_part_of_what_a_trainer_stores(tmp_path, on_loss):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mode", "trainers"), [("rpc", 1), ("rpc", 3), ("ddp", 2)])
-def test_residuals_move_to_other_trainers_or_are_dropped_with_a_note(tmp_path, mode, trainers):
-    begun = train(tmp_path, "rpc", 2, **rounds({"max_steps": 2}, server=COMPRESSED))
+def test_residuals_move_to_other_trainers_or_are_dropped_with_a_note(tmp_path, shared, mode, trainers):
+    begun = shared(2, tmp_path / "run", server=COMPRESSED)
     changes = [f"mode={mode}", f"cluster.num_trainers={trainers}", "training.max_steps=3"]
     more = resume(begun, *(word for change in changes for word in ("--set", change)))
     assert more.code == 0, more.output

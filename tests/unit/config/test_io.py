@@ -359,7 +359,7 @@ def values_of(name: str) -> st.SearchStrategy:
 
 
 @seed(7)
-@settings(max_examples=30, deadline=None, database=None)
+@settings(max_examples=15, deadline=None, database=None)
 @given(st.fixed_dictionaries({name: values_of(name) for name in KEYS}), st.booleans())
 def test_a_dumped_config_is_read_back_equal(tmp_path_factory, values, best):
     mapping: dict = {}

@@ -30,7 +30,7 @@ from paramserver.limits import Limits
 READY, WAITING, DRAINED = (Announcement(readiness) for readiness in Readiness)
 SIGNAL = Announcement(Readiness.READY, stop=Stop.SIGNAL, reason="signal SIGTERM")
 NONE = Limits()
-SEEDS = range(120)
+SEEDS = range(60)
 
 
 @cache
@@ -50,9 +50,9 @@ def runs_of(kind: str) -> list[SimulatedRun]:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("first", range(0, len(SEEDS), 40))
+@pytest.mark.parametrize("first", range(0, len(SEEDS), 20))
 def test_whatever_happens_the_run_ends_as_it_must(kind, first):
-    for seed in SEEDS[first : first + 40]:
+    for seed in SEEDS[first : first + 20]:
         assert run_of(kind, seed).end.verdict is Verdict.END
 
 
@@ -92,11 +92,11 @@ def test_the_runs_reach_what_they_are_to_test(kind):
     reasons = " ".join(run.end.reason for run in runs)
     for reason in ("max_steps", "max_samples", "no more data", "all data was served", "LIMIT requested"):
         assert reason in reasons
-    assert sum(run.was_interrupted for run in runs) > 5
-    least = 10 if kind == "buffered" else 20  # several gradients make a version, so there are fewer
+    assert sum(run.was_interrupted for run in runs) > 2
+    least = 5 if kind == "buffered" else 10  # several gradients make a version, so there are fewer
     assert sum(len(run.barriers) > 2 for run in runs) > least
     assert sum(len(run.reported) > 2 for run in runs) > least
-    assert kind in ("async", "buffered") or sum(run.passed > 0 for run in runs) > 20
+    assert kind in ("async", "buffered") or sum(run.passed > 0 for run in runs) > 5
     assert kind != "buffered" or sum(run.shorter > 0 for run in runs) > least
 
 
@@ -128,20 +128,20 @@ def test_staleness_is_within_its_limit_and_beyond_that_of_a_smaller_bound():
         others, worst = len(run.trainers) - 1, max(run.staleness, default=0)
         assert worst <= others * (2 * run.bound + 1)
         beyond += worst > others
-    assert beyond > 5
+    assert beyond > 2
     assert any(max(run.staleness, default=0) > 5 * (len(run.trainers) - 1) for run in runs_of("async"))
 
 
 def test_backups_are_never_stale_and_some_come_too_late():
     assert {value for run in runs_of("backup") for value in run.staleness} == {0}
-    assert sum(run.dropped.total() for run in runs_of("backup")) > 50
+    assert sum(run.dropped.total() for run in runs_of("backup")) > 25
 
 
 @pytest.mark.parametrize("kind", ["async", "bounded"])
 def test_as_many_versions_as_allowed_are_retained_and_no_more(kind):
     kept = [run.most_retained for run in runs_of(kind)]
     assert max(kept) == MAX_RETAINED_VERSIONS
-    assert sum(n == MAX_RETAINED_VERSIONS for n in kept) > 20
+    assert sum(n == MAX_RETAINED_VERSIONS for n in kept) > 10
 
 
 # Single situations.
