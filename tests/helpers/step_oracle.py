@@ -8,6 +8,7 @@ import copy
 import os
 import random
 import signal
+import threading
 import time
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -18,6 +19,7 @@ from tasks import ReferenceModel, ReferenceTask
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from paramserver.distributed.timeouts import poll_until
 from paramserver.rng import seed_all
 from paramserver.trainers import RpcTrainer
 
@@ -50,15 +52,25 @@ class PacedTask(ReferenceTask):
         changes: a trainer that changes a parameter in place at batch 3.
         alternate: a parameter has a gradient at every second batch only.
         fifo: a named pipe to which trainer 0 writes at its tenth batch.
+        gate: a file that is there once another trainer begins its seventh batch; ``slow`` waits for it in its first.
     """
 
     def __init__(
-        self, pace_ms=0.0, slow=None, slow_ms=30.0, stops=(), changes=None, alternate=False, fifo=None, **options
+        self,
+        pace_ms=0.0,
+        slow=None,
+        slow_ms=30.0,
+        stops=(),
+        changes=None,
+        alternate=False,
+        fifo=None,
+        gate=None,
+        **options,
     ):
         super().__init__(**options)
         self.pace_ms, self.slow, self.slow_ms = pace_ms, slow, slow_ms
         self.stops, self.changes, self.alternate = [tuple(stop) for stop in stops], changes, alternate
-        self.fifo = fifo
+        self.fifo, self.gate = fifo, gate
 
     def build_model(self):
         return EmbeddingModel(**self.options).to(self.dtype)
@@ -75,6 +87,10 @@ class PacedTask(ReferenceTask):
         if self.fifo is not None and (index, batch_idx) == (0, 10):
             Path(self.fifo).write_text("here")
             assert Path(self.fifo).with_suffix(".applied").read_text() == "applied"
+        if self.gate is not None and index == self.slow and batch_idx == 0:
+            assert poll_until(time.monotonic() + 60, lambda: Path(self.gate).exists() or None, threading.Event())
+        elif self.gate is not None and batch_idx == 6:
+            Path(self.gate).touch()
         if index == self.changes and batch_idx == 3:
             with torch.no_grad():
                 self.trainer.unwrapped_model.gate.mul_(2.0)

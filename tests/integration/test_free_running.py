@@ -181,10 +181,11 @@ STOPPED = {
         "training": ONE_PASS,
     },
     "async": {
-        "task_args": {**SLOWEST, "stops": [[1, 7, "parent"]], "schedule": "step"},
+        # Others are three steps ahead before the first one of the slow trainer, whatever the machine does.
+        "task_args": {**SLOWEST, "stops": [[1, 7, "parent"]], "schedule": "step", "gate": "gate"},
         "server": {"consistency": "async", "transport": "shared_memory"},
         "training": {**ONE_PASS, "accumulate_batches": 2, "clip_grad_norm": 0.5},
-        "checkpoint": {"every": 10, "keep": 10},
+        "checkpoint": {"every": 20, "keep": 10},
     },
 }
 
