@@ -28,11 +28,9 @@ from paramserver.errors import ParamserverError
 from paramserver.metrics.profile import StepProfiler
 from paramserver.online.spec import ReceiverSpec
 from paramserver.platform import start_ticks
-from paramserver.process_utils import recorded_signals
+from paramserver.process_utils import STOP_SIGNALS, discard_output_without_terminal, recorded_signals, stop_signals
 
 log = logging.getLogger("paramserver")
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class _SignalEvent(threading.Event):
@@ -98,8 +96,8 @@ def _end_at_once(number: int) -> None:
 class StopRequest:
     """Records the first request to stop this process, made by a signal or by :meth:`request`.
 
-    As a context manager it installs handlers for SIGTERM, SIGINT and SIGUSR1, if used in the main thread. A SIGINT
-    after the first request ends the process at once. A forked child has the previous handlers.
+    As a context manager it installs handlers for ``stop_signals()``, if used in the main thread. A SIGINT after the
+    first request ends the process at once. A forked child has the previous handlers.
 
     Args:
         restore: install the previous handlers again on exit. A process that ends with its rank keeps these handlers: a
@@ -130,6 +128,8 @@ class StopRequest:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        if number == signal.SIGHUP:
+            discard_output_without_terminal()
         self._handled += 1
         # Not by the event, which the thread of ``StopLimit`` may have set for this very signal.
         if number == signal.SIGINT and self._handled > 1:
@@ -139,7 +139,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         # Python allows handlers in the main thread only; a run inside another thread leaves signals to its owner.
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            self._previous = {number: signal.signal(number, self._handle) for number in stop_signals()}
             while recorded_signals:
                 self.request(f"signal {signal.Signals(recorded_signals.pop(0)).name}")
         _entered.append(self)
@@ -314,7 +314,7 @@ class StopLimit:
             return
         with suppress(BlockingIOError):
             for number in os.read(self._reading, 64):
-                if number in _SIGNALS:
+                if number in STOP_SIGNALS:
                     self._on_signal(number)
 
     def _on_signal(self, number: int) -> None:
@@ -325,6 +325,8 @@ class StopLimit:
             self.stop.request(f"signal {signal.Signals(number).name}")
         elif number == signal.SIGINT:
             _end_at_once(number)
+        elif number == signal.SIGHUP:
+            return  # another one for the same terminal
         elif time.monotonic() - self._requested_at > SAME_SIGNAL_S and not self.is_over:
             self._over_at, self.limit_text = 0.0, "before a second signal"
             _attempt(self._acknowledge, f"signal {signal.Signals(number).name} again: this process ends now")

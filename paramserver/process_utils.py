@@ -6,6 +6,7 @@ import atexit
 import faulthandler
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
@@ -52,6 +53,28 @@ def describe_exit(exit_code: int) -> str:
     return f"killed by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that request a stop. The kernel and the shell may each send SIGHUP when a terminal closes."""
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that this process takes for a request to stop.
+
+    SIGHUP is one only where it has its default: ``nohup`` ignores it, and a program may have a handler of its own.
+    """
+    return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is signal.SIG_DFL]
+
+
+def discard_output_without_terminal() -> None:
+    """Discard what this process prints if its terminal was closed, where a ``print`` of the task would fail."""
+    streams = select.poll()
+    for descriptor in (1, 2):
+        streams.register(descriptor, 0)
+    for descriptor in [descriptor for descriptor, events in streams.poll(0) if events & select.POLLHUP]:
+        with Path(os.devnull).open("wb") as nothing:
+            os.dup2(nothing.fileno(), descriptor)
+
+
 recorded_signals: list[int] = []
 """Those that arrived in ``recording_signals``, for the ``StopRequest`` that follows."""
 
@@ -61,7 +84,7 @@ def recording_signals() -> Iterator[None]:
     """Record signals that request a stop and would end this process, while torch is imported: that takes seconds."""
     defaults: list[int] = []
     if threading.current_thread() is threading.main_thread():
-        defaults = [n for n in (signal.SIGTERM, signal.SIGUSR1) if signal.getsignal(n) is signal.SIG_DFL]
+        defaults = [n for n in STOP_SIGNALS if n != signal.SIGINT and signal.getsignal(n) is signal.SIG_DFL]
     for number in defaults:
         signal.signal(number, lambda arrived, frame: recorded_signals.append(arrived))
     try:
@@ -75,11 +98,15 @@ def recording_signals() -> Iterator[None]:
 def collecting_signals(numbers: Iterable[int], on_first: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
     """Return a context that collects these signals to this process; a second one raises KeyboardInterrupt.
 
-    Call it in the main thread. ``on_first`` is called at the first one.
+    Call it in the main thread. ``on_first`` is called at the first one. SIGHUP is never a second one.
     """
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            discard_output_without_terminal()
+            if received:
+                return
         received.append(number)
         if len(received) > 1:  # the main thread may be blocked where it does not look at the first one
             raise KeyboardInterrupt
@@ -124,7 +151,7 @@ def exit_process(exit_code: int) -> NoReturn:
     """
     # Python restores the default handlers while it finalizes; a late signal would then change the exit code.
     if "torch" not in sys.modules:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         sys.exit(exit_code)
     received: list[int] = []
@@ -137,6 +164,7 @@ def exit_process(exit_code: int) -> NoReturn:
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, on_signal)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Those that are no daemons, as at the end of any program.
     deadline = time.monotonic() + _THREADS_S
     for thread in threading.enumerate():

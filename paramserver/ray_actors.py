@@ -37,7 +37,7 @@ from paramserver.config import (
 from paramserver.config.deadlines import Deadlines
 from paramserver.errors import Interrupted, TrainingError, UnsupportedConfiguration
 from paramserver.importing import current_folder
-from paramserver.process_utils import collecting_signals, die_with_parent, exit_process
+from paramserver.process_utils import STOP_SIGNALS, collecting_signals, die_with_parent, exit_process, stop_signals
 
 log = logging.getLogger("paramserver")
 
@@ -45,7 +45,6 @@ log = logging.getLogger("paramserver")
 _MOST_LINES = 10_000
 _READ_S = 1.0
 _CONNECT_S = 10.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -167,7 +166,7 @@ def run_on_ray(given: argparse.Namespace, flags: Sequence[str], parsed: argparse
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _not_reached(given.address, error) from error
     try:
-        with collecting_signals(_SIGNALS) as signals:
+        with collecting_signals(stop_signals()) as signals:
             return _Run(config, flags, given, signals).follow()
     except ray.exceptions.RayError as error:
         raise TrainingError(f"Ray cannot run all ranks ({type(error).__name__}: {error}); see ray logs") from error
@@ -261,8 +260,10 @@ class _Run:
         while running and time.monotonic() < give_up_at:
             if self._signals and not is_stopping:
                 is_stopping = True
+                # A rank ignores SIGHUP where Ray was started by nohup.
+                number = signal.SIGTERM if self._signals[0] == signal.SIGHUP else self._signals[0]
                 for actor in actors:
-                    actor.stop.remote(self._signals[0])
+                    actor.stop.remote(number)
             for future in self._ray.wait([*running, reading], timeout=_READ_S)[0]:
                 try:
                     found = self._ray.get(future)
@@ -291,7 +292,7 @@ def _show(text: str) -> None:
 
 if __name__ == "__main__":
     # Ray starts its processes with SIGINT blocked.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     actor, *words = sys.argv[1:]
     die_with_parent(int(actor), signal.SIGKILL)
     exit_process(launch.main(words))

@@ -24,6 +24,7 @@ from launching import FinishedRun, write_config
 from leaks import ProcessSnapshot
 
 from paramserver.distributed.store_relay import disable_name_lookups
+from paramserver.process_utils import STOP_SIGNALS
 from tests.measure.look_at_report import NOT_THERE, find_chromium
 
 CPU_BEGAN = pytest.StashKey[float]()
@@ -174,11 +175,19 @@ def own_environ(nothing_left_behind):
 
 
 @pytest.fixture
+def terminal_closes(nothing_left_behind):
+    """SIGHUP has its default, also where the tests were started by nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
 def call(capsys, monkeypatch, own_environ):
     """The command line in this process."""
     monkeypatch.setattr(sys, "path", list(sys.path))
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
     from paramserver.launch import main
 

@@ -38,15 +38,22 @@ from paramserver.fileio import DISK_CURES
 from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
 from paramserver.platform import cpu_ticks, has_ended, is_stopped, memory_file, open_process, signal_process
-from paramserver.process_utils import OWN_GROUP, STACKS_SIGNAL, describe_exit, kill_group, signal_name
+from paramserver.process_utils import (
+    OWN_GROUP,
+    STACKS_SIGNAL,
+    STOP_SIGNALS,
+    describe_exit,
+    kill_group,
+    signal_name,
+    stop_signals,
+)
 from paramserver.runs.rundir import RunDir, read_mapping, write_json
 from paramserver.runtime.preloaded import ForkedProcess, ForkServer, Spares, role_arguments
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Signals that end a process before it can report anything.
-_SUDDEN = (signal.SIGKILL, *_SIGNALS)
+_SUDDEN = (signal.SIGKILL, *STOP_SIGNALS)
 _POLL_S = 0.1
 
 
@@ -159,7 +166,7 @@ class Supervisor:
         """
         with ExitStack() as stack:
             stack.callback(self.sink.close)
-            for number in _SIGNALS if threading.current_thread() is threading.main_thread() else ():
+            for number in stop_signals() if threading.current_thread() is threading.main_thread() else ():
                 stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
             self._selector = stack.enter_context(selectors.DefaultSelector())
             self._guard = stack.enter_context(closing(RankGuard(self._deadlines.failed_s)))
@@ -593,7 +600,8 @@ class Supervisor:
         if number == signal.SIGINT and self._signal is not None:
             self._interrupted_twice = True
             self._signal_ranks(signal.SIGKILL)
-        if self._signal is None or time.monotonic() - self._signalled_at > SAME_SIGNAL_S:
+        again = number != signal.SIGHUP and time.monotonic() - self._signalled_at > SAME_SIGNAL_S
+        if self._signal is None or again:
             self._unforwarded = number
         if self._signal is None:
             self._signal, self._signalled_at = number, time.monotonic()
@@ -679,7 +687,7 @@ class Supervisor:
             return "Interrupted"
         # A signal to the whole group also reaches ranks that have no handler yet. Python ends with the signal then, or
         # with 1 while it starts.
-        by_signal = failure["kind"] == "KeyboardInterrupt" or failure.get("signal") in (*_SIGNALS, -1)
+        by_signal = failure["kind"] == "KeyboardInterrupt" or failure.get("signal") in (*STOP_SIGNALS, -1)
         return "PeerLost" if by_signal and self._signal is not None else "cause"
 
     def _interruption(self, how: str) -> ParamserverError:

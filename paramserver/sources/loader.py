@@ -31,14 +31,11 @@ from paramserver.errors import (
     kind_and_message,
     message_of,
 )
-from paramserver.process_utils import LOADER_NAME, describe_exit, die_with_parent, flush_output
+from paramserver.process_utils import LOADER_NAME, STOP_SIGNALS, describe_exit, die_with_parent, flush_output
 from paramserver.sources.reader import SampleReader
 
 Request: TypeAlias = tuple[int, Sequence[int], int]
 """Arguments of ``SampleReader.read``."""
-
-# Signals that ask a rank to stop. The rank still needs samples then, and ends the loader itself.
-_OF_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 # A pipe takes so many at once, so that the loader ends before the rank reads them.
 _ERROR_CHARACTERS = 10_000
@@ -164,7 +161,8 @@ def _run(connection: Connection, errors: Connection) -> None:
 
 
 def _ignore_signals() -> None:
-    for number in _OF_THE_RANK:
+    """Ignore those that ask a rank to stop. It still needs samples then, and ends the loader itself."""
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

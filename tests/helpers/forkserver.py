@@ -239,8 +239,6 @@ class LoaderToBe:
 
 def wait_to_be_loader(rank, link):
     """Be what ``LoaderToBe`` forks until it ends. Does not return."""
-    from paramserver import process_utils
-
     process_utils.die_with_parent(rank, signal.SIGKILL)
     close_descriptors({link.fileno()})
     message, received, _, _ = socket.recv_fds(link, 1 << 16, 16)
@@ -277,20 +275,19 @@ def adopt_environment(environ):
 
 def run_rank(arguments, output, kept, environ):
     """Be a rank until it ends. Does not return."""
-    from paramserver import launch
-    from paramserver.process_utils import exit_process
+    from paramserver import launch, process_utils
 
     os.dup2(output, 1)
     os.dup2(output, 2)
     # The supervisor's descriptors do not outlive an exec: no rank may hold the pipe of another one open.
     close_descriptors(kept)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in process_utils.STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
     adopt_environment(environ)
     if os.environ.get(FORKED_LOADER):
         LoaderToBe()
     sys.argv = ["paramserver.launch", *arguments]
-    exit_process(launch.main(arguments))
+    process_utils.exit_process(launch.main(arguments))
 
 
 def enter_host(holder):
@@ -314,7 +311,8 @@ def run_supervisor(parent, request, status):
         enter_host(request["host"])
     os.chdir(request["folder"])
     adopt_environment(request["environ"])
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in (signal.SIGCHLD, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     restarts._SHORT_LIFE_S = float(os.environ.get(SHORT_LIFE, restarts._SHORT_LIFE_S))
     supervisor.subprocess = type("Forking", (), {"Popen": ForkedRank, "DEVNULL": subprocess.DEVNULL})
     supervisor.ForkServer = NoForkServer

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paramserver.process_utils import STOP_SIGNALS
+
 # Daemon threads of this project; daemon threads of libraries may stay.
 OUR_THREADS = (
     "updates",
@@ -37,7 +39,6 @@ OUR_THREADS = (
 _NOT_OURS = frozenset(
     {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 )
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PATIENCE_S = 2.0
 _HELPERS = ("resource_tracker", "forkserver.py")
 
@@ -69,7 +70,7 @@ class ProcessSnapshot:
             frozenset(threading.enumerate()),
             frozenset(_children()),
             variables(),
-            {int(number): signal.getsignal(number) for number in _SIGNALS},
+            {int(number): signal.getsignal(number) for number in STOP_SIGNALS},
             frozenset(_listening()),
             frozenset(_states()),
         )

@@ -64,10 +64,11 @@ def resume_command(finished):
         ("fifo", "iterable", ("SIGUSR1", "SIGINT")),
         ("firo", "map", ("SIGINT", "SIGTERM")),
         ("firo", "iterable", ("SIGTERM", "SIGUSR1")),
-        ("reservoir", "map", ("SIGUSR1", "SIGTERM")),
+        ("reservoir", "map", ("SIGHUP", "SIGTERM")),
         ("reservoir", "iterable", ("SIGTERM", "SIGINT")),
     ],
 )
+@pytest.mark.usefixtures("terminal_closes")
 def test_alone(tmp_path, kind, source, signals):
     """Stopped twice. That nothing survives in the process rather than in the checkpoint is for the tests below."""
     stops = [[batch, 0, name, "self"] for batch, name in zip((5, 13), signals, strict=True)]
@@ -121,7 +122,7 @@ SUPERVISOR, TRAINER = [[13, 1, "SIGTERM", "parent"]], [[5, 0, "SIGTERM", "self"]
     ("kind", "source", "stopped"),
     [
         ("fifo", "map", {"ddp": SUPERVISOR, "rpc": TRAINER}),
-        ("firo", "iterable", {"rpc": SUPERVISOR}),
+        ("firo", "iterable", {"rpc": [[13, 1, "SIGHUP", "parent"]]}),
         ("reservoir", "map", {"ddp": TRAINER}),
     ],
 )

@@ -26,7 +26,7 @@ from paramserver.context import (
 )
 from paramserver.devices import CPU
 from paramserver.distributed.timeouts import call_with_timeout, poll_until
-from paramserver.process_utils import recorded_signals, recording_signals
+from paramserver.process_utils import STOP_SIGNALS, recorded_signals, recording_signals
 
 
 def test_no_request_is_no_stop():
@@ -41,11 +41,20 @@ def test_the_first_reason_is_kept():
     assert stop.event.is_set()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.usefixtures("terminal_closes")
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_requests_a_stop(number):
     with StopRequest() as stop:
         signal.raise_signal(number)
         assert stop.state() == (Stop.SIGNAL, f"signal {number.name}")
+
+
+@pytest.mark.usefixtures("terminal_closes")
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, print])
+def test_a_terminal_that_closes_is_left_to_nohup_and_to_the_program(handler):
+    signal.signal(signal.SIGHUP, handler)
+    with StopRequest():
+        assert signal.getsignal(signal.SIGHUP) is handler
 
 
 def test_the_previous_handlers_are_restored():
@@ -229,6 +238,7 @@ def test_a_hook_in_which_a_checkpoint_waits_is_limited(monkeypatch):
 
 
 @pytest.mark.claim("second-signal")
+@pytest.mark.usefixtures("terminal_closes")
 def test_a_second_signal_ends_the_time_and_the_same_one_that_comes_twice_does_not(monkeypatch):
     ends, over = Ends(limit_s=1000.0), threading.Event()
     ends.limit.at_limit = lambda place: over.set()
@@ -237,6 +247,8 @@ def test_a_second_signal_ends_the_time_and_the_same_one_that_comes_twice_does_no
             signal.raise_signal(signal.SIGTERM)
         assert not over.wait(0.3)
         monkeypatch.setattr(context, "SAME_SIGNAL_S", 0.0)
+        signal.raise_signal(signal.SIGHUP)
+        assert not over.wait(0.3)
         signal.raise_signal(signal.SIGTERM)
         assert over.wait(20)
 

@@ -1,10 +1,13 @@
 """The exit of a process: threads, handlers and output complete, and no native thread turns success into SIGABRT."""
 
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
+
+from paramserver.process_utils import collecting_signals, stop_signals
 
 
 def ended(code: str) -> subprocess.CompletedProcess[str]:
@@ -119,3 +122,34 @@ exit_process(3)
 """
     )
     assert (done.returncode, done.stdout.strip().split()) == (3, signals.split()), done.stderr
+
+
+@pytest.mark.usefixtures("terminal_closes")
+def test_a_terminal_that_closes_is_no_second_signal():
+    """The kernel and the shell may each send one."""
+    with collecting_signals(stop_signals()) as received:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGHUP)
+        assert received == [signal.SIGHUP]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_task_may_print_after_its_terminal_was_closed():
+    code = """
+import signal
+from paramserver.context import StopRequest
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+with StopRequest() as stop:
+    print("begins", flush=True)
+    assert stop.event.wait(20)
+    print("ends", flush=True)
+raise SystemExit(3)
+"""
+    terminal, its_end = os.openpty()
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=its_end, stderr=its_end)
+    os.close(its_end)
+    assert os.read(terminal, 100).split() == [b"begins"]
+    os.close(terminal)
+    run.send_signal(signal.SIGHUP)
+    assert run.wait(60) == 3

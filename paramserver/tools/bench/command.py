@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import shlex
 import shutil
-import signal
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ from paramserver.errors import Interrupted, TrainingError, UnsupportedConfigurat
 from paramserver.importing import code_folders
 from paramserver.launch import CommandParser, add_overrides, run_command
 from paramserver.platform import num_usable_cores
-from paramserver.process_utils import collecting_signals, print_output
+from paramserver.process_utils import collecting_signals, print_output, stop_signals
 from paramserver.runs.rundir import environment_record
 from paramserver.tools.bench.cases import (
     Case,
@@ -91,7 +90,6 @@ def duration_text(seconds: float) -> str:
 
 WARM_S = 1.0
 _TITLE = "Benchmark"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -141,7 +139,7 @@ def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     results: list[CaseResult] = []
     notes: list[str] = []
     # Handlers first and restored last: a Ctrl-C while hosts are made or removed must not leave half of them.
-    with collecting_signals(_SIGNALS, method.stop.set), method.hosts or contextlib.nullcontext():
+    with collecting_signals(stop_signals(), method.stop.set), method.hosts or contextlib.nullcontext():
         try:
             # Before the first run, on the same hosts: predictions must be of the network that the cases use.
             method = replace(method, speeds=_speeds(cases, method, progress))

@@ -140,6 +140,17 @@ def test_ranks_of_ddp_that_start_again_are_not_limited_by_the_summary_of_their_l
     assert run.supervisor._kill_at is not None, "rank 0 has left another summary"
 
 
+def test_a_terminal_that_closes_requests_one_stop(tmp_path):
+    """The kernel and the shell may each send the signal; a second one ends the step that is in progress."""
+    supervisor = Run(tmp_path).supervisor
+    for expected in (signal.SIGHUP, None):
+        supervisor._on_signal(signal.SIGHUP, None)
+        assert supervisor._unforwarded == expected
+        supervisor._unforwarded, supervisor._signalled_at = None, -1000.0
+    supervisor._on_signal(signal.SIGTERM, None)
+    assert supervisor._unforwarded == signal.SIGTERM
+
+
 def test_a_signal_while_all_ranks_of_ddp_start_again_interrupts_the_run(tmp_path):
     run = Run(tmp_path, mode="ddp", max_restarts=1)
     summary = {"status": "failed", "error": "PeerLost: rank 1 is lost"}
