@@ -217,12 +217,16 @@ def check_log_folder(base: Path) -> None:
 
 
 def newest_run(base: Path, name: str | None = None, task: str | None = None) -> Path:
-    """Return the run in ``base`` that started last, of this ``logging.name`` or of this ``task`` where one is given.
+    """Return the run in ``base`` of this ``logging.name``, else the one of it or of this ``task`` that started last.
+
+    A folder that has the name comes before those whose config has it: a run that was renamed, or a copy.
 
     Raises:
         CheckpointError: there is none.
     """
     base = Path(base)
+    if name is not None and is_file((named := RunDir(base / name)).config_file):
+        return named.path
     wanted = next((run for run in newest_first(base) if _is_of(run, name, task)), None)
     if wanted is None:
         which = f"of logging.name {name}" if name is not None else f"of task {task}" if task is not None else "at all"
@@ -237,12 +241,14 @@ def newest_run(base: Path, name: str | None = None, task: str | None = None) -> 
 def newest_first(base: Path) -> list[RunDir]:
     """Return the runs in ``base`` that began, the one that started last first; those that cannot be read are left out.
 
+    A copy of a run, which started at the same time, comes after it.
+
     Raises:
         UnsupportedConfiguration: ``base`` cannot be read.
     """
     runs = [run for run in map(RunDir, _folders_in(base)) if is_file(run.config_file)]
     # By the recorded time, and not that of the folder, which changes with every file that is made in it.
-    return sorted(runs, key=_started_s, reverse=True)
+    return sorted(runs, key=_start_of, reverse=True)
 
 
 def _folders_in(base: Path) -> list[Path]:
@@ -262,16 +268,18 @@ def _is_of(run: RunDir, name: str | None, task: str | None) -> bool:
     config = read_mapping(run.config_file, yaml.safe_load)
     if name is not None:
         logging = config.get("logging")
-        return run.name == name or (isinstance(logging, dict) and logging.get("name") == name)
+        return isinstance(logging, dict) and logging.get("name") == name
     return bool(config.get("task") == task)
 
 
-def _started_s(run: RunDir) -> float:
-    started = read_mapping(run.environment_file, json.loads).get("started")
+def _start_of(run: RunDir) -> tuple[float, bool]:
+    """When the run started, and whether it did in this folder."""
+    about = read_mapping(run.environment_file, json.loads)
     try:
-        return datetime.fromisoformat(str(started)).timestamp()
+        started_s = datetime.fromisoformat(str(about.get("started"))).timestamp()
     except ValueError:
-        return run.path.stat().st_mtime
+        started_s = run.path.stat().st_mtime
+    return started_s, about.get("name") == run.name
 
 
 def read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:

@@ -669,6 +669,7 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
             address = {"master_addr": identity.master_addr, "master_port": identity.master_port}
             about["store"] = {**address, "job": identity.job}
             about["launch"] = launch_name(identity)
+        about["name"] = run.name  # a copy of the run is in a folder of another name
         about["folders"] = [str(folder.resolve()) for folder in plan.folders]
         about["task"] = source_file(type(session.task))
         write_json(run.environment_file, {**about, "device": str(process.placement.device)})

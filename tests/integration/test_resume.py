@@ -115,6 +115,8 @@ def test_hooks_save_and_restore_their_own_state(tmp_path):
 def test_resume_without_a_folder_takes_the_newest_run_of_the_task(tmp_path):
     first = train(tmp_path, "local", 1, **config_with(4))
     config = first.run_dir.parent.parent / "config.yaml"
+    for name in ("a-copy", "run-copy", "zero", "old"):
+        shutil.copytree(first.run_dir, first.run_dir.with_name(name))
     code, output = main_in_process("--config", config, "--resume", "--set", "training.max_steps=6")
     assert code == 0, output
     assert f"resuming {first.run_dir}" in output

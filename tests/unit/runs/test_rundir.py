@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -58,6 +59,21 @@ def test_the_newest_run_is_by_start_time_within_a_name_or_task(tmp_path):
     assert newest_run(tmp_path, task="m:B") == other
     assert newest_run(tmp_path, name="b") == newest_run(tmp_path, name="x") == early
     assert newest_run(tmp_path).name == "torn"
+
+
+@pytest.mark.parametrize("copy", ["sine-backup", "sine.old", "backup", "before-lr"])
+def test_a_copy_is_not_resumed_in_place_of_its_run(tmp_path, copy):
+    run = make_run(tmp_path, "sine", "2026-01-01T00:00:00+00:00", "task: m:A\nlogging: {name: sine}\n")
+    environment = json.loads((run / "environment.json").read_text())
+    write_json(run / "environment.json", environment | {"name": "sine"})
+    shutil.copytree(run, tmp_path / copy)
+    assert newest_run(tmp_path, name="sine") == newest_run(tmp_path, task="m:A") == run
+    # It was resumed by its own folder since.
+    write_json(tmp_path / copy / "environment.json", {"started": "2026-01-02T00:00:00+00:00", "name": copy})
+    assert newest_run(tmp_path, name="sine") == run
+    run.rename(tmp_path / "renamed")
+    shutil.rmtree(tmp_path / copy)
+    assert newest_run(tmp_path, name="sine") == tmp_path / "renamed"
 
 
 def test_a_run_without_a_start_time_counts_by_its_folder(tmp_path):
