@@ -8,6 +8,7 @@ writes it to the disk (``move_to_disk``), so that whatever resumes a run reads c
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 from paramserver.checkpoint.format import LATEST, check_sizes, read_manifest, read_pointer, remove, step_of
 from paramserver.checkpoint.load import Checkpoint, find_checkpoint, read_checkpoint
 from paramserver.checkpoint.save import ChunkedFile, write_checkpoint
-from paramserver.errors import CheckpointError, StorageError
+from paramserver.errors import CheckpointError, StorageError, UnsupportedConfiguration
 from paramserver.fileio import atomic_write_text, explain_disk_errors
 
 _log = logging.getLogger(__name__)
@@ -30,6 +31,24 @@ _PREFIX = "paramserver-"
 _MIB = 2**20
 
 
+def check_memory_folder(base: Path) -> None:
+    """Check ``checkpoint.memory_folder`` before a run begins: its first use may be hours later. Makes nothing.
+
+    Raises:
+        UnsupportedConfiguration: ``base`` is no folder that this user can write to.
+    """
+    if not (base.is_dir() and os.access(base, os.W_OK | os.X_OK)):
+        reason = "it cannot be written to" if base.is_dir() else "there is no such folder"
+        raise UnsupportedConfiguration(_unusable(base, reason))
+
+
+def _unusable(base: Path, reason: str | None) -> str:
+    return (
+        f"checkpoint.memory_folder ({base}) must be a folder, best on a tmpfs, that this user can write to ({reason}); "
+        "set another one, or checkpoint.memory_every to null"
+    )
+
+
 def make_memory_folder(run: Path, base: Path, objects: Mapping[str, Any]) -> Path:
     """Make a folder in ``base`` for checkpoints of ``objects``, of which two are there while one replaces the other.
 
@@ -37,17 +56,13 @@ def make_memory_folder(run: Path, base: Path, objects: Mapping[str, Any]) -> Pat
         StorageError: ``base`` is no folder that this user can write to, or has too little room for two.
     """
     needed = 2 * _size_bytes(objects)
-    rule = "must be a folder, best on a tmpfs, that this user can write to"
     try:
         free = shutil.disk_usage(base).free
         if needed <= free:
             # The name is random: neither another run nor another user has it.
             folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{run.resolve().name}-", dir=base.absolute()))
     except OSError as error:
-        raise StorageError(
-            f"checkpoint.memory_folder ({base}) {rule} ({error.strerror}); set another one, or checkpoint.memory_every "
-            "to null"
-        ) from error
+        raise StorageError(_unusable(base, error.strerror)) from error
     if needed > free:
         raise StorageError(
             f"checkpoint.memory_folder ({base}) must have room for two checkpoints, as one is removed after the next "

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from paramserver._trainers import FORMER_NAME_NOTE, former_name_is_used
 from paramserver.checkpoint import load_chosen, remove_leftovers
 from paramserver.checkpoint.format import LATEST, step_name
-from paramserver.checkpoint.memory import move_to_disk
+from paramserver.checkpoint.memory import check_memory_folder, move_to_disk
 from paramserver.cluster import (
     ProcessIdentity,
     allocated_gpus,
@@ -644,6 +644,8 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: RankSession) -> 
         # Read everything that a resume or init_from needs before the first file changes.
         resume = load_for_resume(config, run) if plan.resume else None
         weights = _initial_weights(config) if resume is None else None
+        if config.checkpoint.memory_every is not None and not plan.restarted:
+            check_memory_folder(Path(config.checkpoint.memory_folder))
         own_sinks = make_sinks(config.logging.sinks, plan.folders)
         prometheus: Prometheus | None = None
         if (port := config.logging.prometheus_port) is not None:

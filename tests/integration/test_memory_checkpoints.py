@@ -135,12 +135,13 @@ def test_too_little_room_ends_the_run_at_the_first_one(tmp_path, monkeypatch):
     assert finished.summary["steps"] == EVERY
 
 
-@pytest.mark.parametrize("mode", ["rpc", "ddp"])
-def test_a_folder_that_is_missing_ends_a_run_of_several_processes(tmp_path, mode):
+@pytest.mark.parametrize("mode", ["rpc", "ddp", "local"])
+def test_a_folder_that_is_missing_is_refused_before_the_first_step(tmp_path, mode):
     checkpoint = IN_MEMORY | {"memory_folder": str(tmp_path / "nowhere"), "background": True}
     finished = run(tmp_path / "run", mode, checkpoint=checkpoint)
-    assert finished.code == 1
+    assert finished.code == 2
     assert f"checkpoint.memory_folder ({tmp_path / 'nowhere'}) must be a folder" in finished.output
+    assert not finished.run_dir.exists()
 
 
 def test_memory_that_is_full_later_is_noted_once(tmp_path, monkeypatch):

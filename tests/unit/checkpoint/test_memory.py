@@ -13,6 +13,7 @@ from paramserver.checkpoint import find_checkpoint, read_checkpoint, stage_copy
 from paramserver.checkpoint.format import list_written
 from paramserver.checkpoint.memory import (
     MEMORY,
+    check_memory_folder,
     follows,
     make_memory_folder,
     move_to_disk,
@@ -21,7 +22,7 @@ from paramserver.checkpoint.memory import (
 )
 from paramserver.checkpoint.save import write_checkpoint
 from paramserver.checkpoint.staging import FilePool
-from paramserver.errors import CheckpointError, StorageError
+from paramserver.errors import CheckpointError, StorageError, UnsupportedConfiguration
 from paramserver.runs.attempt import resume_transaction
 from paramserver.runs.resume import describe_resume
 from paramserver.runs.rundir import RunDir
@@ -270,6 +271,14 @@ def test_too_little_room_says_how_much_is_needed(run, base, monkeypatch):
 def test_a_folder_that_is_none_is_named(run, base):
     with pytest.raises(StorageError, match=r"memory_folder \(.*nowhere\) must be a folder, .* \(No such file"):
         make_memory_folder(run, base / "nowhere", {})
+
+
+def test_a_folder_in_which_nothing_can_be_made_is_refused_at_the_start(base, monkeypatch):
+    check_memory_folder(base)
+    assert not list(base.iterdir())
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write to every folder
+    with pytest.raises(UnsupportedConfiguration, match=r"memory_folder \(.*\) must be .* \(it cannot be written to\);"):
+        check_memory_folder(base)
 
 
 def test_a_write_that_is_refused_later_does_not_end_an_optional_writer(base, monkeypatch):
