@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,11 @@ def _reserve(path: Path, reservation: ExitStack, may_exist: bool) -> bool:
         reservation.enter_context(RunDir(path).reserve())
     except FolderInUse:
         return False
+    except UnsupportedConfiguration:
+        if not exists:
+            with suppress(OSError):  # another process uses it meanwhile
+                path.rmdir()
+        raise
     if not _never_began(path):  # another process used it between the check above and the reservation
         reservation.close()
         return False

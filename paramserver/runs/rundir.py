@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -27,6 +27,7 @@ from paramserver.checkpoint.memory import newer_in_memory
 from paramserver.cluster import find_job, process_environ
 from paramserver.errors import CheckpointError, FolderInUse, UnsupportedConfiguration
 from paramserver.fileio import (
+    DISK_CURES,
     TEMPORARY,
     atomic_write_bytes,
     atomic_write_text,
@@ -122,8 +123,7 @@ class RunDir:
         """
         return _locked(self.path, ".lock", resuming)
 
-    @contextmanager
-    def reserve(self, resuming: bool = False) -> Iterator[None]:
+    def reserve(self, resuming: bool = False) -> AbstractContextManager[None]:
         """Reserve the folder for the whole attempt to start or resume its run.
 
         Rank 0 locks the folder later, and may be another process. In between, no other process may use it. The kernel
@@ -132,16 +132,11 @@ class RunDir:
         Raises:
             FolderInUse, UnsupportedConfiguration: as ``lock``.
         """
-        with _locked(self.path, ".reserved", resuming):
-            try:
-                yield
-            finally:
-                with explain_disk_errors(self.path / ".reserved", "file"):
-                    (self.path / ".reserved").unlink(missing_ok=True)
+        return _locked(self.path, ".reserved", resuming, leaves_file=False)
 
 
 @contextmanager
-def _locked(folder: Path, name: str, resuming: bool) -> Iterator[None]:
+def _locked(folder: Path, name: str, resuming: bool, leaves_file: bool = True) -> Iterator[None]:
     holder_file = folder / f"{name}.json"
     # Locked by the kernel, so the lock of a killed process is free. ``thread_local=False``: it may be released in
     # another thread than the one that took it.
@@ -155,20 +150,22 @@ def _locked(folder: Path, name: str, resuming: bool) -> Iterator[None]:
         raise FolderInUse(f"run folder {folder} is in use by another run ({holder}); {cure}") from None
     except OSError as error:
         raise not_writable(f"run folder {folder}", error) from error
-    try:
+    with ExitStack() as ends:
+        ends.callback(file_lock.release)
+        # Called before the release, or this would remove the files of the next holder.
+        for file in (holder_file,) if leaves_file else (holder_file, folder / name):
+            ends.callback(_remove, file)
         try:
             about = {"pid": os.getpid(), "started": start_ticks(os.getpid()), "host": socket.gethostname()}
             atomic_write_text(holder_file, json_text(about))
         except OSError as error:
             raise not_writable(f"run folder {folder}", error) from error
-        try:
-            yield
-        finally:
-            # Before the release, or this would remove the file of the next holder.
-            with explain_disk_errors(holder_file, "file"):
-                holder_file.unlink(missing_ok=True)
-    finally:
-        file_lock.release()
+        yield
+
+
+def _remove(file: Path) -> None:
+    with explain_disk_errors(file, "file"):
+        file.unlink(missing_ok=True)
 
 
 def _acquire(file_lock: FileLock, holder_file: Path) -> None:
@@ -198,9 +195,11 @@ def _holder(holder_file: Path) -> str | None:
 
 def not_writable(what: str, error: OSError) -> UnsupportedConfiguration:
     """Return the error for a folder that cannot be written to."""
+    cure = "make it so, or choose another logging.run_dir"
+    if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # in the middle of a run these have another cause
+        cure = DISK_CURES.get(error.errno or 0, cure)
     return UnsupportedConfiguration(
-        f"{what} must be a folder that this user can write to ({error.strerror or error}); make it so, or choose "
-        "another logging.run_dir"
+        f"{what} must be a folder that this user can write to ({error.strerror or error}); {cure}"
     )
 
 

@@ -12,6 +12,7 @@ from launching import SIGNAL_TASKS, launch
 from lock_holder import hold_in_subprocess
 
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.runs import rundir
 from paramserver.runs.attempt import reserve_folder
 from paramserver.runs.rundir import RunDir
 from paramserver.runtime.supervisor import first_error
@@ -67,6 +68,24 @@ def test_a_folder_that_cannot_be_reserved_is_not_taken_for_one_that_is_in_use(tm
         assert str(first_error(raised.value)).startswith(
             f"run folder {tmp_path / (name or 'default')} must be a folder that this user can write to (No space left"
         )
+
+
+def test_a_full_disk_is_named_with_its_cure_and_nothing_is_left(tmp_path, monkeypatch):
+    """A file can be made there, and not written."""
+
+    def refuse(path, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = began(reserved(tmp_path, "began"))
+    before = sorted(run.path.iterdir())
+    monkeypatch.setattr(rundir, "atomic_write_text", refuse)
+    cure = r"must be a folder that this user can write to \(No space left.*\); free space on that disk"
+    with pytest.raises(UnsupportedConfiguration, match=cure):
+        reserved(tmp_path, "first")
+    with pytest.raises(UnsupportedConfiguration, match=cure), run.reserve(resuming=True):
+        pass
+    assert list(tmp_path.iterdir()) == [run.path]
+    assert sorted(run.path.iterdir()) == before
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".", "/abs"])
