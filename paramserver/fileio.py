@@ -50,11 +50,14 @@ def is_folder(path: Path) -> bool:
 
 
 def then_resume(path: Path) -> str:
-    """Return how a run continues whose file ``path`` could not be written: from its checkpoint, where it has one."""
+    """Return how a run continues whose file ``path`` could not be written: from its checkpoint, where it has one.
+
+    What a folder has that was moved away is not known.
+    """
     around = [folder for folder in (path, *path.parents[:4]) if folder.name == "checkpoints"]
     around += [folder / "checkpoints" for folder in path.parents[:4]]
     try:
-        if any(any(folder.glob("step-*/manifest.json")) for folder in around):
+        if not path.parent.exists() or any(any(folder.glob("step-*/manifest.json")) for folder in around):
             return "then --resume"
     except OSError:  # a disk that cannot be read either
         return "then --resume"

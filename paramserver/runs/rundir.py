@@ -138,6 +138,9 @@ class RunDir:
 @contextmanager
 def _locked(folder: Path, name: str, resuming: bool, leaves_file: bool = True) -> Iterator[None]:
     holder_file = folder / f"{name}.json"
+    if not folder.is_dir():
+        # It was moved or removed. FileLock would make it again, which takes the place to which it is moved back.
+        raise not_writable(f"run folder {folder}", FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
     # Locked by the kernel, so the lock of a killed process is free. ``thread_local=False``: it may be released in
     # another thread than the one that took it.
     file_lock = FileLock(str(folder / name), timeout=0, thread_local=False)

@@ -103,7 +103,8 @@ def test_a_checkpoint_is_chosen_by_its_step(tmp_path):
 
 def test_a_run_without_a_checkpoint_starts_again_under_another_name(tmp_path):
     text = "then start it again under another logging.name, as it has no checkpoint to resume from"
-    assert then_resume(tmp_path / "runs" / "digits" / "metrics.jsonl") == text
+    assert then_resume(tmp_path / "metrics.jsonl") == text
+    assert then_resume(tmp_path / "moved" / "metrics.jsonl") == "then --resume"
 
 
 def test_torchrun_gets_the_error(tmp_path):

@@ -112,6 +112,16 @@ def test_two_processes_cannot_hold_one_run(tmp_path):
     assert not (run.path / ".lock.json").exists()
 
 
+def test_the_place_of_a_run_that_was_moved_stays_free(tmp_path):
+    """A run that is moved back must not come to be in a folder of its name."""
+    run = create_run(tmp_path, "first", "")
+    run.path.rename(tmp_path / "moved")
+    for lock in (run.lock, run.reserve):
+        with pytest.raises(UnsupportedConfiguration, match=r"first must be a folder .*No such file"), lock():
+            pass
+    assert not run.path.exists()
+
+
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
     run = create_run(tmp_path, "first", "")
     with hold_lock(run.path) as holder:
