@@ -7,6 +7,7 @@ ordinary DataLoader, which read whole groups in the order of the rank, and sends
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import pickle
@@ -108,9 +109,10 @@ class Workers:
                 del pickled
                 while (result := pickle.loads(connection.recv_bytes())) is not None:
                     yield result
-            except (EOFError, OSError) as error:
-                reason = self._why_ended(loader, errors)
-                raise SourceError(f"trainer {self.options.trainer_index}: {reason}") from error
+            except (EOFError, OSError):
+                ended = SourceError(f"trainer {self.options.trainer_index}: {self._why_ended(loader, errors)}")
+                ended.self_explanatory = True  # that the pipe was closed adds nothing
+                raise ended from None
             finally:
                 loader.kill()
                 loader.join()
@@ -190,10 +192,12 @@ def _payloads(data: bytes, workers: int, trainer_index: int, seed: int, requests
             )
         )
     except OSError as error:
-        raise TrainingError(
-            f"training.loader_workers ({workers}) could not be started ({error}); give the container a larger "
-            "/dev/shm (docker run --shm-size) and more processes, or use fewer workers"
-        ) from error
+        cure = (
+            "give the container a larger /dev/shm (docker run --shm-size) and more processes, or use fewer workers"
+            if error.errno in (errno.ENOSPC, errno.EAGAIN, errno.ENOMEM)
+            else "make /dev/shm a tmpfs that this user can write to, or use 0 workers"
+        )
+        raise TrainingError(f"training.loader_workers ({workers}) could not be started ({error}); {cure}") from error
     yield from batches
     yield pickle.dumps(None)
 

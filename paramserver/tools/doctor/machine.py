@@ -155,7 +155,7 @@ def _memory(found: Diagnosis, subject: Subject, config: Config) -> None:
     if shm_bytes < _LITTLE_SHM_BYTES:
         found.note(
             f"/dev/shm has {shm_bytes / _MIB:.0f} MiB, which is little for a DataLoader with workers in "
-            "validation_source, and for checkpoint.memory_every; training.loader_workers does not use it",
+            "validation_source, and for checkpoint.memory_every; training.loader_workers needs little of it",
             "enlarge it (docker run --shm-size 1g, or an emptyDir of medium Memory)",
         )
 

@@ -1,6 +1,7 @@
 """Worker processes: the same samples as without, errors in one sentence, and nothing is left behind."""
 
 import os
+import re
 import select
 import socket
 import subprocess
@@ -34,6 +35,7 @@ from paramserver.config import Config, TrainingConfig
 from paramserver.config.schema import BufferConfig
 from paramserver.consistency import Readiness
 from paramserver.errors import BufferClosed, SourceError, TaskError, UnsupportedConfiguration
+from paramserver.runtime.supervisor import describe_error
 from paramserver.sources import DatasetSource, Feeder
 from paramserver.sources.loader import WorkerOptions
 from paramserver.trainers.data import DataStream
@@ -109,6 +111,12 @@ def test_an_error_of_a_read_names_the_sample_after_those_before_it_were_put(work
 def test_what_ends_a_worker_is_the_error_of_the_run(data, init_fn, message):
     with pytest.raises(SourceError, match=message):
         read(data, 2, init_fn=init_fn)
+
+
+def test_where_the_rank_noticed_the_end_of_its_loader_is_not_printed():
+    with pytest.raises(SourceError) as raised:
+        read(Kills("loader"), 2)
+    assert describe_error(raised.value)["traceback"] == ""
 
 
 @pytest.mark.parametrize(("data", "init_fn"), [(Unpicklable(), None), (Noisy(), lambda worker_id: None)])
@@ -202,6 +210,15 @@ def test_a_full_shared_memory_is_one_sentence():
     line, _ = with_shared_memory_of("16k", "4")
     assert line.startswith("trainer 0: training.loader_workers (2) could not be started (")
     assert "give the container a larger /dev/shm (docker run --shm-size)" in line
+
+
+def test_shared_memory_that_cannot_be_written_to_is_one_sentence():
+    line, _ = with_shared_memory_of("16k,ro", "4")
+    assert re.fullmatch(
+        r"trainer 0: training\.loader_workers \(2\) could not be started \(.+\); make /dev/shm a tmpfs that this user "
+        r"can write to, or use 0 workers",
+        line,
+    )
 
 
 # In a trainer.
