@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import fcntl
 import hashlib
 import hmac
@@ -269,6 +270,18 @@ def host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def _check_loopback(address: str) -> None:
+    """Refuse a loopback address that this machine does not reach: one can listen there, and none connect."""
+    try:
+        _route_to(address)
+    except OSError as error:
+        if error.errno == errno.ENETUNREACH:  # another error, as of a sandbox without UDP, shows nothing
+            raise UnsupportedConfiguration(
+                f"the interface {LOOPBACK} must be up, as the ranks connect to cluster.master_addr ({address}) over "
+                f"it; bring it up (ip link set {LOOPBACK} up)"
+            ) from error
+
+
 def bind_listener(
     host: str, port: int, interface: str | None = None, key: str = "cluster.master_port"
 ) -> socket.socket:
@@ -279,7 +292,8 @@ def bind_listener(
     in the config.
 
     Raises:
-        UnsupportedConfiguration: the address is not this machine's or of one link only, or the port is taken.
+        UnsupportedConfiguration: the address is not this machine's or of one link only, or the port is taken, or
+            loopback is down.
     """
     check_master_addr(host)
     try:
@@ -291,6 +305,8 @@ def bind_listener(
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(512)
+            if is_loopback(address[0]):
+                _check_loopback(address[0])
         except BaseException:
             listener.close()
             raise

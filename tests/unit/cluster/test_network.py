@@ -1,5 +1,6 @@
 """Addresses, interfaces, and the environment of a child."""
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -141,6 +142,20 @@ def test_the_addresses_of_this_machine_include_those_of_loopback():
 def test_a_listener_has_the_family_of_its_address(host, address):
     with bind_listener(host, 0) as listener:
         assert listener.getsockname()[0] == address
+
+
+def test_loopback_that_is_down_is_named_at_once(monkeypatch):
+    """As in a network namespace of a sandbox, where one can listen and none connect."""
+
+    def fail(address):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(network, "_route_to", fail)
+    number = errno.ENETUNREACH
+    with pytest.raises(UnsupportedConfiguration, match=r"the interface lo must be up, .*\(127\.0\.0\.1\) .*ip link"):
+        bind_listener("127.0.0.1", 0)
+    number = errno.EPERM
+    bind_listener("127.0.0.1", 0).close()
 
 
 @pytest.mark.parametrize(("interface", "address"), [("eth0", "0.0.0.0"), ("lo", "127.0.1.1"), (None, "127.0.1.1")])
