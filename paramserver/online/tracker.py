@@ -644,9 +644,9 @@ class ExternalSimulations(SimulationTracker):
 
 # Simulations that the run starts.
 
-MAX_GIVEN_UP_IN_A_ROW = 3
+MAX_GIVEN_UP_IN_A_ROW, _MOST_MORE = 3, 7
 """This many simulations given up in a row, with none complete in between, fail the run: the cause is not the
-parameters of one of them."""
+parameters of one of them. It takes one more for each simulation that has come further, up to the second number."""
 
 _SETTLE_S = 1.0
 _MIN_KILL_TIMEOUT_S = 30.0
@@ -817,10 +817,12 @@ class ManagedSimulations(SimulationTracker):
             return [TrackerEvent("restarted", simulation.id, f"{text}; it is started again")]
         simulation.state = SimulationState.GIVEN_UP
         self._given_up_in_a_row += 1
-        if self._given_up_in_a_row >= MAX_GIVEN_UP_IN_A_ROW:
+        got, others = self.num_received(simulation.id), self.simulations.values()
+        better = sum(one.state is not SimulationState.GIVEN_UP and self.num_received(one.id) > got for one in others)
+        if self._given_up_in_a_row >= MAX_GIVEN_UP_IN_A_ROW + min(better, _MOST_MORE):
             tries = "1 time" if self.config.max_restarts == 0 else f"{self.config.max_restarts + 1} times"
             self.failure = (
-                f"{MAX_GIVEN_UP_IN_A_ROW} simulations in a row failed {tries} each; "
+                f"{self._given_up_in_a_row} simulations in a row failed {tries} each; "
                 f"the last of them, simulation {simulation.id}: {reason}; its output is in "
                 f"{log_file(self._logs, simulation.id)}"
             )

@@ -212,6 +212,18 @@ def test_one_complete_in_between_breaks_the_row():
     assert tracker.counts()["given_up"] == 6
 
 
+@pytest.mark.parametrize(("better", "limit"), [(0, 3), (2, 5), (9, 10)])
+def test_it_takes_more_in_a_row_where_others_come_further(better, limit):
+    tracker = started(count=40, at_once=better + 1, max_restarts=0)
+    tracker.poll(0.0)
+    report(tracker, dict.fromkeys(range(better), 2), 1.0)
+    for number in range(better, better + limit):
+        assert tracker.failure is None
+        tracker.on_exit(number, 0, 1, 1.0)
+        tracker.poll(1.0)
+    assert f"{limit} simulations in a row failed 1 time each" in tracker.failure
+
+
 def test_silence_ends_a_process_and_then_counts_as_a_failure():
     tracker = started()
     tracker.poll(0.0)
