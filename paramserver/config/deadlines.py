@@ -56,11 +56,12 @@ class Deadlines:
     )
     failed_s: float = _limit("after a rank failed, the supervisor ends those that have not ended")
     ended_s: float = _limit("after the end of the run, the supervisor ends ranks that have not ended")
-    last_write_s: float = _limit("for the last checkpoint, if rank 0 is the only rank left")
+    last_write_s: float = _limit("for the last checkpoint and the last simulations, if rank 0 is the only rank left")
 
     @classmethod
     def of(cls, config: Config) -> Deadlines:
         silent_s, wait_s = config.server.lost_after_s, config.cluster.timeout_s
+        simulations_s = 0.0 if config.simulations is None else config.simulations.timeout_s
         return cls(
             heartbeat_s=config.server.heartbeat_s,
             silent_s=silent_s,
@@ -71,7 +72,7 @@ class Deadlines:
             join_s=wait_s + silent_s + config.server.heartbeat_s,
             failed_s=silent_s + GRACE_S,
             ended_s=silent_s + END_S,
-            last_write_s=LAST_WRITE_S + silent_s + END_S,
+            last_write_s=LAST_WRITE_S + silent_s + END_S + simulations_s,
         )
 
     def texts(self) -> dict[str, tuple[float, str]]:

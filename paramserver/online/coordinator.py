@@ -203,6 +203,7 @@ class SimulationCoordinator(RouterThread):
         self._lock = threading.RLock()
         # All simulations are complete and the trainers were sent DRAIN.
         self.finished = False
+        self._finishing = threading.Event()
         # What ended the thread: the run cannot continue.
         self.failure: BaseException | None = None
         super().__init__(
@@ -220,6 +221,17 @@ class SimulationCoordinator(RouterThread):
         """
         with self._lock:
             self._handler.trainer_lost(trainer_index)
+
+    def finish(self) -> None:
+        """Close it after a run that has not failed: complete simulations may end first, as during the run.
+
+        A request to stop ends this wait.
+        """
+        self._finishing.set()
+        if self._thread.is_alive():
+            self._wakeup.set()
+            self._thread.join(self.spec.config.timeout_s + _KILL_TIMEOUT_S)
+        self.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the simulations as plain values. Safe to call from any thread."""
@@ -263,8 +275,8 @@ class SimulationCoordinator(RouterThread):
     def _serve(self, router: RouterSocket) -> None:
         poll_interval_s = min(_POLL_INTERVAL_S, self.spec.config.timeout_s / 4)
         while not self._closing.is_set():
-            # The wakeup is set once, by close(), so it need not be cleared.
             router.poll([self._wakeup.fileno(), *(self._runner.exit_pipes if self._runner else ())], poll_interval_s)
+            self._wakeup.clear()
             # Messages before exits and timeouts: what a process sent before its end, or before it seemed silent, must
             # be counted first.
             self._handle_messages(router)
@@ -273,22 +285,26 @@ class SimulationCoordinator(RouterThread):
                 for simulation, attempt, exit_code in self._runner.poll_exited() if self._runner else ():
                     assert self._runner is not None
                     self._tracker.on_exit(simulation, attempt, exit_code, now, self._runner.last_line(simulation))
-                actions = [] if self._handler.over or self._is_stopping() else self._tracker.poll(now)
+                poll = self._tracker.poll_complete if self._handler.over else self._tracker.poll
+                actions = [] if self._is_stopping() else poll(now)
                 drain = self._handler.drain() if self._tracker.done and not self.finished else []
             # Outside of the lock: starting a process and recording an event take time.
             for action in actions:
                 self._carry_out(router, action)
+            running = self._runner.running if self._runner else ()
+            complete = {number for number in running if self._tracker.simulations[number].ended}
             if self._handler.over and self._runner is not None:
                 # No more samples are needed. Simulations that are complete end without being killed.
-                for number in self._runner.running:
-                    if not self._tracker.simulations[number].ended:
-                        self._runner.kill(number)
+                for number in set(running) - complete:
+                    self._runner.kill(number)
             if self._tracker.failure is not None:
                 raise TrainingError(self._tracker.failure)
             if drain:
                 self.finished = True
                 self._on_event("finish", self._tracker.counts())
                 router.send(drain)
+            if self._finishing.is_set() and (not complete or self._is_stopping()):
+                return
 
     def _handle_messages(self, router: RouterSocket) -> None:
         for received in router.receive(_MAX_MESSAGES_AT_ONCE):

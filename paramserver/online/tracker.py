@@ -318,6 +318,10 @@ class SimulationTracker(ABC):
     def poll(self, now: float) -> list[Action]:
         """What is to be done now. Updates ``done`` and ``failure``."""
 
+    def poll_complete(self, now: float) -> list[Action]:
+        """What is to be done with processes of complete simulations where the run needs no more samples."""
+        return []
+
     def replay(self, received: Iterable[Header], trainers: Mapping[int, int]) -> None:
         """Take over what clients reported to an earlier coordinator, before ``on_trainers_joined``.
 
@@ -743,6 +747,9 @@ class ManagedSimulations(SimulationTracker):
         if not self.done and self.failure is None:
             actions += self._start_next(now)
         return actions
+
+    def poll_complete(self, now: float) -> list[Action]:
+        return [action for one in [*self._started.values()] if one.ended for action in self._check(one, now)]
 
     def _check(self, simulation: Simulation, now: float) -> list[Action]:
         if simulation.process_alive:

@@ -562,6 +562,8 @@ class CheckpointManager:
         refused: StorageError | None = None
         try:
             self._close_writers()
+            if status == "completed" and self.simulations is not None:
+                self.simulations.finish()
             if status == "completed" or newer_in_memory(self.run.path) is None:
                 remove_memory(self.run.path)
         except Exception as failure:  # noqa: BLE001 - it becomes the run's error, unless there is an earlier one

@@ -1,6 +1,6 @@
 """The limits of waits, derived from the config."""
 
-from paramserver.config import ClusterConfig, Config, Deadlines, ServerConfig
+from paramserver.config import ClusterConfig, Config, Deadlines, ServerConfig, SimulationsConfig
 
 
 def test_deadlines_follow_from_two_keys():
@@ -9,6 +9,8 @@ def test_deadlines_follow_from_two_keys():
     assert (deadlines.heartbeat_s, deadlines.silent_s, deadlines.wait_s) == (1.0, 20.0, 100.0)
     assert (deadlines.stacks_s, deadlines.starting_s, deadlines.failed_s, deadlines.ended_s) == (14.0, 25.0, 25.0, 30.0)
     assert (deadlines.store_s, deadlines.join_s, deadlines.last_write_s) == (102.0, 121.0, 630.0)
+    simulations = Config(server=config.server, simulations=SimulationsConfig(timeout_s=7.0))
+    assert Deadlines.of(simulations).last_write_s == 637.0
 
 
 def test_several_heartbeats_are_sent_before_a_process_counts_as_lost():

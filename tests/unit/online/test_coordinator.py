@@ -646,6 +646,33 @@ def test_one_that_continues_after_its_last_sample_gets_over_and_is_killed(peers,
     assert [kind for kind, _ in events] == ["started", "complete", "started"]
 
 
+@pytest.mark.parametrize(
+    ("work_s", "timeout_s", "stops", "ends"), [(1, 30, False, True), (60, 1, False, False), (60, 30, True, False)]
+)
+@pytest.mark.parametrize("done", [False, True])
+def test_a_complete_simulation_may_end_before_the_run(
+    peers, coordinator_of, tmp_path, work_s, timeout_s, stops, ends, done
+):
+    """Until it is late, or the run is to stop. Another one is not complete, unless all are done."""
+    stop, command = Event(), f"sh -c 'sleep {work_s}; touch {tmp_path}/{{simulation}}'"
+    options = {"command": command, "count": 2, "at_once": 2, "steps": 5, "timeout_s": timeout_s}
+    coordinator = coordinator_of(**options, is_stopping=stop.is_set)
+    (trainer,) = joined(peers, coordinator)
+    trainer.report(_0=5, **({"_1": 5} if done else {}))
+    counts = lambda: coordinator.summary()["simulations"]  # noqa: E731
+    assert poll_until(time.monotonic() + 20, lambda: counts()["complete"] == 1 + done or None, Event())
+    if not done:
+        trainer.send(Header(MessageKind.OVER))
+    if stops:
+        stop.set()
+    began = time.monotonic()
+    coordinator.finish()
+    assert time.monotonic() - began < 15
+    assert coordinator.failure is None
+    assert (tmp_path / "0").exists() == ends
+    assert counts()["complete"] == 1 + done
+
+
 def test_a_command_that_always_fails_fails_the_run_with_one_message(peers, coordinator_of, tmp_path):
     events = []
     coordinator = coordinator_of(command="sh -c 'echo no; exit 4'", count=5, max_restarts=1, at_once=2, events=events)
