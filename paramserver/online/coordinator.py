@@ -274,8 +274,10 @@ class SimulationCoordinator(RouterThread):
 
     def _serve(self, router: RouterSocket) -> None:
         poll_interval_s = min(_POLL_INTERVAL_S, self.spec.config.timeout_s / 4)
+        starts = False
         while not self._closing.is_set():
-            router.poll([self._wakeup.fileno(), *(self._runner.exit_pipes if self._runner else ())], poll_interval_s)
+            exits = self._runner.exit_pipes if self._runner else ()
+            router.poll([self._wakeup.fileno(), *exits], 0.0 if starts else poll_interval_s)
             self._wakeup.clear()
             # Messages before exits and timeouts: what a process sent before its end, or before it seemed silent, must
             # be counted first.
@@ -285,12 +287,14 @@ class SimulationCoordinator(RouterThread):
                 for simulation, attempt, exit_code in self._runner.poll_exited() if self._runner else ():
                     assert self._runner is not None
                     self._tracker.on_exit(simulation, attempt, exit_code, now, self._runner.last_line(simulation))
-                poll = self._tracker.poll_complete if self._handler.over else self._tracker.poll
+                # One start at a time: the draws of several could take longer than others wait for a reply.
+                poll = self._tracker.poll_complete if self._handler.over else partial(self._tracker.poll, max_starts=1)
                 actions = [] if self._is_stopping() else poll(now)
                 drain = self._handler.drain() if self._tracker.done and not self.finished else []
             # Outside of the lock: starting a process and recording an event take time.
             for action in actions:
                 self._carry_out(router, action)
+            starts = any(isinstance(action, StartProcess) for action in actions)
             running = self._runner.running if self._runner else ()
             complete = {number for number in running if self._tracker.simulations[number].ended}
             if self._handler.over and self._runner is not None:
@@ -327,6 +331,8 @@ class SimulationCoordinator(RouterThread):
         if isinstance(action, StartProcess):
             secret = start_secret(self.token, action.simulation, action.attempt, action.density_ratio)
             self._runner.start(action, router.address, secret)
+            with self._lock:
+                self._tracker.on_started(action.simulation, time.monotonic())
             self._on_event("started", {name: value for name, value in vars(action).items() if value is not None})
         elif isinstance(action, KillProcess):
             _log.warning("simulation %d is ended: %s", action.simulation, action.reason)

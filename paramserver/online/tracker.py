@@ -314,9 +314,13 @@ class SimulationTracker(ABC):
         has_parts = any(simulation.id in parts for parts in self._parts)
         return has_parts and min(self._reported_s) - simulation.moved_s > self.config.timeout_s
 
+    def on_started(self, number: int, now: float) -> None:
+        """The processes of a simulation were started: its silence counts from now, not from before its draw."""
+        self.simulations[number].since_s = self.simulations[number].moved_s = now
+
     @abstractmethod
-    def poll(self, now: float) -> list[Action]:
-        """What is to be done now. Updates ``done`` and ``failure``."""
+    def poll(self, now: float, max_starts: float = math.inf) -> list[Action]:
+        """What is to be done now, with at most so many starts. Updates ``done`` and ``failure``."""
 
     def poll_complete(self, now: float) -> list[Action]:
         """What is to be done with processes of complete simulations where the run needs no more samples."""
@@ -578,7 +582,7 @@ class ExternalSimulations(SimulationTracker):
 
     # Actions.
 
-    def poll(self, now: float) -> list[Action]:
+    def poll(self, now: float, max_starts: float = math.inf) -> list[Action]:
         if not self._trainers_joined or self.failure is not None:
             return []
         actions: list[Action] = []
@@ -732,7 +736,7 @@ class ManagedSimulations(SimulationTracker):
 
     # Actions.
 
-    def poll(self, now: float) -> list[Action]:
+    def poll(self, now: float, max_starts: float = math.inf) -> list[Action]:
         if not self._trainers_joined or self.failure is not None:
             return []
         actions: list[Action] = []
@@ -745,7 +749,7 @@ class ManagedSimulations(SimulationTracker):
                 actions += self._check(simulation, now)
         self.done = self.num_complete >= self.count
         if not self.done and self.failure is None:
-            actions += self._start_next(now)
+            actions += self._start_next(now, max_starts)
         return actions
 
     def poll_complete(self, now: float) -> list[Action]:
@@ -837,10 +841,10 @@ class ManagedSimulations(SimulationTracker):
         replacements = format_simulations(self._add_missing())
         return [TrackerEvent("given_up", simulation.id, f"{text}; it is given up for {replacements}")]
 
-    def _start_next(self, now: float) -> list[Action]:
+    def _start_next(self, now: float, max_starts: float) -> list[Action]:
         free = self.config.at_once - sum(one.process_alive for one in self._started.values())
         actions: list[Action] = []
-        while len(actions) < free and (waiting := self._to_restart or self._to_start):
+        while len(actions) < min(free, max_starts) and (waiting := self._to_restart or self._to_start):
             simulation = waiting.popleft()
             # Else its last samples were counted while it waited for its restart.
             if simulation.state is SimulationState.WAITING:

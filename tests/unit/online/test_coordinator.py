@@ -686,17 +686,19 @@ def test_a_command_that_always_fails_fails_the_run_with_one_message(peers, coord
     assert "no\n" in (tmp_path / "logs" / "simulation-0.log").read_text()
 
 
-def test_simulations_that_end_after_the_request_to_stop_have_not_failed(peers, coordinator_of):
+def test_simulations_that_end_after_the_request_to_stop_have_not_failed(peers, coordinator_of, tmp_path):
     """SLURM sends the signal before its time limit to the steps of simulations too."""
     stops, again = Event(), []
 
     class Events(list):
         def append(self, event):
             super().append(event)
-            if event[0] == "started":
+            if len(self) == 3:
                 stops.set()
+                (tmp_path / "stop").touch()
 
-    options = {"command": "sh -c 'kill -USR1 $$'", "count": 5, "at_once": 3, "max_restarts": 0}
+    command = f"sh -c 'until test -e {tmp_path}/stop; do sleep 0.02; done; kill -USR1 $$'"
+    options = {"command": command, "count": 5, "at_once": 3, "max_restarts": 0}
     events = Events()
     coordinator = coordinator_of(**options, events=events, is_stopping=stops.is_set)
     joined(peers, coordinator)
@@ -709,6 +711,24 @@ def test_simulations_that_end_after_the_request_to_stop_have_not_failed(peers, c
     joined(peers, coordinator_of(**{**options, "command": "sleep 60"}, state=state, events=again))
     assert poll_until(time.monotonic() + 20, lambda: len(again) == 3 or None, Event())
     assert [details["simulation"] for _, details in again] == [0, 1, 2]
+
+
+def test_a_simulation_is_started_before_the_next_is_drawn(peers, coordinator_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "drawing.py").write_text(
+        f"import pathlib, time\nfolder = pathlib.Path({str(tmp_path)!r})\n"
+        "class Drawing:\n def __init__(self, *a): pass\n def draw(self, index):\n"
+        "  end = time.monotonic() + 20\n"
+        "  while index and not (folder / '0').exists():\n   assert time.monotonic() < end\n"
+        "  (folder / 'drawn').write_text(str(time.monotonic()))\n  return []\n"
+    )
+    command = f"sh -c 'touch {tmp_path}/{{simulation}}; sleep 60'"
+    coordinator = coordinator_of(command=command, count=2, at_once=2, sampler="drawing.py:Drawing")
+    joined(peers, coordinator)
+    started = lambda: (tmp_path / "1").exists() or None  # noqa: E731
+    assert poll_until(time.monotonic() + 30, lambda: coordinator.failure or started(), Event()) is True
+    assert coordinator._tracker.simulations[1].since_s > float((tmp_path / "drawn").read_text())
+    sys.modules.pop("drawing", None)
 
 
 def test_a_sampler_that_raises_fails_the_run(peers, coordinator_of, tmp_path, monkeypatch):

@@ -238,6 +238,18 @@ def test_silence_ends_a_process_and_then_counts_as_a_failure():
     assert of(StartProcess, actions) == [StartProcess(0, 1, (0.0,))]
 
 
+def test_silence_counts_from_the_start_and_not_from_before_the_draw():
+    tracker = started(at_once=2)
+    assert [one.simulation for one in of(StartProcess, tracker.poll(0.0, max_starts=1))] == [0]
+    tracker.on_started(0, 70.0)
+    assert [one.simulation for one in of(StartProcess, tracker.poll(70.0, max_starts=1))] == [1]
+    tracker.on_started(1, 140.0)
+    mark = header(MessageKind.HELLO, 0)
+    tracker.on_hello(mark, (), 141.0)
+    assert tracker.poll(200.0, max_starts=1) == []
+    assert tracker.poll(200.5) == [KillProcess(1, "it was silent for 60 s")]
+
+
 @pytest.mark.parametrize("sign", ["hello", "bye", "sample or heartbeat"])
 def test_any_message_is_a_sign_of_life(sign):
     tracker = started(group_size=2)
