@@ -171,6 +171,7 @@ Action = StartProcess | KillProcess | TrackerEvent
 # When its clients have ended well all samples of a simulation are acknowledged, and the trainers' next reports count
 # them. Reports that were in flight at that moment may not, so two of each trainer are awaited.
 _REPORTS_TO_SETTLE = 2
+_SET_STEPS = "set simulations.steps to null where simulations have different numbers of samples"
 # Numbers of simulations in one message.
 _MOST_SHOWN = 10
 
@@ -596,11 +597,12 @@ class ExternalSimulations(SimulationTracker):
                 silent_since = simulation.silent_since(self.config.group_size)
                 is_silent = self.quiet_s(silent_since, now) > self.config.timeout_s
                 waits = self.waits_for_parts(simulation)
-                if (is_silent or waits) and not simulation.reported_silent:
+                closed = self._is_closed(simulation) and self._is_reported(simulation)
+                if (is_silent or waits or closed) and not simulation.reported_silent:
                     actions.append(
                         self._report_silent(simulation, "waited for parts of a sample" if waits else "been silent")
                     )
-                simulation.reported_silent = is_silent or waits
+                simulation.reported_silent = is_silent or waits or closed
         enough = self.config.count is not None and self.num_complete >= self.config.count
         self.done = enough or (self._finish_received and not self._open)
         timeout_s, key = self.config.timeout_s, "simulations.timeout_s"
@@ -613,14 +615,17 @@ class ExternalSimulations(SimulationTracker):
     def _get_or_add(self, number: int) -> Simulation:
         return self.simulations.setdefault(number, Simulation(number))
 
+    def _is_closed(self, simulation: Simulation) -> bool:
+        """Whether all of its clients were closed, which does not complete it where ``steps`` is given."""
+        return simulation.has_all_byes(self.config.group_size)
+
     def _report_silent(self, simulation: Simulation, what: str) -> TrackerEvent:
         got, of = self.num_received(simulation.id), self.config.steps or "an unknown number of"
-        return TrackerEvent(
-            "silent",
-            simulation.id,
-            f"simulation {simulation.id} has {what} for {self.config.timeout_s:g} s, after {got} of {of} samples; "
-            "it is waited for",
-        )
+        happened, cure = f"has {what} for {self.config.timeout_s:g} s,", ""
+        if self._is_closed(simulation):
+            happened, cure = "was closed", f"; {_SET_STEPS}"
+        text = f"simulation {simulation.id} {happened} after {got} of {of} samples; it is waited for{cure}"
+        return TrackerEvent("silent", simulation.id, text)
 
     def _describe_missing(self, timeout_s: float, key: str) -> str:
         """Which simulations are missing, as one message with the cure."""
@@ -628,6 +633,9 @@ class ExternalSimulations(SimulationTracker):
         if self._open:
             verb = "is" if len(self._open) == 1 else "are"
             missing = format_simulations([*self._open])
+            closed = [one.id for one in self._open.values() if self._is_closed(one)]
+            if closed:
+                cure = f"clients closed {format_simulations(closed)} after too few samples: {_SET_STEPS}, or {cure}"
             return f"nothing came for {timeout_s:g} s, and {missing} {verb} not complete; {cure}"
         of = "" if self.config.count is None else f" of {self.config.count}"
         if self.num_complete or self._hello_received:

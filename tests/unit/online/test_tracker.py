@@ -723,6 +723,28 @@ def test_outside_no_process_is_started_or_killed_and_silence_is_reported_once():
     )
 
 
+def test_outside_one_that_is_closed_after_too_few_samples_is_reported_at_once_and_named():
+    tracker = outside(count=1, steps=10)
+    hello(tracker, 0)
+    bye(tracker, 0, 4, 1.0)
+    report(tracker, {0: 4}, 2.0)
+    assert tracker.poll(2.0) == []  # a report that was in flight
+    report(tracker, {0: 4}, 3.0)
+    (event,) = tracker.poll(3.0)
+    cure = "set simulations.steps to null where simulations have different numbers of samples"
+    assert event.text == f"simulation 0 was closed after 4 of 10 samples; it is waited for; {cure}"
+    assert tracker.poll(4.0) == []  # once
+    tracker.poll(64.0)
+    assert f"; clients closed simulation 0 after too few samples: {cure}, or start what is missing" in tracker.failure
+    again = outside(count=1, steps=10)
+    hello(again, 0)
+    bye(again, 0, 4, 1.0)
+    hello(again, 0, 2.0)  # it goes on
+    report(again, {0: 6}, 3.0)
+    report(again, {0: 6}, 3.0)
+    assert again.poll(3.0) == []
+
+
 def test_outside_the_first_simulation_may_take_longer():
     tracker = outside(first_s=100.0)
     tracker.poll(100.0)
