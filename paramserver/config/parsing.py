@@ -121,7 +121,8 @@ def _to_str(value: Any, rule: Rule) -> str:
         likely = f"did you mean {closest}?" if closest else "choose one of them"
         raise _BrokenRuleError(f"be {rule.describe()}", known or likely)
     if not isinstance(value, str):
-        raise _BrokenRuleError("be text", "put it in quotes")
+        name = getattr(value, "__name__", None)  # of a function or class that was given in Python
+        raise _BrokenRuleError("be text", f"write path/to/file.py:{name}" if name else "put it in quotes")
     try:
         text: str = str(Path(value).expanduser()) if value.startswith("~/") else value
     except RuntimeError:  # such as in a container with any user id

@@ -251,6 +251,12 @@ class LaunchCommand:
         self._folders = tuple(folders)
         search = environ.get("PATH")
         if spec.config.function is not None:
+            place, _, name = spec.config.function.rpartition(":")
+            if place == "__main__":  # in the process of a simulation that is another program
+                raise UnsupportedConfiguration(
+                    f"simulations.function ({spec.config.function}) must name a module or a file that each process can "
+                    f"import; write path/to/file.py:{name}"
+                )
             load_object(spec.config.function, "simulations.function", folders)  # fails here, not in each process
             passed = [word for folder in folders for word in ("--folder", str(folder))]
             self._words = [sys.executable, "-m", "paramserver.run_simulation", spec.config.function, *passed]

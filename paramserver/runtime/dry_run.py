@@ -19,7 +19,9 @@ from paramserver.runtime.rank import trainer_class
 from paramserver.sources import Partition, make_source
 from paramserver.sources.expected import expected_batches, expected_samples
 from paramserver.sources.factory import check_watermark, resolve_reading
+from paramserver.sources.loader import WorkerOptions
 from paramserver.task import Task, make_callbacks, make_task, sampler_of
+from paramserver.trainers.validation import validation_batches
 
 
 def plan_text(config: Config, folders: Sequence[Path], launcher: str | None) -> str:
@@ -56,7 +58,10 @@ def _rank_text(role: Role, config: Config, task: Task, trainers: int) -> str:
     task.devices, task.config = placement.devices, config
     partition = Partition(role.trainer_index, trainers)
     reading = resolve_reading(task.train_source(partition), partition, config, sampler=sampler_of(task, partition))
+    validation_batches(task, partition, config)
     source, config = make_source(reading, partition, config), reading.config
+    if config.training.loader_workers:
+        source.use_workers(WorkerOptions(config.training.loader_workers, reading.init_fn or task.worker_init_fn))
     watermark = config.buffer.watermark
     devices = ", ".join(str(device) for device in placement.devices)
     total = expected_samples(source, partition, config)

@@ -218,6 +218,9 @@ def _refuse_unsupported_loader(loader: DataLoader[Any], hook: str, what: str) ->
         raise TaskError(f"{what} with batch_size None; give a batch_size, or a batch_sampler for batches of your own")
     if loader.drop_last and hook == "validation_source":
         raise TaskError(f"{what} with drop_last, but validation is the mean over all samples; leave it out")
+    if isinstance(data, Source):
+        name = type(data).__name__
+        raise TaskError(f"{what} over {name}, which needs none; return {name} itself, and set training.batch_size")
     if not isinstance(data, IterableDataset) and not is_map_style(data):
         raise TaskError(f"{what} over {type(data).__name__}, which must have __len__ and __getitem__; write them")
 

@@ -302,6 +302,7 @@ def test_dry_run_prints_what_is_expected(tmp_path):
         ("buffer", {"watermark": 41}, "buffer.watermark (41) must be at most the 40 samples that trainer 0 of 2"),
         ("simulations", {"sampler": "bogus"}, "simulations.sampler (bogus)"),
         ("simulations", {"function": f"{SIMULATIONS}:nothing"}, "simulations.function"),
+        ("training", {"loader_workers": 2}, "training.loader_workers (2) must be 0, as train_source gives no"),
         ("simulations", {"function": None, "command": "/no/such/solver {a}"}, "begins with /no/such/solver"),
     ],
 )
@@ -309,6 +310,16 @@ def test_dry_run_refuses_what_a_run_would_refuse(tmp_path, section, options, tex
     code, output = dry_run(tmp_path, **{section: options})
     assert code == 2
     assert text in output
+
+
+def test_dry_run_refuses_a_validation_source_that_a_run_would_refuse(tmp_path):
+    (tmp_path / "validated.py").write_text(
+        "from paramserver.sources import Stream\nfrom stream_tasks import Fed\n"
+        "class Validated(Fed):\n    def validation_source(self, partition):\n        return Stream()\n"
+    )
+    code, output = dry_run(tmp_path, task="validated.py:Validated")
+    assert code == 2
+    assert "validation_source returned Stream; it must return" in output
 
 
 def test_a_watermark_that_the_simulations_never_reach_is_refused(tmp_path, online):

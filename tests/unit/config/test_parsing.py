@@ -96,6 +96,11 @@ def test_a_wrong_key_is_explained_with_its_line(refused, text, message):
     assert refused(f"task: a:B\n{text}\n") == f"digits.yaml:2: {message}"
 
 
+def test_a_function_in_place_of_its_name_is_refused_with_how_to_name_it():
+    with pytest.raises(UnsupportedConfiguration, match=r"function .* must be text; write path/to/file.py:dump$"):
+        config_from_mapping({"simulations": {"function": dump}})
+
+
 def test_a_key_similar_to_none_lists_all(refused):
     assert refused("xyzzy: 3").startswith(
         "digits.yaml:1: xyzzy is not a key; the keys of a config are task, task_args, "

@@ -210,6 +210,7 @@ def test_output_of_all_attempts_is_in_one_log(runner_of, tmp_path):
         ({"command": "no-such-program {left}"}, "begins with no-such-program, which is no program on the PATH"),
         ({"command": "echo", "parameters": {"attempt": [0, 1]}}, r"attempt must have another name than \{attempt\}"),
         ({"command": "echo", "parameters": {"T 0": [0, 1]}}, r"\('T 0'\) must have letters, digits, _, \. and - only"),
+        ({"command": None, "function": "__main__:main"}, r"each process can import; write path/to/file.py:main$"),
         ({"command": "echo", "launcher": "srun"}, r"launcher \(srun\) needs srun, which is not on the PATH"),
     ],
 )

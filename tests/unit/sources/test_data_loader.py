@@ -20,7 +20,7 @@ from paramserver.config import Config, TrainingConfig, config_from_mapping
 from paramserver.config.checks import RELATIONS
 from paramserver.config.schema import BufferConfig
 from paramserver.errors import TaskError, UnsupportedConfiguration
-from paramserver.sources import DatasetSource, make_source
+from paramserver.sources import DatasetSource, Stream, make_source
 from paramserver.sources.factory import resolve_reading
 from paramserver.sources.sampler import SamplerOrder
 from paramserver.trainers.data import DataStream
@@ -172,6 +172,7 @@ class NoLength(torch.utils.data.Dataset):
             {},
             "train_source returned DataLoader over NoLength, which must have __len__",
         ),
+        (DataLoader(Stream(), 4), {}, "train_source returned DataLoader over Stream, which needs none; return Stream"),
         (DataLoader(Streamed(DATA, 0, 1), 4), {"sampler": [1]}, ".* over an iterable data set, of which no sampler"),
         (
             iter(DATA),
