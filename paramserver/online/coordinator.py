@@ -189,6 +189,14 @@ class SimulationCoordinator(RouterThread):
             self._tracker = ExternalSimulations(spec.config, num_trainers, timeout_s)
         if state is not None:
             self._tracker.load_state_dict(state)
+            planned = sum(not one["given_up"] for one in state["simulations"])
+            if sampler is not None and sampler.reference == "lhs" and planned != spec.config.count:
+                _log.warning(
+                    "simulations.count (%s) is not that of the checkpoint (%d): lhs draws the others from another "
+                    "hypercube, and all together are none; halton covers the ranges evenly with any count",
+                    spec.config.count,
+                    planned,
+                )
         if sampler is not None and sampler.learns and record is not None:
             kept = SamplerRecord(record)
             kept.begin(None if state is None else state.get("sampler"))

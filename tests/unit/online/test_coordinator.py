@@ -613,6 +613,14 @@ def test_a_resumed_run_starts_only_what_is_not_complete(peers, coordinator_of, p
     assert all(started[key] == begun[key] for key in started.keys() & begun.keys())
 
 
+@pytest.mark.parametrize(("count", "sampler", "warns"), [(5, "lhs", True), (4, "lhs", False), (5, "halton", False)])
+def test_a_hypercube_that_is_continued_with_another_count_is_a_warning(coordinator_of, caplog, count, sampler, warns):
+    options = {"command": "sleep 60", "parameters": {"a": [0, 1]}, "sampler": sampler}
+    state = coordinator_of(count=4, **options).state_dict()
+    coordinator_of(count=count, state=state, **options)
+    assert ("simulations.count (5) is not that of the checkpoint (4)" in caplog.text) == warns
+
+
 def test_a_function_is_called_with_its_parameters_and_an_open_client(peers, coordinator_of, program):
     coordinator = coordinator_of(function="simulating.py:simulate", count=4, at_once=4, steps=6)
     (trainer,) = joined(peers, coordinator)
