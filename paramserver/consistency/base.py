@@ -245,6 +245,11 @@ class Consistency(ABC):
             self.terms = replace(self.terms, barrier_every=(*self.terms.barrier_every, every), validate_every=0)
 
     @property
+    def is_paused(self) -> bool:
+        """Whether no trainer trains: all that have data validate or save, or there is none."""
+        return not self.trainers
+
+    @property
     def in_step(self) -> bool:
         """Whether a step in lockstep is in progress: a trainer without data waits for the version that it makes.
 

@@ -111,6 +111,10 @@ class FreeRunning(Consistency):
     def has_partial_update(self) -> bool:
         """Whether a push waits for those of other trainers, which must continue before a barrier or the end."""
 
+    @property
+    def is_paused(self) -> bool:
+        return self._at_barrier or self.trainers - self._drained <= self._validating.keys()
+
     # Which trainers there are.
 
     def join(self, trainer_index: int) -> None:

@@ -95,6 +95,10 @@ class Sync(Consistency):
         return trainers
 
     @property
+    def is_paused(self) -> bool:
+        return self._is_due or super().is_paused
+
+    @property
     def in_step(self) -> bool:
         return bool(self._active)
 

@@ -273,8 +273,7 @@ class RecordWindow:
             steps, losses = self.by_optimizer.get(result.optimizer, (0, 0.0))
             self.by_optimizer[result.optimizer] = steps + 1, losses + result.loss
         self.step, self.samples, self.lr = result.step, result.samples, result.lr
-        # Each trainer has a clock of its own; where they run freely, that of the next update may be behind.
-        self.seconds = max(self.seconds, self.seconds_before, result.seconds)
+        self.seconds = result.seconds
 
     def next_window(self) -> RecordWindow:
         """Return the window that begins where this one ends."""
@@ -419,6 +418,37 @@ class PhaseClock:
         self._step = dict.fromkeys(PHASES, 0.0)
         self._step_hidden_s = 0.0
         self._step_started = self._last
+
+
+class RunClock:
+    """The training time of a run with a server: that in which any of its trainers trains, after ``before`` seconds.
+
+    The clocks of trainers (``PhaseClock``) cannot be compared: they begin at different times, and stand still while a
+    trainer validates alone.
+    """
+
+    def __init__(self, before: float) -> None:
+        self._before = before
+        self._began = time.perf_counter()
+        self._stopped: float | None = self._began
+
+    @property
+    def seconds(self) -> float:
+        now = time.perf_counter() if self._stopped is None else self._stopped
+        return self._before + now - self._began
+
+    def start(self) -> None:
+        """Continue, without the time since it was stopped; nothing if it runs."""
+        if self._stopped is not None:
+            self._before, self._began, self._stopped = self.seconds, time.perf_counter(), None
+
+    def stop(self) -> None:
+        """Stand still from now on."""
+        self._stopped = time.perf_counter() if self._stopped is None else self._stopped
+
+    def undo_stop(self) -> None:
+        """Continue as if it had not been stopped."""
+        self._stopped = None
 
 
 @dataclass

@@ -30,7 +30,7 @@ from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import Evicted, GenerationChanged, NotFinite, RunEnded, TrainingError
 from paramserver.metrics.profile import span, spanned
-from paramserver.metrics.records import StepReport, StepResult, combine
+from paramserver.metrics.records import RunClock, StepReport, StepResult, combine
 from paramserver.optim.updater import UpdaterState
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.runs.checkpoint_manager import CheckpointManager
@@ -78,7 +78,7 @@ class Aggregator:
         self._publishes: CheckpointManager | None = None
         self.batch_began: int | None = None  # the version that the last batch began with, if it may make several
         self._shard.on_push = self.gradients_arrived
-        self._seconds = self.monitor.seconds
+        self._clock = RunClock(self.monitor.seconds)
         self._announcements = PendingReplies()
         self._version_waits = PendingReplies()
         self._results: dict[int, StepResult] = {}  # of pushes whose reply waits for the next grant
@@ -126,6 +126,7 @@ class Aggregator:
             raise RunEnded(f"the run ended before trainer {trainer_index} took part in it")
         self.add(trainer_index)
         self.keep_buffers(trainer_index, buffers)
+        self._clock.start()
         future: torch.futures.Future[StepGrant] = torch.futures.Future()
         if number:
             self._announced[trainer_index] = number, future
@@ -273,6 +274,8 @@ class Aggregator:
             self._fail(error)
         finally:
             self._processing = False
+            if self.rules.is_paused and not self._applying:
+                self._clock.stop()
 
     def _carry_out(self, decisions: Mapping[int, Decision]) -> None:
         skipped, began = self.monitor.skipped, self.batch_began
@@ -396,6 +399,7 @@ class Aggregator:
         report = push.report
         if (reply := self._find_reply(report)) is not None:
             return reply
+        self._clock.undo_stop()  # with several optimizers a step that was due may be one inside a batch
         trainer_index, transport = report.trainer_index, self.transports[report.trainer_index]
         gradients = transport.collect_gradients()
         future: torch.futures.Future[StepGrant] = torch.futures.Future()
@@ -561,12 +565,11 @@ class Aggregator:
 
     def _result(self, pushes: Sequence[PendingPush], apply_s: float = 0.0, dropped: bool = False) -> StepResult:
         reports = [push.report for push in pushes]
-        self._seconds = max(self._seconds, *(report.seconds for report in reports))
         return StepResult(
             self.rules.step,
             self.rules.samples,
             lr=self.store.updater.applied_lr,
-            seconds=self._seconds,
+            seconds=self._clock.seconds,
             apply_s=apply_s,
             dropped=dropped,
             optimizer=reports[0].optimizer,

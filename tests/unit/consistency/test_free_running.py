@@ -571,6 +571,34 @@ def test_the_last_that_has_not_pushed_leaves_and_completes_the_update():
     assert rules.next_update() == Update((0, 2), (0, 0), 0)
 
 
+@pytest.mark.parametrize(("due", "pause"), [("validate_every", Verdict.VALIDATE), ("barrier_every", Verdict.BARRIER)])
+def test_no_trainer_trains_while_all_that_have_data_validate_or_save(due, pause):
+    every = {"validate_every": 1} if due == "validate_every" else {"barrier_every": (1,)}
+    rules = Async(RunTerms(3, NONE, "join", **every))
+    verdicts = {}
+
+    def announce(index, announcement=READY):
+        rules.announce(index, announcement)
+        verdicts.update((i, decision.verdict) for i, decision in rules.pop_decisions().items())
+
+    announce(2, DRAINED)
+    announce(0)
+    assert (verdicts, rules.is_paused) == ({0: Verdict.GO}, False)
+    rules.push(0, 0, 1)
+    assert rules.next_update() is not None
+    announce(0)
+    assert not rules.is_paused  # trainer 1 may still train
+    announce(1)
+    assert (verdicts, rules.is_paused) == (dict.fromkeys(rules.trainers, pause), True)
+    if pause is Verdict.VALIDATE:
+        rules.share_reported(1)
+    announce(1)
+    assert (verdicts[1], rules.is_paused) == (Verdict.GO, False)
+    for index in range(3):
+        rules.remove(index)
+    assert rules.is_paused
+
+
 def backups(trainers: int, number: int, **options) -> BackupSync:
     """All trainers have a permit for version 0."""
     rules = BackupSync(terms(trainers, **options), number)

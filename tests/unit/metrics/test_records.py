@@ -19,6 +19,7 @@ from paramserver.metrics.records import (
     DurationHistogram,
     PhaseClock,
     RecordWindow,
+    RunClock,
     StepResult,
     WeightedSums,
     make_record,
@@ -89,6 +90,27 @@ def clock_at(monkeypatch):
     now = SimpleNamespace(perf_counter=lambda: now.seconds, time=time.time, seconds=100.0)
     monkeypatch.setattr(records, "time", now)
     return PhaseClock(), now
+
+
+def test_the_clock_of_a_run_counts_the_time_in_which_it_is_not_stopped(clock_at):
+    _, now = clock_at
+    clock = RunClock(10.0)
+    now.seconds += 1.0
+    assert clock.seconds == 10.0  # nothing has begun
+    for _ in range(2):
+        clock.start()
+        now.seconds += 2.0
+    assert clock.seconds == 14.0
+    for _ in range(2):
+        clock.stop()
+        now.seconds += 4.0
+    assert clock.seconds == 14.0
+    clock.start()
+    now.seconds += 8.0
+    clock.stop()
+    now.seconds += 16.0
+    clock.undo_stop()
+    assert clock.seconds == 14.0 + 8.0 + 16.0
 
 
 def test_each_lap_goes_to_one_phase_and_all_sum_to_the_step(clock_at):
@@ -211,13 +233,12 @@ def test_a_thread_that_shares_its_core_waits_for_it():
         other.communicate()
 
 
-def test_a_window_of_trainers_whose_clocks_differ_has_a_speed_or_none():
-    """Where trainers run freely, the clock of the one that made the last update may be behind."""
+def test_a_window_has_a_speed_once_time_has_passed():
     window = RecordWindow(samples_before=8, seconds_before=2.0)
-    window.add(StepResult(2, 16, 0.5, (0.1,), seconds=1.5))
+    window.add(StepResult(2, 16, 0.5, (0.1,), seconds=2.0))
     record = window.to_record(0)
     assert (record["seconds"], record["samples_per_second"], record["step_ms"]) == (2.0, None, None)
-    window.add(StepResult(3, 24, 0.5, (0.1,), seconds=4.0))
-    window.add(StepResult(4, 32, 0.5, (0.1,), seconds=3.0))
+    window.add(StepResult(3, 24, 0.5, (0.1,), seconds=3.0))
+    window.add(StepResult(4, 32, 0.5, (0.1,), seconds=4.0))
     assert (window.to_record(0)["seconds"], window.to_record(0)["samples_per_second"]) == (4.0, 12.0)
     assert window.next_window().seconds_before == 4.0

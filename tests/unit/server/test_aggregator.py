@@ -1,6 +1,7 @@
 """The aggregator: its loop, repeated messages, and what becomes of the calls of a trainer that is lost."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import Evicted, RunEnded, TrainingError
 from paramserver.limits import Limits
+from paramserver.metrics import records
 from paramserver.metrics.records import StepReport
 from paramserver.optim.updater import Skipping
 from paramserver.parameters.flat import FlatLayout
@@ -196,11 +198,11 @@ class Transport(ServerTransport):
 class Run:
     """An aggregator and its trainers, each with its first step granted."""
 
-    def __init__(self, trainers=2, arrived=True):
+    def __init__(self, trainers=2, arrived=True, terms=None):
         self.errors, self.store, self.monitor, self.ledger = [], Store(), StepMonitor(), Ledger()
         self.shard, self.updates = make_shard(*TWO_LEAVES), Updates(self.store)
         self.aggregator = Aggregator(
-            Sync(RunTerms(trainers, Limits(), "join")),
+            Sync(terms or RunTerms(trainers, Limits(), "join")),
             self.ledger,
             self.store,
             self.shard,
@@ -298,6 +300,45 @@ def test_a_push_after_one_that_is_missing_is_an_error():
     with pytest.raises(TrainingError, match="trainer 0 sent push 3 after push 0"):
         run.push(0, sequence=3)
     assert run.ledger[0].pushes == 0
+
+
+# The training time of the run.
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The time, set by hand."""
+    now = SimpleNamespace(perf_counter=lambda: now.seconds, seconds=0.0)
+    monkeypatch.setattr(records, "time", now)
+    return now
+
+
+def test_training_time_passes_between_all_updates_and_not_while_trainers_validate(now):
+    run = Run(terms=RunTerms(2, Limits(), "join", barrier_every=(2,)))
+    pushes = [run.push(0, announcement=GO), run.push(1, announcement=GO)]
+    assert pushes[1].value().result.seconds == 0.0
+    now.seconds += 1.0
+    run.push(0, sequence=2)
+    now.seconds += 1.0
+    assert run.push(1, sequence=2).value().result.seconds == 2.0
+    now.seconds += 10.0  # both validate
+    granted = [run.announce(0), run.announce(1)]
+    now.seconds += 4.0
+    run.push(0, sequence=3)
+    assert [verdict(future) for future in granted] == [Verdict.GO] * 2
+    assert run.push(1, sequence=3).value().result.seconds == 6.0
+
+
+def test_training_time_passes_after_a_step_that_is_due_inside_a_batch_of_several_optimizers(now):
+    run = Run(1, terms=RunTerms(1, Limits(), "join", barrier_every=(1,)))
+    run.aggregator.rules.several_updates = True
+    run.push(0)
+    now.seconds += 1.0
+    assert run.push(0, sequence=2).value().result.seconds == 1.0
+    now.seconds += 10.0  # it validates
+    run.announce(0)
+    now.seconds += 2.0
+    assert run.push(0, sequence=3).value().result.seconds == 3.0
 
 
 # A trainer is lost.
