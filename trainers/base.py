@@ -367,7 +367,7 @@ class Trainer(ABC):
         self.data.set_version(step, limit=step if self.makes_all_updates else None)
         announcement = self.data_available()
         self.clock.lap("data")
-        return self.control.with_stop(announcement)
+        return self.control.with_stop(announcement, self.seconds)
 
     def announcement_if_ready(self) -> Announcement | None:
         """Return the announcement of the next step without waiting; None if the data is not ready yet.
@@ -384,7 +384,7 @@ class Trainer(ABC):
             return None
         if self._overrides_data_available:
             announcement = self.data_available()
-        return self.control.with_stop(announcement)
+        return self.control.with_stop(announcement, self.seconds)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all trainers, in the order of their indices.

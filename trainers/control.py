@@ -78,13 +78,13 @@ class Control(ABC):
         """Request, with the next announcement, the end of the run. The first reason that a trainer gives is kept."""
         self._stop_reason = self._stop_reason or self.set_first("stop", reason)
 
-    def with_stop(self, announcement: Announcement) -> Announcement:
-        """Return the announcement with this process's request to stop, if there is one."""
+    def with_stop(self, announcement: Announcement, seconds: float) -> Announcement:
+        """Return the announcement with this process's request to stop, if it has one after ``seconds`` of training."""
         if self.process.stop.event.is_set() and self.signal_ends_run():
             stop, reason = self.process.stop.state()
         elif self._stop_reason:
             stop, reason = Stop.LIMIT, self._stop_reason
-        elif self.monitor is not None and (limit := self.monitor.stop_reason()) is not None:
+        elif self.monitor is not None and (limit := self.monitor.stop_reason(seconds)) is not None:
             stop, reason = Stop.LIMIT, limit
         else:
             return announcement

@@ -485,7 +485,7 @@ class DdpTrainer(ReplicaTrainer):
         # The announcement holds until the next batch is taken: samples in the buffer stay, and an end is final.
         # It is made again after a validation or a checkpoint.
         announcement = None if self.is_due(self.step + 1) else self.announcement_if_ready()
-        announcement = announcement or self.control.with_stop(Announcement(Readiness.WAITING))
+        announcement = announcement or self.control.with_stop(Announcement(Readiness.WAITING), self.seconds)
         self.control.announce(announcement, totals, in_step=True, buffer_kinds=self.tree.buffer_kinds())
 
     @property

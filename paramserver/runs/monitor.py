@@ -241,12 +241,15 @@ class RunMonitor:
             )
         return best.update(values[best.metric], step, is_scheduled)
 
-    def stop_reason(self) -> str | None:
-        """Return why the run must end now: patience or time; None to continue. Every rank checks the other limits."""
+    def stop_reason(self, seconds: float) -> str | None:
+        """Return why the run must end now, after ``seconds`` of training: patience or time; None to continue.
+
+        Every rank checks the other limits.
+        """
         patience = self.config.training.patience
         if patience is not None and self.best is not None and self.best.without_improvement >= patience:
             return f"no improvement of {self.best.metric} in training.patience ({patience}) validations"
-        return None if self._limits.max_seconds is None else self._limits.reached_time(self.seconds)
+        return None if self._limits.max_seconds is None else self._limits.reached_time(seconds)
 
     # Checkpoints.
 

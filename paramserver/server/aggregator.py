@@ -237,7 +237,7 @@ class Aggregator:
         own, reason = Stop.NO, ""
         if self.stop.event.is_set():
             own, reason = self.stop.state()
-        elif (limit := self.monitor.stop_reason()) is not None:
+        elif (limit := self.monitor.stop_reason(self._clock.seconds)) is not None:
             own, reason = Stop.LIMIT, limit
         elif self._resize:
             own, reason = Stop.RESIZE, self._resize

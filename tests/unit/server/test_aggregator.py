@@ -38,7 +38,7 @@ class Monitor:
     seconds = 0.0
     skipped = 0
 
-    def stop_reason(self):
+    def stop_reason(self, seconds):
         return None
 
 
@@ -339,6 +339,15 @@ def test_training_time_passes_after_a_step_that_is_due_inside_a_batch_of_several
     run.announce(0)
     now.seconds += 2.0
     assert run.push(0, sequence=3).value().result.seconds == 3.0
+
+
+def test_the_limit_of_time_is_reached_also_while_trainers_wait_for_samples(now):
+    run = Run(1)
+    run.monitor.stop_reason = lambda seconds: "enough" if seconds >= 3.0 else None
+    run.push(0)
+    for passed, expected in ((2.0, Verdict.WAIT), (1.0, Verdict.END)):
+        now.seconds += passed
+        assert verdict(run.aggregator.announce(0, WAITING)) is expected
 
 
 # A trainer is lost.

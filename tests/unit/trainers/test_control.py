@@ -35,8 +35,8 @@ class Monitor:
         self.validations.append((step, sums.means(), since))
         return True
 
-    def stop_reason(self):
-        return self.limit
+    def stop_reason(self, seconds):
+        return self.limit if seconds >= 1.0 else None
 
 
 class Checkpoints:
@@ -164,21 +164,22 @@ def test_what_must_be_equal_is_compared_with_the_first_that_has_it():
 def test_the_first_reason_to_stop_is_that_of_all():
     ranks = Ranks(2)
     first, second = ranks.controls
-    assert first.with_stop(READY) is READY
+    assert first.with_stop(READY, 0.0) is READY
     first.request_stop("the accuracy is reached")
     second.request_stop("another one")
     for control in ranks.controls:
-        stopping = control.with_stop(READY)
+        stopping = control.with_stop(READY, 0.0)
         assert (stopping.readiness, stopping.stop) == (Readiness.READY, Stop.LIMIT)
         assert stopping.reason == "the accuracy is reached"
     first.process.stop.request("signal SIGTERM")
-    assert first.with_stop(READY).stop is Stop.SIGNAL
+    assert first.with_stop(READY, 0.0).stop is Stop.SIGNAL
 
 
 def test_a_limit_of_the_run_is_a_request_to_stop_of_rank_0():
     control = alone()
     control.monitor.limit = "training.max_seconds (1) reached"
-    assert control.with_stop(READY).reason == "training.max_seconds (1) reached"
+    assert control.with_stop(READY, 0.9) is READY
+    assert control.with_stop(READY, 1.0).reason == "training.max_seconds (1) reached"
 
 
 def test_one_trainer_saves_its_own_part_at_once():
