@@ -692,9 +692,11 @@ class Trainer(ABC):
         cure = "it must be one number: log .mean() or .norm(), or each element by a name of its own"
         number = to_number(value, f"self.log({name!r}, value): the value", cure)
         fields: dict[str, Any] = {}
-        if self.process.trainers > 1:
-            fields["reduce"] = reduce if self.lockstep else "none"
-            if fields["reduce"] == "mean":
+        reduce = reduce if self.lockstep else "none"
+        has_several = reduce != "none" and self.config.training.batches_per_step > 1  # values of one trainer in a step
+        if self.process.trainers > 1 or has_several:
+            fields["reduce"] = reduce
+            if reduce == "mean":
                 fields["weight"] = self.current_step.batch_samples
             if self.current_step.decision.verdict is Verdict.END:
                 fields["at_end"] = True

@@ -596,7 +596,7 @@ def peak_rss_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-# What several trainers log in the same step, combined into one value.
+# What trainers log in the same step, combined into one value.
 
 Reduction = Literal["mean", "sum", "max", "none"]
 
@@ -627,7 +627,7 @@ class _Logged:
 
 
 class LogReducer:
-    """Combines the records ``log`` of trainers that take their steps together.
+    """Combines the records ``log`` of each step, of trainers that take their steps together, or of one.
 
     A value is complete once each trainer has recorded something of a later step. Trainers that log nothing in a step
     have no part in its value. Those that are logged once the run has decided to end (``at_end``) are complete with it:

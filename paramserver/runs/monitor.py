@@ -77,7 +77,8 @@ class RunMonitor:
         self._due_validated_step: int | None = None
         self._reported_step = 0  # of the last validation, also of one without samples, or of the checkpoint
         trainers = num_trainers_of(config)
-        self._reducer = LogReducer(range(trainers)) if trainers > 1 else None
+        has_several = trainers > 1 or config.training.batches_per_step > 1  # values of one name in a step
+        self._reducer = LogReducer(range(trainers)) if has_several else None
 
     # Records.
 
