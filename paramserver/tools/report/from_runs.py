@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ class Run:
 
     @property
     def consistency(self) -> str | None:
-        return self.summary.get("consistency") or self.keys().get("server.consistency")
+        return self.summary.get("consistency") or self.keys.get("server.consistency")
 
     @property
     def servers(self) -> int:
@@ -132,7 +133,7 @@ class Run:
         return self._number("num_trainers", 1)
 
     def _number(self, name: str, default: int) -> int:
-        number = self.summary.get(name) or self.keys().get(f"cluster.{name}")
+        number = self.summary.get(name) or self.keys.get(f"cluster.{name}")
         return number if isinstance(number, int) else default
 
     @property
@@ -175,6 +176,7 @@ class Run:
         wanted = best if isinstance(best, Mapping) else {}
         return best_validation(self.curves["validation"], wanted.get("metric"), wanted.get("mode"))
 
+    @cached_property
     def keys(self) -> dict[str, Any]:
         """The config keys that this run uses, by dotted name: those of servers only where there are servers."""
         unused = (*_NOT_OF_THE_CASE, *(MODES[self.mode].unused_prefixes if self.mode in MODES else ()))
@@ -182,7 +184,7 @@ class Run:
 
     def case_key(self) -> str:
         """Equal for the runs that are repeats of one case."""
-        key = {**self.keys(), "mode": self.mode, "trainers": self.trainers}
+        key = {**self.keys, "mode": self.mode, "trainers": self.trainers}
         return json.dumps(key, sort_keys=True, default=str)
 
 
@@ -278,7 +280,7 @@ def _varying_keys(runs: Sequence[Run]) -> set[str]:
     """
     values: dict[str, list[str]] = {}
     for run in runs:
-        for name, value in run.keys().items():
+        for name, value in run.keys.items():
             values.setdefault(name, []).append(json.dumps(value, default=str))
 
     def varies(name: str, found: Sequence[str]) -> bool:
@@ -291,10 +293,13 @@ def _varying_keys(runs: Sequence[Run]) -> set[str]:
 def _case_names(runs: Sequence[Run]) -> list[str]:
     """A short distinct name for each: mode and numbers, then the keys in which runs with equal names differ."""
     plain = [plain_name(run) for run in runs]
+    of_name: dict[str, list[Run]] = {}
+    for run, name in zip(runs, plain, strict=True):
+        of_name.setdefault(name, []).append(run)
+    differing = {name: _varying_keys(equal) for name, equal in of_name.items()}
     names, seen = [], Counter[str]()
     for run, name in zip(runs, plain, strict=True):
-        differing = _varying_keys([other for other, its in zip(runs, plain, strict=True) if its == name])
-        keys = [f"{key}={_short(value)}" for key, value in run.keys().items() if key in differing]
+        keys = [f"{key}={_short(value)}" for key, value in run.keys.items() if key in differing[name]]
         name = ", ".join([name, *keys])
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
@@ -364,7 +369,7 @@ def _result(run: Run, case: str, repeat: int, varying: set[str], baseline: str |
         "servers": run.servers,
         "status": FAILED if has_failed else COMPLETED,
         "error": error if has_failed else None,
-        "overrides": {k: value for k, value in run.keys().items() if k in varying and k not in _SHOWN_ELSEWHERE},
+        "overrides": {k: value for k, value in run.keys.items() if k in varying and k not in _SHOWN_ELSEWHERE},
         "baseline": baseline,
         "started": run.started or None,
         "wall_s": max(times) - min(times) if times else None,

@@ -4,6 +4,8 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -11,8 +13,10 @@ from fake_results import failed, repeats, result
 from launching import environment, launch, run_in_process, train
 
 from paramserver import reporting
+from paramserver.config.io import flatten_mapping
+from paramserver.tools.report import from_runs
 from paramserver.tools.report.cases import cases_of
-from paramserver.tools.report.from_runs import results_at
+from paramserver.tools.report.from_runs import Run, results_at
 from paramserver.tools.report.results import append_result, first_reached, parse_target, with_target
 
 CONFIG = {"training": {"max_steps": 12, "batch_size": 8, "validate_every": 4}, "logging": {"tensorboard": False}}
@@ -149,6 +153,19 @@ def test_runs_that_differ_in_a_key_are_cases_named_by_it(local, tmp_path):
         local, tmp_path / "other", config=lambda text: text.replace("staleness_bound: 4", "staleness_bound: 9")
     )
     assert {one.case for one in results_at([local.run_dir, other]).results} == {"local"}
+
+
+def test_the_configs_of_many_runs_are_compared_once(monkeypatch):
+    runs = [
+        Run(Path(f"run-{i}"), {"mode": "local", "task_args": {"lr": i}}, "", {"steps": 1}, {}, (), 0) for i in range(30)
+    ]
+    read = []
+    monkeypatch.setattr(from_runs, "flatten_mapping", lambda mapping: read.append(mapping) or flatten_mapping(mapping))
+    compared = Mock(wraps=from_runs._varying_keys)
+    monkeypatch.setattr(from_runs, "_varying_keys", compared)
+    names = from_runs._case_names(runs)
+    assert names == [f"local, task_args.lr={i}" for i in range(30)]
+    assert (len(read), compared.call_count) == (30, 1)
 
 
 @pytest.mark.parametrize("section", ["task_args", "simulations.sampler_args"])
