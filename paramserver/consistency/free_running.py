@@ -325,7 +325,7 @@ class Async(FreeRunning):
 
 
 class Bounded(Async):
-    """Stale-synchronous parallel: a trainer starts clock c only once the slowest has finished c - ``bound``.
+    """Stale-synchronous parallel: a trainer starts step c only once the slowest has finished c - 1 - ``bound`` steps.
 
     Otherwise like ``Async``. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
     server", NeurIPS 2013. Their condition is on clocks. It follows that a gradient of one of T trainers is at most
