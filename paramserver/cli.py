@@ -12,8 +12,8 @@ from pathlib import Path
 from paramserver import __version__
 from paramserver._commands import COMMANDS, MEANT
 from paramserver.config.schema import closest_match
-from paramserver.errors import ClientError, UnsupportedConfiguration
-from paramserver.launch import CommandParser, report_error
+from paramserver.errors import ClientError, StorageError, UnsupportedConfiguration
+from paramserver.launch import CommandParser, report_error, run_command
 from paramserver.process_utils import exit_process, print_output
 
 
@@ -58,7 +58,7 @@ def _run(parser: argparse.ArgumentParser, argv: Sequence[str], command: Callable
     except ClientError as error:  # the expected answer of a run that is not alive: no traceback
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    except UnsupportedConfiguration as error:
+    except (StorageError, UnsupportedConfiguration) as error:
         return report_error(error)
     return 0
 
@@ -130,11 +130,10 @@ def main() -> None:
     """Run the command that the first argument names and exit with its code."""
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
-        print_output(_usage())
-        sys.exit(0 if words else 2)
+        code = run_command(lambda: print_output(_usage()))
+        sys.exit(code if words else 2)
     if words[0] == "--version":
-        print_output(f"paramserver {__version__}")
-        sys.exit(0)
+        sys.exit(run_command(lambda: print_output(f"paramserver {__version__}")))
     command = COMMANDS.get(words[0])
     if command is None:
         near = closest_match(words[0], [*COMMANDS, *MEANT])

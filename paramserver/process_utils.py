@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from paramserver.errors import TrainingError
+from paramserver.errors import StorageError, TrainingError
 from paramserver.platform import signal_at_end_of_parent
 
 LOADER_NAME = "paramserver-loader"
@@ -121,13 +121,21 @@ def collecting_signals(numbers: Iterable[int], on_first: Callable[[], None] = la
 
 
 def print_output(text: str) -> None:
-    """Print the result of a command. A reader that has closed its end, such as ``head``, is no error."""
+    """Print the result of a command. A reader that has closed its end, such as ``head``, is no error.
+
+    Raises:
+        StorageError: it cannot be written, such as to a file on a disk that is full.
+    """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:
+    except OSError as error:
         # Python flushes the rest of the buffer at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise StorageError(
+                f"standard output must be writable ({error.strerror}); free space, or write to another file"
+            ) from error
 
 
 def flush_output() -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ def test_the_exit_code_threads_handlers_and_output(torch):
     done = ended(
         f"""
 import atexit, sys, threading, time
+from pathlib import Path
 {torch}
 from paramserver.process_utils import exit_process
 atexit.register(lambda: print("handler"))
@@ -50,6 +52,16 @@ exit_process(3)
             )
             assert done.returncode == 3, (redirection, done.stderr)
             assert "Traceback" not in done.stderr
+
+
+def test_output_of_a_command_that_cannot_be_written_is_an_error_of_one_sentence():
+    with Path("/dev/full").open("w") as full:
+        words = [sys.executable, "-m", "paramserver", "--version"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: standard output must be writable (No space left on device); free space, or write to another file\n"
+    )
 
 
 def test_a_daemon_thread_that_waits_for_a_store_does_not_abort_the_exit():
