@@ -239,6 +239,8 @@ class LoaderToBe:
 
 def wait_to_be_loader(rank, link):
     """Be what ``LoaderToBe`` forks until it ends. Does not return."""
+    from paramserver import process_utils
+
     process_utils.die_with_parent(rank, signal.SIGKILL)
     close_descriptors({link.fileno()})
     message, received, _, _ = socket.recv_fds(link, 1 << 16, 16)
