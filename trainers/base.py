@@ -570,9 +570,10 @@ class Trainer(ABC):
     def save(self, reason: str) -> None:
         """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent.
 
-        One that was made before hooks ended the last epoch is made again, as they may have changed what it has.
+        One that was made before hooks ended the last epoch is made again, as they may have changed what it has, or
+        before the last samples of simulations arrived.
         """
-        if self.control.saved_step != self.step or self.ends_epoch:
+        if self.control.saved_step != self.step or self.ends_epoch or SAVE_REASONS[reason].renews(self.config):
             self.control.saved_step = None if SAVE_REASONS[reason].in_memory else self.step
             began = time.perf_counter()
             self.control.wait_saved()  # all trainers wait for the same checkpoint, so none is more than one ahead

@@ -85,7 +85,7 @@ class Control(ABC):
         elif self._stop_reason:
             stop, reason = Stop.LIMIT, self._stop_reason
         elif self.monitor is not None and (limit := self.monitor.stop_reason(seconds)) is not None:
-            stop, reason = Stop.LIMIT, limit
+            stop, reason = self.monitor.stop, limit
         else:
             return announcement
         return replace(announcement, stop=stop, reason=reason)

@@ -45,7 +45,7 @@ _KILL_TIMEOUT_S = 6.0
 _log = logging.getLogger("paramserver.coordinator")
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
-"""Called with (kind, details): started, restarted, given_up, complete, silent, exited, refused, finish."""
+"""Called with (kind, details): started, restarted, given_up, complete, silent, exited, refused, finish, failed."""
 
 
 class CoordinatorJournal:
@@ -212,7 +212,8 @@ class SimulationCoordinator(RouterThread):
         # All simulations are complete and the trainers were sent DRAIN.
         self.finished = False
         self._finishing = threading.Event()
-        # What ended the thread: the run cannot continue.
+        # Why the run cannot continue. After it the thread only replies to trainers, until the run has saved what they
+        # received.
         self.failure: BaseException | None = None
         super().__init__(
             threading.Thread(target=self._run, name="coordinator", daemon=True),
@@ -269,16 +270,21 @@ class SimulationCoordinator(RouterThread):
         try:
             try:
                 self._serve(self._router)
-            except BaseException as error:
-                self._router.send(self._handler.fail(text_of(error)))
-                raise
+            except BaseException as error:  # noqa: BLE001 - raised by the run, which records it
+                self.failure = error
+                self._on_event("failed", {"text": text_of(error)})
+                self._end_all(self._router)
+                while not (self._closing.is_set() or self._finishing.is_set()):
+                    self._router.poll([self._wakeup.fileno()], _POLL_INTERVAL_S)
+                    self._wakeup.clear()
+                    self._handle_messages(self._router)
             finally:
                 try:
                     self._end_all(self._router)
                 finally:
                     self._router.close()
-        except BaseException as error:  # noqa: BLE001 - raised by the run, which reads ``failure``
-            self.failure = error
+        except BaseException as error:  # noqa: BLE001 - recorded; trainers notice the end of the thread
+            self.failure = self.failure or error
 
     def _serve(self, router: RouterSocket) -> None:
         poll_interval_s = min(_POLL_INTERVAL_S, self.spec.config.timeout_s / 4)

@@ -287,10 +287,6 @@ class RequestHandler:
         """DRAIN to all trainers: the last simulation has ended."""
         return [_to(trainer.peer, Header(MessageKind.DRAIN)) for trainer in self.trainers]
 
-    def fail(self, reason: str) -> list[Message]:
-        """OVER to all trainers: no more samples come, for this reason."""
-        return [_to(trainer.peer, Header(MessageKind.OVER), reason.encode()) for trainer in self.trainers]
-
     # The end.
 
     def end_clients(self, simulation: int) -> list[Message]:

@@ -296,11 +296,8 @@ class _ReceiverLoop:
                 self._ready = True
                 self._report_at = time.monotonic()
             self._draining = self._draining or kind is MessageKind.DRAIN
-            reason = bytes(frames[-1]).decode(errors="replace")
-            if kind is MessageKind.OVER:
-                raise _source_error(f"no more samples come: {reason}")
             if kind is MessageKind.REFUSED:
-                self._stand_by(reason)
+                self._stand_by(bytes(frames[-1]).decode(errors="replace"))
             else:
                 self._reports_unanswered = 0
 

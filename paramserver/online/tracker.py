@@ -687,7 +687,7 @@ class ManagedSimulations(SimulationTracker):
         self.count = config.count
         self._sampler = sampler
         self._logs = logs
-        self._given_up_in_a_row = 0
+        self._given_up_in_a_row: list[Simulation] = []
         # Three sets, so that poll() visits only simulations with which something may happen: to be started again, to be
         # started for the first time, and started.
         self._to_restart: deque[Simulation] = deque()
@@ -835,19 +835,28 @@ class ManagedSimulations(SimulationTracker):
             self._to_restart.append(simulation)
             return [TrackerEvent("restarted", simulation.id, f"{text}; it is started again")]
         simulation.state = SimulationState.GIVEN_UP
-        self._given_up_in_a_row += 1
+        self._given_up_in_a_row.append(simulation)
         got, others = self.num_received(simulation.id), self.simulations.values()
         better = sum(one.state is not SimulationState.GIVEN_UP and self.num_received(one.id) > got for one in others)
-        if self._given_up_in_a_row >= MAX_GIVEN_UP_IN_A_ROW + min(better, _MOST_MORE):
+        if len(self._given_up_in_a_row) >= MAX_GIVEN_UP_IN_A_ROW + min(better, _MOST_MORE):
             tries = "1 time" if self.config.max_restarts == 0 else f"{self.config.max_restarts + 1} times"
             self.failure = (
-                f"{self._given_up_in_a_row} simulations in a row failed {tries} each; "
+                f"{len(self._given_up_in_a_row)} simulations in a row failed {tries} each; "
                 f"the last of them, simulation {simulation.id}: {reason}; its output is in "
                 f"{log_file(self._logs, simulation.id)}"
             )
+            self._take_back()
             return [TrackerEvent("given_up", simulation.id, f"{text}; it is given up")]
         replacements = format_simulations(self._add_missing())
         return [TrackerEvent("given_up", simulation.id, f"{text}; it is given up for {replacements}")]
+
+    def _take_back(self) -> None:
+        """Let a run that resumes start those again that failed in a row, and none in their place."""
+        for simulation in self._given_up_in_a_row:
+            simulation.state, simulation.failures = SimulationState.WAITING, 0
+            simulation.attempt += 1
+        while self._to_start and self._to_start[-1].parameters is None and self._num_missing() < 0:
+            del self.simulations[self._to_start.pop().id]
 
     def _start_next(self, now: float, max_starts: float) -> list[Action]:
         free = self.config.at_once - sum(one.process_alive for one in self._started.values())
@@ -868,7 +877,7 @@ class ManagedSimulations(SimulationTracker):
         return StartProcess(simulation.id, simulation.attempt, tuple(simulation.parameters), simulation.density_ratio)
 
     def _complete(self, simulation: Simulation, now: float) -> TrackerEvent:
-        self._given_up_in_a_row = 0
+        self._given_up_in_a_row.clear()
         return super()._complete(simulation, now)
 
     def _is_complete(self, simulation: Simulation) -> bool:
@@ -877,12 +886,15 @@ class ManagedSimulations(SimulationTracker):
 
     def _add_missing(self) -> list[int]:
         """Add simulations up to the count, without those given up; returns the numbers of the new ones."""
-        missing = self.count - sum(one.state is not SimulationState.GIVEN_UP for one in self.simulations.values())
+        missing = self._num_missing()
         first = max(self.simulations, default=-1) + 1
         added = [Simulation(first + i) for i in range(missing)]
         self.simulations.update((one.id, one) for one in added)
         self._to_start.extend(added)
         return [one.id for one in added]
+
+    def _num_missing(self) -> int:
+        return self.count - sum(one.state is not SimulationState.GIVEN_UP for one in self.simulations.values())
 
     # Checkpoints.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from paramserver.checkpoint import BestMetric
 from paramserver.config import Config, mode_of, num_servers_of, num_trainers_of
+from paramserver.consistency import Stop
 from paramserver.errors import StorageError, TaskError
 from paramserver.limits import Limits, end_in_words, is_due
 from paramserver.metrics import FanOut
@@ -66,6 +67,7 @@ class RunMonitor:
         # The best value of ``checkpoint.best.metric``; None where none is configured.
         self.best = None if best is None else BestMetric(best.metric, best.mode, config.training.min_delta)
         self.resume_note: str | None = None
+        self.failure: str | None = None  # why the run fails after one more checkpoint
         self.sink_failures: list[str] = []  # sentences about sinks that failed and were dropped
         self._sink = sink
         self._summary_file = summary_file
@@ -243,14 +245,21 @@ class RunMonitor:
         return best.update(values[best.metric], step, is_scheduled)
 
     def stop_reason(self, seconds: float) -> str | None:
-        """Return why the run must end now, after ``seconds`` of training: patience or time; None to continue.
+        """Return why the run must end after ``seconds`` of training: a failure, patience or time; None to continue.
 
         Every rank checks the other limits.
         """
+        if self.failure is not None:
+            return self.failure
         patience = self.config.training.patience
         if patience is not None and self.best is not None and self.best.without_improvement >= patience:
             return f"no improvement of {self.best.metric} in training.patience ({patience}) validations"
         return None if self._limits.max_seconds is None else self._limits.reached_time(seconds)
+
+    @property
+    def stop(self) -> Stop:
+        """What ``stop_reason`` requests: a run that fails ends as after a signal, with a checkpoint to resume from."""
+        return Stop.LIMIT if self.failure is None else Stop.SIGNAL
 
     # Checkpoints.
 

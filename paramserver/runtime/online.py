@@ -41,7 +41,9 @@ def start_coordinator(
     assert config.simulations is not None
 
     def record(event: str, details: Mapping[str, Any]) -> None:
-        if event == "refused":
+        if event == "failed":
+            monitor.failure = details["text"]
+        elif event == "refused":
             monitor.note(details["text"])
         else:
             monitor.record(make_record("simulation", monitor.step, rank=0, event=event, **details))

@@ -73,6 +73,7 @@ from paramserver.errors import (
     PeerFailed,
     PeerLost,
     RunEnded,
+    SourceError,
     TrainingError,
     Unreachable,
     UnsupportedConfiguration,
@@ -772,8 +773,12 @@ def _run_and_summarize(
         checkpoints.suspend()  # the run continues in another session
         raise
     except Interrupted as interrupted:
+        failure = checkpoints.monitor.failure
         with limit.paused():
-            checkpoints.close("interrupted", totals, str(interrupted))
+            if failure is None:
+                checkpoints.close("interrupted", totals, str(interrupted))
+            else:
+                checkpoints.close("failed", totals, error=failure)
         raise _interruption(checkpoints, str(interrupted)) from interrupted
     except BaseException as error:
         # A PeerFailed already names the rank and its error.
@@ -787,17 +792,26 @@ def _run_and_summarize(
     return summary
 
 
-def _interruption(checkpoints: CheckpointManager, reason: str) -> Interrupted:
-    """Return the error of a run that ends for ``reason``, with what was saved. ``checkpoints`` are closed."""
+def _interruption(checkpoints: CheckpointManager, reason: str) -> ParamserverError:
+    """Return the error of a run that ends for ``reason``, with what was saved. ``checkpoints`` are closed.
+
+    It is another one where simulations failed.
+    """
     step, started_from, last = checkpoints.monitor.step, checkpoints.checkpoint, checkpoints.last_checkpoint
     saved = "nothing was saved yet"
     if started_from is not None and step == started_from.step:
         command = f"python -m paramserver.launch --resume {shlex.quote(str(started_from.path))}"
         saved = f"no step was made, so the run is as it was before. Resume with: {command}"
+        if checkpoints.writer.written:
+            saved = f"no step was made, and its checkpoint has what was received. Resume with: {command}"
     elif last is not None:
         is_last = last == step_name(step)
         which = "its checkpoint is written" if is_last else f"the last checkpoint is {last}"
         saved = f"{which}. Resume with: {checkpoints.run.resume_command}"
+    if checkpoints.monitor.failure is not None:
+        error = SourceError(f"no more samples come: {checkpoints.monitor.failure}; after step {step}: {saved}")
+        error.self_explanatory = True
+        return error
     return Interrupted(f"interrupted ({reason}) after step {step}; {saved}")
 
 

@@ -238,7 +238,7 @@ class Aggregator:
         if self.stop.event.is_set():
             own, reason = self.stop.state()
         elif (limit := self.monitor.stop_reason(self._clock.seconds)) is not None:
-            own, reason = Stop.LIMIT, limit
+            own, reason = self.monitor.stop, limit
         elif self._resize:
             own, reason = Stop.RESIZE, self._resize
         if own > announcement.stop:  # the stronger request to stop counts

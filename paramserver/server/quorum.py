@@ -283,10 +283,12 @@ class Staging(JointCall):
 
         Return None if it joined after the others had saved this version. The ``extra_state`` of the first trainer is
         saved, as in ddp. ``buffers`` are the module buffers that the trainer changed since its last push. With
-        ``ends_epoch``, of all trainers alike, one that was saved before hooks ended the epoch is saved again.
+        ``ends_epoch``, of all trainers alike, one that was saved before hooks ended the epoch is saved again, as is
+        one that ``reason`` renews.
         """
-        is_new = ends_epoch and not self._ends_epoch
-        staged = (self._staged, self._in_memory if SAVE_REASONS[reason].in_memory else self._staged)
+        why = SAVE_REASONS[reason]
+        is_new = (ends_epoch and not self._ends_epoch) or why.renews(self._checkpoints.config)
+        staged = (self._staged, self._in_memory if why.in_memory else self._staged)
         if self._due() in staged and not is_new:
             return None
         self._reason, self._takes_end = reason, ends_epoch

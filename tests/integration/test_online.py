@@ -205,6 +205,31 @@ def test_samples_from_outside(tmp_path, fork_server):
     assert sorted(served(tmp_path / "ledger")) == sorted(product((3, 11, 40), range(STEPS)))
 
 
+@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
+def test_what_was_acknowledged_before_simulations_failed_is_there_after_a_resume(tmp_path, fork_server, mode):
+    """Before the first step, and where a resumed run has made none: the clients do not send it again."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    outside = {"function": None, "count": 3, "port": port, "timeout_s": 1.5}
+    buffer = {"kind": "firo", "watermark": 50 if mode == "local" else 25, "capacity": 100}
+    options = {"simulations": outside, "buffer": buffer, "task_args": {"outside": True}}
+    file = write_config(tmp_path, **online_config(tmp_path, mode=mode, **options))
+    run_dir = tmp_path / "runs" / "run"
+    for number in range(3):
+        start = ["--resume", run_dir] if number else ["--config", file, "--set", "logging.name=run"]
+        with fork_server.start(start, tmp_path) as run:
+            assert produce(f"tcp://127.0.0.1:{port}", number) == STEPS
+            finished = FinishedRun(run.wait(), run.output.read_text(), run_dir)
+        if number < 2:
+            last = finished.output.rpartition("error: ")[2]
+            assert finished.code == 1
+            assert f"no simulation came for 1.5 s after {number + 1} of 3 were complete" in last
+            assert "Resume with: " in last
+            assert served(tmp_path / "ledger") == []
+    assert finished.code == 0, finished.output
+    assert sorted(served(tmp_path / "ledger")) == sorted(product(range(3), range(STEPS)))
+
+
 def produce(address, simulation):
     """All samples of one simulation; how many were sent."""
     parameters = [float(simulation), 1.0]

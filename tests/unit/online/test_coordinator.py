@@ -387,10 +387,21 @@ def test_silence_of_all_simulations_sets_failure(peers, coordinator_of):
     joined(peers, coordinator)
     client = peers.client(coordinator.address, 1).hello()
     client.receive_kind(MessageKind.WELCOME)
-    coordinator._thread.join(20)
+    assert poll_until(time.monotonic() + 20, lambda: coordinator.failure, Event())
     assert isinstance(coordinator.failure, TrainingError)
     assert str(coordinator.failure).startswith("nothing came for 0.4 s, and simulation 1 is not complete")
     client.receive_kind(MessageKind.OVER)
+
+
+def test_after_a_failure_trainers_get_replies_until_the_run_has_saved(peers, coordinator_of):
+    events = []
+    coordinator = coordinator_of(count=3, steps=4, patience_s=0.1, timeout_s=0.1, events=events)
+    (trainer,) = joined(peers, coordinator)
+    assert poll_until(time.monotonic() + 20, lambda: events or None, Event())
+    assert events == [("failed", {"text": str(coordinator.failure)})]
+    trainer.report(_0=2)
+    trainer.receive_kind(MessageKind.READY)
+    assert coordinator._thread.is_alive()
 
 
 def test_a_resumed_run_knows_what_was_complete_and_a_trainer_may_rejoin(peers, coordinator_of):
@@ -686,7 +697,6 @@ def test_a_command_that_always_fails_fails_the_run_with_one_message(peers, coord
     coordinator = coordinator_of(command="sh -c 'echo no; exit 4'", count=5, max_restarts=1, at_once=2, events=events)
     (trainer,) = joined(peers, coordinator)
     serve([trainer], lambda: coordinator.failure)
-    coordinator._thread.join(20)
     assert isinstance(coordinator.failure, TrainingError)
     assert "3 simulations in a row failed 2 times each; the last of them, simulation " in str(coordinator.failure)
     assert 'ended with exit code 4, and its last line is "no"; its output is in' in str(coordinator.failure)

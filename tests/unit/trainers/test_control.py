@@ -25,6 +25,8 @@ WAIT_S = 20.0
 class Monitor:
     """Keeps what rank 0 would record."""
 
+    stop = Stop.LIMIT
+
     def __init__(self):
         self.records, self.validations, self.limit = [], [], None
 
