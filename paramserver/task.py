@@ -191,7 +191,7 @@ class Task(Hooks):
         steps of a trainer, until ``training.max_epochs``, ``max_steps``, ``max_samples`` or the end of the data; None
         if none of these is known. A resumed run has the number of its present limits; with other trainers or batches it
         is what was stepped before and the steps of what is left. It is exact where all trainers step together, with
-        three exceptions (docs/interface.md, section 3). Otherwise trainers are assumed to be equally fast, and dropped
+        four exceptions (docs/interface.md, section 3). Otherwise trainers are assumed to be equally fast, and dropped
         gradients make it less. With a dictionary of optimizers batches are counted, of which each may
         step an optimizer more than once.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,10 +30,12 @@ from paramserver.optim.named_optimizers import (
     optimizers_of,
     unpacked,
 )
-from paramserver.optim.outer import OptimizerBuilder
+from paramserver.optim.outer import OptimizerBuilder, OuterBuilder
 from paramserver.optim.parallel_step import generators_of_update
 from paramserver.optim.row_steps import drop_row_versions, record_rows
 from paramserver.parameters.tables import changed_by_gradients, coalesce_gradients, opt_out_of_checks
+
+_log = logging.getLogger("paramserver")
 
 _EVERY = ("step", "epoch", "validation")
 
@@ -107,6 +110,12 @@ class Updater(UpdaterState):
             with copied_parameters(switched.optimizer):
                 switched.optimizer.train()
         self._schedules = _schedules_of(task, self.optimizer)
+        # The most steps of a schedule: known if the task has asked, and if all optimizers are stepped once for a batch.
+        self._total_steps: int | None = None
+        has_asked = getattr(task, "_total_steps", None) is not None
+        if has_asked and not isinstance(task, OuterBuilder) and not self.parameters_of:
+            self._total_steps = task.total_steps
+        self._has_ended = False
         self._seed = seed
         self.clipping = clipping_of(training)
         self.skipping = Skipping(training)
@@ -146,8 +155,18 @@ class Updater(UpdaterState):
         """Step the schedule of an optimizer that has been stepped; of all of them if the name is empty."""
         self.applied_lr = self.lr
         for name, schedule in self._schedules.items():
-            if optimizer in ("", name) and schedule.every == "step":
+            if optimizer in ("", name) and schedule.every == "step" and not self._is_over(schedule):
                 schedule.scheduler.step()
+
+    def _is_over(self, schedule: _Schedule) -> bool:
+        """Return whether a schedule has reached its end: updates follow that were not to be expected."""
+        steps, total = getattr(schedule.scheduler, "last_epoch", 0) - schedule.first, self._total_steps
+        if total is None or steps < total:
+            return False
+        if not self._has_ended:
+            self._has_ended = True
+            _log.warning("more updates are made than self.total_steps (%d) of the task; its schedule has ended", total)
+        return True
 
     def on_missed_update(self) -> None:
         """Step the schedules where another process has made an update, so that records have its learning rates."""
@@ -428,11 +447,12 @@ def _check_optimizer(optimizer: object, model: nn.Module, task_name: str, where:
 
 @dataclass(frozen=True)
 class _Schedule:
-    """A scheduler, when it is stepped, and the metric that it is given."""
+    """A scheduler, when it is stepped, the metric that it is given, and its count of steps before the first one."""
 
     scheduler: Any
     every: str
     metric: str | None
+    first: int
 
 
 def _schedules_of(task: OptimizerBuilder, optimizer: torch.optim.Optimizer) -> dict[str, _Schedule]:
@@ -521,7 +541,7 @@ def _schedule_of(built: Any) -> _Schedule:
             f"build_scheduler returned a {type(scheduler).__name__}, whose step() must take {given} ({error}); derive "
             "a class whose step() gives it what it needs, or use a scheduler of torch.optim.lr_scheduler"
         ) from error
-    return _Schedule(scheduler, every, metric)
+    return _Schedule(scheduler, every, metric, getattr(scheduler, "last_epoch", 0))
 
 
 def has_modes(optimizer: torch.optim.Optimizer) -> bool:

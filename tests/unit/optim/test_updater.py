@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from paramserver import Task
-from paramserver.config import TrainingConfig
+from paramserver.config import Config, TrainingConfig
 from paramserver.config.schema import CLIPPINGS
 from paramserver.errors import NotFinite, TaskError
 from paramserver.optim.clipping import _KINDS, clipping_of
@@ -57,6 +57,30 @@ def step_rates(updater: Updater, steps: int = 4) -> list[float]:
 
 def values(updater: Updater) -> list[list[float]]:
     return [p.detach().tolist() for p in updater.parameters]
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda task: lambda o: lr_scheduler.OneCycleLR(o, 1.0, total_steps=task.total_steps),
+        lambda task: lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 - step / task.total_steps),
+    ],
+    ids=["raises after its end", "becomes negative"],
+)
+def test_a_schedule_of_total_steps_is_not_stepped_beyond_them(caplog, scheduler):
+    """Such as where simulations are given up: the samples that they had sent make more updates."""
+    task = Given()
+    task.make_scheduler, task.train_source = scheduler(task), lambda partition: range(20)
+    task.config = Config(mode="local", training=TrainingConfig(max_epochs=1, batch_size=1))
+    updater = Updater(task, Line(), TrainingConfig())
+    rates = step_rates(updater, 22)
+    assert 0.02 > rates[19] == rates[20] == rates[21] >= 0.0
+    assert [record.getMessage() for record in caplog.records] == [
+        "more updates are made than self.total_steps (20) of the task; its schedule has ended"
+    ]
+    resumed = Updater(task, Line(), TrainingConfig())
+    resumed.load_state_dict(updater.state_dict())
+    assert step_rates(resumed, 1) == rates[-1:]
 
 
 def test_the_rates_of_an_update_are_those_before_its_schedule_is_stepped():
