@@ -496,7 +496,9 @@ class SimulationsConfig:
     )
     port: int = key(0, integer(0, 65535), "port of rank 0 for clients; 0 = a free port")
     keys: str | None = key(None, string(), "folder made by paramserver keys; required beyond loopback")
-    window: int = key(64, integer(1), "unacknowledged samples from one process to one trainer")
+    window: int | None = key(
+        None, integer(1), "unacknowledged samples from one process to one trainer; null = 64, or fewer that are large"
+    )
     timeout_s: float = key(60.0, positive_number(), "seconds without a message after which a simulation is restarted")
     max_restarts: int = key(2, integer(0), "restarts of one simulation before another one replaces it")
     launcher: str = key("auto", one_of("auto", "local", "srun"), "auto = srun inside a SLURM allocation")

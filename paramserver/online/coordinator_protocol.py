@@ -165,7 +165,7 @@ class RequestHandler:
         return TrainerDirectory(
             trainers=tuple(trainer.joined.address for trainer in self.trainers),
             single_trainer=self.tracker.trainer_for(header.simulation),
-            window=config.window,
+            window=self.spec.window,
             timeout_s=config.timeout_s,
             steps=config.steps,
             fields=(*self.spec.fields, *self.spec.required_columns),

@@ -39,6 +39,9 @@ COLUMNS: dict[FieldSpec, Any] = {VERSION_COLUMN: (0, 0)}
 """What a sample may hold in addition, where the config has it, and its value in samples that are sent without it."""
 
 
+_WINDOW, _WINDOW_BYTES = 64, 64 * 2**20
+
+
 def parse_fields(
     declared: Mapping[str, Any], reserved: Sequence[str] = (*RESERVED, *OPTIONAL)
 ) -> tuple[FieldSpec, ...]:
@@ -139,6 +142,12 @@ class IngestSpec:
     @property
     def sample_bytes(self) -> int:
         return sum(field.num_bytes for field in self.fields)
+
+    @property
+    def window(self) -> int:
+        """Samples of one process that may wait in front of the buffer of one trainer."""
+        most = min(_WINDOW, max(_WINDOW_BYTES // self.sample_bytes, 2))  # with 2 one is sent while one is stored
+        return self.config.window or most
 
     @property
     def is_managed(self) -> bool:

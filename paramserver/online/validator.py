@@ -216,7 +216,7 @@ class MessageValidator:
         self._all_fields = (*spec.fields, *spec.columns)
         self._names = (*RESERVED, *(field.name for field in self._all_fields))
         self._version_at = self._all_fields.index(VERSION_COLUMN) if versions is not None else -1
-        self.assembly = SampleAssembly(spec.config.group_size, spec.config.window * spec.config.group_size)
+        self.assembly = SampleAssembly(spec.config.group_size, spec.window * spec.config.group_size)
         self._sessions: OrderedDict[tuple[bytes, int], ClientSession] = OrderedDict()
         self._openings: OrderedDict[int, Opening] = OrderedDict()
         # A client describes all of its samples with the same bytes, so a descriptor is parsed once.
@@ -356,7 +356,7 @@ class MessageValidator:
             if opening is None or not _is_open(session, header):
                 raise _unopened(header)
             self._check_header(header)
-        steps, window = self.spec.config.steps, self.spec.config.window
+        steps, window = self.spec.config.steps, self.spec.window
         if steps is not None and header.step >= steps:
             raise Refusal("step", f"step ({header.step}) must be below simulations.steps ({steps})")
         if session.received - session.processed > window:

@@ -87,7 +87,9 @@ def _simulations_lines(config: Config, folders: Sequence[Path]) -> list[str]:
         return [f"simulations: {'any number of' if simulations.count is None else simulations.count} from outside"]
     assert simulations.count is not None
     LaunchCommand(spec, folders, process_environ())
-    return [f"simulations: {simulations.count}, {simulations.at_once} at a time"]
+    waiting_mib = -(-simulations.at_once * spec.window * spec.sample_bytes // 2**20)
+    text = f"simulations: {simulations.count}, {simulations.at_once} at a time"
+    return [f"{text}, whose samples take up to {waiting_mib} MiB in front of the buffer of each trainer"]
 
 
 def _limits_text(config: Config) -> str:

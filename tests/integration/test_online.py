@@ -318,7 +318,8 @@ def test_dry_run_prints_what_is_expected(tmp_path):
     code, output = dry_run(tmp_path, buffer={"watermark": 7})
     assert code == 0
     assert output.count(f"{len(ALL) // 2} samples, {len(ALL) // 8} batches of 4, the first from 7 samples on\n") == 2
-    assert f"simulations: {COUNT}, 3 at a time\n" in output
+    text = "whose samples take up to 1 MiB in front of the buffer of each trainer"
+    assert f"simulations: {COUNT}, 3 at a time, {text}\n" in output
 
 
 @pytest.mark.parametrize(

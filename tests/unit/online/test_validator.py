@@ -211,6 +211,14 @@ def test_refused_samples_are_counted_so_that_no_client_waits_forever():
     assert (newer.received, newer.processed) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("field_mib", "given", "window"), [(0.001, None, 64), (1, None, 64), (20, None, 3), (100, None, 2), (100, 5, 5)]
+)
+def test_fewer_large_samples_wait_in_front_of_a_buffer(field_mib, given, window):
+    spec = ingest_spec(fields={"u": {"shape": [int(field_mib * 2**20)], "dtype": "uint8"}}, window=given)
+    assert spec.window == window
+
+
 def test_more_than_the_window_is_refused():
     validate = validator(window=3).validate
     session = validate(PEER, open_message()).session
