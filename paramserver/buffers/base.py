@@ -591,7 +591,8 @@ class Buffer(ABC):
                     self._put(samples[done], keys[done], deadline, times)
                 done += 1
         except (BufferTimeout, BufferClosed) as error:
-            return done, error
+            # Without its traceback: in a cycle with the frames of the callers that would keep the samples in memory.
+            return done, error.with_traceback(None)
         self._mark = mark
         if last:
             self.finished = True

@@ -1,5 +1,9 @@
 """The three buffers, by the rows of the table in docs/interface.md, and refusals. In one thread, with timeouts of 0."""
 
+import gc
+import weakref
+
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -32,6 +36,20 @@ def full(buffer: Buffer) -> bool:
     except BufferTimeout:
         return True
     return False
+
+
+def test_samples_that_a_full_buffer_does_not_take_are_in_memory_no_longer_than_the_caller_has_them():
+    buffer = filled("fifo", 8)
+    gc.collect()
+    gc.disable()
+    try:
+        samples = [np.zeros(4)]
+        sample = weakref.ref(samples[0])
+        assert buffer.offer(samples, ["next"]) == 0
+        del samples
+        assert sample() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", KINDS)
