@@ -27,6 +27,7 @@ from paramserver.config import num_servers_of, num_trainers_of, server_computes
 from paramserver.errors import NoSuchMember, TaskError
 from paramserver.importing import source_file
 from paramserver.metrics.records import Reduction, largest
+from paramserver.parameters.remote_tables import RemoteTable
 from paramserver.rng import LOADERS, random_states, restore_random_states, seed_all
 from paramserver.sources import Partition
 from paramserver.task import Task
@@ -373,7 +374,7 @@ class LightningTask(Task):
             for callback in self._callbacks
             if _overrides(callback, "state_dict")
         }
-        weights = self.module.state_dict()
+        weights = self._weights_of_hook("on_save_checkpoint")
         of_module["state_dict"] = dict(weights)
         self._hook("on_save_checkpoint", of_module)
         # model.pt has the others, also what the hook left out.
@@ -393,10 +394,23 @@ class LightningTask(Task):
         for callback in self._callbacks:
             if stored := state.get("callbacks", {}).get(callback.state_key):
                 callback.load_state_dict(stored)
-        weights = {**self.module.state_dict(), **state["module"].get("state_dict", {})}
+        weights = {**self._weights_of_hook("on_load_checkpoint"), **state["module"].get("state_dict", {})}
         self._hook("on_load_checkpoint", {**state["module"], "state_dict": weights})
         if self.datamodule is not None:
             self.datamodule.load_state_dict(state["datamodule"])
+
+    def _weights_of_hook(self, hook: str) -> dict[str, Any]:
+        """Return the ``state_dict`` that a hook of checkpoints is given; empty if nothing overrides it.
+
+        Tables whose rows are on the servers are in it without values, so that a hook may use all others.
+        """
+        if not any(_overrides(one, hook) for one in (self.module, *self._callbacks)):
+            return {}
+        if not any(isinstance(parameter, RemoteTable) for parameter in self.module.parameters()):
+            return dict(self.module.state_dict())
+        weights = self.module.state_dict(keep_vars=True)
+        values = {n: w.detach() for n, w in weights.items() if isinstance(w, Tensor) and not isinstance(w, RemoteTable)}
+        return {**weights, **values}
 
     def on_train_end(self) -> None:
         self._call("on_train_end", "on_fit_end")

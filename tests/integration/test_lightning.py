@@ -24,6 +24,7 @@ import lightning_tasks as tasks
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from torchmetrics import MeanMetric, MeanSquaredError, MinMetric, R2Score
 
@@ -33,6 +34,7 @@ from paramserver.config import ClusterConfig, Config
 from paramserver.errors import NoSuchMember, TaskError
 from paramserver.evaluate import evaluate_run
 from paramserver.integrations.lightning import _NOT_CALLED, MEMBERS, LightningTask
+from paramserver.parameters.remote_tables import make_remote
 from paramserver.rng import CONSTRUCTOR, seed_all
 
 pytestmark = pytest.mark.processes
@@ -264,6 +266,35 @@ def test_hooks_of_checkpoints_have_weights_as_in_lightning_and_do_not_change_the
     assert weights["net.0.bias"].dtype == torch.float64
     straight = paramserver.run(LightningTask(module), quiet(tmp_path, training={"max_epochs": 2}))
     assert differing_tensors(again.model().state_dict(), straight.model().state_dict()) == []
+
+
+class Recommender(tasks.WithData):
+    def __init__(self):
+        super().__init__()
+        self.users = nn.Embedding(6, 2, sparse=True)
+
+
+class KeepsWeights(Recommender):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["own"] = checkpoint["state_dict"]["net.0.weight"].clone()
+
+    def on_load_checkpoint(self, checkpoint):
+        self.loaded = checkpoint["state_dict"]["net.0.weight"] + checkpoint["own"]
+
+
+@pytest.mark.parametrize("kind", [Recommender, KeepsWeights])
+def test_checkpoints_have_no_values_of_a_table_whose_rows_are_on_the_servers(kind):
+    task, state = LightningTask(kind()), {}
+    task.module, task.trainer = kind(), SimpleNamespace()
+    make_remote(task.module.users.weight, "users.weight", None)
+    task.on_checkpoint(state)
+    assert state["module"].keys() - {"epoch", "global_step"} == ({"own"} if kind is KeepsWeights else set())
+    task.on_resume(state)
+    if kind is KeepsWeights:
+        assert torch.equal(task.module.loaded, 2 * task.module.net[0].weight)
+        task.module.on_load_checkpoint = lambda checkpoint: checkpoint["state_dict"]["users.weight"].norm()
+        with pytest.raises(TaskError, match=r"of table users.weight must not be used in a trainer"):
+            task.on_resume(state)
 
 
 @pytest.mark.parametrize("keys", [("both_epoch", "most"), (("both", "both_epoch"), ("most", "most"))])
