@@ -81,20 +81,17 @@ def _trainer_part(
         "extra_state": parts[index].get("extra_state", {}) if known else {},
         "flags": parts[index if known else 0].get("flags"),
         "validation": parts[index if known else 0].get("validation"),
-        "residuals": _sum_residuals(parts[index::trainers], trainers / len(parts)),
+        "residuals": _sum_residuals(parts[index::trainers]),
         "resumes": entropy[1],
     }
 
 
-def _sum_residuals(parts: Sequence[Mapping[str, Any]], factor: float) -> dict[str, torch.Tensor]:
-    """Return the sum of what the compression of the gradients of some trainers has lost, by parameter.
-
-    It is multiplied by ``factor``, as the mean of gradients is over so many times as many trainers from now on.
-    """
+def _sum_residuals(parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return the sum of what the compression of the gradients of some trainers has lost, by parameter."""
     total: dict[str, torch.Tensor] = {}
     for residuals in (part.get("residuals") or {} for part in parts):
         for name, residual in residuals.items():
-            total[name] = total.get(name, 0) + residual * factor
+            total[name] = total.get(name, 0) + residual
     return total
 
 

@@ -34,6 +34,7 @@ from paramserver.checkpoint.serialization import check_mapping
 from paramserver.checkpoint.staging import FilePool, RowStream, address_of, replace_tensors
 from paramserver.config import Config, num_trainers_of, world_size_of
 from paramserver.config.deadlines import LAST_WRITE_S
+from paramserver.consistency.factory import consistency_class
 from paramserver.errors import CheckpointError, StorageError, TrainingError, UnsupportedConfiguration
 from paramserver.metrics.records import TrainerTotals, make_record
 from paramserver.optim.averaging import averaged_state_dict
@@ -109,7 +110,7 @@ class StagedCheckpoint:
 class ResumeState:
     """What a run resumes from: see ``load_for_resume``.
 
-    The parts are packed, where the checkpoint is of another number of trainers; None otherwise.
+    The parts are packed, where they are not those of the checkpoint, as with another number of trainers; else None.
     """
 
     checkpoint: Checkpoint
@@ -139,15 +140,37 @@ def load_for_resume(config: Config, run: RunDir) -> ResumeState:
     _check_rounds(checkpoint, state.get("outer"), config)
     origin = Origin.of_start(config) if (stored := state.get("origin")) is None else Origin(**stored)
     trainers, is_same = num_trainers_of(config), checkpoint.num_trainers == num_trainers_of(config)
-    if is_same and origin.settings == Origin.of_start(config).settings:
+    steps_are_same = is_same and origin.settings == Origin.of_start(config).settings
+    scale = _residual_scale(state, checkpoint, config)
+    if steps_are_same and scale == 1:
         return ResumeState(checkpoint, state, None, origin)
     before = parts = [checkpoint.load(f"trainer-{index}") for index in range(checkpoint.num_trainers)]
     if not is_same:
         # Samples and positions move to the new trainers, and one more than before gets new random states.
         entropy = config.seed, state["resumes"] + 1
         parts = reshard_parts(before, trainers, capacity=config.buffer.capacity, entropy=entropy)
-    origin = origin.at_resume(state, before, parts, config)
-    return ResumeState(checkpoint, state, None if is_same else [pack(part) for part in parts], origin)
+    if not steps_are_same:
+        origin = origin.at_resume(state, before, parts, config)
+    if scale != 1:
+        scaled = [{n: own * scale for n, own in (part.get("residuals") or {}).items()} for part in parts]
+        parts = [{**part, "residuals": residuals} for part, residuals in zip(parts, scaled, strict=True)]
+    return ResumeState(checkpoint, state, None if parts is before else [pack(part) for part in parts], origin)
+
+
+def _residual_scale(state: Mapping[str, Any], checkpoint: Checkpoint, config: Config) -> float:
+    """Return by what to multiply the residuals of a checkpoint, for an update to move as far by them as before.
+
+    An update is the mean of as many gradients as its rule says, of which one has the residual of a trainer.
+    """
+    if config.server.compression == "none":
+        return 1.0
+    # Earlier releases stored none.
+    before = state.get("gradients_per_update") or _gradients_per_update(config, checkpoint.num_trainers)
+    return float(_gradients_per_update(config, num_trainers_of(config)) / before)
+
+
+def _gradients_per_update(config: Config, trainers: int) -> int:
+    return consistency_class(config.server).gradients_per_update(config.server, trainers)
 
 
 def _check_rounds(checkpoint: Checkpoint, outer: str | None, config: Config) -> None:
@@ -368,6 +391,7 @@ class CheckpointManager:
             "late_buffers": self.late_buffers(model),
             "parameters": list(updater.parameter_names),
             "outer": outer_class(self.config),
+            "gradients_per_update": _gradients_per_update(self.config, num_trainers_of(self.config)),
             "origin": vars(self.origin),
         }
         parameters, weights = state.get("parameters"), detached_state_dict(model)

@@ -1,6 +1,7 @@
 """What a process makes of a generation that follows a loss: its task and its config. Without other processes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,38 +10,81 @@ import pytest
 import torch
 from tasks import ReferenceTask
 
-from paramserver.checkpoint import ChunkedFile, pack
+from paramserver.buffers.positions import AppliedPositions
+from paramserver.checkpoint import ChunkedFile, pack, unpack
 from paramserver.cluster import ProcessIdentity
 from paramserver.cluster.base import list_numbers
 from paramserver.config import CheckpointConfig, ClusterConfig, Config, Role, ServerConfig, load_config
 from paramserver.context import Kept, ProcessContext
 from paramserver.devices import Placement
 from paramserver.errors import Evicted
-from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint, load_for_resume
+from paramserver.runs.checkpoint_manager import (
+    CheckpointManager,
+    StagedCheckpoint,
+    _gradients_per_update,
+    load_for_resume,
+)
 from paramserver.runs.losses import LossLog
 from paramserver.runs.monitor import RunMonitor
 from paramserver.runs.rundir import RunDir
 from paramserver.runtime.rank import RankPlan, RankSession, _in_generation, _open_run
+from paramserver.sources.expected import Origin
 
 CONFIG = Config(
     mode="rpc", cluster=ClusterConfig(num_trainers=3), checkpoint=CheckpointConfig(every=0, background=False)
 )
 
 
-def saved_and_resumed(folder, parts):
-    """The manager of a generation that begins with a checkpoint of these parts."""
-    config, run = CONFIG, RunDir(folder)
+def manager(config, run, **options):
+    monitor = RunMonitor(config, SimpleNamespace(write=lambda record: None), Path())
+    return CheckpointManager(config, run, monitor, **options)
+
+
+def saved(folder, parts, config=CONFIG, **state):
+    """A run with a checkpoint of these parts."""
+    run = RunDir(folder)
     run.checkpoints_dir.mkdir()
-
-    def manager(**options):
-        monitor = RunMonitor(config, SimpleNamespace(write=lambda record: None), Path())
-        return CheckpointManager(config, run, monitor, **options)
-
-    first = manager()
-    state = {**first.monitor.state_dict(), "step": 4, "scheduler": None, "simulations": None}
+    first = manager(config, run)
+    state |= {**first.monitor.state_dict(), "step": 4, "scheduler": None, "simulations": None}
     first.commit(StagedCheckpoint(4, {"model": {}, "optimizer": {}, "run": state}, False, "periodic", 0.0), parts, 0.0)
     first.writer.close(5.0)
-    return manager(resume=load_for_resume(config, run))
+    return run
+
+
+def saved_and_resumed(folder, parts):
+    """The manager of a generation that begins with a checkpoint of these parts."""
+    run = saved(folder, parts)
+    return manager(CONFIG, run, resume=load_for_resume(CONFIG, run))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_stored", "sums"),
+    [
+        ((3, "sync", 0), (3, "sync", 0), True, [0.5, 1.0, 2.0]),
+        ((3, "sync", 0), (1, "sync", 0), True, [3.5 / 3]),
+        ((3, "sync", 0), (6, "sync", 0), False, [1.0, 2.0, 4.0, 0.0, 0.0, 0.0]),
+        ((3, "sync", 1), (2, "sync", 1), True, [1.25, 0.5]),
+        ((3, "async", 0), (1, "async", 0), True, [3.5]),
+        ((3, "bounded", 0), (4, "bounded", 0), False, [0.5, 1.0, 2.0, 0.0]),
+        ((3, "async", 0), (3, "sync", 0), True, [1.5, 3.0, 6.0]),
+    ],
+)
+def test_residuals_move_the_parameters_as_far_as_in_the_updates_before(tmp_path, before, now, is_stored, sums):
+    def config(trainers, consistency, backups):
+        server = ServerConfig(consistency=consistency, backup_trainers=backups, compression="int8")
+        return replace(CONFIG, cluster=ClusterConfig(num_trainers=trainers), server=server)
+
+    part = {"buffer": None, "source": {}, "applied": AppliedPositions().state_dict(), "random": None, "task": {}}
+    counters = {"batch_idx": 0, "samples_served": 0, "seconds": 0.0}
+    residuals = [{"w": torch.tensor([own])} for own in (0.5, 1.0, 2.0)]
+    parts = {i: {**part, "counters": counters, "residuals": own} for i, own in enumerate(residuals)}
+    stored = {"gradients_per_update": _gradients_per_update(config(*before), 3)} if is_stored else {}
+    run, given = saved(tmp_path, parts, config(*before), **stored), config(*now)
+    resumed = load_for_resume(given, run)
+    found = list(parts.values()) if resumed.parts is None else [unpack(one) for one in resumed.parts]
+    assert (resumed.parts is None) is (now == before)
+    assert (resumed.origin == Origin.of_start(given)) is (now[0] == 3)  # of steps of the same size
+    assert [float(sum(one["residuals"].values())) for one in found] == pytest.approx(sums)
 
 
 def sent(part):
