@@ -851,12 +851,14 @@ class ManagedSimulations(SimulationTracker):
         return [TrackerEvent("given_up", simulation.id, f"{text}; it is given up for {replacements}")]
 
     def _take_back(self) -> None:
-        """Let a run that resumes start those again that failed in a row, and none in their place."""
-        for simulation in self._given_up_in_a_row:
+        """Let a run that resumes start those again that failed in a row, each in place of one that has not begun."""
+        for simulation in reversed(self._given_up_in_a_row):
+            if not self._num_missing():
+                if not (self._to_start and self._to_start[-1].parameters is None):
+                    return  # an earlier one, whose replacement is in the row too
+                del self.simulations[self._to_start.pop().id]
             simulation.state, simulation.failures = SimulationState.WAITING, 0
             simulation.attempt += 1
-        while self._to_start and self._to_start[-1].parameters is None and self._num_missing() < 0:
-            del self.simulations[self._to_start.pop().id]
 
     def _start_next(self, now: float, max_starts: float) -> list[Action]:
         free = self.config.at_once - sum(one.process_alive for one in self._started.values())

@@ -200,21 +200,21 @@ def test_three_given_up_in_a_row_fail_the_run_with_one_message():
 
 
 def test_a_resume_starts_those_again_that_failed_in_a_row():
-    """Before, one was given up for its parameters."""
+    """Before, one was given up for its parameters. Simulation 5 is the replacement of simulation 2."""
     tracker = started(count=4, max_restarts=0)
     starts(tracker)
     tracker.on_exit(0, 0, 1, 1.0)
     assert starts(tracker, 1.0) == [(1, 0)]
     finish(tracker, 1, 2.0)
-    for number in (2, 3, 4):
+    for number in (2, 3, 4, 5):  # one more than three, as simulation 1 has come further
         assert starts(tracker, float(number)) == [(number, 0)]
         tracker.on_exit(number, 0, 1, float(number))
-    tracker.poll(5.0)
+    tracker.poll(6.0)
     assert tracker.failure is not None
     resumed = started(count=4, max_restarts=0, state=tracker.state_dict(), at_once=9, begun=False)
     resumed.on_trainers_joined([TrainerJoined("tcp://127.0.0.1:1", {1: 10}, {})], 0.0)
-    assert starts(resumed) == [(2, 1), (3, 1), (4, 1)]
-    assert resumed.counts() == {"waiting": 0, "running": 3, "complete": 1, "given_up": 1}
+    assert starts(resumed) == [(3, 1), (4, 1), (5, 1)]
+    assert resumed.counts() == {"waiting": 0, "running": 3, "complete": 1, "given_up": 2}
 
 
 def test_one_complete_in_between_breaks_the_row():

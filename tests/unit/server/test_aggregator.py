@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paramserver.config import TrainingConfig
-from paramserver.consistency import Announcement, Ledger, PushId, Readiness, Sync, Verdict
+from paramserver.consistency import Announcement, Ledger, PushId, Readiness, Stop, Sync, Verdict
 from paramserver.consistency.base import RunTerms
 from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError
@@ -35,6 +35,7 @@ class Monitor:
     """The part of ``RunMonitor`` that the loop calls."""
 
     epoch_samples = None
+    stop = Stop.LIMIT
     seconds = 0.0
     skipped = 0
 
