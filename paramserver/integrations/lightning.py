@@ -567,6 +567,7 @@ class ManualOptimization:
         self._steppers: list[ManualOptimizer] = []
         self._owners: list[str] = []  # of each schedule the optimizer that it is stepped with
         self._toggled: ManualOptimizer | None = None
+        self.has_stepped = False  # in this batch
 
     def set_optimizers(self, optimizers: list[Any], schedules: list[Any]) -> dict[str, Any]:
         """Return the optimizers by name, and keep the schedules that are stepped with them; others never are."""
@@ -624,8 +625,18 @@ class ManualOptimization:
         raise TaskError("self.clip_gradients is not supported by a LightningTask; set training.clip_grad_norm")
 
     def end_batch(self) -> None:
-        """Release the graphs of the batch, and remember which gradients were not set to zero."""
-        self._toggled = None
+        """Release the graphs of the batch, and remember which gradients were not set to zero.
+
+        Raises:
+            TaskError: no optimizer was stepped in it.
+        """
+        if not self.has_stepped:
+            raise TaskError(
+                "training_step of a LightningTask with manual optimization must step an optimizer in each batch, and "
+                "stepped none; in place of gradients of several batches take larger batches, or automatic optimization "
+                "with training.accumulate_batches, and leave out samples in the data set"
+            )
+        self._toggled, self.has_stepped = None, False
         for stepper in self.steppers:
             stepper.losses = [None for one in stepper.losses if stepper.depends_on(one)]
         self.mark_gradients()
@@ -723,6 +734,7 @@ class ManualOptimizer(torch.optim.Optimizer):
         self._manual.mark_gradients(kept=False)
         self._manual.task.trainer.optimize(self.name, loss, retain_graph or self._manual.needs_graph(loss))
         self._manual.mark_gradients()
+        self._manual.has_stepped = True
         self.is_schedule_due = self.has_schedule
         return output
 

@@ -573,6 +573,11 @@ def zero_and_step(module, optimizer, loss):
     never_zero(module, optimizer, loss)
 
 
+def only_first_batch(module, optimizer, loss):
+    if not module.global_step:
+        zero_and_step(module, optimizer, loss)
+
+
 def own_schedule(self):
     return [torch.optim.SGD(self.parameters(), 0.1)], [SimpleNamespace(state_dict=dict, load_state_dict=dict)]
 
@@ -629,6 +634,7 @@ def two_parts(self):
         (read_after(at_next=True), {}, "a gradient cannot be read or clipped between"),
         (twice, {}, r"step\(\) of optimizer_0 must follow one self.manual_backward\(loss\) since its zero_grad"),
         (never_zero, {}, r"step\(\) of optimizer_0 must follow one self.manual_backward\(loss\) since its zero_grad"),
+        (only_first_batch, {}, "must step an optimizer in each batch, and stepped none; in place of gradients of"),
         (lambda module, optimizer, loss: optimizer.step(), {}, r"step\(\) of optimizer_0 must follow one"),
         (lambda module, optimizer, loss: optimizer.param_groups, {}, "has no param_groups in a LightningTask; it has"),
         (lambda module, *_: module.clip_gradients(None, 1.0), {}, "clip_gradients .* set training.clip_grad_norm"),
