@@ -512,6 +512,10 @@ class TableUse:
         self.by_server = [a + b for a, b in zip(self.by_server or [0] * len(self.ends), in_servers, strict=True)]
 
 
+# The cure of a message that misses a name among the values of a validation.
+LOG_IN_VALIDATION = "return it there, in a LightningModule by self.log in validation_step: other hooks log records only"
+
+
 @dataclass
 class WeightedSums:
     """Sums of validation metrics, weighted by samples, so that parts of several trainers merge to the exact mean.

@@ -19,6 +19,7 @@ from paramserver.config import TrainingConfig
 from paramserver.errors import CheckpointError, NotFinite, TaskError, UnsupportedConfiguration
 from paramserver.limits import is_due
 from paramserver.metrics.profile import spanned
+from paramserver.metrics.records import LOG_IN_VALIDATION
 from paramserver.optim.averaging import AverageParameters, averages, restore_averages
 from paramserver.optim.clipping import clipping_of
 from paramserver.optim.named_optimizers import (
@@ -197,7 +198,7 @@ class Updater(UpdaterState):
             elif values is not None:
                 raise TaskError(
                     f"the scheduler follows metric ({schedule.metric}), which validation_step does not return; "
-                    f"it returns {', '.join(sorted(values)) or 'nothing'}"
+                    f"it returns {', '.join(sorted(values)) or 'nothing'}; {LOG_IN_VALIDATION}"
                 )
 
     @property

@@ -16,6 +16,7 @@ from paramserver.errors import StorageError, TaskError
 from paramserver.limits import Limits, end_in_words, is_due
 from paramserver.metrics import FanOut
 from paramserver.metrics.records import (
+    LOG_IN_VALIDATION,
     QUANTITIES,
     LogReducer,
     Record,
@@ -219,7 +220,7 @@ class RunMonitor:
             if step == self._validated_step:
                 return False
             is_scheduled = is_due(step, self.config.training.validate_every, since)
-            improved = self.best is not None and self._improves(self.best, values, step, is_scheduled)
+            improved = self.best is not None and self._improves(self.best, sums, step, is_scheduled)
             if not sums.samples:
                 return False
             self.validation = values
@@ -236,11 +237,12 @@ class RunMonitor:
         every = self.config.training.validate_every
         return every > 0 and step // every > self._reported_step // every
 
-    def _improves(self, best: BestMetric, values: Mapping[str, float], step: int, is_scheduled: bool) -> bool:
-        if best.metric not in values:
+    def _improves(self, best: BestMetric, sums: WeightedSums, step: int, is_scheduled: bool) -> bool:
+        if best.metric not in (values := sums.means()):
+            returned = f"{', '.join(sorted(values)) or 'nothing'}; {LOG_IN_VALIDATION}"
             raise TaskError(
                 f"checkpoint.best.metric ({best.metric}) must be among what validation_step returns; it returns "
-                f"{', '.join(sorted(values)) or 'nothing: validation_source gave no samples'}"
+                f"{returned if sums.samples else 'nothing: validation_source gave no samples'}"
             )
         return best.update(values[best.metric], step, is_scheduled)
 

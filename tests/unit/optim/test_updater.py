@@ -235,7 +235,7 @@ def test_a_validation_that_is_not_due_leaves_the_schedule_alone(validate_every, 
 def test_a_metric_that_validation_lacks_is_named():
     with pytest.raises(TaskError, match=r"metric \(loss\), which validation_step does not return; it returns accuracy"):
         made(scheduler=plateau).on_validation_end(1, {"accuracy": 0.1})
-    with pytest.raises(TaskError, match="it returns nothing"):
+    with pytest.raises(TaskError, match="it returns nothing; return it there, in a LightningModule"):
         made(scheduler=plateau).on_validation_end(1, {})
 
 
