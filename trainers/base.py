@@ -573,7 +573,8 @@ class Trainer(ABC):
         One that was made before hooks ended the last epoch is made again, as they may have changed what it has, or
         before the last samples of simulations arrived.
         """
-        if self.control.saved_step != self.step or self.ends_epoch or SAVE_REASONS[reason].renews(self.config):
+        is_changed = self.ends_epoch or SAVE_REASONS[reason].renews(self.config.simulations is not None)
+        if is_changed or self.control.saved_step != self.step:
             self.control.saved_step = None if SAVE_REASONS[reason].in_memory else self.step
             began = time.perf_counter()
             self.control.wait_saved()  # all trainers wait for the same checkpoint, so none is more than one ahead

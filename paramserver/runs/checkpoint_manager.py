@@ -71,12 +71,12 @@ class SaveReason:
     is_last: bool = False
     is_continued: bool = False
 
-    def renews(self, config: Config) -> bool:
+    def renews(self, is_online: bool) -> bool:
         """Return whether a checkpoint of the same step is saved again: simulations send samples between two steps.
 
         What a buffer has acknowledged since then is sent no more.
         """
-        return self.is_continued and config.simulations is not None
+        return self.is_continued and is_online
 
 
 SAVE_REASONS = {

@@ -287,7 +287,7 @@ class Staging(JointCall):
         one that ``reason`` renews.
         """
         why = SAVE_REASONS[reason]
-        is_new = (ends_epoch and not self._ends_epoch) or why.renews(self._checkpoints.config)
+        is_new = (ends_epoch and not self._ends_epoch) or why.renews(self._checkpoints.simulations is not None)
         staged = (self._staged, self._in_memory if why.in_memory else self._staged)
         if self._due() in staged and not is_new:
             return None

@@ -35,7 +35,6 @@ def no_checkpoints(monitor):
     """The CheckpointManager of a run that starts, as far as a ParameterServer asks it."""
     return SimpleNamespace(
         monitor=monitor,
-        config=monitor.config,
         generation=1,
         resumes=False,
         consistency_state={},
