@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.cluster import SUPERVISED, one_of_several, process_environ
 from paramserver.config import Config, config_from_mapping, is_plain, load_config, mode_of, without_old_defaults
-from paramserver.config.layers import SECTIONS, Settings, dotted_name, own_name
+from paramserver.config.layers import SECTIONS, Settings, own_name
 from paramserver.config.parsing import read_file
 from paramserver.config.schema import format_value
 from paramserver.errors import TaskError, UnsupportedConfiguration
@@ -323,21 +323,14 @@ def _assign(values: dict[str, Any], name: str, value: Any) -> None:
         values[parent] = dict(inner) if isinstance(inner, Mapping) else {}
         values = values[parent]
     key, section = own_name(values, key), SECTIONS.get(name)
-    old = values.get(key)
     # As --set has it: a section that may be null is one value.
-    has_keys = section is not None and not section.nullable
-    values[key] = {**old, **value} if has_keys and isinstance(value, Mapping) and isinstance(old, Mapping) else value
+    values.update({key: value} if section is None or section.nullable else _merge(values, {key: value}))
 
 
-def _merge(stored: Mapping[str, Any], given: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return the stored config, or a section of it, overridden by the given one key by key."""
+def _merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the stored config, overridden by the given one section by section."""
     merged = dict(stored)
     for key, value in given.items():
-        old, name = merged.get(key), dotted_name(section, key)
-        # At the top also ``task_args``, whose names are keys here; other free dictionaries are values.
-        has_keys = not section or name in SECTIONS
-        if has_keys and isinstance(value, Mapping) and isinstance(old, Mapping):
-            merged[key] = _merge(old, value, name)
-        else:
-            merged[key] = value
+        old = merged.get(key)
+        merged[key] = {**old, **value} if isinstance(value, Mapping) and isinstance(old, Mapping) else value
     return merged

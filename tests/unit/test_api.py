@@ -11,7 +11,7 @@ from launching import differing_tensors
 
 import paramserver
 from paramserver import api
-from paramserver.api import _assign, _merge
+from paramserver.api import _assign
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.evaluate import restore
 
@@ -143,19 +143,6 @@ def test_sections_override_the_config_and_overrides_override_both(tmp_path):
     assert given == config(tmp_path, "run", mode="rpc", steps=9), "the mapping of the caller is as it was"
     again = paramserver.run(Given(DATA), resume=result.run_dir, overrides={"training.max_steps": 6}, seed=3)
     assert again.summary["steps"] == 6
-
-
-def test_a_section_given_as_a_keyword_leaves_the_other_keys_of_a_section_inside_it():
-    outer, best = {"optimizer": "nesterov", "momentum": 0.8, "lr": 0.7}, {"metric": "loss", "mode": "min"}
-    values = {"training": {"local_steps": 4, "outer": outer}, "checkpoint": {"best": best}, "task_args": {"at": {0: 1}}}
-    given = {"training": {"outer": {"lr": 0.5}}, "checkpoint": {"best": None}, "task_args": {"at": {2: 3}, "lr": 1}}
-    assert _merge(values, given) == {
-        "training": {"local_steps": 4, "outer": {**outer, "lr": 0.5}},
-        "checkpoint": {"best": None},
-        "task_args": {"at": {2: 3}, "lr": 1},
-    }
-    assert outer["lr"] == 0.7, "the mapping of the caller is as it was"
-    assert _merge({"checkpoint": {"best": None}}, {"checkpoint": {"best": best}}) == {"checkpoint": {"best": best}}
 
 
 def test_a_section_among_the_overrides_is_one_as_of_set(tmp_path):
