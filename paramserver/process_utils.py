@@ -66,11 +66,16 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def discard_output_without_terminal() -> None:
-    """Discard what this process prints if its terminal was closed, where a ``print`` of the task would fail."""
+    """Discard what this process prints if its terminal was closed, where a ``print`` of the task would fail.
+
+    Also if it prints to a process that has ended, as ``tee`` does when the terminal is closed.
+    """
     streams = select.poll()
     for descriptor in (1, 2):
         streams.register(descriptor, 0)
-    for descriptor in [descriptor for descriptor, events in streams.poll(0) if events & select.POLLHUP]:
+    for descriptor, events in streams.poll(0):
+        if not events & (select.POLLHUP | select.POLLERR):
+            continue
         with Path(os.devnull).open("wb") as nothing:
             os.dup2(nothing.fileno(), descriptor)
 

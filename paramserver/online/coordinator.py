@@ -35,6 +35,7 @@ from paramserver.online.tracker import (
     SimulationTracker,
     StartProcess,
     TrackerEvent,
+    format_simulations,
 )
 
 _MAX_MESSAGES_AT_ONCE = 256
@@ -288,7 +289,7 @@ class SimulationCoordinator(RouterThread):
 
     def _serve(self, router: RouterSocket) -> None:
         poll_interval_s = min(_POLL_INTERVAL_S, self.spec.config.timeout_s / 4)
-        starts = False
+        starts = is_waiting = False
         while not self._closing.is_set():
             exits = self._runner.exit_pipes if self._runner else ()
             router.poll([self._wakeup.fileno(), *exits], 0.0 if starts else poll_interval_s)
@@ -321,8 +322,16 @@ class SimulationCoordinator(RouterThread):
                 self.finished = True
                 self._on_event("finish", self._tracker.counts())
                 router.send(drain)
-            if self._finishing.is_set() and (not complete or self._is_stopping()):
-                return
+            if self._finishing.is_set():
+                if not complete:
+                    return
+                whose = f"{format_simulations(sorted(complete))}, whose samples have all arrived"
+                if self._is_stopping():
+                    _log.warning("the request to stop ends the processes of %s", whose)
+                    return
+                if not is_waiting:
+                    _log.info("waiting up to %g s for the processes of %s", self.spec.config.timeout_s, whose)
+                is_waiting = True
 
     def _handle_messages(self, router: RouterSocket) -> None:
         for received in router.receive(_MAX_MESSAGES_AT_ONCE):

@@ -845,7 +845,10 @@ class ManagedSimulations(SimulationTracker):
                 f"the last of them, simulation {simulation.id}: {reason}; its output is in "
                 f"{log_file(self._logs, simulation.id)}"
             )
-            self._take_back()
+            if better:  # their parameters may be the cause, so a run that resumes draws others
+                self._add_missing()
+            else:
+                self._take_back()
             return [TrackerEvent("given_up", simulation.id, f"{text}; it is given up")]
         replacements = format_simulations(self._add_missing())
         return [TrackerEvent("given_up", simulation.id, f"{text}; it is given up for {replacements}")]

@@ -64,19 +64,18 @@ class SaveReason:
     """What a reason to save a checkpoint means.
 
     One ``in_memory`` is no checkpoint of the run, whose last one is still written to the disk. After one that
-    ``is_last`` the trainers save no other; if it ``is_continued``, the run is not complete with it.
+    ``is_last`` the trainers save no other.
     """
 
     in_memory: bool = False
     is_last: bool = False
-    is_continued: bool = False
 
     def renews(self, is_online: bool) -> bool:
         """Return whether a checkpoint of the same step is saved again: simulations send samples between two steps.
 
         What a buffer has acknowledged since then is sent no more.
         """
-        return self.is_continued and is_online
+        return self.is_last and is_online
 
 
 SAVE_REASONS = {
@@ -84,8 +83,8 @@ SAVE_REASONS = {
     "best": SaveReason(),
     MEMORY: SaveReason(in_memory=True),
     "end": SaveReason(is_last=True),
-    "interrupted": SaveReason(is_last=True, is_continued=True),
-    "resize": SaveReason(is_last=True, is_continued=True),
+    "interrupted": SaveReason(is_last=True),
+    "resize": SaveReason(is_last=True),
 }
 
 

@@ -199,22 +199,35 @@ def test_three_given_up_in_a_row_fail_the_run_with_one_message():
     assert tracker.poll(99.0) == []
 
 
-def test_a_resume_starts_those_again_that_failed_in_a_row():
-    """Before, one was given up for its parameters. Simulation 5 is the replacement of simulation 2."""
-    tracker = started(count=4, max_restarts=0)
-    starts(tracker)
-    tracker.on_exit(0, 0, 1, 1.0)
-    assert starts(tracker, 1.0) == [(1, 0)]
-    finish(tracker, 1, 2.0)
-    for number in (2, 3, 4, 5):  # one more than three, as simulation 1 has come further
+def starts_of_a_resume(tracker, count, received):
+    resumed = started(count=count, max_restarts=0, state=tracker.state_dict(), at_once=9, begun=False)
+    resumed.on_trainers_joined([TrainerJoined("tcp://127.0.0.1:1", received, {})], 0.0)
+    return starts(resumed)
+
+
+def fail(tracker, numbers):
+    for number in numbers:
+        assert tracker.failure is None
         assert starts(tracker, float(number)) == [(number, 0)]
         tracker.on_exit(number, 0, 1, float(number))
-    tracker.poll(6.0)
-    assert tracker.failure is not None
-    resumed = started(count=4, max_restarts=0, state=tracker.state_dict(), at_once=9, begun=False)
-    resumed.on_trainers_joined([TrainerJoined("tcp://127.0.0.1:1", {1: 10}, {})], 0.0)
-    assert starts(resumed) == [(3, 1), (4, 1), (5, 1)]
-    assert resumed.counts() == {"waiting": 0, "running": 3, "complete": 1, "given_up": 2}
+    tracker.poll(9.0)
+    assert f"simulation {numbers[-1]}" in tracker.failure
+
+
+@pytest.mark.parametrize(("count", "expected"), [(4, [(0, 1), (1, 1), (2, 1), (3, 0)]), (1, [(2, 1)])])
+def test_a_resume_starts_those_again_that_failed_in_a_row(count, expected):
+    """Of one simulation, each is the replacement of the one before, and the last is the one that is left."""
+    tracker = started(count=count, max_restarts=0)
+    fail(tracker, (0, 1, 2))
+    assert starts_of_a_resume(tracker, count, {}) == expected
+
+
+def test_a_resume_draws_others_where_parameters_may_be_the_cause():
+    tracker = started(count=4, max_restarts=0)
+    starts(tracker)
+    finish(tracker, 0, 0.0)
+    fail(tracker, (1, 2, 3, 4))  # one more than three, as simulation 0 has come further
+    assert starts_of_a_resume(tracker, 4, {0: 10}) == [(5, 0), (6, 0), (7, 0)]
 
 
 def test_one_complete_in_between_breaks_the_row():
