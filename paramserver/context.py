@@ -321,6 +321,8 @@ class StopLimit:
         if not self.stop.handles(number):
             return
         self._signals += 1
+        if number == signal.SIGHUP:
+            discard_output_without_terminal()  # before this thread prints
         if self._signals == 1:
             self.stop.request(f"signal {signal.Signals(number).name}")
         elif number == signal.SIGINT:

@@ -825,7 +825,10 @@ class TrainingLoop:
                 self._between_steps(decision)
         trainer.current_step.is_common = True
         trainer.step = decision.step
+        trainer.progress.seconds += trainer.clock.present_s  # of waiting for samples, which a limit of time has ended
         trainer.clock.skip()
+        if trainer.monitor is not None:
+            trainer.monitor.seconds = max(trainer.monitor.seconds, trainer.seconds)
         return decision
 
     def _finish(self, decision: Decision) -> None:

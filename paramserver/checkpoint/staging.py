@@ -24,8 +24,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paramserver.errors import CheckpointError, TaskError
+from paramserver.errors import CheckpointError, TaskError, message_of
 from paramserver.fileio import Writable
+
+_Memory = mmap.mmap | npt.NDArray[np.uint8]
 
 
 class StagingPool:
@@ -42,7 +44,7 @@ class StagingPool:
     def __init__(self) -> None:
         # Re-entrant: the garbage collector may run a finalizer, which takes this lock, inside ``acquire``.
         self._lock = threading.RLock()
-        self._free: dict[int, list[mmap.mmap]] = {}
+        self._free: dict[int, list[_Memory]] = {}
         self._bytes = 0
 
     def acquire(self, size_bytes: int) -> npt.NDArray[np.uint8]:
@@ -60,14 +62,14 @@ class StagingPool:
         weakref.finalize(block, self._release, memory).atexit = False
         return block
 
-    def _map(self, size_bytes: int) -> mmap.mmap:
+    def _map(self, size_bytes: int) -> _Memory:
         # No huge pages: to find one, the kernel may have to move others out of the way first.
         return mmap.mmap(-1, size_bytes)
 
-    def _discard(self, memory: mmap.mmap) -> None:
+    def _discard(self, memory: _Memory) -> None:
         """Called before a block is freed."""
 
-    def _release(self, memory: mmap.mmap) -> None:
+    def _release(self, memory: _Memory) -> None:
         with self._lock:
             self._free.setdefault(len(memory), []).append(memory)
 
@@ -99,21 +101,21 @@ class FilePool(StagingPool):
         self._names: dict[int, str] = {}  # of the files, by the address of the block
         self._made = 0
 
-    def _map(self, size_bytes: int) -> mmap.mmap:
+    def _map(self, size_bytes: int) -> _Memory:
         path, self._made = self._folder / f"block-{self._made}", self._made + 1
         try:
             with path.open("xb+") as file:
                 # A page for which there is no room would end the process when it is written to.
                 os.posix_fallocate(file.fileno(), 0, size_bytes)
-                memory = mmap.mmap(file.fileno(), size_bytes)
-        except OSError:
+            memory = _map_file(path, size_bytes, shared=True).numpy()
+        except (OSError, RuntimeError):
             # What is copied there is written with the rest, which fails if there is no room for it.
             path.unlink(missing_ok=True)
             return super()._map(size_bytes)
         self._names[_address(memory)] = path.name
         return memory
 
-    def _discard(self, memory: mmap.mmap) -> None:
+    def _discard(self, memory: _Memory) -> None:
         if (name := self._names.pop(_address(memory), None)) is not None:
             (self._folder / name).unlink(missing_ok=True)
 
@@ -152,15 +154,25 @@ class FilePool(StagingPool):
             key = name, size_bytes = next(left, ""), value.numel() * value.element_size()
             try:
                 if key not in blocks:
-                    blocks[key] = torch.from_numpy(np.memmap(folder / name, np.uint8, "c", shape=(size_bytes,)))
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{folder / name} cannot be read ({error})") from error
+                    if (length := (folder / name).stat().st_size) < size_bytes:
+                        raise CheckpointError(f"{folder / name} cannot be read ({length} bytes of {size_bytes})")
+                    blocks[key] = _map_file(folder / name, size_bytes, shared=False)
+            except (OSError, RuntimeError) as error:
+                raise CheckpointError(f"{folder / name} cannot be read ({message_of(error)})") from error
             return blocks[key].view(value.dtype).as_strided(value.shape, value.stride())
 
         return map_leaves(attached, state)
 
 
-def _address(memory: mmap.mmap) -> int:
+def _map_file(path: Path, size_bytes: int, shared: bool) -> Tensor:
+    """Return the memory of a file; a change of what is not ``shared`` is not one of the file.
+
+    Not by ``mmap``, which keeps a descriptor for each.
+    """
+    return torch.from_file(str(path), shared=shared, size=size_bytes, dtype=torch.uint8)
+
+
+def _address(memory: _Memory) -> int:
     return np.frombuffer(memory, np.uint8).ctypes.data
 
 

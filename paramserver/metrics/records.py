@@ -375,7 +375,12 @@ class PhaseClock:
     @property
     def total_s(self) -> float:
         """Seconds of all steps, and of the laps of the present one."""
-        return self.steps.total_s + sum(self._step.values())
+        return self.steps.total_s + self.present_s
+
+    @property
+    def present_s(self) -> float:
+        """Seconds of the laps of the present step."""
+        return sum(self._step.values())
 
     def lap(self, phase: str) -> None:
         """Attribute the time since the last lap to ``phase``."""

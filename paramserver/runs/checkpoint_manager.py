@@ -28,6 +28,7 @@ from paramserver.checkpoint import (
     stage_copy,
     unpack,
 )
+from paramserver.checkpoint.format import LATEST, read_pointer, step_name
 from paramserver.checkpoint.memory import MEMORY, follows, make_memory_folder, newer_in_memory, remove_memory
 from paramserver.checkpoint.save import restore_best_pointer
 from paramserver.checkpoint.serialization import check_mapping
@@ -398,7 +399,11 @@ class CheckpointManager:
             weights = averaged_state_dict(model, parameters["eval"])
         if updater.tables:
             weights = self._with_streams(model, weights, updater.tables, step)
-        pool = (self._memory_pool if SAVE_REASONS[reason].in_memory else None) or self._pool
+        pool = self._pool
+        if SAVE_REASONS[reason].in_memory and self._memory_pool is not None:
+            pool = self._memory_pool
+            if not self._in_memory:
+                self._pool.trim()  # the first one in memory was copied there
         objects = {
             "model": stage_copy(weights, pool),
             "optimizer": stage_copy(state["optimizer"], pool),
@@ -490,7 +495,8 @@ class CheckpointManager:
                     block_bytes += size_bytes
                 metadata |= follows([*self.writer.pending_names(), self.last_checkpoint], blocks)
                 future = writer.submit(staged.step, objects, metadata)
-                future.add_done_callback(partial(self._keep_in_memory, copies=staged.objects))
+                if block_bytes:
+                    future.add_done_callback(partial(self._keep_in_memory, staged.step, staged.objects))
             else:
                 future = self.writer.submit(staged.step, objects, metadata, staged.is_best)
         except BaseException:
@@ -514,9 +520,11 @@ class CheckpointManager:
             self._memory_pool = FilePool(folder)
         return self._memory, self._memory_pool
 
-    def _keep_in_memory(self, done: Future[WrittenCheckpoint], copies: Mapping[str, Any]) -> None:
+    def _keep_in_memory(self, step: int, copies: Mapping[str, Any], done: Future[WrittenCheckpoint]) -> None:
         """Keep what is in the blocks of a checkpoint in memory until another one has replaced it."""
-        if not done.cancelled() and done.exception() is None:
+        # Also if the write has failed after it was named, as in the removal of the one before.
+        newest = None if self._memory is None or done.cancelled() else read_pointer(self._memory.folder, LATEST)
+        if newest is not None and newest.name == step_name(step):
             self._in_memory = copies
 
     def _kept_state(self, trainer_index: int) -> dict[str, Any]:

@@ -284,6 +284,7 @@ class Aggregator:
         for trainer_index, decision in decisions.items():
             if decision.verdict is Verdict.END:
                 self.ended = True
+                self.monitor.seconds = max(self.monitor.seconds, self._clock.seconds)
                 self._resize = decision.reason if decision.resizes else ""
             self._grant(trainer_index, decision)
         going = next((decision for decision in decisions.values() if decision.verdict is Verdict.GO), None)

@@ -154,6 +154,19 @@ def test_one_stays_as_it_is_while_the_next_ones_are_staged(run, base):
     assert {path.name for path in found.parent.glob("block-*")} == {"block-0", "block-100"}
 
 
+def test_no_block_keeps_a_descriptor(run, base):
+    def count():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before, pool = count(), FilePool(base)
+    copied = stage_copy([torch.ones(2**15) for _ in range(20)], pool)
+    stored, names, _ = pool.detach(copied)
+    read = FilePool.attach(stored, names, base)
+    assert (len(names), len(read), count()) == (20, 20, before)
+    read[0].zero_()
+    assert bool((copied[0] == 1).all())
+
+
 def test_without_room_for_a_block_it_is_stored_as_others_are(run, base, monkeypatch):
     pool = FilePool(base)
 
