@@ -156,13 +156,14 @@ def _locked(folder: Path, name: str, resuming: bool, leaves_file: bool = True) -
     with ExitStack() as ends:
         ends.callback(file_lock.release)
         # Called before the release, or this would remove the files of the next holder.
-        for file in (holder_file,) if leaves_file else (holder_file, folder / name):
-            ends.callback(_remove, file)
+        if not leaves_file:
+            ends.callback(_remove, folder / name)
         try:
             about = {"pid": os.getpid(), "started": start_ticks(os.getpid()), "host": socket.gethostname()}
             atomic_write_text(holder_file, json_text(about))
         except OSError as error:
             raise not_writable(f"run folder {folder}", error) from error
+        ends.callback(_remove, holder_file)
         yield
 
 
