@@ -191,12 +191,13 @@ class SimulationCoordinator(RouterThread):
         if state is not None:
             self._tracker.load_state_dict(state)
             planned = sum(not one["given_up"] for one in state["simulations"])
-            if sampler is not None and sampler.reference == "lhs" and planned != spec.config.count:
+            if sampler is not None and sampler.depends_on_count and planned != spec.config.count:
                 _log.warning(
-                    "simulations.count (%s) is not that of the checkpoint (%d): lhs draws the others from another "
+                    "simulations.count (%s) is not that of the checkpoint (%d): %s draws the others from another "
                     "hypercube, and all together are none; halton covers the ranges evenly with any count",
                     spec.config.count,
                     planned,
+                    sampler.reference,
                 )
         if sampler is not None and sampler.learns and record is not None:
             kept = SamplerRecord(record)

@@ -73,6 +73,8 @@ class LatinHypercube:
     A function of (seed, count, index). Indices from ``count`` on have no slice left and are sampled as by ``Uniform``.
     """
 
+    depends_on_count = True
+
     def __init__(self, ranges: Ranges, seed: int, count: int) -> None:
         self._ranges = ranges
         engine = _qmc("lhs").LatinHypercube(len(ranges), seed=np.random.default_rng([_STREAM, seed]))
@@ -216,6 +218,7 @@ class CheckedSampler:
         reference: its name in the config.
         learns: whether it observes losses.
         gives_density_ratio: whether samples have one.
+        depends_on_count: whether another number of simulations has other parameters from the first one on.
         record: called with what a sampler that learns drew, observed and restored, in this order.
 
     Raises:
@@ -230,6 +233,7 @@ class CheckedSampler:
         # Methods after which the state is looked at once, so that one that cannot be stored is no surprise later.
         self._unchecked = {"draw", "observe"} if self.learns else set()
         self.gives_density_ratio = hasattr(sampler, "density_ratio")
+        self.depends_on_count = bool(getattr(sampler, "depends_on_count", False))
         lacking = [name for name in ("state_dict", "load_state_dict") if self.learns and not hasattr(sampler, name)]
         if lacking:
             raise UnsupportedConfiguration(

@@ -160,7 +160,7 @@ def load_for_resume(config: Config, run: RunDir) -> ResumeState:
 def _residual_scale(state: Mapping[str, Any], checkpoint: Checkpoint, config: Config) -> float:
     """Return by what to multiply the residuals of a checkpoint, for an update to move as far by them as before.
 
-    An update is the mean of as many gradients as its rule says, of which one has the residual of a trainer.
+    An update is the mean of as many gradients as its rule declares, of which one has the residual of a trainer.
     """
     if config.server.compression == "none":
         return 1.0
