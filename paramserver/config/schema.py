@@ -62,6 +62,8 @@ class Rule:
         noun = KIND_NAMES[self.kind]
         if self.choices:
             text = f"one of {', '.join(self.choices)}"
+        elif self.above == 0 and self.maximum is not None:
+            text = f"{noun.replace('a ', 'a positive ')} up to {format_value(self.maximum)}"
         elif self.minimum is not None and self.maximum is not None:
             text = f"{noun} from {format_value(self.minimum)} to {format_value(self.maximum)}"
         elif self.minimum == 1 or self.above == 0:
@@ -115,6 +117,11 @@ def integer(minimum: int, maximum: int | None = None) -> Rule:
 
 def positive_number() -> Rule:
     return Rule("float", above=0)
+
+
+def time_limit() -> Rule:
+    """Seconds that a wait may take. RPC and sockets count them in milliseconds of 32 bits, and limits are added up."""
+    return Rule("float", above=0, maximum=1_000_000)
 
 
 def one_of(*choices: str, cures: Mapping[str, str] | None = None) -> Rule:
@@ -249,9 +256,9 @@ class ClusterConfig:
         one_of("auto", "gloo", "nccl"),
         "backend of torch.distributed in ddp; auto = nccl on GPUs, gloo otherwise",
     )
-    timeout_s: float = key(60.0, positive_number(), "limit of every wait that no other key limits, in seconds")
+    timeout_s: float = key(60.0, time_limit(), "limit of every wait that no other key limits, in seconds")
     stop_within_s: float = key(
-        15.0, positive_number(), "after a signal, limit of the step or hook that is in progress, in seconds"
+        15.0, time_limit(), "after a signal, limit of the step or hook that is in progress, in seconds"
     )
     max_restarts: int = key(3, integer(0), "how often a rank that died starts again, if a supervisor started it")
     spares: int = key(0, integer(0), "processes that wait, torch imported, to take the role of a rank that died")
@@ -413,7 +420,7 @@ class ServerConfig:
         "over rpc, size in MB of the buckets that are sent during backward; "
         "null = chosen from the size of the model where each is updated as it arrives, 4 elsewhere",
     )
-    lost_after_s: float = key(5.0, positive_number(), "seconds without a heartbeat after which a trainer is lost")
+    lost_after_s: float = key(5.0, time_limit(), "seconds without a heartbeat after which a trainer is lost")
     on_loss: str = key("continue", one_of("continue", "rollback", "fail"), "rpc: reaction to the loss of a trainer")
 
     @property
@@ -499,7 +506,7 @@ class SimulationsConfig:
     window: int | None = key(
         None, integer(1), "unacknowledged samples from one process to one trainer; null = 64, or fewer that are large"
     )
-    timeout_s: float = key(60.0, positive_number(), "seconds without a message after which a simulation is restarted")
+    timeout_s: float = key(60.0, time_limit(), "seconds without a message after which a simulation is restarted")
     max_restarts: int = key(2, integer(0), "restarts of one simulation before another one replaces it")
     launcher: str = key("auto", one_of("auto", "local", "srun"), "auto = srun inside a SLURM allocation")
 
