@@ -174,8 +174,12 @@ class SampleSender:
         deadline = time.monotonic() + _LAST_ACKS_S
         for trainer in self._trainers.values():
             with suppress(RunOver):
-                while trainer.in_flight and not trainer.is_lost() and time.monotonic() < deadline:
-                    trainer.socket.poll(_poll_ms(deadline))
+                is_last = False
+                while trainer.in_flight and not is_last:
+                    # What arrived before the connection has ended is read too: the client may have computed meanwhile.
+                    is_last = trainer.is_lost() or time.monotonic() >= deadline
+                    if not is_last:
+                        trainer.socket.poll(_poll_ms(deadline))
                     self._process(trainer, trainer.receive_acks())
         return not any(trainer.in_flight for trainer in self._trainers.values())
 

@@ -226,6 +226,16 @@ def end_before_the_last_ack(run, client, who):
     run.send_to_all(who, MessageKind.OVER)
 
 
+def end_before_close(run, client):
+    """Let all trainers end, with OVER after their last ACK, while the client computes after its last sample."""
+    send_all(client, [0, 1])
+    run.wait_for(lambda: run.samples[0] and run.samples[1])
+    for index, trainer in enumerate(run.trainers):
+        run.send_to_all(index, MessageKind.OVER)
+        run.order(trainer.close)
+    run.wait_for(lambda: all(trainer.closed for trainer in run.trainers))
+
+
 def refuse_33_messages(run, client):
     """Three with the same sentence and thirty with others, while the client sends six samples and is closed."""
     run.acknowledges = False

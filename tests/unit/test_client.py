@@ -16,6 +16,7 @@ import zmq
 from fake_run import (
     FIELDS,
     FakeRun,
+    end_before_close,
     end_before_the_last_ack,
     refuse_33_messages,
     refuse_as_newer_version,
@@ -26,6 +27,7 @@ from process_states import error_in_fork
 
 from paramserver.client import Client, finish, ping
 from paramserver.cluster.simulation import SimulationEnvironment
+from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import ClientError, RunOver, UnsupportedConfiguration
 from paramserver.online import sender as sender_module
 from paramserver.online.protocol import VERSION, ArrayDescriptor, Header, MessageKind, TrainerDirectory
@@ -323,6 +325,15 @@ def test_over_of_one_process_does_not_hide_the_last_ack_of_another(run, who):
     end_before_the_last_ack(run, client, who)
     run.release()
     assert client._sender._trainers[1].socket.poll(20_000)
+    client.close()
+    assert client.sent == 2
+
+
+def test_acks_that_came_before_the_run_has_ended_are_read_after_it(run):
+    client = Client(run.address).open(0)
+    end_before_close(run, client)
+    trainer = client._sender._trainers[1]
+    assert poll_until(time.monotonic() + 20, lambda: trainer.is_lost() or None, threading.Event())
     client.close()
     assert client.sent == 2
 

@@ -982,10 +982,12 @@ static int last_acks(ps_client *c)
     int i, all = 1;
     for (i = 0; i < c->num_trainers; i++) {
         trainer *t = &c->trainers[i];
-        int status = PS_OK;
-        while (status == PS_OK && in_flight(t) && !disconnected_s(&t->to) && now_s() < until) {
+        int status = PS_OK, is_last = 0;
+        while (status == PS_OK && in_flight(t) && !is_last) {
             zmq_pollitem_t item = {t->to.socket, 0, ZMQ_POLLIN, 0};
-            zmq_poll(&item, 1, (long)most(0, 1000 * (until - now_s()) + 1));
+            /* What arrived before the connection has ended is read too: the program may have computed meanwhile. */
+            is_last = disconnected_s(&t->to) > 0 || now_s() >= until;
+            if (!is_last) zmq_poll(&item, 1, (long)most(0, 1000 * (until - now_s()) + 1));
             status = receive_acks(c, t);
         }
         all = all && !in_flight(t);

@@ -8,7 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from c_client import CClient, missing, prepare
-from fake_run import FakeRun, end_before_the_last_ack, refuse_33_messages, refuse_as_newer_version, sample, send_all
+from fake_run import (
+    FakeRun,
+    end_before_close,
+    end_before_the_last_ack,
+    refuse_33_messages,
+    refuse_as_newer_version,
+    sample,
+    send_all,
+)
 
 from paramserver.cluster.simulation import SimulationEnvironment
 from paramserver.errors import ClientError, RunOver
@@ -211,6 +219,14 @@ def test_over_of_one_process_does_not_hide_the_last_ack_of_another(run, opened, 
     assert not wait([closing], 0.5).done
     run.release()
     closing.result()
+    assert client.sent == 2
+
+
+def test_acks_that_came_before_the_run_has_ended_are_read_after_it(run, opened):
+    client = opened(run.address, 0)
+    end_before_close(run, client)
+    time.sleep(0.2)  # until the client's connections have ended
+    client.close()
     assert client.sent == 2
 
 
