@@ -198,11 +198,16 @@ class RequestHandler:
         return list(vector.tolist())
 
     def _handle_bye(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
-        # Removed here, so that OVER is sent to clients only that are still open.
-        if self._clients.pop((header.simulation, header.member), None) is None:
+        key = header.simulation, header.member
+        if key not in self._clients:
             raise RequestRefused(
                 "unknown_peer", f"member {header.member} of simulation {header.simulation} is not open"
             )
+        # One of another attempt, as a client that was frozen while the user started the next: that one stays open.
+        if self._clients[key][1].attempt != header.attempt:
+            return [_to(peer, header.reply(MessageKind.READY))]
+        # Removed here, so that OVER is sent to clients only that are still open.
+        del self._clients[key]
         self.tracker.on_bye(header, now)
         if not self.spec.is_managed:
             self.record(header)

@@ -191,6 +191,21 @@ def test_a_client_that_opens_a_simulation_and_sends_nothing_does_not_keep_the_re
     trainer.receive_kind(MessageKind.DRAIN)  # the real one is complete
 
 
+def test_a_client_of_an_earlier_attempt_that_is_closed_leaves_the_next_one_open(peers, coordinator_of):
+    coordinator = coordinator_of(steps=None, count=1)
+    (trainer,) = joined(peers, coordinator)
+    frozen, again = (peers.client(coordinator.address, attempt=attempt) for attempt in (0, 1))
+    for client in (frozen, again):
+        client.hello([0.5]).receive_kind(MessageKind.WELCOME)
+    for client, samples in ((frozen, 2), (again, 4)):
+        trainer.report(_0=samples)
+        trainer.receive_kind(MessageKind.READY)
+        client.bye(samples)
+        client.receive_kind(MessageKind.READY)
+    trainer.receive_kind(MessageKind.DRAIN)
+    assert coordinator.summary()["simulations"]["lost"] == 0
+
+
 def test_a_simulation_of_the_run_is_opened_with_the_secret_of_its_start_only(peers, coordinator_of):
     coordinator = coordinator_of(command="sleep 60", count=1)
     early = peers.client(coordinator.address).hello()
