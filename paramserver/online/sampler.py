@@ -234,6 +234,7 @@ class CheckedSampler:
         self._unchecked = {"draw", "observe"} if self.learns else set()
         self.gives_density_ratio = hasattr(sampler, "density_ratio")
         self.depends_on_count = bool(getattr(sampler, "depends_on_count", False))
+        self._has_failed = False
         lacking = [name for name in ("state_dict", "load_state_dict") if self.learns and not hasattr(sampler, name)]
         if lacking:
             raise UnsupportedConfiguration(
@@ -245,8 +246,10 @@ class CheckedSampler:
         try:
             return convert(getattr(self._sampler, method)(*arguments))
         except TaskError:
+            self._has_failed = True
             raise
         except Exception as error:
+            self._has_failed = True
             shown = ", ".join(map(str, arguments)) if method != "load_state_dict" else "state"
             raise TaskError(
                 f"simulations.sampler ({self.reference}).{method}({shown}) raised {describe_user_error(error)}"
@@ -270,8 +273,11 @@ class CheckedSampler:
         return parameters, ratio
 
     def observe(self, losses: Mapping[int, float]) -> None:
-        """Observe the mean loss of each of these simulations, in their order."""
-        if self.learns and losses:
+        """Observe the mean loss of each of these simulations, in their order; none after a method has raised.
+
+        The run ends then, and reports that still come must get their reply until it is saved.
+        """
+        if self.learns and losses and not self._has_failed:
             self.record({"observe": [*losses.items()]})
             for simulation, loss in losses.items():
                 self._call("observe", simulation, loss)

@@ -777,6 +777,26 @@ def test_a_sampler_that_raises_fails_the_run(peers, coordinator_of, tmp_path, mo
     sys.modules.pop("raising", None)
 
 
+def test_after_a_sampler_has_raised_trainers_get_replies_although_they_report_losses(
+    peers, coordinator_of, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "forgets.py").write_text(
+        "class Forgets:\n def __init__(self, *a): pass\n def draw(self, index): return []\n"
+        " def observe(self, simulation, loss): raise LookupError('no such simulation')\n"
+        " def state_dict(self): return {}\n def load_state_dict(self, state): pass\n"
+    )
+    coordinator = coordinator_of(command="sleep 60", count=1, sampler="forgets.py:Forgets")
+    (trainer,) = joined(peers, coordinator)
+    with_loss = SimulationReport({}, [], losses={0: 1.0}).pack()
+    trainer.send(Header(MessageKind.REPORT), with_loss)
+    assert poll_until(time.monotonic() + 20, lambda: coordinator.failure, Event())
+    trainer.send(Header(MessageKind.REPORT), with_loss)
+    trainer.receive_kind(MessageKind.READY)
+    assert "LookupError: no such simulation" in str(coordinator.failure)
+    sys.modules.pop("forgets", None)
+
+
 def test_simulations_end_when_their_coordinator_is_killed(peers, tmp_path, program):
     import os
     import subprocess
