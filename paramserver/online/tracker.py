@@ -113,6 +113,11 @@ class Simulation:
     def has_all_byes(self, members: int) -> bool:
         return len(self.byes) >= members
 
+    @property
+    def samples_sent(self) -> int:
+        """The samples of which each member has sent a part that was not refused, once all have sent BYE."""
+        return min(self.byes.values())
+
     def state_dict(self) -> dict[str, Any]:
         given_up = self.state is SimulationState.GIVEN_UP
         started = self.process_alive or self.state is not SimulationState.WAITING
@@ -278,7 +283,7 @@ class SimulationTracker(ABC):
         simulation.mark_seen(header.member, now)
         simulation.byes[header.member] = header.step
         if self.config.steps is None and simulation.has_all_byes(header.members):
-            simulation.total = sum(simulation.byes.values()) // header.members
+            simulation.total = simulation.samples_sent
         if simulation.has_all_byes(header.members):
             self._expect_reports(simulation)
 
@@ -427,7 +432,7 @@ class SimulationTracker(ABC):
     def _close(self, simulation: Simulation) -> None:
         """Count what its clients, all closed, had sent and no trainer has as lost; call it once that is reported."""
         if self._some_lost and simulation.has_all_byes(self.config.group_size):
-            simulation.closed_with = sum(simulation.byes.values()) // self.config.group_size
+            simulation.closed_with = simulation.samples_sent
 
     def _complete(self, simulation: Simulation, now: float) -> TrackerEvent:
         simulation.set_state(SimulationState.COMPLETE, now)
@@ -568,7 +573,7 @@ class ExternalSimulations(SimulationTracker):
             simulation.byes[header.member] = header.step
             if simulation.has_all_byes(header.members):
                 # Settled: the trainers report exact counts when they join.
-                simulation.total = simulation.closed_with = sum(simulation.byes.values()) // header.members
+                simulation.total = simulation.closed_with = simulation.samples_sent
 
     def on_report(self, trainer_index: int, report: SimulationReport, now: float) -> None:
         received = self._received[trainer_index]

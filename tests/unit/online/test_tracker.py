@@ -510,6 +510,18 @@ def test_where_steps_are_not_known_bye_completes():
     assert tracker.done
 
 
+def test_samples_of_which_a_part_was_refused_are_not_lost():
+    tracker = started(steps=None, count=1, group_size=2)
+    starts(tracker)
+    for member, accepted in ((0, 6), (1, 9)):
+        bye(tracker, 0, accepted, 1.0, member=member, members=2)
+    tracker.on_exit(0, 0, 0, 1.0)
+    for now in (2.0, 3.0, 4.0):
+        report(tracker, {0: 6}, now)
+        tracker.poll(now)
+    assert (tracker.counts()["complete"], tracker.num_received(0), tracker.num_lost(0)) == (1, 6, 0)
+
+
 @pytest.mark.parametrize(
     ("samples", "why"), [(None, "ended after 3 samples without close()"), (0, "ended with no sample")]
 )
