@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
@@ -183,7 +184,9 @@ class RpcTrainer(Trainer):
     def agree(self) -> Decision:
         grant, self._next_grant = self._next_grant, None
         if grant is None:
+            began = time.perf_counter()
             announcement = self.announcement()
+            announcement = replace(announcement, waited_s=time.perf_counter() - began)
             with span("wait"):
                 grant = self.server.announce(announcement, self.model_copy.changed_buffers())
             self.clock.lap_shared("pull", wait=grant.held_s)

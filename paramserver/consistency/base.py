@@ -64,6 +64,7 @@ class Announcement:
     stop: Stop = Stop.NO
     reason: str = ""
     samples: int | None = None  # of these batches, at most; None = ``RunTerms.batch_size`` each
+    waited_s: float = 0.0  # for its data, before it announced: training time, of which the server does not know
 
 
 @dataclass(frozen=True)

@@ -442,10 +442,11 @@ class RunClock:
         now = time.perf_counter() if self._stopped is None else self._stopped
         return self._before + now - self._began
 
-    def start(self) -> None:
-        """Continue, without the time since it was stopped; nothing if it runs."""
+    def start(self, ago_s: float = 0.0) -> None:
+        """Continue, without the time since it was stopped but for the last ``ago_s`` of it; nothing if it runs."""
         if self._stopped is not None:
-            self._before, self._began, self._stopped = self.seconds, time.perf_counter(), None
+            began = max(self._stopped, time.perf_counter() - ago_s)
+            self._before, self._began, self._stopped = self.seconds, began, None
 
     def stop(self) -> None:
         """Stand still from now on."""

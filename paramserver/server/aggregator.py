@@ -126,7 +126,7 @@ class Aggregator:
             raise RunEnded(f"the run ended before trainer {trainer_index} took part in it")
         self.add(trainer_index)
         self.keep_buffers(trainer_index, buffers)
-        self._clock.start()
+        self._clock.start(announcement.waited_s)
         future: torch.futures.Future[StepGrant] = torch.futures.Future()
         if number:
             self._announced[trainer_index] = number, future

@@ -111,6 +111,16 @@ def test_the_clock_of_a_run_counts_the_time_in_which_it_is_not_stopped(clock_at)
     now.seconds += 16.0
     clock.undo_stop()
     assert clock.seconds == 14.0 + 8.0 + 16.0
+    clock.start(4.0)  # it runs
+    assert clock.seconds == 38.0
+    clock.stop()
+    now.seconds += 32.0
+    clock.start(8.0)
+    assert clock.seconds == 38.0 + 8.0
+    clock.stop()
+    now.seconds += 1.0
+    clock.start(64.0)  # since before it was stopped
+    assert clock.seconds == 46.0 + 1.0
 
 
 def test_each_lap_goes_to_one_phase_and_all_sum_to_the_step(clock_at):

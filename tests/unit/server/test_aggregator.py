@@ -20,6 +20,7 @@ from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import full_shard
 from paramserver.server.aggregator import Aggregator
 from paramserver.server.shard import ParameterShard
+from paramserver.trainers import rpc
 from paramserver.transport.autograd import push_root
 from paramserver.transport.base import ServerTransport
 from paramserver.transport.compression import CastCodec
@@ -89,6 +90,34 @@ def test_an_announcement_made_while_grants_are_handed_out_is_processed():
     assert future.done()
     assert [one.done() for one in nested] == [True]
     assert errors == []
+
+
+def test_what_a_trainer_waits_for_its_data_before_it_announces_is_training_time(monkeypatch):
+    now = SimpleNamespace(seconds=100.0, perf_counter=lambda: now.seconds)
+    monkeypatch.setattr(records, "time", now)
+    monkeypatch.setattr(rpc, "time", now)
+    aggregator, _ = make_aggregator()
+
+    def wait_for_data():
+        now.seconds += 0.75
+        return READY
+
+    class AnnouncedError(Exception):
+        """Ends the call: a step is not made."""
+
+    def announce(announcement, buffers):
+        aggregator.announce(0, announcement)
+        raise AnnouncedError
+
+    trainer = SimpleNamespace(
+        _next_grant=None,
+        announcement=wait_for_data,
+        server=SimpleNamespace(announce=announce),
+        model_copy=SimpleNamespace(changed_buffers=lambda: None),
+    )
+    with pytest.raises(AnnouncedError):
+        rpc.RpcTrainer.agree(trainer)
+    assert aggregator._clock.seconds == 0.75
 
 
 def test_tasks_run_one_after_the_other_and_nothing_else_meanwhile():
