@@ -120,7 +120,8 @@ class Progress(Sink):
     ) -> None:
         by_samples = total_steps is None and total_samples is not None
         self._unit, self._total = ("samples", total_samples) if by_samples else (step_name, total_steps)
-        self._done = 0
+        self._step_name = step_name
+        self._done: int | None = None  # not known before the first record of this session that has it
         self._train = ""
         self._validation = ""
         self._display: _PlainLines | _LiveLine | None = None
@@ -132,21 +133,23 @@ class Progress(Sink):
         if record["kind"] == "train":
             self._done = record["samples" if self._unit == "samples" else "step"]
             self._train = _train_text(record)
-            self._show(urgent=False)
+            self._show(record["step"], urgent=False)
         elif record["kind"] == "validation":
             if self._unit != "samples":
                 self._done = record["step"]
             values = (f"{name} {_format_number(value)}" for name, value in record["values"].items())
             self._validation = "valid " + " ".join(values)
-            self._show(urgent=True)
+            self._show(record["step"], urgent=True)
         elif record["kind"] == "expected" and self._total is None:
             self._unit, self._total = "samples", record["total_samples"]
         elif record["kind"] == "end":
             self.close()
 
-    def _show(self, urgent: bool) -> None:
+    def _show(self, step: int, urgent: bool) -> None:
         text = ", ".join(part for part in (self._train, self._validation) if part)
-        self._call_display(lambda display: display.show(self._unit, self._done, self._total, text, urgent))
+        # A validation before the first record ``train`` has a step, and not the samples that were applied.
+        count = (self._step_name, step, None) if self._done is None else (self._unit, self._done, self._total)
+        self._call_display(lambda display: display.show(*count, text, urgent))
 
     def clear(self) -> None:
         """Remove the live line, if any, before another text is printed. The next record shows it again."""
@@ -221,7 +224,7 @@ class _PlainLines:
 
     def show(self, unit: str, done: int, total: int | None, text: str, urgent: bool) -> None:
         now_s = self._clock()
-        if self._start is None:
+        if self._start is None and total is not None:
             self._start = now_s, done
         if not urgent and self._shown_s is not None and now_s - self._shown_s < _INTERVAL_S:
             self._newest = unit, done, total, text
@@ -264,6 +267,9 @@ class _LiveLine:
         self._bar: Any = None
 
     def show(self, unit: str, done: int, total: int | None, text: str, urgent: bool) -> None:
+        if self._bar is not None and self._bar.unit != unit:
+            self._bar.close()
+            self._bar = None
         if self._bar is None:  # created here: rate and remaining time count from the first step shown
             form = _BAR if total else _BAR_WITHOUT_TOTAL
             self._bar = self._tqdm(initial=done, bar_format=form, unit=unit, total=total, **self._options)

@@ -368,6 +368,30 @@ def test_progress_counts_samples_where_they_are_the_limit():
     assert stream.getvalue() == "samples 24/80: train loss -, 64 samples/s\n"
 
 
+def test_a_validation_before_the_applied_samples_are_known_is_shown_by_its_step():
+    """As in a run that is resumed, whose samples before it were made in another time."""
+    stream, clock = io.StringIO(), Clock()
+    shown = Progress(stream, "auto", total_samples=1600, clock=clock)
+    shown.write(validation(98, loss=0.25))
+    for step in (100, 120):
+        clock.now_s += 8.0
+        shown.write(train(step))
+    assert stream.getvalue().splitlines() == [
+        "step 98: valid loss 0.25",
+        "samples 800/1600: train loss 0.5, 64 samples/s, valid loss 0.25",
+        "samples 960/1600: train loss 0.5, 64 samples/s, valid loss 0.25, 0:00:32 left",
+    ]
+    live = io.StringIO()
+    shown = Progress(live, "on", total_samples=1600)
+    for each in (validation(98, loss=0.25), train(100), train(200)):
+        shown.write(each)
+    shown.close()
+    by_step, _, by_samples = live.getvalue().rstrip().partition("\n")
+    assert "98" in by_step
+    assert "1600/1600" in by_samples
+    assert "\n" not in by_samples
+
+
 def shown_on_a_terminal(total_steps, records, rows=24, columns=0):
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
