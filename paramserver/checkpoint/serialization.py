@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
 from paramserver.checkpoint.staging import StreamingFile, map_leaves
 from paramserver.errors import CheckpointError, TaskError
@@ -111,8 +111,10 @@ def load_archive(path: Path | IO[bytes]) -> Any:
     Raises:
         CheckpointError: it is no such archive, or holds objects of other types.
     """
+    # Not those that the task has registered for files of its own: at its end the context removes what it is given.
+    registered = get_safe_globals()
     try:
-        with safe_globals(_NUMPY), warnings.catch_warnings():
+        with safe_globals([one for one in _NUMPY if one not in registered]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the protocol of a foreign pickle, which is about to be refused
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a file of another kind makes the unpickler raise anything

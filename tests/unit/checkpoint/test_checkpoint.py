@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.serialization import get_safe_globals, safe_globals
 
 from paramserver.checkpoint import BestMetric, find_checkpoint, read_checkpoint, remove_leftovers
 from paramserver.checkpoint.save import apply_retention, mark_best, write_checkpoint
@@ -55,6 +56,16 @@ def test_a_checkpoint_reads_back_as_it_was_written(folder):
     assert checkpoint.read_bytes("notes.txt") == b"as it is"
     assert (folder / "latest").read_text() == "step-00000100\n"
     assert names(folder) == ["latest", "step-00000100"]
+
+
+def test_types_that_a_task_has_registered_for_its_files_stay_registered(folder):
+    known = [np.zeros(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype("f4"))]
+    checkpoint, before = read_checkpoint(write_checkpoint(folder, 100, OBJECTS, {})), set(get_safe_globals())
+    assert checkpoint.load("trainer-0")["last"] == 0.5
+    assert set(get_safe_globals()) == before
+    with safe_globals(known):  # a task calls ``add_safe_globals``
+        assert checkpoint.load("trainer-0")["last"] == 0.5
+        assert set(get_safe_globals()) == {*before, *known}
 
 
 def test_numpy_samples_of_a_buffer_load_again(folder):
