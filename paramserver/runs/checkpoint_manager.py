@@ -522,10 +522,18 @@ class CheckpointManager:
 
     def _keep_in_memory(self, step: int, copies: Mapping[str, Any], done: Future[WrittenCheckpoint]) -> None:
         """Keep what is in the blocks of a checkpoint in memory until another one has replaced it."""
-        # Also if the write has failed after it was named, as in the removal of the one before.
-        newest = None if self._memory is None or done.cancelled() else read_pointer(self._memory.folder, LATEST)
-        if newest is not None and newest.name == step_name(step):
-            self._in_memory = copies
+        if self._memory is None or done.cancelled():
+            return
+        if done.exception() is not None:
+            # It may have been named before the failure, as in the removal of the one before.
+            try:
+                newest = read_pointer(self._memory.folder, LATEST)
+            except CheckpointError:  # that is not known, as where no descriptor is left
+                self._in_memory = {"before": self._in_memory, "copies": copies}
+                return
+            if newest is None or newest.name != step_name(step):
+                return
+        self._in_memory = copies
 
     def _kept_state(self, trainer_index: int) -> dict[str, Any]:
         """Return what the part of a lost trainer has of its newest one, such as of its task and local steps.

@@ -1,11 +1,13 @@
-"""Which state of its task a trainer gets that takes the place of a lost one."""
+"""Which state of its task a trainer gets that takes the place of a lost one, and what stays in memory."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from paramserver.checkpoint import ChunkedFile, pack, unpack
+from paramserver.errors import StorageError
 from paramserver.runs.checkpoint_manager import CheckpointManager
 
 
@@ -58,3 +60,26 @@ def test_the_part_of_a_lost_trainer_keeps_what_no_other_process_has():
     manager = SimpleNamespace(trainer_part=lambda index, newest: pack({**kept, "buffer": None}))
     found = CheckpointManager._kept_state(manager, 1)
     assert {name: found[name] for name in kept} == kept
+
+
+@pytest.mark.parametrize(
+    ("latest", "fails", "kept"),
+    [
+        ("step-00000004", False, ["new"]),
+        ("step-00000004", True, ["new"]),
+        ("step-00000003", True, ["old"]),
+        (None, True, ["old"]),
+        ("unreadable", False, ["new"]),
+        ("unreadable", True, ["old", "new"]),  # either may be the one to resume from
+    ],
+)
+def test_what_the_newest_checkpoint_in_memory_consists_of_is_kept(tmp_path, latest, fails, kept):
+    if latest == "unreadable":
+        (tmp_path / "latest").mkdir()
+    elif latest is not None:
+        (tmp_path / "latest").write_text(latest)
+    done = Future()
+    done.set_exception(StorageError("no descriptor is left")) if fails else done.set_result(None)
+    manager = SimpleNamespace(_memory=SimpleNamespace(folder=tmp_path), _in_memory={"model": "old"})
+    CheckpointManager._keep_in_memory(manager, 4, {"model": "new"}, done)
+    assert [name for name in ("old", "new") if name in str(manager._in_memory)] == kept
