@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,6 @@ def make_memory_folder(run: Path, base: Path, objects: Mapping[str, Any]) -> Pat
     needed = 2 * _size_bytes(objects)
     try:
         free = shutil.disk_usage(base).free
-        if needed <= free:
-            # The name is random: neither another run nor another user has it.
-            folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{run.resolve().name}-", dir=base.absolute()))
     except OSError as error:
         raise StorageError(_unusable(base, error.strerror)) from error
     if needed > free:
@@ -69,8 +66,15 @@ def make_memory_folder(run: Path, base: Path, objects: Mapping[str, Any]) -> Pat
             f"is complete: it needs {needed / _MIB:,.1f} MiB and has {free / _MIB:,.1f} MiB free; make it larger "
             "(docker run --shm-size, mount -o remount,size=...), set another one, or checkpoint.memory_every to null"
         )
+    # The name is random: neither another run nor another user has it.
+    folder = base.absolute() / f"{_PREFIX}{run.resolve().name}-{secrets.token_hex(8)}"
+    # It is named before it exists: if this process is killed in between, nothing is left that no file names.
     with explain_disk_errors(run / "checkpoints" / MEMORY, "file"):
         atomic_write_text(run / "checkpoints" / MEMORY, f"{run.resolve()}\n{folder}\n")
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise StorageError(_unusable(base, error.strerror)) from error
     return folder
 
 

@@ -231,6 +231,17 @@ def test_two_runs_never_share_a_folder(run, base):
     assert make_memory_folder(run, base, {}) != make_memory_folder(run, base, {})
 
 
+def test_a_folder_that_no_file_names_is_not_made(run, base, monkeypatch):
+    def refuse(path, text):
+        assert not list(base.iterdir())  # where a kill comes here, nothing is left behind
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("paramserver.checkpoint.memory.atomic_write_text", refuse)
+    with pytest.raises(StorageError, match=r"checkpoints/memory could not be written .*free space"):
+        make_memory_folder(run, base, {})
+    assert not list(base.iterdir())
+
+
 def test_a_resume_by_hand_names_it_and_writes_it_to_the_disk(run, base):
     on_disk(run, 100)
     found = in_memory(run, base, 150, ["step-00000100"])
