@@ -53,7 +53,7 @@ class CheckpointWriter:
         self.folder = folder
         self.keep = keep
         self.optional = optional
-        self.written: list[WrittenCheckpoint] = []
+        self.written: list[WrittenCheckpoint] = []  # without those that were removed since
         # What ended the last write, if a server was lost whose rows it read; the checkpoint before it is the newest.
         self.lost: PeerLost | None = None
         self._changed = threading.Condition()
@@ -198,7 +198,8 @@ class CheckpointWriter:
         path = write_checkpoint(self.folder, job.step, job.objects, job.metadata)
         if job.is_best:
             mark_best(self.folder, job.step)
-        apply_retention(self.folder, self.keep)
+        removed = apply_retention(self.folder, self.keep)
+        self.written = [one for one in self.written if one.path not in removed]
         size_bytes = read_manifest(path).total_bytes
         return WrittenCheckpoint(job.step, path, size_bytes, time.perf_counter() - started)
 
