@@ -235,15 +235,28 @@ class ResumeJournal:
         """Copy what an attempt changes before its first step, which is the one after ``first_step``."""
         # Copied under another name: ``exists`` must be true of a complete copy only.
         fresh = self._folder.with_name(".attempt.new")
-        remove(fresh)
-        fresh.mkdir()
-        for path, copy in self._copies.items():
-            if path.is_file():
-                shutil.copy2(path, fresh / copy.name)
         known = {"first_step": first_step, "checkpoints": self._checkpoints(), "events": self._events()}
-        (fresh / _NOTE).write_text(json.dumps(known), encoding="utf-8")
-        self.discard()
-        fresh.rename(self._folder)  # only a complete copy gets this name
+        with self._explain_refusals():
+            remove(fresh)
+            try:
+                fresh.mkdir()
+                for path, copy in self._copies.items():
+                    if path.is_file():
+                        shutil.copy2(path, fresh / copy.name)
+                (fresh / _NOTE).write_text(json.dumps(known), encoding="utf-8")
+            except OSError:
+                shutil.rmtree(fresh, ignore_errors=True)  # half a copy takes room on a full disk
+                raise
+            self.discard()
+            fresh.rename(self._folder)  # only a complete copy gets this name
+
+    @contextmanager
+    def _explain_refusals(self) -> Iterator[None]:
+        """Turn an ``OSError`` into an error with its cure, such as that of a full disk."""
+        try:
+            yield
+        except OSError as error:
+            raise not_writable(f"run folder {self._run.path}", error) from error
 
     def discard(self) -> None:
         """Forget the attempt: it made a step, or was rolled back."""
@@ -266,9 +279,10 @@ class ResumeJournal:
         kinds = {"first_step": int, "checkpoints": list, "events": list}
         # A note that is damaged proves nothing about the folder, so nothing is restored from it.
         is_complete = all(isinstance(known.get(name), kind) for name, kind in kinds.items())
-        if is_complete and not self._made_step(known):
-            self._restore(known)
-        self.discard()
+        with self._explain_refusals():
+            if is_complete and not self._made_step(known):
+                self._restore(known)
+            self.discard()
 
     def _made_step(self, known: dict[str, Any]) -> bool:
         """Whether checkpoints or records show a step. A file of records that did not change shows none."""

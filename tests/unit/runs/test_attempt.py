@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from lock_holder import hold_in_subprocess
 
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.runs import rundir
-from paramserver.runs.attempt import reserve_folder
+from paramserver.runs.attempt import ResumeJournal, reserve_folder
 from paramserver.runs.rundir import RunDir
 from paramserver.runtime.supervisor import first_error
 
@@ -85,6 +86,32 @@ def test_a_full_disk_is_named_with_its_cure_and_nothing_is_left(tmp_path, monkey
     with pytest.raises(UnsupportedConfiguration, match=cure), run.reserve(resuming=True):
         pass
     assert list(tmp_path.iterdir()) == [run.path]
+    assert sorted(run.path.iterdir()) == before
+
+
+def test_a_full_disk_is_named_by_a_resume_and_nothing_is_left(tmp_path, monkeypatch):
+    """What a resume changes is copied first, and may be restored from the copy."""
+    run = began(reserved(tmp_path, "began"))
+    journal, before = ResumeJournal(run), sorted(run.path.iterdir())
+    copy, cure = shutil.copy2, r"run folder .*began must be a folder .*\(No space left.*\); free space on that disk"
+
+    def refuse(source, target):
+        target.write_text("ta")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), source, None, target)
+
+    monkeypatch.setattr(shutil, "copy2", refuse)
+    with pytest.raises(UnsupportedConfiguration, match=cure):
+        journal.record(0)
+    assert sorted(run.path.iterdir()) == before
+    monkeypatch.setattr(shutil, "copy2", copy)
+    journal.record(0)
+    run.config_file.write_text("task: m:B\n")
+    monkeypatch.setattr(shutil, "copy2", refuse)
+    with pytest.raises(UnsupportedConfiguration, match=cure):
+        journal.roll_back()
+    monkeypatch.setattr(shutil, "copy2", copy)
+    journal.roll_back()
+    assert run.config_file.read_text() == "task: m:A\n"
     assert sorted(run.path.iterdir()) == before
 
 
