@@ -139,7 +139,8 @@ def remove_memory(run: Path) -> None:
 
 def _memory_folder(run: Path) -> Path | None:
     try:
-        owner, folder = (run / "checkpoints" / MEMORY).read_text(encoding="utf-8").splitlines()
+        text = (run / "checkpoints" / MEMORY).read_bytes().decode()
+        owner, folder = text.removesuffix("\n").rsplit("\n", 1)  # the path of the run may have any end of a line
     except (OSError, ValueError):
         return None
     # In a copy of the run's folder the file names the folder of the original, which another process may use.

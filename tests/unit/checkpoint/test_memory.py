@@ -267,6 +267,15 @@ def test_a_chosen_checkpoint_abandons_it_on_the_disk(run, base):
     assert not list(base.iterdir())
 
 
+@pytest.mark.parametrize("name", ["a\x85b", "a\u2028b", "a\nb"])
+def test_the_path_of_a_run_may_have_any_character(base, tmp_path, name):
+    (run := tmp_path / name / "run\x0bname").joinpath("checkpoints").mkdir(parents=True)
+    found = in_memory(run, base, 150, [None])
+    assert newer_in_memory(run) == found
+    remove_memory(run)
+    assert not list(base.iterdir())
+
+
 @pytest.mark.parametrize("refused", ["the checkpoint", "the start"])
 def test_a_chosen_checkpoint_that_is_refused_loses_nothing(run, base, refused):
     chosen = on_disk(run, 100)
