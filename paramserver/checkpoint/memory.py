@@ -91,7 +91,7 @@ def newer_in_memory(run: Path) -> Path | None:
 
     It is of no use once the run has abandoned it, as after a resume on another machine or from a chosen checkpoint.
     """
-    folder = _memory_folder(run)
+    folder = memory_folder(run)
     try:
         found = None if folder is None else read_pointer(folder, LATEST)
         if found is None:
@@ -132,12 +132,13 @@ def move_to_disk(run: Path) -> str | None:
 
 def remove_memory(run: Path) -> None:
     """Remove the checkpoint in memory of a run, if it has one on this machine."""
-    if (folder := _memory_folder(run)) is not None:
+    if (folder := memory_folder(run)) is not None:
         shutil.rmtree(folder, ignore_errors=True)
     remove(run / "checkpoints" / MEMORY)
 
 
-def _memory_folder(run: Path) -> Path | None:
+def memory_folder(run: Path) -> Path | None:
+    """Return the folder for the checkpoint in memory of a run, if it has one on this machine."""
     try:
         text = (run / "checkpoints" / MEMORY).read_bytes().decode()
         owner, folder = text.removesuffix("\n").rsplit("\n", 1)  # the path of the run may have any end of a line

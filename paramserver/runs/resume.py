@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paramserver.checkpoint import find_checkpoint, skipped_checkpoints
 from paramserver.checkpoint.format import BEST, LATEST, step_of
-from paramserver.checkpoint.memory import newer_in_memory
+from paramserver.checkpoint.memory import memory_folder, newer_in_memory
 from paramserver.cluster import Job, ProcessIdentity, find_job, process_environ
 from paramserver.config import Config, differences, load_config, num_trainers_of
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
@@ -65,7 +65,9 @@ def check_writable(run: RunDir) -> None:
     Raises:
         UnsupportedConfiguration: names what this user may not read and write.
     """
-    for path in (*_folders(run), *_files(run)):
+    # One in memory that this user may not read, as another user started the run, would be passed over without a word.
+    in_memory = [folder] if (folder := memory_folder(run.path)) is not None else []
+    for path in (*_folders(run), *_files(run), *run.logs_dir.glob("*.log"), *in_memory):
         if not _may(path, os.R_OK | os.W_OK | (os.X_OK if path.is_dir() else 0)):
             raise UnsupportedConfiguration(
                 f"{path} must be what this user can read and write, to resume its run; change its permissions"

@@ -424,7 +424,7 @@ def test_folders_that_may_not_be_written_to(start, call):
             message = error_message(call(run.run_dir, *longer))
         assert f"run folder {run.run_dir} must be a folder that this user can write to (Permission denied)" in message
         assert file_contents(run.run_dir) == before
-        for closed in (run.run_dir / "checkpoints", run.run_dir / "logs"):
+        for closed in (run.run_dir / "checkpoints", run.run_dir / "logs", run.run_dir / "logs" / "rank-0.log"):
             with read_only(closed):
                 message = error_message(call(run.run_dir, *longer))
             assert message.startswith(f"{closed} must be what this user can read and write, to resume its run; ")

@@ -1,5 +1,6 @@
 """A checkpoint in memory: when it is the one to resume from, how it comes to the disk, how little room is refused."""
 
+import re
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -23,6 +24,7 @@ from paramserver.checkpoint.memory import (
 from paramserver.checkpoint.save import write_checkpoint
 from paramserver.checkpoint.staging import FilePool
 from paramserver.errors import CheckpointError, StorageError, UnsupportedConfiguration
+from paramserver.runs import resume
 from paramserver.runs.attempt import resume_transaction
 from paramserver.runs.resume import describe_resume
 from paramserver.runs.rundir import RunDir
@@ -265,6 +267,17 @@ def test_a_chosen_checkpoint_abandons_it_on_the_disk(run, base):
     with resume_transaction(RunDir(run, chosen)):
         assert [path.name for path in list_written(run / "checkpoints")] == ["step-00000100", "step-00000150"]
     assert not list(base.iterdir())
+
+
+def test_that_of_another_user_is_not_passed_over(run, base, monkeypatch):
+    on_disk(run, 100)
+    folder = in_memory(run, base, 150, ["step-00000100"]).parent
+    monkeypatch.setattr(resume, "_may", lambda path, mode: path != folder)
+    refusal = f"{re.escape(str(folder))} must be what this user can read and write, to resume its run"
+    with pytest.raises(UnsupportedConfiguration, match=refusal), resume_transaction(RunDir(run)):
+        pass
+    assert folder.is_dir()
+    assert (run / "checkpoints" / MEMORY).is_file()
 
 
 @pytest.mark.parametrize("name", ["a\x85b", "a\u2028b", "a\nb"])
