@@ -377,6 +377,16 @@ def _left_in_groups(root: Path) -> Iterator[int]:
             yield int(limit) - int(usage) + sum(int(counts.get(name, 0)) for name in names)
 
 
+def oom_kills(root: Path = Path("/")) -> int:
+    """Return how many processes the kernel has killed for lack of memory: of this process's group, or of the host."""
+    files = [f / ("memory.oom_control" if v1 else "memory.events") for f, v1 in group_folders("memory", root)]
+    for file in (*files, root / "proc/vmstat"):  # the root group of version 2 has no such file
+        counts = dict(line.split(maxsplit=1) for line in read_text(file).splitlines())
+        if "oom_kill" in counts:
+            return int(counts["oom_kill"])
+    return 0
+
+
 def read_text(file: Path) -> str:
     """Return the text of a file; empty if it does not exist, as in the root group or one that was just removed."""
     try:

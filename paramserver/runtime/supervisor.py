@@ -37,7 +37,7 @@ from paramserver.errors import Interrupted, ParamserverError, StorageError, Trai
 from paramserver.fileio import DISK_CURES
 from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
-from paramserver.platform import cpu_ticks, has_ended, is_stopped, memory_file, open_process, signal_process
+from paramserver.platform import cpu_ticks, has_ended, is_stopped, memory_file, oom_kills, open_process, signal_process
 from paramserver.process_utils import (
     OWN_GROUP,
     STACKS_SIGNAL,
@@ -148,6 +148,7 @@ class Supervisor:
         self._unforwarded: int | None = None
         self._is_failing = False
         self._kill_at: float | None = None
+        self._oom_kills = oom_kills()  # those that are known
         self._failed: list[_RankProcess] = []
         self._restarts = RestartPolicy(self.config.cluster.max_restarts)
         self._starts_due: list[tuple[float, Role]] = []
@@ -463,8 +464,9 @@ class Supervisor:
         has_servers = mode_of(self.config).has_servers
         delay = f" in {delay_s:g} s" if delay_s else ""
         what = f"all ranks start again{delay}, from the last checkpoint if there is one"
+        what = f"it starts again{delay}" if has_servers else what
         self._note(
-            f"{rank.title} is lost ({describe_exit(exit_code)}); {f'it starts again{delay}' if has_servers else what} "
+            f"{rank.title} is lost ({self._how_ended(rank, exit_code)}); {what} "
             f"({number} of {self._restarts.max_restarts})",
             lost_rank=rank.global_rank,
         )
@@ -581,10 +583,18 @@ class Supervisor:
         kill_at = time.monotonic() + limit_s
         self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
 
+    def _how_ended(self, rank: _RankProcess, exit_code: int) -> str:
+        """Return how a rank ended; the log of one that was killed for lack of memory has nothing of it."""
+        how = describe_exit(exit_code)
+        if exit_code != -signal.SIGKILL or signal.SIGKILL in rank.sent or oom_kills() <= self._oom_kills:
+            return how
+        self._oom_kills += 1  # each is the end of one process
+        return f"{how} for lack of memory, of the machine or of its container or job"
+
     def _failure_from_exit(self, rank: _RankProcess, exit_code: int) -> dict[str, Any]:
         """Describe the failure of a rank that reported none."""
         log = self.run.log_file(rank.global_rank)
-        kind, how = "TrainingError", describe_exit(exit_code)
+        kind, how = "TrainingError", self._how_ended(rank, exit_code)
         if -exit_code in rank.sent:
             # The supervisor ended it because another rank had failed or a signal came: a consequence, not the cause.
             kind, how = "PeerLost", f"did not react and was ended by {signal_name(-exit_code)}"

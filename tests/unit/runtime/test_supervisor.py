@@ -9,6 +9,7 @@ import pytest
 from paramserver.config import ClusterConfig, Config, ServerConfig, roles
 from paramserver.errors import Interrupted, PeerLost, TrainingError
 from paramserver.runs.rundir import RunDir
+from paramserver.runtime import supervisor
 from paramserver.runtime.supervisor import Supervisor, describe_error
 
 
@@ -301,6 +302,20 @@ def test_a_rank_0_that_is_dead_for_good_is_the_error_whatever_the_others_report(
         run.end(rank, Interrupted.exit_code, "Interrupted", "interrupted while waiting for rank 0")
     with pytest.raises(TrainingError, match=r"^rank 0 \(server 0\): killed by SIGKILL; see the end of its log"):
         run.supervisor._raise_outcome()
+
+
+def test_a_rank_that_was_killed_for_lack_of_memory_says_so(tmp_path, monkeypatch):
+    run = Run(tmp_path, max_restarts=1)
+    known = run.supervisor._oom_kills
+    monkeypatch.setattr(supervisor, "oom_kills", lambda: known + 1)
+    run.supervisor._ranks[0].sent.add(signal.SIGKILL)  # by the supervisor
+    for rank in (0, 1, 2):  # the last one by another process: the kernel has killed one
+        run.end(rank, -signal.SIGKILL)
+    assert [record["text"].partition(";")[0] for record in run.records] == [
+        "rank 0 (server 0) is lost (killed by SIGKILL)",
+        "rank 1 (trainer 0) is lost (killed by SIGKILL for lack of memory, of the machine or of its container or job)",
+        "rank 2 (trainer 1) is lost (killed by SIGKILL)",
+    ]
 
 
 @pytest.mark.parametrize(

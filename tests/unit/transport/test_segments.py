@@ -25,7 +25,7 @@ from memory_maps import shared_maps
 from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import DeadlineExceeded, ParamserverError, PeerLost, PeerRefused, UnsupportedConfiguration
 from paramserver.parameters.flat import FlatLayout
-from paramserver.platform import available_bytes
+from paramserver.platform import available_bytes, oom_kills
 from paramserver.transport import segments
 from paramserver.transport.segments import SegmentHost, attach, can_attach
 
@@ -524,6 +524,25 @@ def test_the_lowest_of_all_limits_counts(tmp_path, mounts, own, groups, expected
         write(f"sys/fs/cgroup/{group}/memory.{names[1]}", usage)
         write(f"sys/fs/cgroup/{group}/memory.stat", f"anon 1\n{names[2]} {cache}\n")
     assert available_bytes(tmp_path) == expected_mib * 2**20
+
+
+@pytest.mark.parametrize(
+    ("mounts", "own", "counts", "expected"),
+    [
+        ("", "", {}, 7),
+        (V2.format(top="/"), "0::/", {}, 7),
+        (V2.format(top="/"), "0::/job", {"job/memory.events": "high 1\noom 3\noom_kill 2\n"}, 2),
+        (V1.format(top="/"), "4:memory:/a", {"memory/a/memory.oom_control": "under_oom 0\noom_kill 3\n"}, 3),
+        (V1.format(top="/"), "4:memory:/a", {"memory/a/memory.oom_control": "oom_kill_disable 0\n"}, 7),
+    ],
+)
+def test_what_the_kernel_killed_in_the_own_group_counts(tmp_path, mounts, own, counts, expected):
+    files = {f"sys/fs/cgroup/{name}": text for name, text in counts.items()}
+    files |= {"proc/self/mountinfo": mounts, "proc/self/cgroup": own, "proc/vmstat": "pgfault 9\noom_kill 7\n"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert oom_kills(tmp_path) == expected
 
 
 def test_this_host_has_memory():
