@@ -848,8 +848,11 @@ def _is_in(path: object, folder: object) -> bool:
     return isinstance(path, str) and isinstance(folder, str) and Path(path).is_relative_to(folder)
 
 
-def _descriptor_shortage(error: BaseException) -> str | None:
-    """Return what to do if a process has no descriptor left, which shows in many kinds of errors; None if it has."""
+def _shortage(error: BaseException) -> str | None:
+    """Return what to do if a process has no descriptor or thread left, which shows in many kinds of errors.
+
+    None if it has.
+    """
     found: BaseException | None = error
     seen: set[int] = set()  # one error that several threads raise may be among its own causes
     while found is not None and id(found) not in seen:
@@ -862,15 +865,26 @@ def _descriptor_shortage(error: BaseException) -> str | None:
                 f"this process may have {limit} files and sockets open, and needs more ({message_of(found)}); raise "
                 f"the limit, for example ulimit -n {enough}, and start again"
             )
+        refused_thread = isinstance(found, RuntimeError) and "can't start new thread" in message_of(found)
+        if refused_thread or _is_refused_fork(found):
+            return (
+                f"no more threads or processes can be started here ({message_of(found)}); raise the limit of this user "
+                "(ulimit -u) or of the container or job (pids.max, docker run --pids-limit), and start again"
+            )
         found = found.__cause__ or found.__context__
     return None
+
+
+def _is_refused_fork(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, BlockingIOError) else ()
+    return any(frame.name == "_execute_child" for frame in frames)  # of subprocess
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
     """Return an error as plain values: kind, message, exit code, and a traceback unless the message is sufficient."""
     error = first_error(error)
     exit_code = error.exit_code if isinstance(error, ParamserverError) else 1
-    if (shortage := _descriptor_shortage(error)) is not None:
+    if (shortage := _shortage(error)) is not None:
         return {"kind": "TrainingError", "message": shortage, "exit_code": 1, "traceback": ""}
     self_explanatory = exit_code != 1 or (isinstance(error, ParamserverError) and error.self_explanatory)
     lines = [] if self_explanatory else traceback.format_exception(error)

@@ -1,7 +1,10 @@
 """What the supervisor concludes from the errors and ends of ranks; the ranks here are values."""
 
+import errno
 import json
 import signal
+import subprocess
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -302,6 +305,24 @@ def test_a_rank_0_that_is_dead_for_good_is_the_error_whatever_the_others_report(
         run.end(rank, Interrupted.exit_code, "Interrupted", "interrupted while waiting for rank 0")
     with pytest.raises(TrainingError, match=r"^rank 0 \(server 0\): killed by SIGKILL; see the end of its log"):
         run.supervisor._raise_outcome()
+
+
+@pytest.mark.parametrize("what", ["thread", "process"])
+def test_what_cannot_be_started_is_no_traceback(monkeypatch, what):
+    def refuse(*_):
+        raise RuntimeError("can't start new thread") if what == "thread" else BlockingIOError(errno.EAGAIN, "again")
+
+    monkeypatch.setattr(threading, "_start_new_thread", refuse)
+    monkeypatch.setattr(subprocess, "_fork_exec", refuse)
+    with pytest.raises((RuntimeError, BlockingIOError)) as raised:
+        threading.Thread(target=list).start() if what == "thread" else subprocess.run(
+            ["true"], close_fds=False, preexec_fn=list, check=False
+        )
+    described = describe_error(raised.value)
+    assert described["message"].startswith("no more threads or processes can be started here (")
+    assert not described["traceback"]
+    assert not describe_error(ValueError("another"))["message"].startswith("no more")
+    assert describe_error(BlockingIOError(errno.EAGAIN, "of a socket"))["traceback"]
 
 
 def test_a_rank_that_was_killed_for_lack_of_memory_says_so(tmp_path, monkeypatch):
