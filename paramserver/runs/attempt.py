@@ -103,16 +103,18 @@ def _reserve(path: Path, reservation: ExitStack, may_exist: bool) -> bool:
     try:
         # Entered in the caller's stack: the reservation lasts as long as the attempt.
         reservation.enter_context(RunDir(path).reserve())
+        if not _never_began(path):  # another process used it between the check above and the reservation
+            reservation.close()
+            return False
     except FolderInUse:
         return False
     except UnsupportedConfiguration:
+        reservation.close()
         if not exists:
             with suppress(OSError):  # another process uses it meanwhile
-                path.rmdir()
+                if {entry.name for entry in path.iterdir()} <= {".reserved", ".lock"}:  # of locks that were refused
+                    shutil.rmtree(path)
         raise
-    if not _never_began(path):  # another process used it between the check above and the reservation
-        reservation.close()
-        return False
     for entry in path.iterdir():
         if _REMAINS.fullmatch(entry.name):
             entry.unlink()

@@ -69,6 +69,7 @@ def test_a_folder_that_cannot_be_reserved_is_not_taken_for_one_that_is_in_use(tm
         assert str(first_error(raised.value)).startswith(
             f"run folder {tmp_path / (name or 'default')} must be a folder that this user can write to (No space left"
         )
+    assert [path.name for path in tmp_path.iterdir()] == ["first"], "the one that was there"
 
 
 def test_a_full_disk_is_named_with_its_cure_and_nothing_is_left(tmp_path, monkeypatch):
