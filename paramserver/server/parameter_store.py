@@ -45,7 +45,6 @@ def check_optimizers(config: Config, store: ParameterStore) -> None:
     compute: _Rule = ("server.compute", server.compute, ["trainer"])
     num_servers: _Rule = ("cluster.num_servers", num_servers_of(config), [1])
     device: _Rule = ("device.server", store.device.type, ["cpu"])
-    check_steps_rows(updater.optimizer, {name: store.parameters.tensors[name] for name in store.tables})
     if complex_names := [name for name, p in store.parameters.tensors.items() if p.is_complex()]:
         compression: _Rule = ("server.compression", server.compression, ["none"])
         _require(f"complex parameters ({', '.join(complex_names)})", "which no compressor represents", compression)
@@ -58,6 +57,8 @@ def check_optimizers(config: Config, store: ParameterStore) -> None:
         outer: _Rule = ("training.outer", "given" if config.training.outer else None, [None])
         _require(what, reason, consistency, device, compute, average)
         _require(what, "whose gradients are sparse and whose changes are not", rounds, outer)
+    # After what is said of rounds, whose optimizer here is not that of the task.
+    check_steps_rows(updater.optimizer, {name: store.parameters.tensors[name] for name in store.tables})
     if updater.parameters_of:
         names = ", ".join(updater.parameters_of)
         reason = "as all trainers make each update together, from the same parameters"

@@ -12,7 +12,7 @@ from paramserver import Task
 from paramserver.config import config_from_mapping
 from paramserver.consistency import Update
 from paramserver.devices import CPU
-from paramserver.errors import TaskError
+from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.metrics.records import StepReport
 from paramserver.optim.shard_updater import staleness_factor
 from paramserver.parameters.model import build_model
@@ -259,6 +259,19 @@ def test_an_optimizer_of_sparse_gradients_is_refused():
 
     with pytest.raises(TaskError, match="SparseAdam must step tables only"):
         check_optimizers(config(), ParameterStore(Sparse("SGD"), config()))
+
+
+@pytest.mark.parametrize("outer", ["sgd", "nesterov", "adam", "delayed_nesterov"])
+def test_rounds_with_a_table_are_refused_as_such(outer):
+    """Not by what the outer optimizer cannot step: the task has another one."""
+
+    class Table(Given):
+        def build_model(self):
+            return nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True), nn.Linear(2, 1))
+
+    rounds = config(local_steps=2, outer={"optimizer": outer})
+    with pytest.raises(UnsupportedConfiguration, match=r"training.local_steps \(2\) must be 1 with embedding tables"):
+        check_optimizers(rounds, ParameterStore(Table("SGD"), rounds))
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
