@@ -616,13 +616,16 @@ class Trainer(ABC):
             "validation": dict(self.validation),
         }
 
-    def seed_or_restore(self, packed: bytes | None) -> None:
-        """Seed this trainer's random numbers, or restore its part of a checkpoint. Last in ``init_connection``."""
+    def seed_or_restore(self, packed: bytes | None, validated_step: int | None) -> None:
+        """Seed this trainer's random numbers, or restore its part of a checkpoint. Last in ``init_connection``.
+
+        ``validated_step`` is that of rank 0: a validation that the checkpoint has is not made again, by any trainer.
+        """
         seed_all(self.config.seed, 1 + self.trainer_index)
         self.flags = TrainingFlags(self.tree.model)
         if packed is not None:
             self.load_state_dict(unpack(packed))
-            self.control.saved_step = self.step
+            self.control.saved_step, self.validator.validated_step = self.step, validated_step
 
     def load_state_dict(self, part: Mapping[str, Any]) -> None:
         """Restore a ``state_dict()``, what resharding made of those of others, or what is known of a lost trainer."""

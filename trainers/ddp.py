@@ -256,16 +256,16 @@ class DdpTrainer(ReplicaTrainer):
             # DDP broadcasts tensors only.
             extra_state = stage_copy(extra_state_dict(self.unwrapped_model))
             counts = self.monitor.step, self.monitor.samples, self.monitor.skipped
-            start = counts, self.checkpoints.updater_state(), extra_state
+            start = counts, self.checkpoints.updater_state(), extra_state, self.monitor.validated_step
             parts = [self.checkpoints.trainer_part(i) for i in range(self.process.trainers)]
-        (self.step, self.samples, self.skipped), state, extra_state = self.control.broadcast(start)
+        (self.step, self.samples, self.skipped), state, extra_state, validated_step = self.control.broadcast(start)
         if extra_state:
             load_part_of_state(self.unwrapped_model, extra_state)
         if state is not None:
             self.updater.load_state_dict(state)
         part: list[Any] = [None]
         dist.scatter_object_list(part, parts, src=0, group=self.control.group)
-        self.seed_or_restore(part[0])
+        self.seed_or_restore(part[0], validated_step)
 
     def configure_ddp(self, model: nn.Module, device_ids: list[torch.device] | None) -> nn.Module:
         """Return the model wrapped in DistributedDataParallel. Override to wrap it differently.

@@ -146,7 +146,7 @@ class LocalTrainer(ReplicaTrainer):
         self.step, self.samples, self.skipped = self.monitor.step, self.monitor.samples, self.monitor.skipped
         self.prepare_data()
         self.data.set_version(self.step, limit=self.step)
-        self.seed_or_restore(self.checkpoints.trainer_part(self.trainer_index))
+        self.seed_or_restore(self.checkpoints.trainer_part(self.trainer_index), self.monitor.validated_step)
         # What another thread can save while the main thread is in a hook: see ``_save_applied``. As the hook may return
         # meanwhile, the lock is held during an update, and while a checkpoint is staged.
         self._source_at_start = stage_copy(self.data.source.state_dict())

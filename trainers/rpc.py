@@ -98,7 +98,7 @@ class RpcTrainer(Trainer):
         self.model_copy.keeps_buffers = position is None and self.trainer_index == owner
         self.on_after_setup_optimizers()
         if position is None:
-            self.seed_or_restore(reply.stored_part)
+            self.seed_or_restore(reply.stored_part, reply.validated_step)
             source, applied = self.data.source, self.data.positions().state_dict()
             state, counters = source.state_dict(), dict(vars(self.progress))
             self.server.report_source(DataPosition(state, applied, counters, source.can_reshard, source.refetchable))

@@ -76,7 +76,7 @@ class RunMonitor:
         self._lock = threading.RLock()
         self._limits = Limits.of(config.training)
         self._window = RecordWindow()
-        self._validated_step: int | None = None
+        self.validated_step: int | None = None  # of the newest validation; after a resume, of the newest that was due
         self._due_validated_step: int | None = None
         self._reported_step = 0  # of the last validation, also of one without samples, or of the checkpoint
         trainers = num_trainers_of(config)
@@ -217,14 +217,14 @@ class RunMonitor:
         with self._lock:
             self._reported_step = max(self._reported_step, step)
             values = sums.means()
-            if step == self._validated_step:
+            if step == self.validated_step:
                 return False
             is_scheduled = is_due(step, self.config.training.validate_every, since)
             improved = self.best is not None and self._improves(self.best, sums, step, is_scheduled)
             if not sums.samples:
                 return False
             self.validation = values
-            self._validated_step = step
+            self.validated_step = step
             if is_scheduled:
                 self._due_validated_step = step
             self.improved_step = step if improved else self.improved_step
@@ -293,7 +293,7 @@ class RunMonitor:
         self.step, self.samples, self.seconds = state["step"], state["samples"], state["seconds"]
         self.first_samples, self.first_seconds = self.samples, self.seconds
         self.validation = dict(state["validation"])
-        self._validated_step = self._due_validated_step = state.get("validated_step")
+        self.validated_step = self._due_validated_step = state.get("validated_step")
         self._reported_step = self.step
         self.epoch, self.epoch_end = state["epoch"], state.get("epoch_end", 0)
         self.skipped = state.get("skipped", 0)

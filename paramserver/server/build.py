@@ -164,6 +164,7 @@ def build_server(
             why_not_by_bucket=why_not_by_bucket,
             parameters_of=store.updater.parameters_of,
             validates_averages=store.updater.validates_averages,
+            validated_step=monitor.validated_step,
         )
 
     sent = buckets or (shards if servers > 1 else (None,))

@@ -78,6 +78,24 @@ class StopsBySignal(ReferenceTask):
         return {"loss": F.cross_entropy(model(images), labels), "score": score}
 
 
+class CountsHooks(StopsBySignal):
+    """Stores how often its validations and its epochs have ended."""
+
+    validations = epochs = 0
+
+    def on_validation_end(self, batch_idx):
+        self.validations += 1
+
+    def on_epoch_end(self, epoch):
+        self.epochs += 1
+
+    def on_checkpoint(self, state):
+        state.update(validations=self.validations, epochs=self.epochs)
+
+    def on_resume(self, state):
+        self.validations, self.epochs = state["validations"], state["epochs"]
+
+
 class EndsAtTheStart(ReferenceTask):
     """Ends its run before the first step of this process is complete.
 

@@ -9,6 +9,8 @@ from launching import (
     FinishedRun,
     assert_equal_runs,
     fork_server,
+    launch,
+    resume,
     resume_in_process,
     run_in_process,
     write_config,
@@ -90,6 +92,35 @@ def test_alone(tmp_path, kind, source, signals):
     assert_equal_runs(whole, run, buffers=kind != "fifo")
 
 
+def with_limit(steps, **stops):
+    """Of a run that has a validation, and a step of its schedule, after each third step."""
+    return {
+        "task": f"{SIGNAL_TASKS}:CountsHooks",
+        "task_args": {"schedule": "validation", "validation": 11, **stops},
+        "training": {"batch_size": 4, "validate_every": 3, "max_steps": steps},
+    }
+
+
+STOPPED = with_limit(9, stops=[[5, 0, "SIGTERM", "self"]])
+TO_ITS_END = "--set", "training.max_steps=6"
+
+
+def check_equal_hooks(whole, run, trainers=1):
+    """The last validation was made before the stop: it is not made again, and steps no schedule again."""
+    assert run.code == 0, run.output
+    assert_equal_runs(whole, run, trainers)
+    assert whole.load("run")["scheduler"] == run.load("run")["scheduler"]
+    for index in range(trainers):
+        assert whole.load(f"trainer-{index}")["task"] == run.load(f"trainer-{index}")["task"]
+
+
+def test_nothing_is_left(tmp_path):
+    whole = run_in_process(tmp_path, name="whole", **with_limit(6))
+    run = run_in_process(tmp_path, **STOPPED)
+    assert (run.code, run.summary["steps"]) == (3, 6), run.output
+    check_equal_hooks(whole, resume_in_process(run, *TO_ITS_END))
+
+
 # With several processes, as a shell sees them.
 
 
@@ -138,3 +169,13 @@ def test_several_trainers(tmp_path, kind, source, stopped):
             run = shell(folder, resume_command(run))
         assert run.code == 0, run.output
         assert_equal_runs(whole, run, trainers=2, buffers=kind != "fifo")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["ddp"])
+def test_nothing_is_left_for_several_trainers(tmp_path, mode):
+    config = {"mode": mode, "cluster": {"num_trainers": 2}}
+    whole = launch(tmp_path, name="whole", **config, **with_limit(6))
+    run = launch(tmp_path, **config, **STOPPED)
+    assert (run.code, run.summary["steps"]) == (3, 6), run.output
+    check_equal_hooks(whole, resume(run, *TO_ITS_END), trainers=2)
