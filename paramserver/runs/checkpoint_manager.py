@@ -383,6 +383,7 @@ class CheckpointManager:
         run_state = {
             **self.monitor.state_dict(),
             "step": step,
+            "reason": reason,
             "simulations": None if self.simulations is None else self.simulations.state_dict(),
             "scheduler": state["scheduler"],
             **({"skipping": state["skipping"]} if "skipping" in state else {}),

@@ -54,6 +54,8 @@ class RunMonitor:
         # Samples and training time before this start, or since the last loss of it.
         self.first_samples, self.first_seconds = 0, 0.0
         self.resumes = 0
+        # Why the checkpoint was made from which the run resumed; None in a new run, and where it does not say.
+        self.resumed_reason: str | None = None
         # Of the newest ``train`` record, by the names in the summary; losses by optimizer where there are several.
         self.measured: dict[str, float | None] = {one.summary: None for one in QUANTITIES if one.summary}
         self.train_losses: dict[str, float] = {}
@@ -297,7 +299,7 @@ class RunMonitor:
         self._reported_step = self.step
         self.epoch, self.epoch_end = state["epoch"], state.get("epoch_end", 0)
         self.skipped = state.get("skipped", 0)
-        self.resumes = state["resumes"] + 1
+        self.resumes, self.resumed_reason = state["resumes"] + 1, state.get("reason")
         # For the summary, if this session makes no update: there was none after the checkpoint.
         self.loss, self.train_losses = state.get("loss"), state.get("train_losses", {})
         self.measured |= state.get("measured", {})

@@ -172,7 +172,7 @@ def test_several_trainers(tmp_path, kind, source, stopped):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("mode", ["ddp"])
+@pytest.mark.parametrize("mode", ["ddp", "rpc"])
 def test_nothing_is_left_for_several_trainers(tmp_path, mode):
     config = {"mode": mode, "cluster": {"num_trainers": 2}}
     whole = launch(tmp_path, name="whole", **config, **with_limit(6))
