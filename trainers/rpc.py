@@ -104,6 +104,7 @@ class RpcTrainer(Trainer):
             self.server.report_source(DataPosition(state, applied, counters, source.can_reshard, source.refetchable))
         else:
             self.replace_lost(reply.stored_part, position, reply.incarnation)
+            self.validator.validated_step = reply.validated_step  # or it would wait for the shares of the others
         self.process.startup_timer.mark("connection")
 
     def replace_lost(self, part: bytes | None, position: DataPosition, incarnation: int) -> None:

@@ -150,6 +150,9 @@ def build_server(
     )
     aggregator.publish_with(checkpoints, run.lock)
 
+    # Of the checkpoint, also for a trainer that joins later: all leave the same validation out.
+    validated_step = monitor.validated_step
+
     def welcome() -> JoinReply:
         if not coordinator.shares_memory:
             shared_memory.disable()
@@ -164,7 +167,7 @@ def build_server(
             why_not_by_bucket=why_not_by_bucket,
             parameters_of=store.updater.parameters_of,
             validates_averages=store.updater.validates_averages,
-            validated_step=monitor.validated_step,
+            validated_step=validated_step,
         )
 
     sent = buckets or (shards if servers > 1 else (None,))

@@ -42,7 +42,7 @@ class JoinReply:
     # The names of the parameters of each optimizer; empty if there is one without a name.
     parameters_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     validates_averages: bool = False  # a validation is of the server's ``averages`` in place of the parameters
-    validated_step: int | None = None  # see ``RunMonitor.validated_step``
+    validated_step: int | None = None  # of the last due validation that the checkpoint has, from which the run resumed
 
 
 @dataclass(frozen=True)

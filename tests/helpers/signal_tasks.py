@@ -96,6 +96,28 @@ class CountsHooks(StopsBySignal):
         self.validations, self.epochs = state["validations"], state["epochs"]
 
 
+class IsReplaced(CountsHooks):
+    """Trainer 1 dies once before its first announcement; trainer 0 waits until another process has its place.
+
+    Args:
+        marks: folder of files by which they know of it; empty: no process dies.
+    """
+
+    def __init__(self, marks="", **options):
+        super().__init__(**options)
+        self.marks = marks
+
+    def on_train_start(self):
+        died, replaced = Path(self.marks, "died"), Path(self.marks, "replaced")
+        if self.marks and self.trainer.trainer_index == 0:
+            assert poll_until(time.monotonic() + 30, lambda: replaced.exists() or None, threading.Event(), every_s=0.02)
+        elif self.marks and died.exists():
+            replaced.touch()
+        elif self.marks:
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class EndsAtTheStart(ReferenceTask):
     """Ends its run before the first step of this process is complete.
 

@@ -179,3 +179,16 @@ def test_nothing_is_left_for_several_trainers(tmp_path, mode):
     run = launch(tmp_path, **config, **STOPPED)
     assert (run.code, run.summary["steps"]) == (3, 6), run.output
     check_equal_hooks(whole, resume(run, *TO_ITS_END), trainers=2)
+
+
+@pytest.mark.processes
+def test_a_trainer_is_replaced_where_nothing_is_left(tmp_path):
+    """It makes no validation that the others, which have the checkpoint, leave out: it would wait for their shares."""
+    config = {"mode": "rpc", "cluster": {"num_trainers": 2}, **STOPPED, "task": f"{SIGNAL_TASKS}:IsReplaced"}
+    run = launch(tmp_path, **config)
+    assert (run.code, run.summary["steps"]) == (3, 6), run.output
+    scheduler, task = run.load("run")["scheduler"], run.load("trainer-0")["task"]
+    run = resume(run, *TO_ITS_END, "--set", f"task_args.marks={tmp_path}", timeout_s=60)
+    assert (run.code, run.summary["restarts"]) == (0, 1), run.output
+    assert run.load("run")["scheduler"] == scheduler
+    assert run.load("trainer-0")["task"] == {**task, "epochs": 1}
