@@ -387,6 +387,10 @@ class _ReceiverLoop:
         if isinstance(outcome, MessageRefused):
             header = Header(MessageKind.REFUSED) if session is None else session.header.reply(MessageKind.REFUSED)
             self._send(peer, header, outcome.text)
+            for other in outcome.to_ack:
+                # The members whose parts of that sample had arrived: the BYE of each has the samples that are complete.
+                if other is not session and self.validator.is_current(other):
+                    self._send(other.peer, other.header.reply(MessageKind.REFUSED), f"another part: {outcome.text}")
         elif isinstance(outcome, StepsReported):
             self.stats.lost = self.received_log.lost_counts()
             self._report_at = min(self._report_at, self._reported_at + _EARLY_REPORT_S)

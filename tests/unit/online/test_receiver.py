@@ -247,6 +247,20 @@ def test_parts_wait_for_each_other(clients):
         assert running.receiver.counters()["partial"] == 2
 
 
+def test_each_member_of_a_group_counts_the_samples_that_are_refused(clients):
+    """Whichever part arrives last: the coordinator learns from BYE how many samples are complete."""
+    with RunningReceiver(group_size=2) as running:
+        members = [clients(running.coordinator.trainer()).open(0, member=i, members=2) for i in range(2)]
+        for step, last in ((0, 0), (1, 1)):
+            for member, rows in ((1 - last, 2), (last, 3)):
+                members[member].sample(0, step, {"u": field(0, step, (rows, 3))}, member=member, members=2)
+                members[member].heartbeat(member=member, members=2).receive()
+        for member in members:
+            member.receive_until(lambda: member.acked == 2)  # noqa: B023
+            assert sum(kind is MessageKind.REFUSED for kind, _ in member.received) == 2
+        assert running.receiver.counters()["refusals"] == {"shape": 2}
+
+
 def test_a_client_that_reconnects_with_its_routing_id_continues(clients):
     with RunningReceiver() as running:
         first = clients(running.coordinator.trainer(), b"solver 4").open(0).sample(0, 0)
