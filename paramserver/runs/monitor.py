@@ -223,12 +223,13 @@ class RunMonitor:
                 return False
             is_scheduled = is_due(step, self.config.training.validate_every, since)
             improved = self.best is not None and self._improves(self.best, sums, step, is_scheduled)
-            if not sums.samples:
-                return False
-            self.validation = values
+            # Also without samples: a schedule by validation was stepped.
             self.validated_step = step
             if is_scheduled:
                 self._due_validated_step = step
+            if not sums.samples:
+                return False
+            self.validation = values
             self.improved_step = step if improved else self.improved_step
             fields = {"values": values, "samples": sums.samples, "seconds": self.seconds, "best": improved}
             self.record(make_record("validation", step, **fields))

@@ -96,6 +96,16 @@ class CountsHooks(StopsBySignal):
         self.validations, self.epochs = state["validations"], state["epochs"]
 
 
+class WithoutValidationData(CountsHooks):
+    """Has a schedule by validation all the same."""
+
+    def validation_source(self, partition):
+        return None
+
+    def build_scheduler(self, optimizer):
+        return {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "every": "validation"}
+
+
 class IsReplaced(CountsHooks):
     """Trainer 1 dies once before its first announcement; trainer 0 waits until another process has its place.
 

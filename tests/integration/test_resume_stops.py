@@ -114,9 +114,11 @@ def check_equal_hooks(whole, run, trainers=1):
         assert whole.load(f"trainer-{index}")["task"] == run.load(f"trainer-{index}")["task"]
 
 
-def test_nothing_is_left(tmp_path):
-    whole = run_in_process(tmp_path, name="whole", **with_limit(6))
-    run = run_in_process(tmp_path, **STOPPED)
+@pytest.mark.parametrize("name", ["CountsHooks", "WithoutValidationData"])
+def test_nothing_is_left(tmp_path, name):
+    task = {"task": f"{SIGNAL_TASKS}:{name}"}
+    whole = run_in_process(tmp_path, name="whole", **{**with_limit(6), **task})
+    run = run_in_process(tmp_path, **{**STOPPED, **task})
     assert (run.code, run.summary["steps"]) == (3, 6), run.output
     check_equal_hooks(whole, resume_in_process(run, *TO_ITS_END))
 
