@@ -274,6 +274,7 @@ class SimulationCoordinator(RouterThread):
                 self._serve(self._router)
             except BaseException as error:  # noqa: BLE001 - raised by the run, which records it
                 self.failure = error
+                self._handler.record = lambda *reported: None  # another error, as of a full disk, would end the replies
                 self._on_event("failed", {"text": text_of(error)})
                 self._end_all(self._router)
                 while not (self._closing.is_set() or self._finishing.is_set()):

@@ -18,7 +18,7 @@ from zmq_peers import DEADLINE_S, Peers, serve
 
 from paramserver.config import SimulationsConfig
 from paramserver.distributed.timeouts import poll_until
-from paramserver.errors import TaskError, TrainingError, UnsupportedConfiguration
+from paramserver.errors import StorageError, TaskError, TrainingError, UnsupportedConfiguration
 from paramserver.online.coordinator import SimulationCoordinator, open_router
 from paramserver.online.protocol import Header, MessageKind, SimulationReport, TrainerDirectory
 from paramserver.online.security import make_keys
@@ -795,6 +795,25 @@ def test_after_a_sampler_has_raised_trainers_get_replies_although_they_report_lo
     trainer.receive_kind(MessageKind.READY)
     assert "LookupError: no such simulation" in str(coordinator.failure)
     sys.modules.pop("forgets", None)
+
+
+def test_after_the_disk_is_full_trainers_get_replies_although_clients_report(peers, coordinator_of):
+    coordinator = coordinator_of()
+    (trainer,) = joined(peers, coordinator)
+
+    def fail(*reported):
+        raise StorageError("the disk is full")
+
+    coordinator._handler.record = fail
+    user = peers.connect(coordinator.address)
+    user.send(Header(MessageKind.FINISH))
+    assert poll_until(time.monotonic() + 20, lambda: coordinator.failure, Event())
+    user.send(Header(MessageKind.FINISH))
+    user.send(Header(MessageKind.PING))
+    user.receive_kind(MessageKind.PONG)
+    trainer.report()
+    trainer.receive_kind(MessageKind.READY)
+    assert "the disk is full" in str(coordinator.failure)
 
 
 def test_simulations_end_when_their_coordinator_is_killed(peers, tmp_path, program):
