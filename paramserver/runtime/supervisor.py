@@ -55,6 +55,8 @@ from paramserver.runtime.restarts import RestartPolicy
 # Signals that end a process before it can report anything.
 _SUDDEN = (signal.SIGKILL, *STOP_SIGNALS)
 _POLL_S = 0.1
+# A process of many GiB takes seconds to end after the kernel has counted it as killed.
+_OOM_END_S = 10.0
 
 
 class _RankProcess:
@@ -148,7 +150,9 @@ class Supervisor:
         self._unforwarded: int | None = None
         self._is_failing = False
         self._kill_at: float | None = None
-        self._oom_kills = oom_kills()  # those that are known
+        # The kernel's kills for lack of memory that end no rank from now on, and all at ``_oom_counted_at``.
+        self._oom_kills = self._oom_counted = oom_kills()
+        self._oom_counted_at = time.monotonic()
         self._failed: list[_RankProcess] = []
         self._restarts = RestartPolicy(self.config.cluster.max_restarts)
         self._starts_due: list[tuple[float, Role]] = []
@@ -176,6 +180,7 @@ class Supervisor:
             while self._starts_due or any(rank.exit_code is None for rank in self._ranks):
                 self._handle_events(_POLL_S)
                 self._kill_silent()
+                self._count_oom_kills()
                 self._start_due()
                 self._keep_spares()
                 # Here and not in the signal's handler, so that ranks that start after the signal receive it too.
@@ -583,13 +588,20 @@ class Supervisor:
         kill_at = time.monotonic() + limit_s
         self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
 
+    def _count_oom_kills(self) -> None:
+        """Count again from time to time: what was killed earlier was another process, such as one of another user."""
+        if (now := time.monotonic()) - self._oom_counted_at > _OOM_END_S:
+            self._oom_kills = max(self._oom_kills, self._oom_counted)
+            self._oom_counted, self._oom_counted_at = oom_kills(), now
+
     def _how_ended(self, rank: _RankProcess, exit_code: int) -> str:
         """Return how a rank ended; the log of one that was killed for lack of memory has nothing of it."""
         how = describe_exit(exit_code)
         if exit_code != -signal.SIGKILL or signal.SIGKILL in rank.sent or oom_kills() <= self._oom_kills:
             return how
         self._oom_kills += 1  # each is the end of one process
-        return f"{how} for lack of memory, of the machine or of its container or job"
+        # The kernel does not state which one.
+        return f"{how}, probably for lack of memory: the kernel has just killed a process of this machine or job for it"
 
     def _failure_from_exit(self, rank: _RankProcess, exit_code: int) -> dict[str, Any]:
         """Describe the failure of a rank that reported none."""

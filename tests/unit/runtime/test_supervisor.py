@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -334,9 +335,23 @@ def test_a_rank_that_was_killed_for_lack_of_memory_says_so(tmp_path, monkeypatch
         run.end(rank, -signal.SIGKILL)
     assert [record["text"].partition(";")[0] for record in run.records] == [
         "rank 0 (server 0) is lost (killed by SIGKILL)",
-        "rank 1 (trainer 0) is lost (killed by SIGKILL for lack of memory, of the machine or of its container or job)",
+        "rank 1 (trainer 0) is lost (killed by SIGKILL, probably for lack of memory: the kernel has just killed a "
+        "process of this machine or job for it)",
         "rank 2 (trainer 1) is lost (killed by SIGKILL)",
     ]
+
+
+def test_another_process_that_was_killed_for_lack_of_memory_long_ago_is_no_reason(tmp_path, monkeypatch):
+    run, now = Run(tmp_path, max_restarts=1), time.monotonic()
+    known = run.supervisor._oom_kills
+    kills = iter([known + 1, known + 1, known + 2, known + 2, known + 2, known + 2])
+    monkeypatch.setattr(supervisor, "oom_kills", lambda: next(kills))
+    for later_s in (11, 22, 33):
+        monkeypatch.setattr(time, "monotonic", lambda later_s=later_s: now + later_s)
+        run.supervisor._count_oom_kills()
+        for rank in {22: (1, 2), 33: (0,)}.get(later_s, ()):  # the kernel has killed a second process just before 22 s
+            run.end(rank, -signal.SIGKILL)
+    assert ["memory" in record["text"] for record in run.records] == [True, False, False]
 
 
 @pytest.mark.parametrize(
