@@ -860,6 +860,10 @@ def _is_in(path: object, folder: object) -> bool:
     return isinstance(path, str) and isinstance(folder, str) and Path(path).is_relative_to(folder)
 
 
+# Where subprocess starts a process, and multiprocessing, as for the workers of a DataLoader.
+_FORKS = (("subprocess.py", "_execute_child"), ("popen_fork.py", "_launch"), ("util.py", "spawnv_passfds"))
+
+
 def _shortage(error: BaseException) -> str | None:
     """Return what to do if a process has no descriptor or thread left, which shows in many kinds of errors.
 
@@ -879,9 +883,10 @@ def _shortage(error: BaseException) -> str | None:
             )
         refused_thread = isinstance(found, RuntimeError) and "can't start new thread" in message_of(found)
         if refused_thread or _is_refused_fork(found):
+            what = message_of(found).rstrip().rpartition("\n")[2]  # after the traceback of a worker of a DataLoader
             return (
-                f"no more threads or processes can be started here ({message_of(found)}); raise the limit of this user "
-                "(ulimit -u) or of the container or job (pids.max, docker run --pids-limit), and start again"
+                f"no more threads or processes can be started here ({what}); raise the limit of this user (ulimit -u, "
+                "or -v of their memory) or of the container or job (pids.max, docker run --pids-limit), and start again"
             )
         found = found.__cause__ or found.__context__
     return None
@@ -889,7 +894,7 @@ def _shortage(error: BaseException) -> str | None:
 
 def _is_refused_fork(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, BlockingIOError) else ()
-    return any(frame.name == "_execute_child" for frame in frames)  # of subprocess
+    return any((Path(frame.filename).name, frame.name) in _FORKS for frame in frames)
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:

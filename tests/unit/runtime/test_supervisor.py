@@ -1,14 +1,19 @@
 """What the supervisor concludes from the errors and ends of ranks; the ranks here are values."""
 
+import _posixsubprocess
 import errno
 import json
+import os
 import signal
 import subprocess
 import threading
 import time
+from multiprocessing.util import spawnv_passfds
 from types import SimpleNamespace
 
 import pytest
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader
 
 from paramserver.config import ClusterConfig, Config, ServerConfig, roles
 from paramserver.errors import Interrupted, PeerLost, TrainingError
@@ -308,20 +313,38 @@ def test_a_rank_0_that_is_dead_for_good_is_the_error_whatever_the_others_report(
         run.supervisor._raise_outcome()
 
 
-@pytest.mark.parametrize("what", ["thread", "process"])
-def test_what_cannot_be_started_is_no_traceback(monkeypatch, what):
-    def refuse(*_):
-        raise RuntimeError("can't start new thread") if what == "thread" else BlockingIOError(errno.EAGAIN, "again")
+def refuse_fork(*_):
+    raise BlockingIOError(errno.EAGAIN, "again")
 
-    monkeypatch.setattr(threading, "_start_new_thread", refuse)
-    monkeypatch.setattr(subprocess, "_fork_exec", refuse)
+
+def refuse_thread(*_):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: threading.Thread(target=list).start(),
+        lambda: subprocess.run(["true"], close_fds=False, preexec_fn=list, check=False),
+        lambda: list(DataLoader([1], num_workers=1, multiprocessing_context="fork")),
+        lambda: spawnv_passfds(b"", [], []),  # as for another multiprocessing_context
+        lambda: ExceptionWrapper((RuntimeError, RuntimeError("can't start new thread"), None), "in a worker").reraise(),
+    ],
+    ids=["thread", "process", "fork", "spawn", "worker"],
+)
+def test_what_cannot_be_started_is_no_traceback(monkeypatch, start):
+    monkeypatch.setattr(threading, "_start_new_thread", refuse_thread)
+    for module, name in ((subprocess, "_fork_exec"), (_posixsubprocess, "fork_exec"), (os, "fork")):
+        monkeypatch.setattr(module, name, refuse_fork)
     with pytest.raises((RuntimeError, BlockingIOError)) as raised:
-        threading.Thread(target=list).start() if what == "thread" else subprocess.run(
-            ["true"], close_fds=False, preexec_fn=list, check=False
-        )
+        start()
     described = describe_error(raised.value)
     assert described["message"].startswith("no more threads or processes can be started here (")
+    assert "\n" not in described["message"]
     assert not described["traceback"]
+
+
+def test_other_errors_are_no_limit_of_processes():
     assert not describe_error(ValueError("another"))["message"].startswith("no more")
     assert describe_error(BlockingIOError(errno.EAGAIN, "of a socket"))["traceback"]
 
