@@ -82,16 +82,16 @@ def reserve_folder(base: Path, name: str | None, default_name: str) -> Iterator[
                     )
                 number += 1
                 path = base / f"{default_name}-{number}"
-            run = RunDir(path)
-            run.logs_dir.mkdir(exist_ok=True)
-            run.checkpoints_dir.mkdir(exist_ok=True)
         except OSError as error:
             raise not_writable(f"logging.run_dir ({base})", error) from error
-        yield run
+        yield RunDir(path)
 
 
 def _reserve(path: Path, reservation: ExitStack, may_exist: bool) -> bool:
-    """Reserve ``path``: a new folder, or one in which no run ever began. False where another process has it."""
+    """Reserve ``path``: a new folder, or one in which no run ever began. False where another process has it.
+
+    What a new run has is in it then; of one that is refused nothing stays.
+    """
     exists = False
     try:
         # The test and the reservation in one call: of several processes, one makes the folder.
@@ -100,24 +100,28 @@ def _reserve(path: Path, reservation: ExitStack, may_exist: bool) -> bool:
         exists = True
     if exists and not (may_exist and _never_began(path)):
         return False
+    run = RunDir(path)
     try:
         # Entered in the caller's stack: the reservation lasts as long as the attempt.
-        reservation.enter_context(RunDir(path).reserve())
+        reservation.enter_context(run.reserve())
         if not _never_began(path):  # another process used it between the check above and the reservation
             reservation.close()
             return False
+        for entry in path.iterdir():
+            if _REMAINS.fullmatch(entry.name):
+                entry.unlink()
+        run.logs_dir.mkdir(exist_ok=True)
+        run.checkpoints_dir.mkdir(exist_ok=True)
     except FolderInUse:
         return False
-    except UnsupportedConfiguration:
+    except (UnsupportedConfiguration, OSError):
         reservation.close()
         if not exists:
             with suppress(OSError):  # another process uses it meanwhile
-                if {entry.name for entry in path.iterdir()} <= {".reserved", ".lock"}:  # of locks that were refused
+                # A lock that was refused leaves its file.
+                if {entry.name for entry in path.iterdir()} <= {".reserved", ".lock", "logs", "checkpoints"}:
                     shutil.rmtree(path)
         raise
-    for entry in path.iterdir():
-        if _REMAINS.fullmatch(entry.name):
-            entry.unlink()
     return True
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from launching import SIGNAL_TASKS, launch
@@ -88,6 +89,23 @@ def test_a_full_disk_is_named_with_its_cure_and_nothing_is_left(tmp_path, monkey
         pass
     assert list(tmp_path.iterdir()) == [run.path]
     assert sorted(run.path.iterdir()) == before
+
+
+@pytest.mark.parametrize("refused", ["logs", "checkpoints"])
+def test_a_disk_that_is_full_once_the_folder_is_reserved_keeps_nothing_of_it(tmp_path, monkeypatch, refused):
+    make = Path.mkdir
+
+    def refuse(path, *arguments, **options):
+        if path.name == refused:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        make(path, *arguments, **options)
+
+    (tmp_path / "there").mkdir()
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    for name in (None, "first", "there"):
+        with pytest.raises(UnsupportedConfiguration, match=r"\(No space left.*\); free space on that disk"):
+            reserved(tmp_path, name)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
 def test_a_full_disk_is_named_by_a_resume_and_nothing_is_left(tmp_path, monkeypatch):
