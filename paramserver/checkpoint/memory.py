@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,16 +139,27 @@ def remove_memory(run: Path) -> None:
 
 
 def memory_folder(run: Path) -> Path | None:
-    """Return the folder for the checkpoint in memory of a run, if it has one on this machine."""
+    """Return the folder for the checkpoint in memory of a run, if it has one on this machine.
+
+    So it is also where only another user may look into ``checkpoint.memory_folder``.
+    """
+    run = run.resolve()
     try:
         text = (run / "checkpoints" / MEMORY).read_bytes().decode()
-        owner, folder = text.removesuffix("\n").rsplit("\n", 1)  # the path of the run may have any end of a line
     except (OSError, ValueError):
         return None
-    # In a copy of the run's folder the file names the folder of the original, which another process may use.
-    run = run.resolve()
-    is_own = owner == str(run) and Path(folder).name.startswith(f"{_PREFIX}{run.name}-")
-    return Path(folder) if is_own and Path(folder).is_dir() else None
+    # In a copy of the run's folder the file names the folder of the original, which another process may use. Both paths
+    # may have any end of a line.
+    owner = f"{run}\n"
+    folder = Path(text.removeprefix(owner).removesuffix("\n"))
+    if not (text.startswith(owner) and folder.name.startswith(f"{_PREFIX}{run.name}-")):
+        return None
+    try:
+        return folder if stat.S_ISDIR(folder.stat().st_mode) else None
+    except PermissionError:
+        return folder
+    except (OSError, ValueError):
+        return None
 
 
 def _read(path: Path) -> tuple[Checkpoint, dict[str, Any]]:

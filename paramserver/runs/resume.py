@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paramserver.checkpoint import find_checkpoint, skipped_checkpoints
 from paramserver.checkpoint.format import BEST, LATEST, step_of
-from paramserver.checkpoint.memory import memory_folder, newer_in_memory
+from paramserver.checkpoint.memory import MEMORY, memory_folder, newer_in_memory
 from paramserver.cluster import Job, ProcessIdentity, find_job, process_environ
 from paramserver.config import Config, differences, load_config, num_trainers_of
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
@@ -22,6 +22,8 @@ _KEYS_OF_ATTEMPT = ("device.", "logging.run_dir", "logging.progress", "cluster.m
 _OLD_DEFAULT = "server.wire_dtype: float32 -> null"
 # How a run ended that lost nothing; another attempt is an ordinary resume.
 _ENDED_WELL = ("completed", "interrupted")
+# What processes of a run append to; other files in that folder are the user's.
+_LOGS = ("rank-*.log", "simulation-*.log", "start.log", "spares.log")
 
 
 def open_run(path: Path) -> RunDir:
@@ -65,13 +67,19 @@ def check_writable(run: RunDir) -> None:
     Raises:
         UnsupportedConfiguration: names what this user may not read and write.
     """
-    # One in memory that this user may not read, as another user started the run, would be passed over without a word.
-    in_memory = [folder] if (folder := memory_folder(run.path)) is not None else []
-    for path in (*_folders(run), *_files(run), *run.logs_dir.glob("*.log"), *in_memory):
+    logs = [path for pattern in _LOGS for path in run.logs_dir.glob(pattern)]
+    for path in (*_folders(run), *_files(run), *logs):
         if not _may(path, os.R_OK | os.W_OK | (os.X_OK if path.is_dir() else 0)):
             raise UnsupportedConfiguration(
                 f"{path} must be what this user can read and write, to resume its run; change its permissions"
             )
+    # One in memory that this user may not read, as another user started the run, would be passed over without a word.
+    folder = memory_folder(run.path)
+    if folder is not None and not _may(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise UnsupportedConfiguration(
+            f"{folder} must be what this user can read and write, as the run may have a newer checkpoint there; resume "
+            f"it as the user who started it, or remove {run.checkpoints_dir / MEMORY} to resume without that"
+        )
 
 
 def _folders(run: RunDir) -> list[Path]:

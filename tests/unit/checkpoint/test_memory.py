@@ -269,20 +269,38 @@ def test_a_chosen_checkpoint_abandons_it_on_the_disk(run, base):
     assert not list(base.iterdir())
 
 
-def test_that_of_another_user_is_not_passed_over(run, base, monkeypatch):
+@pytest.mark.parametrize("closed", ["its folder", "the one around it"])  # the latter is such as /run/user/1000
+def test_that_of_another_user_is_not_passed_over(run, base, monkeypatch, closed):
     on_disk(run, 100)
-    folder = in_memory(run, base, 150, ["step-00000100"]).parent
-    monkeypatch.setattr(resume, "_may", lambda path, mode: path != folder)
-    refusal = f"{re.escape(str(folder))} must be what this user can read and write, to resume its run"
+    folder, looks = in_memory(run, base, 150, ["step-00000100"]).parent, Path.stat
+
+    def refuse(path, **options):
+        if path == folder:
+            raise PermissionError(13, "Permission denied")
+        return looks(path, **options)
+
+    if closed == "the one around it":
+        monkeypatch.setattr(Path, "stat", refuse)
+    (run / "logs").mkdir()
+    (run / "logs" / "notes.log").touch()  # what is no log of the run may belong to anyone
+    monkeypatch.setattr(resume, "_may", lambda path, mode: path not in (folder, run / "logs" / "notes.log"))
+    named = run / "checkpoints" / MEMORY
+    refusal = (
+        f"{re.escape(str(folder))} must be what this user can read and write, .* or remove {re.escape(str(named))}"
+    )
     with pytest.raises(UnsupportedConfiguration, match=refusal), resume_transaction(RunDir(run)):
         pass
-    assert folder.is_dir()
-    assert (run / "checkpoints" / MEMORY).is_file()
+    assert named.is_file()
+    assert list(base.iterdir()) == [folder]
+    named.unlink()
+    with resume_transaction(RunDir(run)):
+        assert find_checkpoint(run).name == "step-00000100"
 
 
 @pytest.mark.parametrize("name", ["a\x85b", "a\u2028b", "a\nb"])
-def test_the_path_of_a_run_may_have_any_character(base, tmp_path, name):
+def test_the_path_of_a_run_may_have_any_character(tmp_path, name):
     (run := tmp_path / name / "run\x0bname").joinpath("checkpoints").mkdir(parents=True)
+    (base := tmp_path / f"{name} in memory").mkdir()
     found = in_memory(run, base, 150, [None])
     assert newer_in_memory(run) == found
     remove_memory(run)
