@@ -228,9 +228,9 @@ class CheckpointManager:
         self._memory: CheckpointWriter | None = None  # of those in memory, from the first one on
         self._memory_failed = False
         self._pool = StagingPool()
-        # Of those in memory after the first, and the copies in it that the newest one consists of.
+        # Of those in memory after the first, and the copies in it that the newest one consists of, by its name.
         self._memory_pool: FilePool | None = None
-        self._in_memory: Mapping[str, Any] = {}
+        self._in_memory: dict[str, Mapping[str, Any]] = {}
         self._resume = resume
         self._buffers_as_built: dict[str, tuple[object, ...]] | None = None
         if resume is not None:
@@ -496,8 +496,8 @@ class CheckpointManager:
                     block_bytes += size_bytes
                 metadata |= follows([*self.writer.pending_names(), self.last_checkpoint], blocks)
                 future = writer.submit(staged.step, objects, metadata)
-                if block_bytes:
-                    future.add_done_callback(partial(self._keep_in_memory, staged.step, staged.objects))
+                copies = {step_name(staged.step): staged.objects} if block_bytes else {}
+                future.add_done_callback(partial(self._keep_in_memory, step_name(staged.step), copies))
             else:
                 future = self.writer.submit(staged.step, objects, metadata, staged.is_best)
         except BaseException:
@@ -521,20 +521,20 @@ class CheckpointManager:
             self._memory_pool = FilePool(folder)
         return self._memory, self._memory_pool
 
-    def _keep_in_memory(self, step: int, copies: Mapping[str, Any], done: Future[WrittenCheckpoint]) -> None:
+    def _keep_in_memory(self, name: str, copies: dict[str, Any], done: Future[WrittenCheckpoint]) -> None:
         """Keep what is in the blocks of a checkpoint in memory until another one has replaced it."""
         if self._memory is None or done.cancelled():
             return
+        kept, newest = {**self._in_memory, **copies}, name
         if done.exception() is not None:
             # It may have been named before the failure, as in the removal of the one before.
             try:
-                newest = read_pointer(self._memory.folder, LATEST)
-            except CheckpointError:  # that is not known, as where no descriptor is left
-                self._in_memory = {"before": self._in_memory, "copies": copies}
+                found = read_pointer(self._memory.folder, LATEST)
+            except CheckpointError:  # that is not known, as where no descriptor is left, until the next one is written
+                self._in_memory = kept
                 return
-            if newest is None or newest.name != step_name(step):
-                return
-        self._in_memory = copies
+            newest = "" if found is None else found.name
+        self._in_memory = {of: copy for of, copy in kept.items() if of == newest}
 
     def _kept_state(self, trainer_index: int) -> dict[str, Any]:
         """Return what the part of a lost trainer has of its newest one, such as of its task and local steps.

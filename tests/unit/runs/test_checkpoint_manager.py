@@ -68,7 +68,7 @@ def test_the_part_of_a_lost_trainer_keeps_what_no_other_process_has():
         ("step-00000004", False, ["new"]),
         ("step-00000004", True, ["new"]),
         ("step-00000003", True, ["old"]),
-        (None, True, ["old"]),
+        (None, True, []),
         ("unreadable", False, ["new"]),
         ("unreadable", True, ["old", "new"]),  # either may be the one to resume from
     ],
@@ -78,8 +78,24 @@ def test_what_the_newest_checkpoint_in_memory_consists_of_is_kept(tmp_path, late
         (tmp_path / "latest").mkdir()
     elif latest is not None:
         (tmp_path / "latest").write_text(latest)
+    in_memory = {"step-00000003": {"model": "old"}}
+    manager = SimpleNamespace(_memory=SimpleNamespace(folder=tmp_path), _in_memory=in_memory)
+    copies = {"step-00000004": {"model": "new"}}
+    CheckpointManager._keep_in_memory(manager, "step-00000004", copies, ended(fails))
+    assert [copy["model"] for copy in manager._in_memory.values()] == kept
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_kept_for_want_of_knowledge_is_lent_again_by_the_next_checkpoint(tmp_path, fails):
+    """It has no blocks, as there is no room for a third one."""
+    (tmp_path / "latest").write_text("step-00000004")
+    in_memory = {"step-00000003": {"model": "old"}, "step-00000004": {"model": "new"}}
+    manager = SimpleNamespace(_memory=SimpleNamespace(folder=tmp_path), _in_memory=in_memory)
+    CheckpointManager._keep_in_memory(manager, "step-00000005", {}, ended(fails))
+    assert list(manager._in_memory) == (["step-00000004"] if fails else [])
+
+
+def ended(fails):
     done = Future()
     done.set_exception(StorageError("no descriptor is left")) if fails else done.set_result(None)
-    manager = SimpleNamespace(_memory=SimpleNamespace(folder=tmp_path), _in_memory={"model": "old"})
-    CheckpointManager._keep_in_memory(manager, 4, {"model": "new"}, done)
-    assert [name for name in ("old", "new") if name in str(manager._in_memory)] == kept
+    return done
