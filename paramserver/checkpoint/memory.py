@@ -20,7 +20,7 @@ from paramserver.checkpoint.format import LATEST, check_sizes, read_manifest, re
 from paramserver.checkpoint.load import Checkpoint, find_checkpoint, read_checkpoint
 from paramserver.checkpoint.save import ChunkedFile, write_checkpoint
 from paramserver.errors import CheckpointError, StorageError, UnsupportedConfiguration
-from paramserver.fileio import atomic_write_text, explain_disk_errors
+from paramserver.fileio import atomic_write_bytes, explain_disk_errors
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def make_memory_folder(run: Path, base: Path, objects: Mapping[str, Any]) -> Pat
     folder = base.absolute() / f"{_PREFIX}{run.resolve().name}-{secrets.token_hex(8)}"
     # It is named before it exists: if this process is killed in between, nothing is left that no file names.
     with explain_disk_errors(run / "checkpoints" / MEMORY, "file"):
-        atomic_write_text(run / "checkpoints" / MEMORY, f"{run.resolve()}\n{folder}\n")
+        atomic_write_bytes(run / "checkpoints" / MEMORY, os.fsencode(f"{run.resolve()}\n{folder}\n"))
     try:
         folder.mkdir(mode=0o700)
     except OSError as error:
@@ -145,8 +145,8 @@ def memory_folder(run: Path) -> Path | None:
     """
     run = run.resolve()
     try:
-        text = (run / "checkpoints" / MEMORY).read_bytes().decode()
-    except (OSError, ValueError):
+        text = os.fsdecode((run / "checkpoints" / MEMORY).read_bytes())  # paths may have bytes that are no UTF-8
+    except OSError:
         return None
     # In a copy of the run's folder the file names the folder of the original, which another process may use. Both paths
     # may have any end of a line.

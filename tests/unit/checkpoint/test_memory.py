@@ -238,7 +238,7 @@ def test_a_folder_that_no_file_names_is_not_made(run, base, monkeypatch):
         assert not list(base.iterdir())  # where a kill comes here, nothing is left behind
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("paramserver.checkpoint.memory.atomic_write_text", refuse)
+    monkeypatch.setattr("paramserver.checkpoint.memory.atomic_write_bytes", refuse)
     with pytest.raises(StorageError, match=r"checkpoints/memory could not be written .*free space"):
         make_memory_folder(run, base, {})
     assert not list(base.iterdir())
@@ -297,7 +297,7 @@ def test_that_of_another_user_is_not_passed_over(run, base, monkeypatch, closed)
         assert find_checkpoint(run).name == "step-00000100"
 
 
-@pytest.mark.parametrize("name", ["a\x85b", "a\u2028b", "a\nb"])
+@pytest.mark.parametrize("name", ["a\x85b", "a\u2028b", "a\nb", "a\udcffb"])
 def test_the_path_of_a_run_may_have_any_character(tmp_path, name):
     (run := tmp_path / name / "run\x0bname").joinpath("checkpoints").mkdir(parents=True)
     (base := tmp_path / f"{name} in memory").mkdir()
