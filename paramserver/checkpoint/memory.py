@@ -68,7 +68,7 @@ def make_memory_folder(run: Path, base: Path, objects: Mapping[str, Any]) -> Pat
             "(docker run --shm-size, mount -o remount,size=...), set another one, or checkpoint.memory_every to null"
         )
     # The name is random: neither another run nor another user has it.
-    folder = base.absolute() / f"{_PREFIX}{run.resolve().name}-{secrets.token_hex(8)}"
+    folder = base.absolute() / f"{_PREFIX}{run.resolve().name}-{secrets.token_hex(4)}"
     # It is named before it exists: if this process is killed in between, nothing is left that no file names.
     with explain_disk_errors(run / "checkpoints" / MEMORY, "file"):
         atomic_write_bytes(run / "checkpoints" / MEMORY, os.fsencode(f"{run.resolve()}\n{folder}\n"))

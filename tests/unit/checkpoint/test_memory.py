@@ -233,6 +233,11 @@ def test_two_runs_never_share_a_folder(run, base):
     assert make_memory_folder(run, base, {}) != make_memory_folder(run, base, {})
 
 
+def test_the_name_of_a_run_may_be_as_long_as_with_earlier_versions(base, tmp_path):
+    (run := tmp_path / ("a" * 234)).joinpath("checkpoints").mkdir(parents=True)
+    assert make_memory_folder(run, base, {}).is_dir()
+
+
 def test_a_folder_that_no_file_names_is_not_made(run, base, monkeypatch):
     def refuse(path, text):
         assert not list(base.iterdir())  # where a kill comes here, nothing is left behind
