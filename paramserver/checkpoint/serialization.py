@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,9 @@ _NUMPY_FUNCTIONS: list[Any] = [np.zeros(0).__reduce__()[0], np.float64(0).__redu
 _NUMPY_TYPES: list[Any] = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDGSUVmM"}]
 _NUMPY: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [*_NUMPY_FUNCTIONS, *_NUMPY_TYPES]
 _NUMPY_NAMES = {f"{known.__module__}.{known.__name__}" for known in (*_NUMPY_FUNCTIONS, *_NUMPY_TYPES)}
+
+# What a load registers is the process's: the end of one in another thread would remove it.
+_load_lock = threading.Lock()
 
 
 def write_archive(obj: Any, file: Writable) -> None:
@@ -111,12 +115,14 @@ def load_archive(path: Path | IO[bytes]) -> Any:
     Raises:
         CheckpointError: it is no such archive, or holds objects of other types.
     """
-    # Not those that the task has registered for files of its own: at its end the context removes what it is given.
-    registered = get_safe_globals()
     try:
-        with safe_globals([one for one in _NUMPY if one not in registered]), warnings.catch_warnings():
+        with _load_lock, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the protocol of a foreign pickle, which is about to be refused
-            return torch.load(path, map_location="cpu", weights_only=True)
+            # Not those that the task has registered for files of its own: at its end the context removes what it is
+            # given.
+            registered = get_safe_globals()
+            with safe_globals([one for one in _NUMPY if one not in registered]):
+                return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a file of another kind makes the unpickler raise anything
         what = path if isinstance(path, Path) else "a trainer's part of a checkpoint"
         raise CheckpointError(f"{what} cannot be loaded ({_why_not_loaded(error)})") from error

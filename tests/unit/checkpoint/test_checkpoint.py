@@ -6,6 +6,8 @@ import os
 import random
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch.serialization import get_safe_globals, safe_globals
 
 from paramserver.checkpoint import BestMetric, find_checkpoint, read_checkpoint, remove_leftovers
 from paramserver.checkpoint.save import apply_retention, mark_best, write_checkpoint
+from paramserver.checkpoint.serialization import load_archive
 from paramserver.errors import CheckpointError, TrainingError, UnsupportedConfiguration
 
 REPOSITORY = Path(__file__).parents[3]
@@ -66,6 +69,15 @@ def test_types_that_a_task_has_registered_for_its_files_stay_registered(folder):
     with safe_globals(known):  # a task calls ``add_safe_globals``
         assert checkpoint.load("trainer-0")["last"] == 0.5
         assert set(get_safe_globals()) == {*before, *known}
+
+
+def test_threads_read_one_file_at_a_time(folder, monkeypatch):
+    """Else the end of one read removes the types of numpy that another one needs."""
+    together = threading.Barrier(2)
+    monkeypatch.setattr(torch, "load", lambda *_, **options: together.wait(0.2))
+    with ThreadPoolExecutor(2) as pool:
+        reads = [pool.submit(load_archive, folder / "any.pt") for _ in range(2)]
+    assert all(isinstance(read.exception().__cause__, threading.BrokenBarrierError) for read in reads)
 
 
 def test_numpy_samples_of_a_buffer_load_again(folder):
