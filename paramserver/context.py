@@ -374,6 +374,9 @@ def place_of_user_code(threads: Iterable[threading.Thread] | None = None) -> str
     is not what waits in a collective: DistributedDataParallel makes some in a forward.
     """
     frames = sys._current_frames()
+    # This function's own frame has ``frames``: a cycle, which would keep what other threads have in variables, such as
+    # gradients, until the next garbage collection.
+    del frames[threading.get_ident()]
     for ident in frames if threads is None else [thread.ident or 0 for thread in threads]:
         frame = frames.get(ident)
         inner: FrameType | None = None

@@ -2,6 +2,7 @@
 
 import _thread
 import errno
+import gc
 import math
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -342,6 +344,31 @@ def test_the_place_is_named_in_a_thread_that_is_not_one_of_pythons():
         assert entered.wait(20)
         assert place_of_user_code().startswith(f"compute ({__file__}, line ")
     assert returned.wait(20)
+
+
+def test_nothing_that_a_thread_had_in_variables_is_kept_after_its_place_was_named():
+    class Gradient:
+        pass
+
+    entered, looked, found = threading.Event(), threading.Event(), []
+
+    def step():
+        gradient = Gradient()
+        found.append(weakref.ref(gradient))
+        entered.set()
+        looked.wait(20)
+
+    thread = threading.Thread(target=step, daemon=True)
+    gc.disable()  # a garbage collection may come much later
+    try:
+        thread.start()
+        assert entered.wait(20)
+        place_of_user_code([thread])
+        looked.set()
+        thread.join(20)
+        assert found[0]() is None
+    finally:
+        gc.enable()
 
 
 # Start-up times.
