@@ -150,6 +150,9 @@ class VersionPull:
         elif not self._is_loaded:
             self.finish()
             self.transport.load(self.pulled)
+            if not self.transport.recorded:
+                # The model has the values; their memory is for the next version, which arrives during the push.
+                self._calls, self.pulled = [], tuple(flat.to("meta") for flat in self.pulled)
         self._is_loaded = True
         self.model_copy.loaded.note()
 

@@ -1,6 +1,7 @@
 """Memory of a large model in each process, and CPU time while the ranks wait.
 
     python -m tests.measure.memory [--parameters 100000000] [--trainers 2] [--steps 30] [--silence 10]
+                                   [--transport auto]
 
 One server and so many trainers on this machine, ``sync`` and then ``async``; four square Linear layers of float32,
 SGD with momentum, batches of 4 samples, so that activations weigh next to nothing. The proportional set size (memory
@@ -91,8 +92,9 @@ def weigh(consistency: str, width: int, arguments: argparse.Namespace) -> bool:
         config = measured_config("rpc", Path(folder), arguments.steps, arguments.trainers, {"width": width})
         config["training"]["batch_size"] = BATCH_SIZE
         config["logging"] |= {"log_every": 1, "tensorboard": False}
+        server = {"consistency": consistency, "transport": arguments.transport}
         with Sampler(memory_of=proportional_bytes, every_s=EVERY_S) as sampler, redirect_stdout(sys.stderr):
-            result = paramserver.run(Heavy, {**config, "server": {"consistency": consistency}})
+            result = paramserver.run(Heavy, {**config, "server": server})
         trained = {record["step"]: record["time"] for record in read_records(result.run_dir, "train")}
     begin, end = trained[arguments.warm], trained[arguments.steps]
     parameter_bytes = LAYERS * width**2 * 4
@@ -126,6 +128,7 @@ def print_weight(
 def make_parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__, parameters=100_000_000, trainers=2, steps=30, warm=5)
     parser.add_argument("--silence", type=float, default=10.0, help="seconds; 0 leaves waiting out")
+    parser.add_argument("--transport", choices=("auto", "tcp", "rpc"), default="auto", help="the aims are of auto")
     parser.add_argument("--consistencies", nargs="+", choices=CONSISTENCIES, default=list(CONSISTENCIES))
     return parser
 
