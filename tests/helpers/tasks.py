@@ -1,5 +1,6 @@
 """Tasks that the tests train. ``ReferenceModel`` has every kind of layer that has made modes differ."""
 
+import gc
 import json
 import os
 import signal
@@ -419,6 +420,23 @@ class Slow(ReferenceTask):
     def training_step(self, model, batch, batch_idx):
         time.sleep(self.seconds)  # stands for the work of a batch
         return super().training_step(model, batch, batch_idx)
+
+
+class CountsGarbage(Slow):
+    """Logs how many tensors its steps left to the garbage collector, in reference cycles."""
+
+    def on_batch_start(self, batch_idx):
+        if batch_idx == 3:  # what is built at the start, and in the first steps, may have cycles
+            gc.collect()
+            gc.disable()
+
+    def on_train_end(self):
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        self.log("garbage", sum(isinstance(found, torch.Tensor) for found in gc.garbage))
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 class UnfreezesLayer(ReferenceTask):

@@ -171,3 +171,18 @@ def test_no_bucket_of_an_update_survives_that_was_abandoned(tmp_path, servers):
     for file in ("model", "optimizer"):
         assert differing_tensors(by_bucket.load(file), together.load(file)) == []
     assert logged(by_bucket, "anew") >= [1]
+
+
+@pytest.mark.parametrize(("mode", "transport"), [("rpc", "shared_memory"), ("rpc", "tcp"), ("ddp", "auto")])
+def test_steps_leave_no_tensors_to_the_garbage_collector(tmp_path, mode, transport):
+    """It runs seldom where few objects are made, so that gradients in a reference cycle stay for many steps."""
+    finished = train(
+        tmp_path,
+        mode,
+        2,
+        task="CountsGarbage",
+        task_args={"seconds": 0.05},
+        server={"transport": transport, "lost_after_s": 1.0},  # a heartbeat in each few steps
+        training={"max_steps": 24},
+    )
+    assert [r["value"] for r in finished.of_kind("log") if r["name"] == "garbage"] == [0, 0]
