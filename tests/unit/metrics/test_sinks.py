@@ -315,7 +315,11 @@ def test_a_histogram_has_a_bucket_for_each_value_that_occurs_however_large_it_is
     assert list(value.bucket) == [4, 1, 0, 2, 0, 1]
 
 
-def test_tensorboard_is_purged_from_the_step_given(tmp_path):
+def test_tensorboard_is_purged_from_the_step_given(tmp_path, monkeypatch):
+    from tensorboard.summary.writer import event_file_writer
+
+    numbers = iter(["9", "10"])  # at the end of the names of the files, which are read in alphabetical order
+    monkeypatch.setattr(event_file_writer._global_uid, "get", lambda: next(numbers))
     with TensorBoard(tmp_path) as sink:
         for step in (10, 20, 30):
             sink.write(train(step))
