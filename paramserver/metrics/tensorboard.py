@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -192,22 +191,11 @@ class TensorBoard(Sink):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._wait_for_order()
             # ``purge_step`` makes TensorBoard hide the events of steps that a resumed run makes again.
             self._writer = SummaryWriter(str(self.folder), purge_step=self.purge_step)
             for record in self._kept:
                 self.write(record)
         return self._writer
-
-    def _wait_for_order(self) -> None:
-        """Wait, a second at most, where there is a file of this second: TensorBoard reads files in alphabetical order.
-
-        Their names begin with the second, and what follows, host, process and number, does not tell which is newer.
-        """
-        times = [file.name.split(".")[3] for file in self.folder.glob("events.out.tfevents.*.*")]
-        wait_s = max((int(one) for one in times if one.isdecimal()), default=0) + 1 - time.time()
-        if 0 < wait_s <= 1:
-            time.sleep(wait_s)
 
     def close(self) -> None:
         if self._writer is not None:

@@ -318,7 +318,8 @@ def test_a_histogram_has_a_bucket_for_each_value_that_occurs_however_large_it_is
 def test_tensorboard_is_purged_from_the_step_given(tmp_path, monkeypatch):
     from tensorboard.summary.writer import event_file_writer
 
-    numbers = iter(["9", "10"])  # at the end of the names of the files, which are read in alphabetical order
+    # At the end of the names of two files of one second, which TensorBoard reads in alphabetical order: not 9 and 10.
+    numbers = iter(["1", "2"])
     monkeypatch.setattr(event_file_writer._global_uid, "get", lambda: next(numbers))
     with TensorBoard(tmp_path) as sink:
         for step in (10, 20, 30):
