@@ -65,11 +65,12 @@ class SaveReason:
     """What a reason to save a checkpoint means.
 
     One ``in_memory`` is no checkpoint of the run, whose last one is still written to the disk. After one that
-    ``is_last`` the trainers save no other.
+    ``is_last`` the trainers save no other. One that ``ends_epoch`` is saved after the hooks that end an open epoch.
     """
 
     in_memory: bool = False
     is_last: bool = False
+    ends_epoch: bool = False
 
     def renews(self, is_online: bool) -> bool:
         """Return whether a checkpoint of the same step is saved again: simulations send samples between two steps.
@@ -83,7 +84,7 @@ SAVE_REASONS = {
     "periodic": SaveReason(),
     "best": SaveReason(),
     MEMORY: SaveReason(in_memory=True),
-    "end": SaveReason(is_last=True),
+    "end": SaveReason(is_last=True, ends_epoch=True),
     "interrupted": SaveReason(is_last=True),
     "resize": SaveReason(is_last=True),
 }

@@ -57,7 +57,7 @@ def check_optimizers(config: Config, store: ParameterStore) -> None:
         outer: _Rule = ("training.outer", "given" if config.training.outer else None, [None])
         _require(what, reason, consistency, device, compute, average)
         _require(what, "whose gradients are sparse and whose changes are not", rounds, outer)
-    # After what is said of rounds, whose optimizer here is not that of the task.
+    # After the checks of rounds, whose optimizer here is not that of the task.
     check_steps_rows(updater.optimizer, {name: store.parameters.tensors[name] for name in store.tables})
     if updater.parameters_of:
         names = ", ".join(updater.parameters_of)

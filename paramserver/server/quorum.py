@@ -260,8 +260,9 @@ class Staging(JointCall):
         # What was saved last, to the disk and in memory. A trainer that joined afterwards does not do it again.
         step = self._checkpoints.monitor.step if self._checkpoints.resumes else -1
         self._staged = self._in_memory = step, False
-        # Whether what was staged follows the end of its epoch.
-        self._ends_epoch = self._checkpoints.monitor.resumed_reason in (None, "end")
+        # Whether what was staged follows the end of its epoch; earlier versions stored no reason.
+        resumed = SAVE_REASONS.get(self._checkpoints.monitor.resumed_reason or "")
+        self._ends_epoch = resumed is None or resumed.ends_epoch
         self._parts = PartCollector(self._checkpoints)
         # Of each trainer: when the last chunk of its part arrived, or could first be sent; infinite while it waits for
         # the copy of model and optimizer.

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from paramserver.errors import ClientError, RunOver
 from paramserver.online.weights import Version
@@ -72,6 +73,10 @@ class _Driver:
         self._process = subprocess.Popen(
             [build(self.program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
+
+    def connected_ports(self):
+        """The remote ports of its TCP connections that have not ended here."""
+        return {one.raddr.port for one in psutil.Process(self._process.pid).net_connections("tcp") if one.raddr}
 
     def _ask(self, *words, body=b""):
         """Make a call; returns the words of the first line of the answer."""

@@ -1,6 +1,7 @@
 """The client in C, with the compiler's sanitizers, against a fake run: what it sends, when it waits, how it ends."""
 
 import re
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -19,6 +20,7 @@ from fake_run import (
 )
 
 from paramserver.cluster.simulation import SimulationEnvironment
+from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import ClientError, RunOver
 from paramserver.online.protocol import VERSION, ArrayDescriptor, Header, MessageKind, pack_json
 from paramserver.online.security import ServerSecurity, make_keys
@@ -224,8 +226,10 @@ def test_over_of_one_process_does_not_hide_the_last_ack_of_another(run, opened, 
 
 def test_acks_that_came_before_the_run_has_ended_are_read_after_it(run, opened):
     client = opened(run.address, 0)
+    ports = {int(address.rpartition(":")[2]) for address in run.directory.trainers}
     end_before_close(run, client)
-    time.sleep(0.2)  # until the client's connections have ended
+    has_ended = lambda: ports.isdisjoint(client.connected_ports()) or None  # noqa: E731
+    assert poll_until(time.monotonic() + 20, has_ended, threading.Event())
     client.close()
     assert client.sent == 2
 
