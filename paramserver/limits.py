@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paramserver.config import TrainingConfig
@@ -70,3 +71,8 @@ def is_due(step: int, every: int, since: int | None = None) -> bool:
     With ``since``, a step before it, also if it was due after one between the two.
     """
     return every > 0 and (step % every == 0 if since is None else step // every > since // every)
+
+
+def any_due(step: int, intervals: Iterable[int], since: int | None = None) -> bool:
+    """Whether something that happens every so many steps is due after this one; see ``is_due``."""
+    return any(is_due(step, every, since) for every in intervals)

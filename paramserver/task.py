@@ -391,7 +391,9 @@ class Task(Hooks):
         """
         if self.trainer is None:
             raise TaskError("self.log_sample_loss(losses) must be called in training_step, where there is a batch")
-        self.trainer.log_sample_loss(losses)
+        trainer = self.trainer
+        may_be_nonfinite = trainer.config.training.nonfinite == "skip"
+        trainer.current_step.set_sample_losses(losses, trainer.progress.batch_idx, may_be_nonfinite)
 
 
 def _missing(task: Task, name: str) -> str:

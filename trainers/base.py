@@ -25,7 +25,7 @@ from paramserver.devices import move_to_device, use_device
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.errors import TaskError, message_of
 from paramserver.importing import name_user_error
-from paramserver.limits import is_due
+from paramserver.limits import any_due, is_due
 from paramserver.metrics.profile import spanned
 from paramserver.metrics.records import (
     REDUCTIONS,
@@ -35,7 +35,6 @@ from paramserver.metrics.records import (
     StepReport,
     StepResult,
     StepTotals,
-    TableUse,
     TrainerTotals,
     make_record,
     peak_rss_mb,
@@ -43,7 +42,7 @@ from paramserver.metrics.records import (
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import TrainingFlags, autocast, extra_state_dict, load_part_of_state
 from paramserver.parameters.model_tree import ModelTree, PackedBuffers
-from paramserver.parameters.numerics import check_loss, explain_errors, find_nonfinite, to_number
+from paramserver.parameters.numerics import LossScaling, check_loss, explain_errors, find_nonfinite, to_number
 from paramserver.rng import random_states, restore_random_states, seed_all
 from paramserver.runs.checkpoint_manager import SAVE_REASONS, CheckpointManager
 from paramserver.runs.monitor import RunMonitor
@@ -55,6 +54,7 @@ from paramserver.trainers.control import Control, OptimizerCalls, sendable
 from paramserver.trainers.data import DataStream
 from paramserver.trainers.local_steps import LocalSteps
 from paramserver.trainers.validation import ValidationShare, Validator, validation_batches
+from paramserver.transport.base import TrainerTransport
 from paramserver.transport.messages import OptimizerCall
 
 log = logging.getLogger("paramserver")
@@ -93,6 +93,24 @@ class Step:
         """Return what names the next call of ``all_gather``, which is the same on all trainers that make it."""
         number, self.gathers[self.in_batches] = self.gathers[self.in_batches], self.gathers[self.in_batches] + 1
         return self.decision.step, int(self.decision.verdict is Verdict.GO), int(self.in_batches), number
+
+    def set_sample_losses(self, losses: Tensor, batch_idx: int, may_be_nonfinite: bool) -> None:
+        """Take over the loss of each sample of the batch that is computed; ``Task.log_sample_loss`` calls it."""
+        if not self.in_training_step:
+            raise TaskError("self.log_sample_loss(losses) must be called in training_step, where there is a batch")
+        if not isinstance(losses, Tensor) or losses.shape != (self.batch_samples,):
+            given = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise TaskError(
+                f"self.log_sample_loss(losses) must get a tensor of shape ({self.batch_samples},), one loss for each "
+                f"sample of the batch, not {given}; take the mean of each sample over its other dimensions"
+            )
+        losses = losses.detach()
+        if not (may_be_nonfinite or bool(torch.isfinite(losses).all())):
+            raise TaskError(
+                f"self.log_sample_loss(losses): the losses of batch {batch_idx} must be finite; they have a NaN or an "
+                "infinity. Look at the batch, or set training.nonfinite to skip"
+            )
+        self.sample_losses = losses
 
 
 class Trainer(ABC):
@@ -142,9 +160,8 @@ class Trainer(ABC):
     validator: Validator
     updater: Updater | None = None  # with the optimizer and its schedule; None if the servers have them
     local_steps: LocalSteps | None = None
-    table_uses: Mapping[str, TableUse] = {}  # what gradients had of embedding tables, where that is counted
     ends_epoch = False  # the last checkpoint follows hooks that ended an epoch
-    is_scaled = False  # the loss of the backward that is computed
+    transport: TrainerTransport | None = None  # of versions and gradients; None if no server has the parameters
 
     def __init__(
         self,
@@ -175,6 +192,7 @@ class Trainer(ABC):
         use_device(process.placement.device)
         # One object for all steps: it is entered by one thread, and never while it is entered already.
         self.autocast = autocast(process.placement.device, self.config.training.precision)
+        self.loss_scaling = LossScaling((lambda: self.loss_scale) if self.config.training.scales_loss else None)
         self.resources = ExitStack()
         self.tree = ModelTree(nn.Module())
         self.optimizer_calls = OptimizerCalls(self.control)
@@ -197,11 +215,6 @@ class Trainer(ABC):
     def inner_step(self) -> int:
         """Local steps that this trainer has taken so far; 0 without rounds."""
         return self.progress.inner_steps
-
-    @property
-    def batch_samples(self) -> int:
-        """Samples of the batch whose step is computed; 1 between steps."""
-        return self.current_step.batch_samples
 
     @property
     def sampler_kwargs(self) -> dict[str, Any]:
@@ -286,6 +299,10 @@ class Trainer(ABC):
         """Return a context for the announcement and the step."""
         return nullcontext()
 
+    def explain_errors(self) -> AbstractContextManager[Any]:
+        """Return a context for a forward or a backward, which explains the errors that the mode causes."""
+        return nullcontext()
+
     def load_version(self) -> None:
         """Load the parameters of this step's version into the model, after its batches have been taken."""
 
@@ -297,14 +314,15 @@ class Trainer(ABC):
 
         Return the version after it: that before it, if they skip the call.
         """
-        return self.step + (not self.optimizer_calls.nonfinite)
+        # Those that have compared the call may be lost before they push.
+        return self.step if self.optimizer_calls.nonfinite else self.wait_version(self.step + 1)
 
-    def idle(self, decision: Decision) -> int:
-        """Wait for a step in which this trainer has no data; return the version after it.
+    def wait_version(self, version: int) -> int:
+        """Wait for a version that others make, without a gradient of this trainer; return the version after that.
 
-        That is the version before it, if all trainers are lost that had data.
+        It is the one before it, if all trainers are lost that had data.
         """
-        return decision.step + 1
+        return version
 
     def sync_model(self) -> None:
         """Bring ``unwrapped_model`` to the current version, before it is validated or saved."""
@@ -471,7 +489,8 @@ class Trainer(ABC):
                     )
                 parameter.grad = None
             with explain_replaced_values(name):
-                self.run_backward(loss, inputs=[p for p in parameters if p.requires_grad], retain_graph=retain_graph)
+                inputs = [p for p in parameters if p.requires_grad]
+                self.loss_scaling.backward(loss, inputs=inputs, retain_graph=retain_graph)
             self.on_after_backward()
         self.clock.lap("backward")
         used = tuple(parameter.grad is not None for parameter in parameters)
@@ -485,7 +504,9 @@ class Trainer(ABC):
         sparse = tuple(grad.sparse_dim() if grad is not None and grad.is_sparse else 0 for grad in grads)
         cause = self.find_nonfinite(value)
         self.optimizer_calls.exchange(OptimizerCall(name, value, samples, used, sparse, cause, self.step))
-        result = self.step_optimizer(self.report_step(self.step, StepTotals(value, samples), optimizer=name))
+        fields = {"seconds": self.seconds, "scale": self.loss_scale, "optimizer": name}
+        report = StepTotals(value, samples).to_report(self.trainer_index, self.step, **fields)
+        result = self.step_optimizer(report)
         assert result is not None
         for parameter in parameters:
             parameter.grad = None  # a push leaves them
@@ -497,53 +518,13 @@ class Trainer(ABC):
         self.optimizer_calls.made += 1
         self.end_step()
 
-    def report_step(self, version: int, totals: StepTotals, **fields: Any) -> StepReport:
-        """Return the report of a step at ``version``, with what was measured in it and with these fields."""
-        return StepReport(
-            self.trainer_index, version, **vars(totals), seconds=self.seconds, scale=self.loss_scale, **fields
-        )
-
-    @spanned("forward")
-    def forward_batch(self, batch: Any) -> tuple[float, Tensor]:
-        """Call ``training_step``; return the value of the loss, and the loss."""
-        loss = self.call_training_step(batch)
-        # Reading the value waits for the device; a loss that is not finite is never applied.
-        may_be_nonfinite = self.config.training.nonfinite == "skip"
-        value = check_loss(loss, self.trainer_index, self.progress.batch_idx, may_be_nonfinite=may_be_nonfinite)
-        self.data.report_losses(self.current_step.sample_losses)
-        self.clock.lap("forward")
-        return value, loss
-
-    def call_training_step(self, batch: Any) -> Any:
-        """Call ``training_step`` and return what it returned; the mean, if that is a vector with a loss per sample."""
-        step, batch_idx = self.current_step, self.progress.batch_idx
-        step.sample_losses, step.in_training_step = None, True
-        try:
-            with self.autocast:
-                loss: Any = self.task.training_step(self.model, batch, batch_idx)
-                if isinstance(loss, Tensor) and loss.shape == (step.batch_samples,):
-                    step.sample_losses = loss.detach() if step.sample_losses is None else step.sample_losses
-                    loss = loss.mean()
-        finally:
-            step.in_training_step = False
-        return loss
-
     @spanned("backward")
     def backward_batch(self, loss: Tensor, batches: int) -> None:
         """Add the gradients of a loss, of so many batches of a step."""
         self.on_before_backward(loss)
-        self.run_backward(loss / batches if batches > 1 else loss)
+        self.loss_scaling.backward(loss / batches if batches > 1 else loss)
         self.on_after_backward()
         self.clock.lap("backward")
-
-    def run_backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute the gradients of a loss, which is scaled for it; ``options`` are those of ``Tensor.backward``."""
-        self.is_scaled = self.config.training.scales_loss
-        if self.is_scaled:
-            # Not by a number: a loss of float16 would overflow.
-            loss = loss * torch.tensor(self.loss_scale, dtype=torch.float32, device=loss.device)
-        loss.backward(**options)  # type: ignore[no-untyped-call]
-        self.is_scaled = False
 
     def find_nonfinite(self, loss: float) -> str:
         """Return what is NaN or infinite of a step that may be skipped, as in ``StepReport.nonfinite``."""
@@ -562,27 +543,6 @@ class Trainer(ABC):
     def seconds(self) -> float:
         """Seconds of training, without validation and checkpoints, including those before a resume."""
         return self.progress.seconds + self.clock.total_s
-
-    def is_due(self, step: int) -> bool:
-        """Whether a validation or a checkpoint is due at this step, or was due since the last batch began."""
-        return any(is_due(step, every, self.optimizer_calls.batch_began) for every in self.due_every)
-
-    def save(self, reason: str) -> None:
-        """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent.
-
-        One that was made before hooks ended the last epoch is made again, as they may have changed what it has, or
-        before the last samples of simulations arrived.
-        """
-        is_changed = self.ends_epoch or SAVE_REASONS[reason].renews(self.config.simulations is not None)
-        if is_changed or self.control.saved_step != self.step:
-            self.control.saved_step = None if SAVE_REASONS[reason].in_memory else self.step
-            began = time.perf_counter()
-            self.control.wait_saved()  # all trainers wait for the same checkpoint, so none is more than one ahead
-            self.save_part(reason, began)
-            self.clock.skip()
-        if SAVE_REASONS[reason].is_last:
-            with self.process.stop_limit.paused():
-                self.control.wait_saved()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this trainer's part of a checkpoint: one copy, which training does not change any more."""
@@ -604,6 +564,9 @@ class Trainer(ABC):
         ):
             if state:
                 check_storable(state, where)
+        residuals: dict[str, Any] = {}
+        if self.transport is not None and self.transport.feedback is not None:
+            residuals["residuals"] = stage_copy(self.transport.residuals(), memory)
         return {
             "trainer_index": self.trainer_index,
             **stream,
@@ -614,6 +577,7 @@ class Trainer(ABC):
             "extra_state": extra,
             "flags": self.flags.state_dict(),
             "validation": dict(self.validation),
+            **residuals,
         }
 
     def seed_or_restore(self, packed: bytes | None, validated_step: int | None) -> None:
@@ -660,7 +624,11 @@ class Trainer(ABC):
             origin = "a new optimizer" if state is None else "the checkpoint"
             log.info("trainer %d: its local steps continue with the state of %s", self.trainer_index, origin)
             self.record("local_steps", restored=state is not None)
-        if part.get("residuals"):
+        residuals = part.get("residuals") or {}  # what compression has lost before the checkpoint
+        if self.transport is not None and self.transport.feedback is not None:
+            self.transport.load_residuals(residuals)
+            self.record("residuals", restored=bool(residuals))
+        elif residuals:
             self.record(
                 "note",
                 text=f"trainer {self.trainer_index}: what the compression of its gradients lost before the checkpoint "
@@ -707,25 +675,6 @@ class Trainer(ABC):
                 fields["at_end"] = True
         self.record("log", name=name, value=number, **fields)
 
-    def log_sample_loss(self, losses: Tensor) -> None:
-        """Report the loss of each sample; ``Task.log_sample_loss`` calls it."""
-        step = self.current_step
-        if not step.in_training_step:
-            raise TaskError("self.log_sample_loss(losses) must be called in training_step, where there is a batch")
-        if not isinstance(losses, Tensor) or losses.shape != (step.batch_samples,):
-            given = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-            raise TaskError(
-                f"self.log_sample_loss(losses) must get a tensor of shape ({step.batch_samples},), one loss for each "
-                f"sample of the batch, not {given}; take the mean of each sample over its other dimensions"
-            )
-        losses = losses.detach()
-        if not (self.config.training.nonfinite == "skip" or bool(torch.isfinite(losses).all())):
-            raise TaskError(
-                f"self.log_sample_loss(losses): the losses of batch {self.progress.batch_idx} must be finite; they "
-                "have a NaN or an infinity. Look at the batch, or set training.nonfinite to skip"
-            )
-        step.sample_losses = losses
-
     def record(self, kind: str, **fields: Any) -> None:
         """Record something about this trainer, at the step that is being made, or between steps at the last one.
 
@@ -760,8 +709,8 @@ class TrainingLoop:
         trainer = self.trainer
         try:
             trainer.init_connection()
-            if trainer.config.training.scales_loss:
-                self._unscale_gradients()
+            for hook in trainer.loss_scaling.unscale_gradients(set(trainer.flags.trained.values())):
+                trainer.resources.callback(hook.remove)
             trainer.process.kept.started = trainer.task
             devices = trainer.process.placement.devices
             states = None if trainer.control.saved_step is None else random_states(devices)
@@ -786,23 +735,6 @@ class TrainingLoop:
         finally:
             trainer.resources.close()
         return decision
-
-    def _unscale_gradients(self) -> None:
-        """Let each gradient be unscaled before it is accumulated: before it is summed, reduced, sent or clipped."""
-        trainer = self.trainer
-
-        def unscale(gradient: Tensor) -> Tensor:
-            # A backward of the user has no scale. The division is exact, unless the result is subnormal.
-            return gradient / trainer.loss_scale if trainer.is_scaled else gradient
-
-        for parameter in set(trainer.flags.trained.values()):
-            requires_grad = parameter.requires_grad  # not where on_resume has frozen it for a time
-            hook = parameter.requires_grad_().register_hook(unscale)  # type: ignore[no-untyped-call]
-            parameter.requires_grad_(requires_grad)
-            trainer.resources.callback(hook.remove)
-            hooks = parameter._backward_hooks or {}
-            for earlier in [*hooks][:-1]:  # of the task, which torch would call first
-                hooks[earlier] = hooks.pop(earlier)
 
     def _fit(self) -> Decision:
         """Take the steps on which the trainers decide, until they decide to end; return that decision."""
@@ -840,7 +772,7 @@ class TrainingLoop:
         if decision.completes and self._validate(trainer.trainer_index):
             trainer.control.saved_step = None  # a checkpoint of this step was saved before it turned out to be the best
         trainer.publish_version()
-        trainer.save("end" if decision.completes else "resize" if decision.resizes else "interrupted")
+        self._save("end" if decision.completes else "resize" if decision.resizes else "interrupted")
         if not decision.resizes:
             for hooks in trainer.hooks:
                 hooks.on_train_end()
@@ -870,7 +802,7 @@ class TrainingLoop:
             trainer.step = self._train_by_calls() if by_calls else self._train(decision)
         else:
             with trainer.control.waits_for_steps():
-                trainer.step = self._follow_calls() if by_calls else trainer.idle(decision)
+                trainer.step = self._follow_calls() if by_calls else trainer.wait_version(decision.step + 1)
         trainer.current_step.in_batches = trainer.current_step.is_open = False
         timer = trainer.process.startup_timer
         if has_data and "first step" not in timer.phases:
@@ -909,12 +841,14 @@ class TrainingLoop:
                     nullcontext() if last else trainer.block_backward_sync(),
                 ):
                     self._begin_batch(is_first=number == 1)
-                    value, loss = trainer.forward_batch(batch)
+                    with trainer.explain_errors():
+                        value, loss = self._forward(batch)
                     summed, done, counted = summed + value, done + 1, counted + 1
                     if done == decision.batches:
                         totals = StepTotals(summed / done, samples)
                         trainer.on_last_loss(totals)
-                    trainer.backward_batch(loss, len(batches))
+                    with trainer.explain_errors():
+                        trainer.backward_batch(loss, len(batches))
                     self._end_batch()
             # 3. The local step, which may be skipped; then its samples, and a loss that is not finite, do not count.
             if local is not None and not self._take_local_step(local, own, summed, buffers):
@@ -938,7 +872,8 @@ class TrainingLoop:
         ``buffers`` are the module buffers of before, which return if the step is skipped; None if it may not be.
         """
         trainer = self.trainer
-        report = trainer.report_step(decision.step, totals, inner_s=inner_s)
+        fields = {"seconds": trainer.seconds, "scale": trainer.loss_scale, "inner_s": inner_s}
+        report = totals.to_report(trainer.trainer_index, decision.step, **fields)
         trainer.current_step.batch_samples = 1
         result = trainer.step_optimizer(report)
         if result is None:  # it is known later
@@ -974,7 +909,7 @@ class TrainingLoop:
         self._begin_batch()
         calls.made = 0
         with explain_errors("training_step", batch, trainer.model):
-            returned = trainer.call_training_step(batch)
+            returned = self._call_training_step(batch)
         trainer.data.report_losses(trainer.current_step.sample_losses)
         if returned is not None or not calls.made:
             what = "returned a value" if returned is not None else "did not call it"
@@ -1015,6 +950,32 @@ class TrainingLoop:
         for hooks in self.trainer.hooks:
             hooks.on_batch_end(self.trainer.progress.batch_idx)
         self.trainer.progress.batch_idx += 1
+
+    @spanned("forward")
+    def _forward(self, batch: Any) -> tuple[float, Tensor]:
+        """Call ``training_step``; return the value of the loss, and the loss."""
+        trainer = self.trainer
+        loss = self._call_training_step(batch)
+        # Reading the value waits for the device; a loss that is not finite is never applied.
+        may_be_nonfinite = trainer.config.training.nonfinite == "skip"
+        value = check_loss(loss, trainer.trainer_index, trainer.progress.batch_idx, may_be_nonfinite=may_be_nonfinite)
+        trainer.data.report_losses(trainer.current_step.sample_losses)
+        trainer.clock.lap("forward")
+        return value, loss
+
+    def _call_training_step(self, batch: Any) -> Any:
+        """Call ``training_step`` and return what it returned; the mean, if that is a vector with a loss per sample."""
+        trainer, step = self.trainer, self.trainer.current_step
+        step.sample_losses, step.in_training_step = None, True
+        try:
+            with trainer.autocast:
+                loss: Any = trainer.task.training_step(trainer.model, batch, trainer.progress.batch_idx)
+                if isinstance(loss, Tensor) and loss.shape == (step.batch_samples,):
+                    step.sample_losses = loss.detach() if step.sample_losses is None else step.sample_losses
+                    loss = loss.mean()
+        finally:
+            step.in_training_step = False
+        return loss
 
     @spanned("data")
     def _next_batch(self) -> tuple[Any, int]:
@@ -1084,7 +1045,7 @@ class TrainingLoop:
             trainer.record("buffer", **trainer.data.record())
             if trainer.local_steps is not None:
                 trainer.record("inner", inner_step=trainer.inner_step, lr=list(trainer.local_steps.updater.applied_lr))
-        if trainer.lockstep and trainer.is_due(trainer.step):
+        if trainer.lockstep and any_due(trainer.step, trainer.due_every, trainer.optimizer_calls.batch_began):
             self._validate_and_save()
 
     def _between_steps(self, decision: Decision) -> None:
@@ -1104,9 +1065,9 @@ class TrainingLoop:
         validates, saves, saves_in_memory = (is_due(trainer.step, every, since) for every in trainer.due_every)
         improved = validates and self._validate(trainer.trainer_index)
         if improved or saves:
-            trainer.save("best" if improved else "periodic")
+            self._save("best" if improved else "periodic")
         elif saves_in_memory:
-            trainer.save(MEMORY)
+            self._save(MEMORY)
 
     def _validate(self, share: int) -> bool:
         """Validate a trainer's share of the current version; return whether the result of all is the best so far.
@@ -1140,6 +1101,24 @@ class TrainingLoop:
         trainer.on_hooks_called()
         return reply.improved
 
+    def _save(self, reason: str) -> None:
+        """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent.
+
+        One that was made before hooks ended the last epoch is made again, as they may have changed what it has, or
+        before the last samples of simulations arrived.
+        """
+        trainer, control = self.trainer, self.trainer.control
+        is_changed = trainer.ends_epoch or SAVE_REASONS[reason].renews(trainer.config.simulations is not None)
+        if is_changed or control.saved_step != trainer.step:
+            control.saved_step = None if SAVE_REASONS[reason].in_memory else trainer.step
+            began = time.perf_counter()
+            control.wait_saved()  # all trainers wait for the same checkpoint, so none is more than one ahead
+            trainer.save_part(reason, began)
+            trainer.clock.skip()
+        if SAVE_REASONS[reason].is_last:
+            with trainer.process.stop_limit.paused():
+                control.wait_saved()
+
     def _is_record_due(self) -> bool:
         """Whether the last step has a periodic record: of the run's steps, or of its own if trainers run freely."""
         trainer = self.trainer
@@ -1163,7 +1142,7 @@ class TrainingLoop:
             wire_bytes=trainer.wire_bytes if trainer.counts_bytes else None,
             core_wait_share=self._core_wait.share(),
             threads=torch.get_num_threads(),
-            tables=dict(trainer.table_uses),
+            tables=dict(trainer.tree.table_uses),
         )
 
 

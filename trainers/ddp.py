@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paramserver.checkpoint import stage_copy
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict, module_buffer_owner
 from paramserver.errors import TaskError, TrainingError, UnsupportedConfiguration, message_of
+from paramserver.limits import any_due
 from paramserver.metrics.profile import span
 from paramserver.metrics.records import StepReport, StepResult, StepTotals, combine
 from paramserver.optim.outer import round_weights
@@ -416,11 +417,17 @@ class DdpTrainer(ReplicaTrainer):
         if self.trainer_index != source:
             self.tree.load_buffers(packed)
 
-    def forward_batch(self, batch: Any) -> tuple[float, Tensor]:
+    @contextmanager
+    def explain_errors(self) -> Iterator[None]:
         try:
             with _named_causes():
-                return super().forward_batch(batch)
-        except RuntimeError:
+                yield
+        except RuntimeError as error:
+            if isinstance(error, NotImplementedError) and "SparseTensorImpl" in message_of(error):  # reduced by DDP
+                raise TaskError(
+                    "a gradient is sparse, and that of no nn.Embedding or nn.EmbeddingBag with sparse=True; use one of "
+                    "these, or dense gradients (sparse=False)"
+                ) from error
             if not self._may_be_idle:  # otherwise buffers of any type are sent
                 self._check_buffer_types()
             raise
@@ -430,17 +437,6 @@ class DdpTrainer(ReplicaTrainer):
             raise TaskError(
                 f"training_step may only call the model, which mode ddp wraps ({error}); write what it does with its "
                 "parts into the forward of the model"
-            ) from error
-
-    def backward_batch(self, loss: Tensor, batches: int) -> None:
-        try:
-            super().backward_batch(loss, batches)
-        except NotImplementedError as error:
-            if "SparseTensorImpl" not in message_of(error):  # the gradient that DDP was to reduce
-                raise
-            raise TaskError(
-                "a gradient is sparse, and that of no nn.Embedding or nn.EmbeddingBag with sparse=True; use one of "
-                "these, or dense gradients (sparse=False)"
             ) from error
 
     def _check_buffer_types(self) -> None:
@@ -484,7 +480,8 @@ class DdpTrainer(ReplicaTrainer):
     def _announce_in_step(self, totals: StepTotals | None) -> None:
         # The announcement holds until the next batch is taken: samples in the buffer stay, and an end is final.
         # It is made again after a validation or a checkpoint.
-        announcement = None if self.is_due(self.step + 1) else self.announcement_if_ready()
+        is_followed = any_due(self.step + 1, self.due_every, self.optimizer_calls.batch_began)
+        announcement = None if is_followed else self.announcement_if_ready()
         announcement = announcement or self.control.with_stop(Announcement(Readiness.WAITING), self.seconds)
         self.control.announce(announcement, totals, in_step=True, buffer_kinds=self.tree.buffer_kinds())
 
@@ -643,21 +640,21 @@ class DdpTrainer(ReplicaTrainer):
             dist.all_reduce(gradient)
         parameter.grad = gradient / count
 
-    def idle(self, decision: Decision) -> int:
+    def wait_version(self, version: int) -> int:
         """Take part in the collectives of ranks that still have data, as ``DistributedDataParallel.join`` does."""
         self._announce_in_step(None)
         self.tree.clear_gradients()
         if self.local_steps is not None:
             self._reduce_round(self.local_steps, samples=0)
-            self.updater.apply(decision.step + 1)
+            self.updater.apply(version)
             self.updater.clear_gradients()
-            return super().idle(decision)
+            return version
         self._shadow_backward()
         if self._skipped() is not None:
-            return decision.step
+            return version - 1
         self._missed_updates = True
         self.updater.on_missed_update()
-        return super().idle(decision)
+        return version
 
     def _shadow_backward(self) -> None:
         """Take part in the collectives of the last backward of the others, as the ``main_hook`` of ``join_hook``."""

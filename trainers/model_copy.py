@@ -38,7 +38,6 @@ class ModelCopy:
     ) -> None:
         self.parameters = parameters
         self.tree = ModelTree(model)
-        self.table_uses: dict[str, TableUse] = {}
         self.keeps_buffers = False  # a change of them between two steps is kept
         self._model = model
         self._shares_memory = shares_memory
@@ -108,9 +107,9 @@ class ModelCopy:
                 continue
             table.grad = gradient.coalesce()
             row_bytes = table.numel() // max(len(table), 1) * table.element_size()
-            if name not in self.table_uses:
-                self.table_uses[name] = TableUse(len(table), row_bytes, self._tables[name])
-            self.table_uses[name].add(gradient._nnz(), table.grad._indices()[0].cpu().numpy())
+            if name not in self.tree.table_uses:
+                self.tree.table_uses[name] = TableUse(len(table), row_bytes, self._tables[name])
+            self.tree.table_uses[name].add(gradient._nnz(), table.grad._indices()[0].cpu().numpy())
             ids, rows = ids + gradient._nnz(), rows + table.grad._nnz()
         return ids, rows
 

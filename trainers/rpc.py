@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from paramserver.checkpoint import stage_copy, unpack
+from paramserver.checkpoint import unpack
 from paramserver.consistency import Decision, Verdict, module_buffer_owner
+from paramserver.limits import any_due
 from paramserver.metrics.profile import span
 from paramserver.metrics.records import StepReport, StepResult, StepTotals
 from paramserver.parameters.model import TrainingFlags, build_model, load_frozen_state
@@ -33,9 +34,7 @@ from paramserver.trainers.pull import StepContext, VersionPull, make_transport
 from paramserver.trainers.push import GradientPush
 from paramserver.trainers.row_lookup import RowLookup
 from paramserver.trainers.server_control import ServerControl
-from paramserver.transport.base import TrainerTransport
 from paramserver.transport.messages import DataPosition, JoinReply, Push, StepGrant
-from paramserver.transport.rpc import RpcTrainerTransport
 
 log = logging.getLogger("paramserver")
 
@@ -71,7 +70,6 @@ class RpcTrainer(Trainer):
     control: ServerControl
     server: ServerClient
 
-    transport: TrainerTransport | None = None  # None if the model stays on the server
     _next_grant: StepGrant | None = None  # came with the reply to the last push
     _validates_averages = False
     _scale = 1.0  # of the losses of the present step
@@ -120,24 +118,7 @@ class RpcTrainer(Trainer):
         kept = {name: stored.get(name) for name in names}
         data = {"buffer": None, "source": position.source, "applied": position.applied, "counters": position.counters}
         # Not by an override of the user, which expects what its ``state_dict`` has added.
-        RpcTrainer.load_state_dict(self, {**kept, **data, "random": None, "resumes": incarnation})
-
-    def load_state_dict(self, part: Mapping[str, Any]) -> None:
-        transport = self.transport
-        if not isinstance(transport, RpcTrainerTransport) or transport.feedback is None:
-            super().load_state_dict(part)
-            return
-        # What compression has lost before the checkpoint.
-        residuals = part.get("residuals") or {}
-        super().load_state_dict({**part, "residuals": None})
-        transport.load_residuals(residuals)
-        self.record("residuals", restored=bool(residuals))
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if isinstance(self.transport, RpcTrainerTransport) and self.transport.feedback is not None:
-            state["residuals"] = stage_copy(self.transport.residuals(), self.control.memory)
-        return state
+        Trainer.load_state_dict(self, {**kept, **data, "random": None, "resumes": incarnation})
 
     def receive_model(self, reply: JoinReply) -> None:
         """Load the server's model, and choose the transport that keeps it current."""
@@ -157,7 +138,7 @@ class RpcTrainer(Trainer):
             lambda: self.control.flush_records().wait(),
             row_ends(layout, shards),
         )
-        self.tree, self.table_uses = self.model_copy.tree, self.model_copy.table_uses
+        self.tree = self.model_copy.tree
         self.record("transport", transport=transport.name)
         self.optimizer_calls.set_optimizers(reply.parameters_of, self.model)
         self.local_steps = LocalSteps.of(self.task, self.model, self.config, self.trainer_index)
@@ -277,7 +258,9 @@ class RpcTrainer(Trainer):
         """
         positions, keys = self.data.pop_served()
         report = self.server.number_push(report, used=used, positions=_compact(positions), keys=keys)
-        is_followed = self.optimizer_calls.parameters_of or (self.lockstep and self.is_due(report.version + 1))
+        is_followed = self.optimizer_calls.parameters_of or (
+            self.lockstep and any_due(report.version + 1, self.due_every, self.optimizer_calls.batch_began)
+        )
         return Push(report, buffers, None if is_followed else self.announcement_if_ready())
 
     def finish_step(self, grant: StepGrant) -> StepResult:
@@ -289,16 +272,11 @@ class RpcTrainer(Trainer):
         self.clock.lap_shared("push", wait=grant.result.held_s + grant.held_s, apply=grant.result.apply_s)
         return grant.result
 
-    def idle(self, decision: Decision) -> int:
-        """Wait for the version that the others make, which may be validated or saved next."""
+    def wait_version(self, version: int) -> int:
         with span("wait"):
-            step = self.server.wait_version(decision.step + 1)
+            step = self.server.wait_version(version)
         self.clock.lap("wait")
         return step
-
-    def follow_update(self) -> int:
-        # Those that have compared the call may be lost before they push.
-        return self.step if self.optimizer_calls.nonfinite else self.server.wait_version(self.step + 1)
 
     # Validation, checkpoints, records.
 

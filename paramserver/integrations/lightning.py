@@ -472,7 +472,7 @@ class LightningTask(Task):
                 "record"
             )
         if is_of_epoch:
-            weight = float(batch_size or self.trainer.batch_samples)
+            weight = float(batch_size or self.trainer.current_step.batch_samples)
             key = name, f"{name}_epoch" if is_of_step else name, logger is not False
             _, total, weights = self._sums.get(key, (reduction, -math.inf if reduction == "max" else 0.0, 0.0))
             if reduction == "max":

@@ -173,6 +173,10 @@ class StepTotals(StepQuantities):
     samples: int
     skipped: int = 0
 
+    def to_report(self, trainer_index: int, version: int, **fields: Any) -> StepReport:
+        """Return the report of a trainer's step at ``version`` in which this was measured, with these ``fields``."""
+        return StepReport(trainer_index, version, **vars(self), **fields)
+
 
 @dataclass(frozen=True)
 class StepReport(StepQuantities):

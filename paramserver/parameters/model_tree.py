@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from paramserver.errors import TaskError
+from paramserver.metrics.records import TableUse
 from paramserver.parameters.flat import FlatLayout, TensorSlot
 from paramserver.parameters.numerics import divide_
 
@@ -74,11 +75,13 @@ def mean_buffers(several: Sequence[PackedBuffers | None]) -> PackedBuffers | Non
 class ModelTree:
     """The modules, parameters and module buffers of a model, as they are now and as they were at the start.
 
-    The model is built completely, and not changed since the optimizer was made.
+    The model is built completely, and not changed since the optimizer was made. ``table_uses`` has what gradients had
+    of embedding tables, by name, where that is counted.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.table_uses: dict[str, TableUse] = {}
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._read_modules()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from paramserver.errors import NotFinite, TaskError, TrainingError, message_of
 from paramserver.importing import describe_user_error
@@ -149,6 +150,45 @@ def check_loss(
             "Lower the learning rate, set training.clip_grad_norm, or look at the batch"
         )
     return value
+
+
+class LossScaling:
+    """Scales losses for their backward, so that gradients of float16 do not underflow, and unscales the gradients.
+
+    ``scale`` returns what a loss is multiplied by, a power of two; None if losses are not scaled.
+    """
+
+    def __init__(self, scale: Callable[[], float] | None) -> None:
+        self._scale = scale
+        self._in_backward = False
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Compute the gradients of a loss; ``options`` are those of ``Tensor.backward``."""
+        if self._scale is not None:
+            # Not by a number: a loss of float16 would overflow.
+            loss = loss * torch.tensor(self._scale(), dtype=torch.float32, device=loss.device)
+        self._in_backward = self._scale is not None
+        loss.backward(**options)  # type: ignore[no-untyped-call]
+        self._in_backward = False
+
+    def unscale_gradients(self, parameters: Iterable[nn.Parameter]) -> Iterator[RemovableHandle]:
+        """Let each gradient be unscaled before it is accumulated: before it is summed, reduced, sent or clipped.
+
+        Yields what removes the hook of each parameter.
+        """
+
+        def unscale(gradient: Tensor) -> Tensor:
+            # A backward of the user has no scale. The division is exact, unless the result is subnormal.
+            return gradient / self._scale() if self._in_backward and self._scale is not None else gradient
+
+        for parameter in parameters if self._scale is not None else ():
+            requires_grad = parameter.requires_grad  # not where on_resume has frozen it for a time
+            hook: RemovableHandle = parameter.requires_grad_().register_hook(unscale)  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(requires_grad)
+            yield hook
+            hooks = parameter._backward_hooks or {}
+            for earlier in [*hooks][:-1]:  # of the task, which torch would call first
+                hooks[earlier] = hooks.pop(earlier)
 
 
 @contextmanager

@@ -424,18 +424,19 @@ class ParameterServer(TutorialMethods, ShardHandlers):
         """Reply with the average of each parameter, by name, during a validation, in which no update is applied."""
         with self._lock:
             self.roster.admit(sender)
-            return self._read_state(lambda updater: updater.averages())
+            return _read_updater(self, lambda updater: updater.averages())
 
     @repeatable
     def optimizer_state(self) -> torch.futures.Future[dict[str, Any]]:
         """Reply with the optimizer's ``state_dict`` when no update is in progress."""
         with self._lock:
-            return self._read_state(lambda updater: stage_copy(updater.state_dict()["optimizer"]))
+            return _read_updater(self, lambda updater: stage_copy(updater.state_dict()["optimizer"]))
 
-    def _read_state(self, read: Callable[[UpdaterState], Any]) -> Future:
-        """Return the future of what ``read`` returns when no update is in progress."""
-        future: Future = torch.futures.Future()
-        self.aggregator.with_updater_state(
-            lambda updater: self.run.complete({0: future}, lambda: {0: read(updater)}),
-        )
-        return future
+
+def _read_updater(server: ParameterServer, read: Callable[[UpdaterState], Any]) -> Future:
+    """Return the future of what ``read`` returns when no update is in progress. With the lock of the server."""
+    future: Future = torch.futures.Future()
+    server.aggregator.with_updater_state(
+        lambda updater: server.run.complete({0: future}, lambda: {0: read(updater)}),
+    )
+    return future

@@ -140,6 +140,14 @@ class TrainerTransport(ABC):
         """
         raise AssertionError("the backward of this transport is local")
 
+    def residuals(self) -> dict[str, Tensor]:
+        """Return what compression has lost so far, by parameter. Only with ``feedback``."""
+        raise AssertionError("this transport compresses nothing")
+
+    def load_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Continue with ``residuals()``, of this or of another division of the parameters. Only with ``feedback``."""
+        raise AssertionError("this transport compresses nothing")
+
     @abstractmethod
     def step_bytes(self, pulled: Sequence[Tensor]) -> int:
         """Return the bytes that a step with this version moves between two processes, in both directions."""

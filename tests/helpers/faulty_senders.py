@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from paramserver.checkpoint import serialization
+from paramserver.consistency import Verdict
 from paramserver.trainers import DdpTrainer, RpcTrainer
 
 
@@ -39,14 +40,11 @@ class DelayedParts:
     def agree(self):
         with self._trained:
             self._trained.notify_all()
-        return super().agree()
-
-    def save(self, reason):
-        if reason in ("end", "interrupted"):
-            with self._trained:
-                self._ended = True
-                self._trained.notify_all()
-        super().save(reason)
+        decision = super().agree()
+        with self._trained:
+            self._ended = decision.verdict is Verdict.END and not decision.resizes
+            self._trained.notify_all()
+        return decision
 
 
 class DelayedRpc(DelayedParts, RpcTrainer):

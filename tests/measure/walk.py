@@ -152,14 +152,14 @@ class WalkedTask(Task):
 
     def on_train_start(self) -> None:
         self._recorder.start_here()
-        save = self.trainer.save
+        save_part = self.trainer.save_part
 
-        def marked_save(reason: str) -> None:
+        def marked_save(reason: str, since: float) -> None:
             self._recorder.write("save", reason)
-            save(reason)
+            save_part(reason, since)
             self._recorder.write("saved")
 
-        self.trainer.save = marked_save
+        self.trainer.save_part = marked_save
 
     def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor:
         self._recorder.write("step")
