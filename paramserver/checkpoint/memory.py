@@ -29,6 +29,7 @@ MEMORY = "memory"
 
 _FOLLOWS, _BLOCKS = "follows", "blocks"
 _PREFIX = "paramserver-"
+_MOST_NAME_BYTES = 234  # of the run
 _MIB = 2**20
 
 
@@ -68,7 +69,7 @@ def make_memory_folder(run: Path, base: Path, objects: Mapping[str, Any]) -> Pat
             "(docker run --shm-size, mount -o remount,size=...), set another one, or checkpoint.memory_every to null"
         )
     # The name is random: neither another run nor another user has it.
-    folder = base.absolute() / f"{_PREFIX}{run.resolve().name}-{secrets.token_hex(4)}"
+    folder = base.absolute() / f"{_prefix(run.resolve())}{secrets.token_hex(4)}"
     # It is named before it exists: if this process is killed in between, nothing is left that no file names.
     with explain_disk_errors(run / "checkpoints" / MEMORY, "file"):
         atomic_write_bytes(run / "checkpoints" / MEMORY, os.fsencode(f"{run.resolve()}\n{folder}\n"))
@@ -152,7 +153,7 @@ def memory_folder(run: Path) -> Path | None:
     # may have any end of a line.
     owner = f"{run}\n"
     folder = Path(text.removeprefix(owner).removesuffix("\n"))
-    if not (text.startswith(owner) and folder.name.startswith(f"{_PREFIX}{run.name}-")):
+    if not (text.startswith(owner) and folder.name.startswith(_prefix(run))):
         return None
     try:
         return folder if stat.S_ISDIR(folder.stat().st_mode) else None
@@ -160,6 +161,11 @@ def memory_folder(run: Path) -> Path | None:
         return folder
     except (OSError, ValueError):
         return None
+
+
+def _prefix(run: Path) -> str:
+    """Return what the names of the folders of a run begin with, so short that no name has more than 255 bytes."""
+    return f"{_PREFIX}{os.fsdecode(os.fsencode(run.name)[:_MOST_NAME_BYTES])}-"
 
 
 def _read(path: Path) -> tuple[Checkpoint, dict[str, Any]]:

@@ -233,9 +233,14 @@ def test_two_runs_never_share_a_folder(run, base):
     assert make_memory_folder(run, base, {}) != make_memory_folder(run, base, {})
 
 
-def test_the_name_of_a_run_may_be_as_long_as_with_earlier_versions(base, tmp_path):
-    (run := tmp_path / ("a" * 234)).joinpath("checkpoints").mkdir(parents=True)
-    assert make_memory_folder(run, base, {}).is_dir()
+@pytest.mark.parametrize("name", ["r" * 255, "r" + "é" * 127], ids=["long", "in the middle of a character"])
+def test_the_name_of_a_run_may_be_as_long_as_that_of_a_folder(base, tmp_path, name):
+    (run := tmp_path / name).joinpath("checkpoints").mkdir(parents=True)
+    found = on_disk(run, 1)
+    stored = in_memory(run, base, 2, [found.name])
+    assert newer_in_memory(run) == stored
+    assert move_to_disk(run) is not None
+    assert not list(base.iterdir())
 
 
 def test_a_folder_that_no_file_names_is_not_made(run, base, monkeypatch):
