@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import logging
 import multiprocessing
 import os
 import select
@@ -11,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -186,10 +188,24 @@ def exit_process(exit_code: int) -> NoReturn:
     done = threading.Event()
     # Takes no lock of this package. Ends with the process.
     threading.Thread(target=_limit_handlers, args=(exit_code, done), name="exit-limit", daemon=True).start()
+    _skip_handlers_of_torch()
     atexit._run_exitfuncs()
     done.set()
     flush_output()
     os._exit(exit_code)
+
+
+def _skip_handlers_of_torch() -> None:
+    """Leave out 50 ms of exit handlers of torch that release memory, or log what is not shown."""
+    # It imports a library that formats the table.
+    log_compile_times = getattr(sys.modules.get("torch._dynamo.utils"), "dump_compile_times", None)
+    if log_compile_times is not None and not logging.getLogger("torch._dynamo.utils").isEnabledFor(logging.INFO):
+        atexit.unregister(log_compile_times)
+    # Each deregisters the operators of a library.
+    for finalizer in list(vars(weakref.finalize)["_registry"]):
+        called = finalizer.peek()
+        if called is not None and getattr(called[1], "__module__", None) == "torch.library":
+            finalizer.atexit = False
 
 
 def _limit_handlers(exit_code: int, done: threading.Event) -> None:

@@ -33,6 +33,25 @@ exit_process(3)
     assert done.stdout.split() == ["work", "thread", "handler"]
 
 
+def test_operators_of_torch_stay_and_no_times_of_its_compiler_are_formatted():
+    """Both take longer than all else at the end of a rank; what a task finalizes at exit is finalized."""
+    done = ended(
+        """
+import atexit, sys
+atexit.register(lambda: print(bool(torch.library._impls), "tabulate" in sys.modules, Path(folder.name).exists()))
+import tempfile
+from pathlib import Path
+import torch._dynamo
+from paramserver.process_utils import exit_process
+folder = tempfile.TemporaryDirectory()
+print(bool(torch.library._impls), "tabulate" in sys.modules, Path(folder.name).exists())
+exit_process(0)
+"""
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["True False True", "True False False"]
+
+
 def test_output_that_cannot_be_written_does_not_change_the_exit_code():
     program = """
 import sys
