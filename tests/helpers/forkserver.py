@@ -13,6 +13,7 @@ import itertools
 import json
 import multiprocessing.util
 import os
+import select
 import selectors
 import signal
 import socket
@@ -22,6 +23,7 @@ import threading
 import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import fast_disk
 
@@ -33,6 +35,8 @@ SHORT_LIFE = "TEST_SHORT_LIFE_S"
 """Ranks that live for less than so many seconds start again with a delay; 0: all ranks start again at once."""
 FORKED_LOADER = "TEST_FORKED_LOADER"
 """The first process that a rank of these runs spawns, the loader of its workers, is a fork too (``LoaderToBe``)."""
+FORKED_TRAINER = "TEST_FORKED_TRAINER"
+"""The first trainer that the server of a host starts (``cluster.colocate``) is a fork too (``TrainerToBe``)."""
 PRELOADED = (
     "paramserver.tools.chaos.command",
     "paramserver.launch",
@@ -260,6 +264,68 @@ def wait_to_be_loader(rank, link):
         os._exit(1)
 
 
+class TrainerToBe:
+    """In place of the first ``subprocess.Popen`` of a server that starts the trainer of its host.
+
+    As ``LoaderToBe``: it is forked while the server has no threads, and waits for the arguments. A trainer that is
+    started again is a new interpreter.
+    """
+
+    def __init__(self):
+        from paramserver.runtime import restarts
+
+        self.returncode = None
+        self._link, link = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._link.close()
+            wait_to_be_trainer(link)
+        link.close()
+        restarts.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": self})
+
+    def __call__(self, command, *, env, stdin):
+        from paramserver.runtime import restarts
+
+        assert command[1:3] == ["-m", "paramserver.launch"]
+        restarts.subprocess = subprocess
+        with self._link:
+            self._link.sendall(json.dumps([command[3:], env]).encode())
+        return self
+
+    def poll(self):
+        if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(ended[1])
+        return self.returncode
+
+    def wait(self, timeout_s=None):
+        if self.poll() is None:
+            with os.fdopen(os.pidfd_open(self.pid), "rb", buffering=0) as ends:
+                if not select.select([ends], [], [], timeout_s)[0]:
+                    raise subprocess.TimeoutExpired("paramserver.launch", timeout_s)
+        return self.poll()
+
+    def terminate(self):
+        os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def wait_to_be_trainer(link):
+    """Be what ``TrainerToBe`` forks until it ends. Does not return."""
+    from paramserver import launch, process_utils
+
+    close_descriptors({link.fileno()})
+    with link, link.makefile() as message:
+        text = message.read()
+    if not text:
+        os._exit(0)
+    arguments, environ = json.loads(text)
+    adopt_environment(environ)
+    sys.argv = ["paramserver.launch", *arguments]
+    process_utils.exit_process(launch.main(arguments))
+
+
 def close_descriptors(kept):
     """Close all but the standard streams and those ``kept``."""
     for descriptor in sorted(int(link.name) for link in Path("/proc/self/fd").iterdir()):
@@ -323,6 +389,8 @@ def run_supervisor(parent, request, status):
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    if os.environ.get(FORKED_TRAINER):
+        TrainerToBe()
     os.write(status, f"{os.getpid()}\n".encode())
     code = 1
     try:

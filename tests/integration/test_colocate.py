@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import psutil
 import pytest
+from forkserver import FORKED_TRAINER
 from launching import (
     FinishedRun,
     assert_equal_runs,
@@ -55,15 +56,12 @@ class Hosts:
 
     def start(self, host, *flags):
         words = ["--rank", host, *self.words, *flags]
-        return self._stack.enter_context(fork_server().start(words, self.folder, environment()))
+        environ = environment(**{FORKED_TRAINER: "1"})
+        return self._stack.enter_context(fork_server().start(words, self.folder, environ))
 
     def trainer_of(self, host):
-        """The process of the trainer that the command of a host started."""
-        command, deadline = psutil.Process(self.commands[host].pid), time.monotonic() + 60
-        while not (found := [child for child in command.children() if "--colocated" in child.cmdline()]):
-            assert time.monotonic() < deadline, self.commands[host].output.read_text()
-            time.sleep(0.05)
-        return found[0]
+        """The process of the trainer that the command of a host started: its first child (see ``TrainerToBe``)."""
+        return min(psutil.Process(self.commands[host].pid).children(), key=psutil.Process.create_time)
 
     def wait_for_checkpoint(self):
         deadline = time.monotonic() + 60
