@@ -60,6 +60,7 @@ def test_a_default_that_no_data_loader_replaces_is_refused_by_the_ranks(tmp_path
     assert not list((tmp_path / "runs").glob("*"))
 
 
+@pytest.mark.usefixtures("forked_loaders")
 @pytest.mark.parametrize("kind", ["weighted", "keeps", "buckets"])
 def test_two_servers_and_worker_processes_change_nothing(tmp_path, kind):
     one = trained(tmp_path, "rpc", 2, kind)

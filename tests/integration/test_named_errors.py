@@ -74,6 +74,7 @@ def test_an_error_of_the_validation_data_names_the_call_and_the_sample(start, wh
 
 @pytest.mark.claim("failing-item")
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_loaders")
 @pytest.mark.parametrize(("mode", "workers"), [("ddp", 0), ("rpc", 2)])
 def test_an_error_of_another_rank_names_its_sample_too(tmp_path, mode, workers):
     finished = launch(
