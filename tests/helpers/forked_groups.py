@@ -10,12 +10,13 @@ from paramserver.tools.bench.processes import ProcessGroup
 
 
 class ForkedGroup(ProcessGroup):
-    """In place of a ``ProcessGroup`` of commands that begin with ``python -m paramserver.launch``."""
+    """In place of a ``ProcessGroup`` of commands that begin with ``python -m`` and a module of this package."""
 
     def __enter__(self):
         for command, output in zip(self._commands, self._outputs, strict=True):
-            assert command[1:3] == ["-m", "paramserver.launch"]
-            run = fork_server().start(command[3:], output.parent, self._environ, output=output)
+            package, _, program = command[2].partition(".")
+            assert (command[1], package) == ("-m", "paramserver")
+            run = fork_server().start(command[3:], output.parent, self._environ, program, output=output)
             self._processes.append(ForkedCommand(run))
         return self
 
@@ -34,7 +35,7 @@ class ForkedCommand:
     def wait(self, timeout_s=30):
         if self.returncode is None:
             if not select.select([self._run._reading], [], [], timeout_s)[0]:
-                raise subprocess.TimeoutExpired("paramserver.launch", timeout_s)
+                raise subprocess.TimeoutExpired("a process of a benchmark", timeout_s)
             code = self._run.wait()
             self.returncode = -signal.SIGKILL if code is None else code
             self._run.join()

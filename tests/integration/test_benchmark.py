@@ -46,7 +46,10 @@ def processes_left(out):
 @pytest.fixture(scope="module", autouse=True)
 def _runs_are_forked():
     """Those of benchmarks in this process; test_an_interrupt_keeps_what_is_finished starts interpreters."""
-    with mock.patch("paramserver.tools.bench.measure.ProcessGroup", ForkedGroup):
+    with (
+        mock.patch("paramserver.tools.bench.measure.ProcessGroup", ForkedGroup),
+        mock.patch("paramserver.tools.bench.link_probe.ProcessGroup", ForkedGroup),
+    ):
         yield
 
 

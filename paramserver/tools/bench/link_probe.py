@@ -15,7 +15,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -67,14 +67,14 @@ def measure_links(
 # In the two processes.
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--number", type=int, choices=(0, 1), required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--interface", default=LOOPBACK)
     parser.add_argument("--size", type=int, default=SIZE_BYTES)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     import torch
 
     # Before both measurements: gloo and TensorPipe read the variables when they start to listen.
