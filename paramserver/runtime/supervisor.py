@@ -454,6 +454,10 @@ class Supervisor:
         # Servers cannot be done without, nor a rank of a process group.
         if not mode_of(self.config).has_servers or rank.role.kind != "trainer" or self.config.server.on_loss == "fail":
             return False
+        # After a signal rank 0 ends the run without it, and saves what is applied.
+        assert rank.failure is not None
+        if rank.failure["kind"] == "PeerLost" and rank.failure["signal"] not in rank.sent:
+            return True
         # The run ends anyway.
         if self._is_ending:
             return False
@@ -606,10 +610,13 @@ class Supervisor:
     def _failure_from_exit(self, rank: _RankProcess, exit_code: int) -> dict[str, Any]:
         """Describe the failure of a rank that reported none."""
         log = self.run.log_file(rank.global_rank)
+        ends_by_signal = self._signal is not None and not self._is_failing and self.config.server.on_loss != "fail"
         kind, how = "TrainingError", self._how_ended(rank, exit_code)
         if -exit_code in rank.sent:
             # The supervisor ended it because another rank had failed or a signal came: a consequence, not the cause.
             kind, how = "PeerLost", f"did not react and was ended by {signal_name(-exit_code)}"
+        elif ends_by_signal and exit_code < 0 and -exit_code not in STOP_SIGNALS:
+            kind = "PeerLost"  # the run ends for the signal, as it would without this loss
         last_lines = "" if -exit_code in _SUDDEN else _end_of(log)
         message = f"{how}; see the end of its log, {log}{last_lines}"
         return {"kind": kind, "message": message, "exit_code": 1, "traceback": "", "signal": -exit_code}

@@ -246,6 +246,39 @@ def test_ranks_that_make_steps_are_not_signalled_for_one_that_is_interrupted(tmp
     assert run.supervisor._starts_due == [], "the run ends"
 
 
+def test_a_trainer_that_is_lost_after_a_signal_neither_fails_the_run_nor_hurries_the_others(tmp_path):
+    run = Run(tmp_path)
+    run.supervisor._signal = signal.SIGTERM
+    run.end(2, -signal.SIGKILL)
+    assert "rank 2 (trainer 1) is lost and not started again: killed by SIGKILL" in run.records[-1]["text"]
+    assert run.signals == []
+    assert run.supervisor._kill_at is None, "rank 0 may take its time for the last checkpoint"
+    run.end(1, Interrupted.exit_code, "Interrupted", "interrupted (signal SIGTERM)")
+    run.end(0, Interrupted.exit_code, "Interrupted", "interrupted (signal SIGTERM) after step 3")
+    with pytest.raises(Interrupted, match="after step 3"):
+        run.supervisor._raise_outcome()
+
+
+@pytest.mark.parametrize("mode", ["rpc", "ddp"])
+def test_a_rank_without_which_no_run_continues_that_is_lost_after_a_signal_names_the_last_checkpoint(tmp_path, mode):
+    run = Run(tmp_path, mode=mode)
+    run.supervisor._signal = signal.SIGTERM
+    run.end(0, -signal.SIGKILL)
+    for rank in run.supervisor._ranks[1:]:
+        run.end(rank.global_rank, 1, "PeerLost", "rank 0 is lost")
+    with pytest.raises(Interrupted, match=r"interrupted \(SIGTERM\); nothing was saved yet"):
+        run.supervisor._raise_outcome()
+
+
+def test_a_rank_that_was_lost_before_a_signal_is_the_cause(tmp_path):
+    run = Run(tmp_path, mode="ddp")
+    run.end(0, -signal.SIGKILL)
+    run.supervisor._signal = signal.SIGTERM
+    run.end(1, 1, "PeerLost", "rank 0 is lost")
+    with pytest.raises(TrainingError, match=r"rank 0 \(trainer 0\): killed by SIGKILL"):
+        run.supervisor._raise_outcome()
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_trainer_of_an_elastic_run_leaves_once_the_run_trains(tmp_path, trains):
     run = Run(tmp_path, elastic=True)
