@@ -456,7 +456,8 @@ class Supervisor:
             return False
         # After a signal rank 0 ends the run without it, and saves what is applied.
         assert rank.failure is not None
-        if rank.failure["kind"] == "PeerLost" and rank.failure["signal"] not in rank.sent:
+        killed_by = rank.failure.get("signal")  # of one that reported no failure
+        if rank.failure["kind"] == "PeerLost" and killed_by is not None and killed_by not in rank.sent:
             return True
         # The run ends anyway.
         if self._is_ending:

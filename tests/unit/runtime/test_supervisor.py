@@ -259,6 +259,14 @@ def test_a_trainer_that_is_lost_after_a_signal_neither_fails_the_run_nor_hurries
         run.supervisor._raise_outcome()
 
 
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_a_trainer_that_reports_the_loss_of_another_rank_is_one_that_failed(tmp_path, by_signal):
+    run = Run(tmp_path)
+    run.supervisor._signal = signal.SIGTERM if by_signal else None
+    run.end(1, 1, "PeerLost", "rank 0 is lost")
+    assert not run.supervisor._continues_without(run.supervisor._ranks[1])
+
+
 @pytest.mark.parametrize("mode", ["rpc", "ddp"])
 def test_a_rank_without_which_no_run_continues_that_is_lost_after_a_signal_names_the_last_checkpoint(tmp_path, mode):
     run = Run(tmp_path, mode=mode)
