@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ class IngestSpec:
     def sample_bytes(self) -> int:
         return sum(field.num_bytes for field in self.fields)
 
-    @property
+    @cached_property
     def window(self) -> int:
         """Samples of one process that may wait in front of the buffer of one trainer."""
         most = min(_WINDOW, max(_WINDOW_BYTES // self.sample_bytes, 2))  # with 2 one is sent while one is stored
