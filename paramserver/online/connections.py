@@ -204,7 +204,7 @@ class UnfinishedMessages:
         self.check_at = now + (_SUSPECT_INTERVAL_S if self._suspects else interval_s if self._finished else _IDLE_S)
 
     def _read_events(self) -> None:
-        while self.events.poll(0):
+        while int(self.events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # in a third of the time of poll
             event, fd = struct.unpack_from("=Hi", self.events.recv_multipart()[0])
             if event == zmq.EVENT_ACCEPTED:
                 self._finished[fd] = 0

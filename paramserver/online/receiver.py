@@ -226,14 +226,16 @@ class _ReceiverLoop:
         self._join()
         while not self.queue.closed:
             receives = self._refusal is None  # otherwise messages that are finished stay in the socket
-            self._clients.poll(others, self._report_at - time.monotonic(), receives)
+            readable = self._clients.poll(others, self._report_at - time.monotonic(), receives)
             # The order of the steps matters:
             # 1. Clear the wakeup before the queue is read: what is stored in between sets it again and is not missed.
-            self.wakeup.clear()
+            if self.wakeup.fileno() in readable:
+                self.wakeup.clear()
             # 2. Count stored samples before new messages are validated: they free places in the clients' windows.
             self._process_stored()
             # 3. The coordinator before the clients, which may keep the loop busy: its DRAIN and READY come through.
-            self._receive_from_coordinator()
+            if self._coordinator in readable:
+                self._receive_from_coordinator()
             # 4. A bounded number of messages; poll() returns at once if there are more.
             no_message_left = self._receive_from_clients() if self._refusal is None else True
             # 5. One ACK per client for all of the above, and the report last, so that it includes this iteration.

@@ -104,16 +104,18 @@ class RouterSocket:
                 f"{error.strerror}; choose a free port, and an address of rank 0's own host"
             ) from error
 
-    def poll(self, others: Iterable[Any], timeout_s: float, receives: bool = True) -> None:
+    def poll(self, others: Iterable[Any], timeout_s: float, receives: bool = True) -> list[Any]:
         """Wait until a message has arrived, another socket or file descriptor is readable, or the time is over.
 
-        Without ``receives`` messages wait in the socket.
+        Without ``receives`` messages wait in the socket. Returns those of the ``others`` that are readable: to read one
+        that is not costs more than to receive a sample.
         """
         watched = [*others]
         if receives:
             watched += [self._router, self._unfinished.events]
             timeout_s = min(timeout_s, self._unfinished.check_at - time.monotonic())
-        zmq.zmq_poll([(one, zmq.POLLIN) for one in watched], math.ceil(1000 * max(0.0, timeout_s)))
+        found = zmq.zmq_poll([(one, zmq.POLLIN) for one in watched], math.ceil(1000 * max(0.0, timeout_s)))
+        return [one for one, _ in found]
 
     def receive(self, max_messages: int) -> Iterator[list[zmq.Frame]]:
         """Yield the messages that have arrived, up to a number, as routing id and frames; does not block."""
