@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from paramserver.config import Config
+from paramserver.limits import Limits
 from paramserver.metrics.records import MEASURED
 from paramserver.metrics.sinks import Record, Sink
 from paramserver.metrics.summary import summary_text
@@ -81,7 +82,13 @@ class Console(Sink):
             # Nothing that a config limits: simulations have sent nothing, or too little for a step of all trainers.
             limits = "training.max_epochs, max_steps, max_samples or max_seconds"
             raises = f"; to continue, raise the limit that is reached ({limits})"
-            cure = "" if self._config.simulations else raises
+            training, reached = self._config.training, Limits.of(self._config.training)
+            is_limited = (
+                training.max_epochs is not None
+                or reached.reached(record["step"], summary["samples"]) is not None
+                or reached.reached_time(summary["seconds"]) is not None
+            )
+            cure = raises if is_limited and not self._config.simulations else ""
             self._print(f"completed at step {record['step']}, no step was made: {summary['reason']}{cure}")
 
     def _print(self, text: str) -> None:

@@ -440,6 +440,30 @@ def test_a_note_is_printed_on_a_line_of_its_own():
     assert "10/10" in after
 
 
+@pytest.mark.parametrize(
+    ("limits", "reason", "raises"),
+    [
+        ({"max_steps": 10}, "training.max_steps (10) reached", True),
+        ({"max_samples": 320}, "training.max_samples (320) reached", True),
+        ({"max_seconds": 5}, "training.max_seconds (5) reached", True),
+        ({"max_epochs": 2}, "2 epochs done", True),
+        ({"max_steps": 20, "max_seconds": 9}, "all data was served", False),
+        ({}, "the accuracy is reached", False),
+    ],
+)
+def test_a_resume_without_a_step_names_limits_only_where_one_is_reached(limits, reason, raises):
+    stream = io.StringIO()
+    sink = console.Console(Config(training=TrainingConfig(**limits), logging=LoggingConfig(progress="off")), stream)
+    start = {"name": "run", "mode": "rpc", "world_size": 3, "run_dir": "runs/run", "total_samples": None}
+    sink.write(record("start", 10, total_steps=None, **start))
+    summary = {"status": "completed", "reason": reason, "samples": 320, "seconds": 5.0}
+    sink.write(record("end", 10, status="completed", summary=summary))
+    sink.close()
+    *_, last = stream.getvalue().splitlines()
+    assert last.startswith(f"completed at step 10, no step was made: {reason}")
+    assert ("raise the limit" in last) == raises
+
+
 def test_progress_without_tqdm_is_lines_on_a_terminal_too(monkeypatch):
     monkeypatch.setattr(console, "_tqdm", lambda: None)
     assert shown_on_a_terminal(10, [train(2)]) == "step 2/10: train loss 0.5, 64 samples/s\r\n"

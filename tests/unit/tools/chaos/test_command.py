@@ -147,6 +147,8 @@ def test_each_violation_in_the_outcome_fails_its_check(tmp_path, changes, check)
 def test_a_random_fault_need_not_fire(tmp_path):
     outcome = make_outcome(make_run(tmp_path / "run"), shots=[Shot(KILL)])
     assert failed(outcome, optional=[id(KILL)]) == []
+    check = check_run(outcome, {id(KILL)}, None)[0]
+    assert check.detail == "0 of 1 fired; before 1 at random instants the run ended, as it may"
     assert outcome.line(outcome.shots[0]) == "  kill trainer:1 @step 2: did not fire, the run ended before"
 
 
