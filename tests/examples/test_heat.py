@@ -255,7 +255,7 @@ def test_a_diffusivity_multiplies_the_steps(heat):
 def test_losses_are_weighted_by_the_ratio_of_densities_where_that_is_asked_for(heat):
     task = task_of(heat, weighted=True)
     logged = []
-    task.trainer = SimpleNamespace(log_sample_loss=logged.append)
+    task.log_sample_loss = logged.append
     batch = {"parameters": torch.zeros(2, 5), "step": torch.zeros(2), "temperature": torch.zeros(2, 3, 3)}
     batch["density_ratio"] = torch.tensor([2.0, 0.5], dtype=torch.float64)
     away = torch.full((2, 3, 3), 3 * heat.task.SPREAD)
