@@ -168,8 +168,10 @@ class LossScaling:
             # Not by a number: a loss of float16 would overflow.
             loss = loss * torch.tensor(self._scale(), dtype=torch.float32, device=loss.device)
         self._in_backward = self._scale is not None
-        loss.backward(**options)  # type: ignore[no-untyped-call]
-        self._in_backward = False
+        try:
+            loss.backward(**options)  # type: ignore[no-untyped-call]
+        finally:
+            self._in_backward = False  # also for a task that catches the error
 
     def unscale_gradients(self, parameters: Iterable[nn.Parameter]) -> Iterator[RemovableHandle]:
         """Let each gradient be unscaled before it is accumulated: before it is summed, reduced, sent or clipped.

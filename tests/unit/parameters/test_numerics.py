@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paramserver.errors import NotFinite, TaskError
-from paramserver.parameters.numerics import check_loss, checksums, explain_errors, first_nonfinite
+from paramserver.parameters.numerics import LossScaling, check_loss, checksums, explain_errors, first_nonfinite
 
 
 def loss_of(value: float) -> torch.Tensor:
@@ -128,3 +128,19 @@ def test_an_error_that_no_float64_tensor_causes_is_that_of_the_task(batch, model
     with pytest.raises(RuntimeError) as caught, explain_errors("training_step", batch, model):
         raise error
     assert caught.value is error
+
+
+def test_after_an_error_in_a_backward_one_of_the_user_has_no_scale():
+    parameter, scaling = torch.nn.Parameter(torch.ones(1)), LossScaling(lambda: 4.0)
+    hooks = list(scaling.unscale_gradients([parameter]))
+    scaling.backward((parameter * 3.0).sum())
+    assert parameter.grad.item() == 3.0
+    loss = (parameter * 3.0).square().sum()
+    loss.backward()  # which frees what the next one needs
+    with pytest.raises(RuntimeError, match="second time"):
+        scaling.backward(loss)
+    parameter.grad = None
+    (parameter * 3.0).sum().backward()
+    assert parameter.grad.item() == 3.0
+    for hook in hooks:
+        hook.remove()
