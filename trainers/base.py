@@ -300,7 +300,7 @@ class Trainer(ABC):
         return nullcontext()
 
     def explain_errors(self) -> AbstractContextManager[Any]:
-        """Return a context for a forward or a backward, which explains the errors that the mode causes."""
+        """Return a context for a forward, which explains the errors that the mode causes."""
         return nullcontext()
 
     def load_version(self) -> None:
@@ -847,8 +847,7 @@ class TrainingLoop:
                     if done == decision.batches:
                         totals = StepTotals(summed / done, samples)
                         trainer.on_last_loss(totals)
-                    with trainer.explain_errors():
-                        trainer.backward_batch(loss, len(batches))
+                    trainer.backward_batch(loss, len(batches))
                     self._end_batch()
             # 3. The local step, which may be skipped; then its samples, and a loss that is not finite, do not count.
             if local is not None and not self._take_local_step(local, own, summed, buffers):

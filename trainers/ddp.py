@@ -422,12 +422,7 @@ class DdpTrainer(ReplicaTrainer):
         try:
             with _named_causes():
                 yield
-        except RuntimeError as error:
-            if isinstance(error, NotImplementedError) and "SparseTensorImpl" in message_of(error):  # reduced by DDP
-                raise TaskError(
-                    "a gradient is sparse, and that of no nn.Embedding or nn.EmbeddingBag with sparse=True; use one of "
-                    "these, or dense gradients (sparse=False)"
-                ) from error
+        except RuntimeError:
             if not self._may_be_idle:  # otherwise buffers of any type are sent
                 self._check_buffer_types()
             raise
@@ -437,6 +432,17 @@ class DdpTrainer(ReplicaTrainer):
             raise TaskError(
                 f"training_step may only call the model, which mode ddp wraps ({error}); write what it does with its "
                 "parts into the forward of the model"
+            ) from error
+
+    def backward_batch(self, loss: Tensor, batches: int) -> None:
+        try:
+            super().backward_batch(loss, batches)
+        except NotImplementedError as error:
+            if "SparseTensorImpl" not in message_of(error):  # the gradient that DDP was to reduce
+                raise
+            raise TaskError(
+                "a gradient is sparse, and that of no nn.Embedding or nn.EmbeddingBag with sparse=True; use one of "
+                "these, or dense gradients (sparse=False)"
             ) from error
 
     def _check_buffer_types(self) -> None:

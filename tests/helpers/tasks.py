@@ -498,6 +498,25 @@ class BypassesWrapper(ReferenceTask):
         return super().training_step(self.trainer.unwrapped_model, batch, batch_idx)
 
 
+class RaisesErrorOfTorch(ReferenceTask):
+    """Causes errors whose texts are like those that DDP raises for other causes."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def training_step(self, model, batch, batch_idx):
+        if self.where == "forward":
+            batch[0].to_sparse().untyped_storage()
+        loss = super().training_step(model, batch, batch_idx)
+        loss.register_hook(self._raise)
+        return loss
+
+    def _raise(self, gradient):
+        # As DDP does, for a parameter that is used outside the model and that it took for unused.
+        raise RuntimeError("ready only once; disable it by passing the keyword argument `find_unused_parameters=False`")
+
+
 class UsesPartsOfModel(ReferenceTask):
     """Takes a submodule of what it is given."""
 

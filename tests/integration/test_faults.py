@@ -307,6 +307,18 @@ def test_a_parameter_without_a_gradient_is_named_also_before_the_second_step(tmp
     assert "set ddp.extra: {find_unused_parameters: true}, or use all" in finished.output
 
 
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [("forward", "Cannot access storage of SparseTensorImpl"), ("backward", "`find_unused_parameters=False`")],
+)
+def test_an_error_of_the_task_is_not_explained_by_another_cause(tmp_path, where, message):
+    cluster = {"num_trainers": 2, "timeout_s": 30}
+    finished = launch(tmp_path, mode="ddp", task="RaisesErrorOfTorch", task_args={"where": where}, cluster=cluster)
+    assert message in finished.output
+    assert "a gradient is sparse" not in finished.output
+    assert "set ddp.extra" not in finished.output
+
+
 def test_parameters_are_compared_also_without_checkpoints(tmp_path):
     finished = launch(
         tmp_path,
