@@ -455,9 +455,7 @@ class Supervisor:
         if not mode_of(self.config).has_servers or rank.role.kind != "trainer" or self.config.server.on_loss == "fail":
             return False
         # After a signal rank 0 ends the run without it, and saves what is applied.
-        assert rank.failure is not None
-        killed_by = rank.failure.get("signal")  # of one that reported no failure
-        if rank.failure["kind"] == "PeerLost" and killed_by is not None and killed_by not in rank.sent:
+        if _was_killed(rank):
             return True
         # The run ends anyway.
         if self._is_ending:
@@ -688,6 +686,9 @@ class Supervisor:
         if self._signal is not None and self._summary is None:
             name = signal.Signals(self._signal).name
             twice = self._interrupted_twice
+            for rank in filter(_was_killed, self._failed):
+                assert rank.failure is not None
+                self._note(f"warning: {rank.title} failed when the run was interrupted: {rank.failure['message']}")
             raise self._interruption(
                 f"interrupted twice ({name}) and ended at once" if twice else f"interrupted ({name})"
             )
@@ -753,6 +754,12 @@ class Supervisor:
 def _was_interrupted(rank: _RankProcess) -> bool:
     """Return whether a rank reported that a signal ended it; the task may end its process with any exit code."""
     return rank.failure is not None and rank.failure["kind"] == Interrupted.__name__
+
+
+def _was_killed(rank: _RankProcess) -> bool:
+    """Return whether a rank was lost without a report while the run ended for a signal, and not by this process."""
+    failure = rank.failure or {}
+    return failure.get("kind") == "PeerLost" and failure.get("signal", 0) > 0 and failure["signal"] not in rank.sent
 
 
 def _end_of(log: Path) -> str:

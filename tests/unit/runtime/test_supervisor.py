@@ -276,6 +276,9 @@ def test_a_rank_without_which_no_run_continues_that_is_lost_after_a_signal_names
         run.end(rank.global_rank, 1, "PeerLost", "rank 0 is lost")
     with pytest.raises(Interrupted, match=r"interrupted \(SIGTERM\); nothing was saved yet"):
         run.supervisor._raise_outcome()
+    notes = [record["text"] for record in run.records if "failed when the run was interrupted" in record["text"]]
+    assert len(notes) == 1
+    assert "killed by SIGKILL" in notes[0]
 
 
 def test_a_rank_that_was_lost_before_a_signal_is_the_cause(tmp_path):
