@@ -15,6 +15,7 @@ import pickle
 import re
 import sys
 import traceback
+import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -261,8 +262,12 @@ def _loaded_imports_of(path: Path) -> list[str]:
     report.
     """
     source = path.read_bytes()
+    try:
+        text = unicodedata.normalize("NFKC", importlib.util.decode_source(source))  # as Python reads names
+    except (SyntaxError, ValueError):
+        return []
     # Most often no word of the file is such a name, and to parse it takes longer than its import.
-    words = [word for word in set(re.findall(r"\w+", source.decode(errors="replace"))) if word in sys.modules]
+    words = [word for word in set(re.findall(r"\w+", text)) if word in sys.modules]
     loaded = [
         word
         for word in words

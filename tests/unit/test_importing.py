@@ -191,6 +191,22 @@ def test_a_file_does_not_get_what_another_program_imported_under_the_name_of_a_f
     assert load_object("third_task.py:Digits", "task", [tmp_path / "third"]).where == "first"  # as it has none
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["# coding: latin-1\nimport gr\u00f6sse".encode("latin-1"), "import gro\u0308sse".encode()],
+    ids=["latin-1", "decomposed"],
+)
+def test_it_is_found_in_any_encoding_and_normal_form(tmp_path, line):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "gr\u00f6sse.py").touch()
+    first = tmp_path / "first" / "gr\u00f6sse.py"
+    load_object(f"{first}:__name__", "task")
+    (tmp_path / "second" / "imports_it.py").write_bytes(line)
+    with pytest.raises(TaskError, match=r"module gr\u00f6sse must be .*second.*has loaded .*first"):
+        load_object(f"{tmp_path / 'second' / 'imports_it.py'}:__name__", "task")
+
+
 def test_a_reference_is_relative_to_where_it_was_written(tmp_path, monkeypatch):
     current, config, recorded = tmp_path, tmp_path / "project" / "config.yaml", tmp_path / "recorded"
     monkeypatch.chdir(current)
