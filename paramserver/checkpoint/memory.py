@@ -165,7 +165,9 @@ def memory_folder(run: Path) -> Path | None:
 
 def _prefix(run: Path) -> str:
     """Return what the names of the folders of a run begin with, so short that no name has more than 255 bytes."""
-    return f"{_PREFIX}{os.fsdecode(os.fsencode(run.name)[:_MOST_NAME_BYTES])}-"
+    encoded = os.fsencode(run.name)
+    name = run.name if len(encoded) <= _MOST_NAME_BYTES else encoded[:_MOST_NAME_BYTES].decode(errors="ignore")
+    return f"{_PREFIX}{name}-"
 
 
 def _read(path: Path) -> tuple[Checkpoint, dict[str, Any]]:

@@ -238,6 +238,7 @@ def test_the_name_of_a_run_may_be_as_long_as_that_of_a_folder(base, tmp_path, na
     (run := tmp_path / name).joinpath("checkpoints").mkdir(parents=True)
     found = on_disk(run, 1)
     stored = in_memory(run, base, 2, [found.name])
+    assert str(stored).encode()  # as in a message
     assert newer_in_memory(run) == stored
     assert move_to_disk(run) is not None
     assert not list(base.iterdir())
