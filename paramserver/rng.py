@@ -52,7 +52,12 @@ def seed_all(*entropy: int) -> None:
     trainers, give unrelated streams.
     """
     words = np.random.SeedSequence(entropy).generate_state(4)
-    torch.manual_seed((int(words[0]) << 32 | int(words[1])) & (2**63 - 1))
+    seed = (int(words[0]) << 32 | int(words[1])) & (2**63 - 1)
+    # torch.manual_seed formats the stack for each kind of device, also in a build of torch that has none.
+    if torch.accelerator.current_accelerator() is None:
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
     np.random.seed(int(words[2]))
     random.seed(int(words[3]))
 
