@@ -32,7 +32,14 @@ from paramserver.runtime.restarts import RestartPolicy
 
 log = logging.getLogger("paramserver")
 
-MODULES = ("paramserver.runtime.rank", "numpy.random", "torch._dynamo", "torch.profiler", "encodings.idna")
+MODULES = (
+    "paramserver.runtime.rank",
+    "numpy.random",
+    "torch._dynamo",
+    "torch.profiler",
+    "torch.utils.serialization",
+    "encodings.idna",
+)
 """What every rank imports until its first step. torch imports its compiler when the first optimizer is built."""
 
 _COMMAND = (sys.executable, "-m", "paramserver.launch")
