@@ -29,7 +29,7 @@ def test_one_trainer_is_the_same_in_every_mode(tmp_path, kind):
     assert differing_tensors(local.load("optimizer"), rpc.load("optimizer")) == []
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", [*KINDS, "distributed", "iterable"])
 def test_two_trainers_are_the_same_in_ddp_and_rpc(tmp_path, kind):
     limits = {"max_epochs": None} if kind == "iterable" else {}

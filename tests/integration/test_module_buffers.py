@@ -160,7 +160,7 @@ def test_a_model_with_large_buffers_uses_the_socket(tmp_path):
     assert rpc.load("model")["large"][0] == 6
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.claim("buffer-types")
 @pytest.mark.parametrize("optimizers", [1, 2])
 @pytest.mark.parametrize("kind", ["int16", "uint16", "uint8", "float8_e4m3fn", "expanded"])
@@ -180,7 +180,7 @@ def test_a_buffer_that_gets_a_type_that_ddp_cannot_send_is_refused_by_name(tmp_p
     assert "module buffer 4.typed has become torch.int16" in run.output
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("optimizers", [1, 2])
 @pytest.mark.parametrize("kind", ["float32", "int16", "float8_e4m3fn"])
 def test_frozen_parameters_of_every_type_may_be_missing_in_the_state_of_the_model(tmp_path, kind, optimizers):

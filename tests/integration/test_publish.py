@@ -52,7 +52,7 @@ CASES = {
 
 @pytest.mark.parametrize("encoding", ["exact", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 def test_versions_are_whole_in_every_mode(tmp_path, case, encoding):
     port, options = free_port(), CASES[case]
     counts = options.get("server", {}).get("consistency") is None  # otherwise buffers are those of one trainer

@@ -40,7 +40,7 @@ def whole_of_two(tmp_path_factory):
 BUFFER = {"kind": "fifo", "capacity": 96}
 
 
-@pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("rpc", 2), ("ddp", 2)])
+@pytest.mark.parametrize(("mode", "trainers"), [("rpc", 2), ("local", 1), ("ddp", 2)])
 def test_stop_and_resume_is_not_stopping_bit_for_bit(tmp_path, request, mode, trainers):
     """Stopped at step 11, a step without a checkpoint; the other runs through to 20.
 
@@ -67,8 +67,8 @@ def test_stop_and_resume_is_not_stopping_bit_for_bit(tmp_path, request, mode, tr
         assert differing_tensors(one["random"], other["random"]) == []
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("rpc", 2), ("ddp", 2)])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("mode", "trainers"), [("rpc", 2), ("local", 1), ("ddp", 2)])
 def test_what_a_task_has_frozen_stays_frozen(tmp_path, mode, trainers):
     config = {"task": "FreezesOnce", "task_args": {"optimizer": "adam", "samples": 96}, "buffer": BUFFER}
     config["ddp"] = {"extra": {"find_unused_parameters": True}} if mode == "ddp" else {}

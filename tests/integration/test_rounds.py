@@ -225,7 +225,7 @@ def shared(tmp_path_factory):
 
 
 @pytest.mark.claim("rounds")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("ddp", 2), ("rpc", 2)])
 @pytest.mark.parametrize("schedule", ["step", "validation"])
 def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path, mode, trainers, schedule):
@@ -428,7 +428,7 @@ def test_compression_of_what_is_in_shared_memory_is_named(tmp_path):
 # Trainers that do not wait for each other.
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("server", [{"arrivals": 3}, {}, {"consistency": "bounded"}, {"dynamic_local_steps": True}])
 @pytest.mark.parametrize("transport", ["auto", "rpc", "tcp"])
 def test_rounds_without_lockstep_apply_each_sample_once(tmp_path, server, transport):

@@ -47,7 +47,7 @@ MODES = {
 
 @pytest.mark.parametrize("kind", ["fifo", "firo", "reservoir"])
 @pytest.mark.parametrize("case", MODES)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 def test_no_sample_is_served_that_is_too_old(tmp_path, case, kind):
     """A simulation is killed in its middle and starts again: what it sends twice is received once."""
     finished = launch(tmp_path, **settings(tmp_path, buffer={"kind": kind}, **MODES[case]))

@@ -74,7 +74,7 @@ def test_rows_are_those_of_dense_gradients(tmp_path):
 
 
 @pytest.mark.claim("tables")
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(("kind", "accumulate_batches"), [("Adagrad", 3), ("SparseAdam", 1), ("RowWiseAdagrad", 1)])
 @pytest.mark.parametrize("transport", ["shared_memory", "rpc", "tcp"])
 @pytest.mark.parametrize("servers", [1, 2, 3])
