@@ -124,8 +124,8 @@ DEFAULT_JOB = "job"
 class ClusterEnvironment(ABC):
     """What started this process and knows its rank: a command line, a launcher, a job scheduler.
 
-    A subclass defines ``detect``, ``global_rank``, ``world_size``, ``master_addr`` and ``master_port``, and overrides
-    the other properties if the environment provides them. See ``resolve.ENVIRONMENTS`` for how to add one.
+    A subclass defines ``detect``, ``global_rank``, ``world_size``, ``master_addr`` and ``master_port``, and properties
+    for those further fields of ``ProcessIdentity`` that it provides. See ``resolve.ENVIRONMENTS`` for how to add one.
     """
 
     source: ClassVar[str]
@@ -202,11 +202,6 @@ class ClusterEnvironment(ABC):
         return infer_placement(self.global_rank, self.world_size, self.master_addr)[2]
 
     @property
-    def host_ranks(self) -> tuple[int, ...]:
-        """The ranks of this host where they may not be consecutive; empty where they are."""
-        return ()
-
-    @property
     def store_is_hosted(self) -> bool:
         """Whether the environment serves a TCPStore at ``master_addr:master_port``; if not, rank 0 does."""
         return False
@@ -216,29 +211,13 @@ class ClusterEnvironment(ABC):
         """A prefix that differs between attempts on one store. A store that rank 0 serves is new in each attempt."""
         return DEFAULT_JOB
 
-    @property
-    def launch(self) -> str:
-        """A prefix that all attempts share on a store that outlives them; empty where none does."""
-        return ""
-
-    @property
-    def job_step(self) -> str:
-        """What the scheduler started as the ranks of this run, and of no other; empty where that has no name."""
-        return ""
-
-    @property
-    def restarts_all(self) -> bool:
-        """Whether it starts all ranks again after the loss of one."""
-        return False
-
     def identity(self) -> ProcessIdentity:
         """Read all properties.
 
         Raises:
             UnsupportedConfiguration: a variable or flag is missing or wrong.
         """
-        # Each field is the property of this name; token and servers are not from the environment.
-        names = [one.name for one in fields(ProcessIdentity) if one.name not in ("token", "servers")]
+        names = [one.name for one in fields(ProcessIdentity) if hasattr(type(self), one.name)]
         return ProcessIdentity(**{name: getattr(self, name) for name in names})
 
 
