@@ -148,12 +148,16 @@ def _phases_ms(steps: Sequence[StepStamp]) -> dict[str, float]:
     return {name: total / len(steps) * 1e3 for name, total in zip(COLUMNS, sums, strict=True)}
 
 
-class CpuSampler:
-    """Samples the CPU time of registered processes."""
+class KernelSampler:
+    """Samples counters of the kernel: the CPU time of registered processes, and the bytes of interfaces of hosts.
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self._folders = folders
-        self._samples: dict[int, list[tuple[float, float]]] = {}
+    ``hosts`` are those whose interfaces count, the first ``count`` of them; None for none.
+    """
+
+    def __init__(self, folders: Sequence[Path], hosts: NetworkHosts | None, count: int) -> None:
+        self._folders, self._hosts, self._count = folders, hosts, count
+        self._samples: dict[int, list[tuple[float, float]]] = {}  # CPU seconds, by process
+        self._moved: list[tuple[float, float]] = []  # bytes that all interfaces sent and received
         self._ticks = os.sysconf("SC_CLK_TCK")
 
     def sample(self) -> None:
@@ -162,36 +166,23 @@ class CpuSampler:
             with suppress(FileNotFoundError, ProcessLookupError):
                 used_s = cpu_ticks(pid) / self._ticks
                 self._samples.setdefault(pid, []).append((time.perf_counter(), used_s))
+        if self._hosts is not None:
+            moved = sum(self._hosts.moved_bytes(number) for number in range(self._count))
+            self._moved.append((time.perf_counter(), float(moved)))
 
-    def used_s(self, pid: int, begin: float, end: float) -> float | None:
-        """CPU seconds between two values of ``time.perf_counter()``; None with fewer than two samples."""
-        samples = self._samples.get(pid, ())
+    def used_s(self, pids: Sequence[int], window: MeasuredWindow) -> float | None:
+        """CPU seconds of several processes; None without processes, or where one has fewer than two samples."""
+        each = [self._samples.get(pid, []) for pid in pids]
         # One sample gives no difference: the process was alive for hardly longer than one interval.
-        if len(samples) < 2:
-            return None
-        return interpolated(samples, end) - interpolated(samples, begin)
+        return sum(_between(one, window) for one in each) if each and min(map(len, each)) > 1 else None
 
-    def all_used_s(self, pids: Sequence[int], begin: float, end: float) -> float | None:
-        """The sum over several processes; None where one is unknown, or without processes."""
-        each = [self.used_s(pid, begin, end) for pid in pids]
-        known = [seconds for seconds in each if seconds is not None]
-        return sum(known) if known and len(known) == len(each) else None
+    def moved_bytes(self, window: MeasuredWindow) -> float | None:
+        """Bytes that the interfaces sent and received; None without hosts."""
+        return None if self._hosts is None else _between(self._moved, window)
 
 
-class WireSampler:
-    """Samples the sum of the byte counters of the interfaces of hosts."""
-
-    def __init__(self, hosts: NetworkHosts, count: int) -> None:
-        self._hosts, self._count = hosts, count
-        self._samples: list[tuple[float, float]] = []
-
-    def sample(self) -> None:
-        moved = sum(self._hosts.moved_bytes(number) for number in range(self._count))
-        self._samples.append((time.perf_counter(), float(moved)))
-
-    def bytes_between(self, begin: float, end: float) -> float:
-        """Bytes sent and received between two values of ``time.perf_counter()``."""
-        return interpolated(self._samples, end) - interpolated(self._samples, begin)
+def _between(samples: Sequence[tuple[float, float]], window: MeasuredWindow) -> float:
+    return interpolated(samples, window.end) - interpolated(samples, window.begin)
 
 
 # The time for imports, rendezvous and the last validation on a busy machine.
@@ -320,21 +311,14 @@ def _run(case: Case, repeat: int, method: MeasuringMethod, folder: Path) -> dict
         file = place / "config.yaml"
         file.write_text(dump_yaml(run_config(case, repeat, method, place, number)), encoding="utf-8")
         commands += rank_commands(case, method, file)
-    watch = CpuSampler(places)
     # torch does not report the bytes that DistributedDataParallel sends.
-    wire = WireSampler(method.hosts, case.trainers) if method.hosts and case.mode.has_process_group else None
-
-    def sample() -> None:
-        watch.sample()
-        if wire is not None:
-            wire.sample()
-
+    kernel = KernelSampler(places, method.hosts if case.mode.has_process_group else None, case.trainers)
     timeout_s = _STARTUP_AND_SHUTDOWN_S + _TIMES_AS_LONG * (method.warm_s + method.seconds)
     # The timeout is generous, as a slowed trainer takes several times as long: it ends a run that hangs, not a slow
     # one.
     with ProcessGroup(commands, method.environ, folder, method.stop) as running:
-        running.wait(timeout_s, sample)
-    return _outcome(case, method, places, watch, wire)
+        running.wait(timeout_s, kernel.sample)
+    return _outcome(case, method, places, kernel)
 
 
 def rank_commands(case: Case, method: MeasuringMethod, config_file: Path) -> list[list[str]]:
@@ -348,9 +332,7 @@ def rank_commands(case: Case, method: MeasuringMethod, config_file: Path) -> lis
     return [method.hosts.command_on(rank, [*command, "--rank", str(rank)]) for rank in range(hosts)]
 
 
-def _outcome(
-    case: Case, method: MeasuringMethod, places: Sequence[Path], watch: CpuSampler, wire: WireSampler | None
-) -> dict[str, Any]:
+def _outcome(case: Case, method: MeasuringMethod, places: Sequence[Path], kernel: KernelSampler) -> dict[str, Any]:
     each = case.trainers // case.runs
     stamps = [one for place in places for one in read_stamps(place, each)]
     runs = [_read_run(place) for place in places]
@@ -371,13 +353,13 @@ def _outcome(
     )
     if case.mode.has_process_group:
         used = transports.values()
-        found |= _wire_bytes(case, stamps, window, wire, shares_memory=bool(used) and not any(map(sends, used)))
+        found |= _wire_bytes(case, stamps, window, kernel, shares_memory=bool(used) and not any(map(sends, used)))
     wire_bytes = found["wire_bytes_per_step"]
     return {
         **found,
         "wire_bytes_per_sample": wire_bytes * steps / samples if wire_bytes and samples else None,
         **_curves(method, runs[0]),
-        "cpu_s": {name: watch.all_used_s(pids, window.begin, window.end) for name, pids in processes.items()},
+        "cpu_s": {name: kernel.used_s(pids, window) for name, pids in processes.items()},
         "peak_rss_mb": {k: max((p[k] for p in peaks if p[k] is not None), default=None) for k in ("server", "trainer")},
         "staleness": summaries[0]["staleness"],
         "transports": transports,
@@ -391,16 +373,16 @@ def _wire_bytes(
     case: Case,
     stamps: Sequence[StepStamps],
     window: MeasuredWindow,
-    wire: WireSampler | None,
+    kernel: KernelSampler,
     shares_memory: bool = False,
 ) -> dict[str, float | str | None]:
     """Bytes per step of a trainer in a process group: counted by the kernel, or computed."""
-    if wire is None and shares_memory:
+    moved = kernel.moved_bytes(window)
+    if moved is None and shares_memory:
         return {"wire_bytes_per_step": 0.0, "wire_bytes_source": COMPUTED_SHARED}
-    if wire is None:
+    if moved is None:
         computed = ring_bytes(stamps[0].model_bytes, case.trainers, case.config.ddp.comm_hook)
         return {"wire_bytes_per_step": computed, "wire_bytes_source": None if computed is None else COMPUTED_RING}
-    moved = wire.bytes_between(window.begin, window.end)
     steps = sum(window.begin < step.end <= window.end for one in stamps for step in one.steps)
     # Divided by steps of all trainers, as the interfaces of all trainers were counted.
     return {"wire_bytes_per_step": moved / steps, "wire_bytes_source": COUNTED_BY_KERNEL}

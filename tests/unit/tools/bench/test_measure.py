@@ -12,9 +12,8 @@ from paramserver.errors import TrainingError, UnsupportedConfiguration
 from paramserver.metrics.records import PHASES
 from paramserver.tools.bench.cases import RequestedCases, make_cases, require_first_reached, target_for
 from paramserver.tools.bench.measure import (
-    CpuSampler,
+    KernelSampler,
     MeasuredWindow,
-    WireSampler,
     _wire_bytes,
     measured_window,
     run_config,
@@ -134,17 +133,18 @@ def test_cpu_time_is_that_of_processes_that_signed_in(tmp_path):
 
     (tmp_path / f"process-{os.getpid()}").touch()
     (tmp_path / f"process-{2**22 + 1}").touch()  # above the largest id that the kernel gives
-    watch = CpuSampler([tmp_path])
-    watch.sample()
+    kernel = KernelSampler([tmp_path], None, 0)
+    kernel.sample()
     began, used_before = time.perf_counter(), time.process_time()
     while time.process_time() < used_before + 0.3:
         sum(range(1000))
-    watch.sample()
-    used_s = watch.used_s(os.getpid(), began, time.perf_counter())
-    assert used_s == pytest.approx(0.3, abs=0.06)
-    assert watch.all_used_s([os.getpid()], began, time.perf_counter()) == pytest.approx(used_s, abs=0.02)
-    assert watch.all_used_s([os.getpid(), 2**22 + 1], began, time.perf_counter()) is None
-    assert watch.all_used_s([], began, time.perf_counter()) is None
+    kernel.sample()
+    window = MeasuredWindow(began, time.perf_counter())
+    assert kernel.used_s([os.getpid()], window) == pytest.approx(0.3, abs=0.06)
+    assert kernel.used_s([os.getpid()] * 2, window) == 2 * kernel.used_s([os.getpid()], window)
+    assert kernel.used_s([os.getpid(), 2**22 + 1], window) is None
+    assert kernel.used_s([], window) is None
+    assert kernel.moved_bytes(window) is None
 
 
 # The value to be reached.
@@ -217,14 +217,14 @@ def test_bytes_of_a_group_are_counted_by_the_kernel_or_computed(tmp_path, monkey
         c for c in make_cases(RequestedCases(write_config(tmp_path), modes="ddp", trainers="2")) if c.mode.name == "ddp"
     )
     trainers = [trainer([1.0] * 5, index=i) for i in range(2)]
-    computed = _wire_bytes(ddp, trainers, MeasuredWindow(1.0, 4.0), None)
+    computed = _wire_bytes(ddp, trainers, MeasuredWindow(1.0, 4.0), KernelSampler([], None, 2))
     assert computed == {"wire_bytes_per_step": 2 * 400, "wire_bytes_source": "computed, ring all-reduce"}
     moments = iter([0.5, 4.5])
     monkeypatch.setattr("paramserver.tools.bench.measure.time.perf_counter", lambda: next(moments))
-    wire = WireSampler(Counted([0, 4000], [100, 4100]), 2)
-    wire.sample()
-    wire.sample()
-    counted = _wire_bytes(ddp, trainers, MeasuredWindow(1.0, 4.0), wire)  # 2 x 3 steps in 3 of 4 seconds
+    kernel = KernelSampler([], Counted([0, 4000], [100, 4100]), 2)
+    kernel.sample()
+    kernel.sample()
+    counted = _wire_bytes(ddp, trainers, MeasuredWindow(1.0, 4.0), kernel)  # 2 x 3 steps in 3 of 4 seconds
     assert counted == {"wire_bytes_per_step": pytest.approx(1000), "wire_bytes_source": "counted by the kernel"}
 
 
