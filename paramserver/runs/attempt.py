@@ -37,37 +37,19 @@ _REMAINS = re.compile(rf"summary\.json|{re.escape(PICKLED_TASK)}|\..+\.\d+\.tmp"
 
 @contextmanager
 def reserve_run(config: Config) -> Iterator[RunDir]:
-    """Reserve the folder of a new run: ``<task>-<mode>-<time>`` where it has no ``logging.name``.
-
-    Where the input is refused before the first step, the folder is removed, so that its name is free for the next
-    start. A run that made a step keeps it.
-
-    Raises:
-        UnsupportedConfiguration: as ``reserve_folder``.
-    """
-    assert config.task is not None
-    task = config.task.rpartition(":")[2].lower()
-    default_name = f"{task}-{config.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with reserve_folder(Path(config.logging.run_dir), config.logging.name, default_name) as run:
-        try:
-            yield run
-        except UnsupportedConfiguration:
-            # Still reserved: no other start may take the folder while it is removed.
-            if not (any(run.checkpoints_dir.glob("step-*")) or furthest_step(run.metrics_file) > 0):
-                _unless_in_use(run, lambda: shutil.rmtree(run.path))
-            raise
-
-
-@contextmanager
-def reserve_folder(base: Path, name: str | None, default_name: str) -> Iterator[RunDir]:
     """Make the folder of a new run, and reserve it. Of several processes that want one name, one gets it.
 
-    Without a name (``logging.name``) it is ``default_name``, or ``default_name-2``, ``-3``, ... where that exists.
+    Without ``logging.name`` it is ``<task>-<mode>-<time>``, with ``-2``, ``-3``, ... where that exists. Where the input
+    is refused before the first step, the folder is removed, so that its name is free for the next start. A run that
+    made a step keeps it.
 
     Raises:
-        UnsupportedConfiguration: ``name`` exists already, or is not the name of a folder, or ``base`` cannot be
-            written to, or the folder not reserved.
+        UnsupportedConfiguration: ``logging.name`` exists already, or is not the name of a folder, or
+            ``logging.run_dir`` cannot be written to, or the folder not reserved.
     """
+    assert config.task is not None
+    base, name = Path(config.logging.run_dir), config.logging.name
+    default_name = f"{config.task.rpartition(':')[2].lower()}-{config.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
     wanted = default_name if name is None else name
     if wanted in ("", ".", "..") or Path(wanted).name != wanted:
         raise UnsupportedConfiguration(f"logging.name ({wanted}) must be the name of one folder; leave out / and ..")
@@ -84,7 +66,14 @@ def reserve_folder(base: Path, name: str | None, default_name: str) -> Iterator[
                 path = base / f"{default_name}-{number}"
         except OSError as error:
             raise not_writable(f"logging.run_dir ({base})", error) from error
-        yield RunDir(path)
+        run = RunDir(path)
+        try:
+            yield run
+        except UnsupportedConfiguration:
+            # Still reserved: no other start may take the folder while it is removed.
+            if not (any(run.checkpoints_dir.glob("step-*")) or furthest_step(run.metrics_file) > 0):
+                _unless_in_use(run, lambda: shutil.rmtree(run.path))
+            raise
 
 
 def _reserve(path: Path, reservation: ExitStack, may_exist: bool) -> bool:
@@ -253,7 +242,7 @@ class ResumeJournal:
             except OSError:
                 shutil.rmtree(fresh, ignore_errors=True)  # half a copy takes room on a full disk
                 raise
-            self.discard()
+            remove(self._folder)
             fresh.rename(self._folder)  # only a complete copy gets this name
 
     @contextmanager
@@ -264,10 +253,6 @@ class ResumeJournal:
         except OSError as error:
             raise not_writable(f"run folder {self._run.path}", error) from error
 
-    def discard(self) -> None:
-        """Forget the attempt: it made a step, or was rolled back."""
-        remove(self._folder)
-
     def close(self) -> None:
         """Discard the copy after an attempt that succeeded; roll back one that had nothing to do.
 
@@ -277,7 +262,7 @@ class ResumeJournal:
         summary, own = (read_mapping(file, json.loads) for file in (before, self._run.summary_file))
         if summary.get("status") == "completed" and summary.get("validation") == own.get("validation"):
             self.roll_back()
-        self.discard()
+        remove(self._folder)
 
     def roll_back(self) -> None:
         """Restore the folder where the recorded attempt made no step, and discard the copy. Nothing without one."""
@@ -288,7 +273,7 @@ class ResumeJournal:
         with self._explain_refusals():
             if is_complete and not self._made_step(known):
                 self._restore(known)
-            self.discard()
+            remove(self._folder)
 
     def _made_step(self, known: dict[str, Any]) -> bool:
         """Whether checkpoints or records show a step. A file of records that did not change shows none."""

@@ -13,15 +13,25 @@ import pytest
 from launching import SIGNAL_TASKS, launch
 from lock_holder import hold_in_subprocess
 
+from paramserver.config import Config, LoggingConfig
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.runs import rundir
-from paramserver.runs.attempt import ResumeJournal, reserve_folder
+from paramserver.runs.attempt import ResumeJournal, reserve_run
 from paramserver.runs.rundir import RunDir
 from paramserver.runtime.supervisor import first_error
 
 
-def reserved(base, name, default="default"):
-    with reserve_folder(base, name, default) as run:
+@pytest.fixture(autouse=True)
+def _time_stands_still(monkeypatch):
+    monkeypatch.setattr("paramserver.runs.attempt.time.strftime", lambda form: "now")
+
+
+def reserve(base, name):
+    return reserve_run(Config(task="m:A", logging=LoggingConfig(run_dir=str(base), name=name)))
+
+
+def reserved(base, name):
+    with reserve(base, name) as run:
         return run
 
 
@@ -51,7 +61,7 @@ def test_a_name_that_exists_is_refused_and_a_default_one_counts_on(tmp_path):
     cure = r"first exists already; choose another logging.name, or remove the folder, which has no checkpoint"
     with pytest.raises(UnsupportedConfiguration, match=cure):
         reserved(tmp_path, "first")
-    assert [reserved(tmp_path, None).name for _ in range(3)] == ["default", "default-2", "default-3"]
+    assert [reserved(tmp_path, None).name for _ in range(3)] == ["a-rpc-now", "a-rpc-now-2", "a-rpc-now-3"]
 
 
 def test_a_folder_that_cannot_be_reserved_is_not_taken_for_one_that_is_in_use(tmp_path, monkeypatch):
@@ -68,7 +78,7 @@ def test_a_folder_that_cannot_be_reserved_is_not_taken_for_one_that_is_in_use(tm
         with pytest.raises(UnsupportedConfiguration) as raised:
             reserved(tmp_path, name)
         assert str(first_error(raised.value)).startswith(
-            f"run folder {tmp_path / (name or 'default')} must be a folder that this user can write to (No space left"
+            f"run folder {tmp_path / (name or 'a-rpc-now')} must be a folder that this user can write to (No space left"
         )
     assert [path.name for path in tmp_path.iterdir()] == ["first"], "the one that was there"
 
@@ -143,9 +153,9 @@ def test_a_name_is_one_folder(tmp_path, name):
 def test_of_many_that_want_a_name_each_gets_its_own(tmp_path):
     with ExitStack() as held, ThreadPoolExecutor(8) as pool:
         enter = held.enter_context
-        runs = list(pool.map(lambda _: enter(reserve_folder(tmp_path, None, "default")).name, range(24)))
+        runs = list(pool.map(lambda _: enter(reserve(tmp_path, None)).name, range(24)))
         assert len(set(runs)) == 24
-        reservations = [pool.submit(lambda: enter(reserve_folder(tmp_path, "wanted", ""))) for _ in range(8)]
+        reservations = [pool.submit(lambda: enter(reserve(tmp_path, "wanted"))) for _ in range(8)]
         assert sum(reservation.exception() is None for reservation in reservations) == 1
 
 
@@ -154,9 +164,7 @@ def test_of_many_that_find_a_folder_in_which_nothing_began_one_takes_it(tmp_path
         reserved(tmp_path, f"left-{number}")
         with ExitStack() as held, ThreadPoolExecutor(8) as pool:
             name, enter = f"left-{number}", held.enter_context
-            reservations = [
-                pool.submit(lambda name=name, enter=enter: enter(reserve_folder(tmp_path, name, ""))) for _ in "x" * 8
-            ]
+            reservations = [pool.submit(lambda name=name, enter=enter: enter(reserve(tmp_path, name))) for _ in "x" * 8]
             assert sum(reservation.exception() is None for reservation in reservations) == 1
 
 
@@ -166,7 +174,7 @@ def test_what_a_start_left_is_taken_over_and_tidied(tmp_path):
     left = ("summary.json", ".config.yaml.42.tmp", ".lock", ".reserved")
     for name in left:
         (run.path / name).write_text("{}")
-    with reserve_folder(tmp_path, "first", "") as again:
+    with reserve(tmp_path, "first") as again:
         assert again == run
         assert sorted(path.name for path in run.path.iterdir()) == [
             ".lock",
@@ -190,7 +198,9 @@ def test_a_folder_with_something_to_lose_is_left_alone(tmp_path, there):
 
 def test_a_folder_that_another_start_holds_is_left_alone_until_that_one_is_killed(tmp_path):
     with hold_in_subprocess(
-        "from paramserver.runs.attempt import reserve_folder", "reserve_folder(folder, 'first', '')", tmp_path
+        "from paramserver.config import Config, LoggingConfig; from paramserver.runs.attempt import reserve_run",
+        "reserve_run(Config(task='m:A', logging=LoggingConfig(run_dir=str(folder), name='first')))",
+        tmp_path,
     ) as holder:
         with pytest.raises(UnsupportedConfiguration, match="exists already"):
             reserved(tmp_path, "first")

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from lock_holder import hold_in_subprocess
 
+from paramserver.config import Config, LoggingConfig
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.fileio import json_text
 from paramserver.metrics import sinks
 from paramserver.metrics.records import make_record
-from paramserver.runs.attempt import furthest_step, reserve_folder
+from paramserver.runs.attempt import furthest_step, reserve_run
 from paramserver.runs.resume import open_run
 from paramserver.runs.rundir import (
     environment_record,
@@ -25,13 +26,13 @@ from paramserver.runs.rundir import (
 )
 
 
-def create_run(base, name, default):
-    with reserve_folder(base, name, default) as run:
+def create_run(base, name):
+    with reserve_run(Config(task="m:A", logging=LoggingConfig(run_dir=str(base), name=name))) as run:
         return run
 
 
 def test_open_takes_run_folders_only(tmp_path):
-    run = create_run(tmp_path, "first", "default")
+    run = create_run(tmp_path, "first")
     assert open_run(run.path) == run
     (tmp_path / "other").mkdir()
     with pytest.raises(CheckpointError, match=r"neither config\.yaml nor checkpoints"):
@@ -41,7 +42,7 @@ def test_open_takes_run_folders_only(tmp_path):
 
 
 def make_run(base, name, started, config):
-    run = create_run(base, name, "")
+    run = create_run(base, name)
     run.config_file.write_text(config)
     if started:
         write_json(run.environment_file, {"started": started})
@@ -100,7 +101,7 @@ def hold_lock(path):
 
 
 def test_two_processes_cannot_hold_one_run(tmp_path):
-    run = create_run(tmp_path, "first", "")
+    run = create_run(tmp_path, "first")
     with hold_lock(run.path) as holder:
         expected = rf"in use by another run \(process {holder.pid} on host {socket.gethostname()}\)"
         with pytest.raises(UnsupportedConfiguration, match=expected), run.lock():
@@ -114,7 +115,7 @@ def test_two_processes_cannot_hold_one_run(tmp_path):
 
 def test_the_place_of_a_run_that_was_moved_stays_free(tmp_path):
     """A run that is moved back must not come to be in a folder of its name."""
-    run = create_run(tmp_path, "first", "")
+    run = create_run(tmp_path, "first")
     run.path.rename(tmp_path / "moved")
     for lock in (run.lock, run.reserve):
         with pytest.raises(UnsupportedConfiguration, match=r"first must be a folder .*No such file"), lock():
@@ -123,7 +124,7 @@ def test_the_place_of_a_run_that_was_moved_stays_free(tmp_path):
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
-    run = create_run(tmp_path, "first", "")
+    run = create_run(tmp_path, "first")
     with hold_lock(run.path) as holder:
         holder.kill()
         holder.wait(20)
@@ -133,7 +134,7 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
 
 def test_a_process_that_has_the_id_of_a_killed_one_uses_no_folder(tmp_path):
     """In a container that starts again the same small ids are in use again."""
-    run = create_run(tmp_path, "first", "")
+    run = create_run(tmp_path, "first")
     with run.lock():
         assert run.used_on() == socket.gethostname()
         holder = json.loads((run.path / ".lock.json").read_text())
@@ -143,7 +144,7 @@ def test_a_process_that_has_the_id_of_a_killed_one_uses_no_folder(tmp_path):
 
 
 def test_a_holder_that_has_not_written_its_id_is_a_holder_all_the_same(tmp_path):
-    run = create_run(tmp_path, "first", "")
+    run = create_run(tmp_path, "first")
     with run.lock():
         (run.path / ".lock.json").write_text("{")
         with pytest.raises(UnsupportedConfiguration, match="has not written its id"), run.lock():
