@@ -72,7 +72,7 @@ class _RankProcess:
         self.process = process
         self.pipe = pipe  # the reading end of its event pipe; owned from here on
         self.ends = open_process(process.pid)  # readable once the process has ended
-        self.failure: dict[str, Any] | None = None
+        self.failure: dict[str, Any] = {}  # what it reported, or else how it ended; empty without a failure
         self.exit_code: int | None = None
         self.sent: set[int] = set()
         self.started_at = time.monotonic()
@@ -366,9 +366,9 @@ class Supervisor:
         # What follows from its end for the run.
         if rank.global_rank == 0:
             self._read_summary()
-        if rank.role.kind == "trainer" and rank.failure is not None and rank.failure["kind"] == "RunEnded":
+        if rank.role.kind == "trainer" and rank.failure.get("kind") == "RunEnded":
             self._failed.remove(rank)  # the others completed the run before it took part
-            rank.failure, rank.done = None, True
+            rank.failure, rank.done = {}, True
         self._start_finished_again()
         if self._is_late(rank):
             return
@@ -381,14 +381,14 @@ class Supervisor:
             self._limit(GRACE_S)  # between two generations
 
         # A failure ends the run. The other ranks detect it, and end with their own errors; this ends those that cannot.
-        if rank.failure is not None and not _was_interrupted(rank) and not self._is_failing:
+        if rank.failure and not _was_interrupted(rank) and not self._is_failing:
             self._is_failing = True
             self._limit(self._deadlines.failed_s)
             self._signal_ranks(signal.SIGTERM)
 
     def _is_lost(self, rank: _RankProcess) -> bool:
         """Return whether a rank that has ended was to continue, and reported no error of its own."""
-        if rank.failure is None:
+        if not rank.failure:
             return not rank.done
         # In ddp the report of a loss may arrive before the end of the lost rank.
         return rank.failure["kind"] in ("Evicted", *(() if mode_of(self.config).has_servers else ("PeerLost",)))
@@ -400,11 +400,10 @@ class Supervisor:
                 self._failed.remove(rank)
             self._restart(rank, exit_code)
             return True
-        if rank.failure is None:
+        if not rank.failure:
             self._on_error(rank, self._failure_from_exit(rank, exit_code))
         if not self._continues_without(rank):
             return False
-        assert rank.failure is not None
         self._failed.remove(rank)
         self._note(f"{rank.title} is lost and not started again: {rank.failure['message']}")
         return True
@@ -423,7 +422,7 @@ class Supervisor:
         if rpc and is_trainer and self.config.server.on_loss == "fail":
             return False
         # The run continues without it: another process would be evicted too.
-        if rank.failure is not None and rank.failure["kind"] == "Evicted" and not rank.generation:
+        if rank.failure.get("kind") == "Evicted" and not rank.generation:
             return False
         return self._restarts.allows(rank.global_rank)
 
@@ -582,7 +581,7 @@ class Supervisor:
                     rank.send_signal(signal.SIGKILL)
             return
         trainers = [r for r in self._ranks[1:] if r.role.kind == "trainer" and not r.left]
-        if trainers and all(r.exit_code is not None and r.failure is None and r.done for r in trainers):
+        if trainers and all(r.exit_code is not None and not r.failure and r.done for r in trainers):
             # No trainer remains that could notice the loss of rank 0, which may still write the last checkpoint.
             self._limit(self._deadlines.last_write_s)
 
@@ -664,7 +663,6 @@ class Supervisor:
 
     def _note_late_losses(self) -> None:
         for rank in self._failed:
-            assert rank.failure is not None
             self._note(
                 f"warning: the run is completed, but {rank.title} failed after its end: {rank.failure['message']}"
             )
@@ -672,13 +670,13 @@ class Supervisor:
     def _raise_outcome(self) -> NoReturn:
         failure = self._ranks[0].failure
         by_signal = self._signal is not None and self._trainers_were_interrupted
-        if by_signal and (failure is None or "signal" in failure):
-            if failure is not None:
+        if by_signal and (not failure or "signal" in failure):
+            if failure:
                 self._note(f"warning: {self._ranks[0].title} failed when the run was interrupted: {failure['message']}")
-            by = (self._ranks[-1].failure or {}).get("message", "a signal")
+            by = self._ranks[-1].failure.get("message", "a signal")
             raise self._interruption(f"interrupted ({by})")
         first = self._first_failure()
-        if first is not None and first.failure is not None:
+        if first is not None:
             if first.failure["kind"] == "Interrupted" and self._summary is None:
                 raise self._interruption(first.failure["message"])
             self._write_missing_summary(f"{first.title}: {first.failure['message']}")
@@ -687,7 +685,6 @@ class Supervisor:
             name = signal.Signals(self._signal).name
             twice = self._interrupted_twice
             for rank in filter(_was_killed, self._failed):
-                assert rank.failure is not None
                 self._note(f"warning: {rank.title} failed when the run was interrupted: {rank.failure['message']}")
             raise self._interruption(
                 f"interrupted twice ({name}) and ended at once" if twice else f"interrupted ({name})"
@@ -709,16 +706,16 @@ class Supervisor:
 
     def _classify(self, rank: _RankProcess) -> str:
         """Return ``cause``, ``PeerLost`` (a consequence), ``reported`` (by another rank) or ``Interrupted``."""
-        failure = rank.failure or {}
-        if failure["kind"] in ("PeerFailed", "PeerRefused"):
+        kind = rank.failure["kind"]
+        if kind in ("PeerFailed", "PeerRefused"):
             return "reported"
-        if failure["kind"] in ("PeerLost", "RunEnded", "GenerationChanged"):
+        if kind in ("PeerLost", "RunEnded", "GenerationChanged"):
             return "PeerLost"
-        if failure["kind"] == "Interrupted":
+        if kind == "Interrupted":
             return "Interrupted"
         # A signal to the whole group also reaches ranks that have no handler yet. Python ends with the signal then, or
         # with 1 while it starts.
-        by_signal = failure["kind"] == "KeyboardInterrupt" or failure.get("signal") in (*STOP_SIGNALS, -1)
+        by_signal = kind == "KeyboardInterrupt" or rank.failure.get("signal") in (*STOP_SIGNALS, -1)
         return "PeerLost" if by_signal and self._signal is not None else "cause"
 
     def _interruption(self, how: str) -> ParamserverError:
@@ -753,12 +750,12 @@ class Supervisor:
 
 def _was_interrupted(rank: _RankProcess) -> bool:
     """Return whether a rank reported that a signal ended it; the task may end its process with any exit code."""
-    return rank.failure is not None and rank.failure["kind"] == Interrupted.__name__
+    return rank.failure.get("kind") == Interrupted.__name__
 
 
 def _was_killed(rank: _RankProcess) -> bool:
     """Return whether a rank was lost without a report while the run ended for a signal, and not by this process."""
-    failure = rank.failure or {}
+    failure = rank.failure
     return failure.get("kind") == "PeerLost" and failure.get("signal", 0) > 0 and failure["signal"] not in rank.sent
 
 
@@ -771,7 +768,6 @@ def _end_of(log: Path) -> str:
 
 
 def _to_error(rank: _RankProcess) -> ParamserverError:
-    assert rank.failure is not None
     kind = getattr(errors, rank.failure["kind"], TrainingError)
     if kind is Interrupted:
         return Interrupted(rank.failure["message"])

@@ -40,7 +40,7 @@ class Run:
             role=role,
             global_rank=role.global_rank,
             title=f"rank {role.global_rank} ({role})",
-            failure=None,
+            failure={},
             exit_code=None,
             done=False,
             left=False,
