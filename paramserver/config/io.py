@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from paramserver.config.checks import check_config
@@ -20,14 +19,12 @@ from paramserver.config.layers import (
 from paramserver.config.parsing import dump, read_file
 from paramserver.config.schema import Config, KeyPath, format_value
 
-_NO_FLAGS: Mapping[str, Any] = MappingProxyType({})
-
 
 def load_config(
     file: Path | None,
     *,
     overrides: Sequence[str] = (),
-    flags: Mapping[str, Any] = _NO_FLAGS,
+    flags: Mapping[str, Any] | None = None,
     base: Mapping[str, Any] | None = None,
     stored: bool = False,
     given: Mapping[str, Any] | None = None,
@@ -57,7 +54,7 @@ def load_config(
         source = "the stored config" if given is None else "the given config"
         settings.assign((), base, lambda path: source if given and _holds(given, path) else "the stored config")
     apply_overrides(settings, overrides)
-    apply_flags(settings, flags)
+    apply_flags(settings, flags or {})
     return _checked(settings, source)
 
 

@@ -115,15 +115,6 @@ def integer(minimum: int, maximum: int | None = None) -> Rule:
     return Rule("int", minimum=minimum, maximum=maximum)
 
 
-def positive_number() -> Rule:
-    return Rule("float", above=0)
-
-
-def time_limit() -> Rule:
-    """Seconds that a wait may take. RPC and sockets count them in milliseconds of 32 bits, and limits are added up."""
-    return Rule("float", above=0, maximum=1_000_000)
-
-
 def one_of(*choices: str, cures: Mapping[str, str] | None = None) -> Rule:
     return Rule("str", choices=choices, cures=tuple((cures or {}).items()))
 
@@ -183,7 +174,9 @@ _SINKS = Rule(
     form="a list of csv, module:Class and path/to/file.py:Class",
     example="[csv, sinks.py:Wandb]",
 )
-_BOOLEAN, _MAPPING = Rule("bool"), Rule("mapping")
+_BOOLEAN, _MAPPING, _POSITIVE = Rule("bool"), Rule("mapping"), Rule("float", above=0)
+# Seconds that a wait may take. RPC and sockets count them in milliseconds of 32 bits, and limits are added up.
+_TIME_LIMIT = Rule("float", above=0, maximum=1_000_000)
 _HOST = string(r"[^\s.]{1,63}(\.[^\s.]{1,63})*\.?", "a host name or address", "127.0.0.1")
 _INTERFACE = string(r"\S+", "the name of a network interface", "eth0")
 _FOLDER = string(r"(?!\.{1,2}$)[^/\0\n]+", "the plain name of a folder, without /", "digits-1")
@@ -256,9 +249,9 @@ class ClusterConfig:
         one_of("auto", "gloo", "nccl"),
         "backend of torch.distributed in ddp; auto = nccl on GPUs, gloo otherwise",
     )
-    timeout_s: float = key(60.0, time_limit(), "limit of every wait that no other key limits, in seconds")
+    timeout_s: float = key(60.0, _TIME_LIMIT, "limit of every wait that no other key limits, in seconds")
     stop_within_s: float = key(
-        15.0, time_limit(), "after a signal, limit of the step or hook that is in progress, in seconds"
+        15.0, _TIME_LIMIT, "after a signal, limit of the step or hook that is in progress, in seconds"
     )
     max_restarts: int = key(3, integer(0), "how often a rank that died starts again, if a supervisor started it")
     spares: int = key(0, integer(0), "processes that wait, torch imported, to take the role of a rank that died")
@@ -290,14 +283,14 @@ class OuterConfig:
     )
     lr: float | None = key(
         None,
-        positive_number(),
+        _POSITIVE,
         "null = 1 for sgd, 0.7 for both nesterov, 0.01 for adam; with async and bounded divided by the trainers",
     )
     momentum: float | None = key(
         None, Rule("float", minimum=0, maximum=1), "of adam its first beta; null = 0 for sgd, 0.9 for the others"
     )
     beta2: float = key(0.99, Rule("float", minimum=0, maximum=1), "adam: decay of the mean of squares")
-    eps: float = key(1e-3, positive_number(), "adam: added to the root of the mean of squares")
+    eps: float = key(1e-3, _POSITIVE, "adam: added to the root of the mean of squares")
     delay: int | None = key(
         None, integer(1), "delayed_nesterov: updates for each change of the momentum; null = one of each trainer"
     )
@@ -313,7 +306,7 @@ class TrainingConfig:
     max_epochs: int | None = key(None, integer(1), "limit: passes over a map-style source")
     max_steps: int | None = key(None, integer(1), "limit: global steps, exact")
     max_samples: int | None = key(None, integer(1), "limit: samples applied, over all trainers")
-    max_seconds: float | None = key(None, positive_number(), "limit: seconds of training")
+    max_seconds: float | None = key(None, _POSITIVE, "limit: seconds of training")
     patience: int | None = key(None, integer(1), "limit: validations without improvement of checkpoint.best")
     min_delta: float = key(
         0.0, Rule("float", minimum=0), "patience: a change of the metric of at most this much is no improvement"
@@ -329,9 +322,9 @@ class TrainingConfig:
     outer: OuterConfig | None = section(
         OuterConfig, "rounds of local steps: the optimizer of what they change", nullable=True
     )
-    clip_grad_norm: float | None = key(None, positive_number(), "upper bound of the gradient norm of a step")
+    clip_grad_norm: float | None = key(None, _POSITIVE, "upper bound of the gradient norm of a step")
     clip_grad_value: float | None = key(
-        None, positive_number(), "upper bound of the absolute value of each element of the gradient"
+        None, _POSITIVE, "upper bound of the absolute value of each element of the gradient"
     )
     nonfinite: str = key(
         "fail",
@@ -416,11 +409,11 @@ class ServerConfig:
     compression_block: int = key(256, integer(1), "int8, int4: elements that have one scale")
     bucket_mb: float | None = key(
         None,
-        positive_number(),
+        _POSITIVE,
         "over rpc, size in MB of the buckets that are sent during backward; "
         "null = chosen from the size of the model where each is updated as it arrives, 4 elsewhere",
     )
-    lost_after_s: float = key(5.0, time_limit(), "seconds without a heartbeat after which a trainer is lost")
+    lost_after_s: float = key(5.0, _TIME_LIMIT, "seconds without a heartbeat after which a trainer is lost")
     on_loss: str = key("continue", one_of("continue", "rollback", "fail"), "rpc: reaction to the loss of a trainer")
 
     @property
@@ -506,7 +499,7 @@ class SimulationsConfig:
     window: int | None = key(
         None, integer(1), "unacknowledged samples from one process to one trainer; null = 64, or fewer that are large"
     )
-    timeout_s: float = key(60.0, time_limit(), "seconds without a message after which a simulation is restarted")
+    timeout_s: float = key(60.0, _TIME_LIMIT, "seconds without a message after which a simulation is restarted")
     max_restarts: int = key(2, integer(0), "restarts of one simulation before another one replaces it")
     launcher: str = key("auto", one_of("auto", "local", "srun"), "auto = srun inside a SLURM allocation")
 
@@ -519,7 +512,7 @@ class PublishConfig:
     port: int = key(0, integer(0, 65535), "port of rank 0 for subscribers; 0 = a free port")
     keys: str | None = key(None, string(), "folder made by paramserver keys; required beyond loopback")
     every: int = key(1, integer(1), "updates between two versions that are copied for subscribers, at least")
-    every_s: float | None = key(None, positive_number(), "seconds between them, at least; null = no limit")
+    every_s: float | None = key(None, _POSITIVE, "seconds between them, at least; null = no limit")
     averages: bool = key(False, _BOOLEAN, "publish what is validated in the place of parameters")
 
 
