@@ -254,7 +254,7 @@ def predict(words: Sequence[str]) -> int:
     predictions = [_predicted(case, target, failures) for case in cases]
     network = f"{link.bandwidth / 1e6:.0f} MB/s, {link.latency * 1e6:.0f} us a message"
     lines = [*notes, f"{SIMULATED}: each host with {cores} cores and {network}"]
-    lines += ["", table(_table(predictions, measured_rate)), ""]
+    lines += ["", table(_table(predictions, measured_rate)).markdown, ""]
     if arguments.break_even:
         lines += list(_break_even(cases, target))
     if arguments.out is not None:

@@ -1,7 +1,4 @@
-"""The report of a set of results: ``report.md`` with its plots, and ``report.html``, which needs no other file.
-
-The Markdown is the source; ``to_html`` converts the part of Markdown that reports use.
-"""
+"""The report of a set of results: ``report.md`` with its plots, and ``report.html``, which needs no other file."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import html
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.fileio import atomic_write_text
@@ -39,11 +37,10 @@ def write_report(results: Results, folder: Path, title: str = "What was measured
     """
     cases = cases_of(results.results)
     pictures = draw(cases) if has_matplotlib() else {}
-    markdown = "\n\n".join([f"# {title}", *_blocks(results, cases, pictures)]) + "\n"
-    # The plots are drawn once, for the files and for the page.
-    svgs = {picture.name: picture.svg for drawn in pictures.values() for picture in drawn}
-    pages = {folder / "report.html": to_html(title, markdown, svgs), folder / "report.md": markdown}
-    plots = {folder / "plots" / f"{name}.svg": svg for name, svg in svgs.items()}
+    blocks = [heading(title, 1), *_blocks(results, cases, pictures)]
+    markdown = "\n\n".join(block.markdown for block in blocks) + "\n"
+    pages = {folder / "report.html": to_html(title, blocks), folder / "report.md": markdown}
+    plots = {folder / "plots" / f"{one.name}.svg": one.svg for drawn in pictures.values() for one in drawn}
     try:
         (folder / "plots" if plots else folder).mkdir(parents=True, exist_ok=True)
         for path, text in {**plots, **pages}.items():
@@ -60,8 +57,10 @@ def not_writable_out(folder: Path, error: OSError) -> UnsupportedConfiguration:
     )
 
 
-def _blocks(results: Results, cases: Sequence[ReportCase], pictures: Mapping[str, Sequence[Picture]]) -> Iterator[str]:
-    """The page below its title, in blocks of Markdown."""
+def _blocks(
+    results: Results, cases: Sequence[ReportCase], pictures: Mapping[str, Sequence[Picture]]
+) -> Iterator[Block]:
+    """The page below its title."""
     is_search = bool(by_best(cases))
     opening = [paragraph(conditions_text(cases)), bullets(findings(cases))]
     yield from reversed(opening) if is_search else opening
@@ -74,11 +73,11 @@ def _blocks(results: Results, cases: Sequence[ReportCase], pictures: Mapping[str
     for title, section, rows in sections:
         drawn = pictures.get(section, ())
         if rows.rows or drawn:
-            yield f"## {title}"
-            yield from (f"![{one.name}](plots/{one.name}.svg)\n\n{paragraph(one.caption)}" for one in drawn)
+            yield heading(title, 2)
+            yield from map(picture, drawn)
         if rows.rows:
             yield table(rows)
-    yield "## Conditions"
+    yield heading("Conditions", 2)
     yield paragraph(method_text(cases))
     yield table(Table(("", "value"), condition_rows(cases), are_numbers=False))
     yield table(definitions_table(cases))
@@ -88,44 +87,87 @@ def _blocks(results: Results, cases: Sequence[ReportCase], pictures: Mapping[str
     yield paragraph(f"All records, one line for each case and repeat, are in {quoted(results.source)}.")
 
 
-# Markdown.
+# The blocks of a page.
 
 
-def paragraph(text: str) -> str:
+class Block(NamedTuple):
+    """A part of a report, in both of its forms."""
+
+    markdown: str
+    html: str
+
+
+def heading(text: str, level: int) -> Block:
+    return Block(f"{'#' * level} {_markdown(text)}", f"<h{level}>{_html(text)}</h{level}>")
+
+
+def paragraph(text: str) -> Block:
+    return Block(_markdown(text), f"<p>{_html(text)}</p>")
+
+
+def bullets(items: Sequence[str]) -> Block:
+    lines = "\n".join(f"<li>{_html(item)}</li>" for item in items)
+    return Block("\n".join(f"- {_markdown(item)}" for item in items), f"<ul>\n{lines}\n</ul>")
+
+
+def code(text: str) -> Block:
+    """A fenced block whose fence is longer than any run of backquotes in it."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return Block(f"{fence}\n{text.rstrip()}\n{fence}", f"<pre>{html.escape(text.rstrip())}</pre>")
+
+
+def picture(drawn: Picture) -> Block:
+    """A link to the file of a plot, or the plot itself, and its caption."""
+    shown = f'<div class="picture" tabindex="0">{drawn.svg}</div>'
+    return Block(
+        f"![{drawn.name}](plots/{drawn.name}.svg)\n\n{_markdown(drawn.caption)}",
+        f"<figure>\n{shown}\n<figcaption>{_html(drawn.caption)}</figcaption>\n</figure>",
+    )
+
+
+def table(content: Table) -> Block:
+    marks = ["---", *(["---:" if content.are_numbers else "---"] * (len(content.titles) - 1))]
+    rows = [[_markdown(cell).replace("|", "\\|") for cell in row] for row in (content.titles, marks, *content.rows)]
+    head = "".join(f"<th>{_html(title)}</th>" for title in content.titles)
+    # For a telephone; the first column names what the row is about.
+    marks_of_cells = ["", *(f' data-title="{html.escape(title.replace("`", ""))}"' for title in content.titles[1:])]
+    body = []
+    for row in content.rows:
+        # Lines do not break inside an interval.
+        cells = [_html(cell).replace(" to ", "&nbsp;to&nbsp;") for cell in row]
+        tagged = (f"<td{mark}>{cell}</td>" for mark, cell in zip(marks_of_cells, cells, strict=True))
+        body.append(f"<tr>{''.join(tagged)}</tr>")
+    return Block(
+        "\n".join(f"| {' | '.join(row)} |" for row in rows),
+        f'<div class="wide {"numbers" if content.are_numbers else "words"}" tabindex="0"><table>\n'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n" + "\n".join(body) + "\n</tbody>\n</table></div>",
+    )
+
+
+def _markdown(text: str) -> str:
     """One line, in which the ``<`` outside of backquotes is escaped: it would begin an element."""
-    line = " ".join(text.split())
-    return "".join(part if is_name else part.replace("<", "&lt;") for part, is_name in _spans(line, "`"))
+    return "".join(f"`{part}`" if is_name else part.replace("<", "&lt;") for part, is_name in _spans(text))
 
 
-def _spans(text: str, mark: str = "") -> Iterator[tuple[str, bool]]:
-    """The text in parts, and whether each is in backquotes; ``mark`` is put around those that are.
+def _html(text: str) -> str:
+    return "".join(
+        f"<code>{html.escape(part)}</code>" if is_name else html.escape(part) for part, is_name in _spans(text)
+    )
+
+
+def _spans(text: str) -> Iterator[tuple[str, bool]]:
+    """The text as one line, in parts, and whether each is in backquotes.
 
     A backquote without a partner is a character like any other.
     """
-    parts = text.split("`")
+    line = " ".join(text.split())
+    parts = line.split("`")
     if len(parts) % 2 == 0:
-        parts = [text]
-    for i, part in enumerate(parts):
-        yield (f"{mark}{part}{mark}", True) if i % 2 else (part, False)
+        parts = [line]
+    return ((part, i % 2 == 1) for i, part in enumerate(parts))
 
 
-def bullets(items: Iterable[str]) -> str:
-    return "\n".join(f"- {paragraph(item)}" for item in items)
-
-
-def code(text: str) -> str:
-    """A fenced block whose fence is longer than any run of backquotes in it."""
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
-    return f"{fence}\n{text.rstrip()}\n{fence}"
-
-
-def table(content: Table) -> str:
-    marks = ["---", *(["---:" if content.are_numbers else "---"] * (len(content.titles) - 1))]
-    rows = [[paragraph(cell).replace("|", "\\|") for cell in row] for row in (content.titles, marks, *content.rows)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-# HTML.
+# The page that needs no other file.
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -156,67 +198,14 @@ li { margin: .35rem 0; }
 """
 # Nothing is fetched and no script runs, whatever a name or an error contains.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-# A fenced block, a picture with its caption, or lines up to the next empty one.
-_BLOCK = re.compile(
-    r"^(?P<fence>`{3,})\n(?P<code>.*?)\n(?P=fence)$"
-    r"|^!\[(?P<picture>[^\]]*)\]\([^)]*\)\n\n(?P<caption>[^\n]*)$"
-    r"|^(?P<lines>[^\n]+(?:\n[^\n]+)*)",
-    re.DOTALL | re.MULTILINE,
-)
 
 
-def to_html(title: str, markdown: str, svgs: Mapping[str, str]) -> str:
-    """Convert a report to one HTML file without links.
-
-    ``markdown`` is made of the blocks above, headings, and pictures followed by their captions. ``svgs`` take the place
-    of the links to pictures, by name.
-    """
-    body = "\n".join(_html_block(match, svgs) for match in _BLOCK.finditer(markdown))
+def to_html(title: str, blocks: Iterable[Block]) -> str:
+    """Return a report as one HTML file without links."""
+    body = "\n".join(block.html for block in blocks)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
-    )
-
-
-def _html_block(block: re.Match[str], svgs: Mapping[str, str]) -> str:
-    if block["fence"]:
-        return f"<pre>{html.escape(block['code'])}</pre>"
-    if block["picture"]:
-        caption = f"<figcaption>{_inline(block['caption'])}</figcaption>"
-        return f'<figure>\n<div class="picture" tabindex="0">{svgs[block["picture"]]}</div>\n{caption}\n</figure>'
-    text = block["lines"]
-    if heading := re.match("(#+) ", text):
-        return f"<h{len(heading[1])}>{_inline(text[heading.end() :])}</h{len(heading[1])}>"
-    if text.startswith("- "):
-        return "<ul>\n" + "\n".join(f"<li>{_inline(line[2:])}</li>" for line in text.split("\n")) + "\n</ul>"
-    if text.startswith("| "):
-        return _html_table(text.split("\n"))
-    return f"<p>{_inline(text)}</p>"
-
-
-def _html_table(lines: Sequence[str]) -> str:
-    titles, marks, *rows = ([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines)
-    head = "".join(f"<th>{_inline(title)}</th>" for title in titles)
-    # For a telephone; the first column names what the row is about.
-    marks_of_cells = ["", *(f' data-title="{html.escape(title.replace("`", ""))}"' for title in titles[1:])]
-    body = []
-    for row in rows:
-        # Lines do not break inside an interval.
-        cells = [_inline(cell.replace("\\|", "|")).replace(" to ", "&nbsp;to&nbsp;") for cell in row]
-        tagged = (f"<td{mark}>{cell}</td>" for mark, cell in zip(marks_of_cells, cells, strict=True))
-        body.append(f"<tr>{''.join(tagged)}</tr>")
-    style = "numbers" if "---:" in marks else "words"
-    return (
-        f'<div class="wide {style}" tabindex="0"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n'
-        + "\n".join(body)
-        + "\n</tbody>\n</table></div>"
-    )
-
-
-def _inline(text: str) -> str:
-    return "".join(
-        f"<code>{html.escape(part)}</code>" if is_name else html.escape(part.replace("&lt;", "<"))
-        for part, is_name in _spans(text)
     )

@@ -265,18 +265,18 @@ if BROWSER is not None:  # conftest.py reports in one sentence where it is missi
 # Markdown and HTML.
 
 
-def test_html_has_the_content_of_the_markdown():
+def test_a_block_has_the_same_content_in_both_forms():
     blocks = [
-        "# T",
+        page_of.heading("T", 1),
         page_of.paragraph("a `b` <c>"),
         page_of.bullets(["one `x`", "two"]),
         page_of.code("``` fenced\n\n<d>"),
         page_of.table(Table(("n", "v"), [("`p|q`", "1"), ("r\\|s", "")])),
-        "![p](plots/p.svg)\n\nthe `caption`",
+        page_of.picture(plots.Picture("p", "<svg></svg>", "the `caption`")),
         page_of.paragraph("lone ` here <e>"),
     ]
-    text = "\n\n".join(blocks)
-    html = page_of.to_html("T", text, {"p": "<svg></svg>"})
+    text = "\n\n".join(block.markdown for block in blocks)
+    html = page_of.to_html("T", blocks)
     assert "a `b` &lt;c>" in text
     assert "````\n``` fenced\n\n<d>\n````" in text
     assert "| `p\\|q` | 1 |" in text
