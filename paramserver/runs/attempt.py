@@ -25,7 +25,7 @@ from paramserver.importing import PICKLED_TASK
 from paramserver.metrics.sinks import head_of, read_lines
 from paramserver.runs.losses import LossLog
 from paramserver.runs.resume import check_writable
-from paramserver.runs.rundir import RunDir, not_writable, read_mapping, write_text
+from paramserver.runs.rundir import RunDir, explain_not_writable, read_mapping, write_text
 
 # A new run.
 
@@ -54,7 +54,7 @@ def reserve_run(config: Config) -> Iterator[RunDir]:
     if wanted in ("", ".", "..") or Path(wanted).name != wanted:
         raise UnsupportedConfiguration(f"logging.name ({wanted}) must be the name of one folder; leave out / and ..")
     with ExitStack() as reservation:
-        try:
+        with explain_not_writable(f"logging.run_dir ({base})"):
             base.mkdir(parents=True, exist_ok=True)
             path, number = base / wanted, 1
             while not _reserve(path, reservation, may_exist=name is not None):
@@ -64,8 +64,6 @@ def reserve_run(config: Config) -> Iterator[RunDir]:
                     )
                 number += 1
                 path = base / f"{default_name}-{number}"
-        except OSError as error:
-            raise not_writable(f"logging.run_dir ({base})", error) from error
         run = RunDir(path)
         try:
             yield run
@@ -231,7 +229,7 @@ class ResumeJournal:
         # Copied under another name: ``exists`` must be true of a complete copy only.
         fresh = self._folder.with_name(".attempt.new")
         known = {"first_step": first_step, "checkpoints": self._checkpoints(), "events": self._events()}
-        with self._explain_refusals():
+        with explain_not_writable(f"run folder {self._run.path}"):
             remove(fresh)
             try:
                 fresh.mkdir()
@@ -244,14 +242,6 @@ class ResumeJournal:
                 raise
             remove(self._folder)
             fresh.rename(self._folder)  # only a complete copy gets this name
-
-    @contextmanager
-    def _explain_refusals(self) -> Iterator[None]:
-        """Turn an ``OSError`` into an error with its cure, such as that of a full disk."""
-        try:
-            yield
-        except OSError as error:
-            raise not_writable(f"run folder {self._run.path}", error) from error
 
     def close(self) -> None:
         """Discard the copy after an attempt that succeeded; roll back one that had nothing to do.
@@ -270,7 +260,7 @@ class ResumeJournal:
         kinds = {"first_step": int, "checkpoints": list, "events": list}
         # A note that is damaged proves nothing about the folder, so nothing is restored from it.
         is_complete = all(isinstance(known.get(name), kind) for name, kind in kinds.items())
-        with self._explain_refusals():
+        with explain_not_writable(f"run folder {self._run.path}"):
             if is_complete and not self._made_step(known):
                 self._restore(known)
             remove(self._folder)

@@ -138,31 +138,27 @@ class RunDir:
 @contextmanager
 def _locked(folder: Path, name: str, resuming: bool, leaves_file: bool = True) -> Iterator[None]:
     holder_file = folder / f"{name}.json"
-    if not folder.is_dir():
-        # It was moved or removed. FileLock would make it again, which takes the place to which it is moved back.
-        raise not_writable(f"run folder {folder}", FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+    cure = "wait until it has ended, or stop it" if resuming else "stop that one, or choose another logging.name"
     # Locked by the kernel, so the lock of a killed process is free. ``thread_local=False``: it may be released in
     # another thread than the one that took it.
     file_lock = FileLock(str(folder / name), timeout=0, thread_local=False)
-    try:
-        _acquire(file_lock, holder_file)
-    except Timeout:
-        # Read only while the lock is held: the file of a killed process is left behind and describes no holder.
-        holder = _holder(holder_file) or "a process that has not written its id yet"
-        cure = "wait until it has ended, or stop it" if resuming else "stop that one, or choose another logging.name"
-        raise FolderInUse(f"run folder {folder} is in use by another run ({holder}); {cure}") from None
-    except OSError as error:
-        raise not_writable(f"run folder {folder}", error) from error
     with ExitStack() as ends:
-        ends.callback(file_lock.release)
-        # Called before the release, or this would remove the files of the next holder.
-        if not leaves_file:
-            ends.callback(_remove, folder / name)
-        try:
+        with explain_not_writable(f"run folder {folder}"):
+            if not folder.is_dir():
+                # Moved or removed. FileLock would make it again, which takes the place to which it is moved back.
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            try:
+                _acquire(file_lock, holder_file)
+            except Timeout:
+                # Read only while the lock is held: the file of a killed process is left behind and describes no holder.
+                holder = _holder(holder_file) or "a process that has not written its id yet"
+                raise FolderInUse(f"run folder {folder} is in use by another run ({holder}); {cure}") from None
+            ends.callback(file_lock.release)
+            # Called before the release, or this would remove the files of the next holder.
+            if not leaves_file:
+                ends.callback(_remove, folder / name)
             about = {"pid": os.getpid(), "started": start_ticks(os.getpid()), "host": socket.gethostname()}
             atomic_write_text(holder_file, json_text(about))
-        except OSError as error:
-            raise not_writable(f"run folder {folder}", error) from error
         ends.callback(_remove, holder_file)
         yield
 
@@ -197,14 +193,18 @@ def _holder(holder_file: Path) -> str | None:
     return f"process {holder['pid']} on host {holder['host']}" if {"pid", "host"} <= holder.keys() else None
 
 
-def not_writable(what: str, error: OSError) -> UnsupportedConfiguration:
-    """Return the error for a folder that cannot be written to."""
-    cure = "make it so, or choose another logging.run_dir"
-    if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # in the middle of a run these have another cause
-        cure = DISK_CURES.get(error.errno or 0, cure)
-    return UnsupportedConfiguration(
-        f"{what} must be a folder that this user can write to ({error.strerror or error}); {cure}"
-    )
+@contextmanager
+def explain_not_writable(what: str) -> Iterator[None]:
+    """Turn an ``OSError`` into the error, with its cure, for a folder that cannot be written to."""
+    try:
+        yield
+    except OSError as error:
+        cure = "make it so, or choose another logging.run_dir"
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # in the middle of a run these have another cause
+            cure = DISK_CURES.get(error.errno or 0, cure)
+        raise UnsupportedConfiguration(
+            f"{what} must be a folder that this user can write to ({error.strerror or error}); {cure}"
+        ) from error
 
 
 def check_log_folder(base: Path) -> None:
@@ -216,7 +216,8 @@ def check_log_folder(base: Path) -> None:
     existing = next(path for path in (base.absolute(), *base.absolute().parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         code = errno.EACCES if existing.is_dir() else errno.ENOTDIR
-        raise not_writable(f"logging.run_dir ({base})", OSError(code, os.strerror(code)))
+        with explain_not_writable(f"logging.run_dir ({base})"):
+            raise OSError(code, os.strerror(code))
 
 
 def newest_run(base: Path, name: str | None = None, task: str | None = None) -> Path:

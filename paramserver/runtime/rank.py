@@ -95,7 +95,7 @@ from paramserver.runs.rundir import (
     RunDir,
     check_log_folder,
     environment_record,
-    not_writable,
+    explain_not_writable,
     read_mapping,
     supersede_metrics,
     write_json,
@@ -589,11 +589,9 @@ def place_rank(identity: ProcessIdentity, ranks: Sequence[Role], config: Config)
 @contextmanager
 def _log_file(run: RunDir, global_rank: int) -> Iterator[None]:
     """Write the log of this rank on its own host. An error that ends the rank is the last entry."""
-    try:
+    with explain_not_writable(f"run folder {run.path}"):
         run.logs_dir.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(run.log_file(global_rank), encoding="utf-8")
-    except OSError as error:
-        raise not_writable(f"run folder {run.path}", error) from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger("paramserver").addHandler(handler)
     try:
