@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from paramserver.errors import StorageError
+from paramserver.errors import StorageError, UnsupportedConfiguration
 
 # Errors of file systems that do not support fsync of a folder, such as some network file systems. Nothing else helps.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
@@ -72,6 +72,21 @@ def explain_disk_errors(path: Path, what: str = "checkpoint") -> Iterator[None]:
     except OSError as error:
         cure = DISK_CURES.get(error.errno or 0, "check that disk")
         raise StorageError(f"{what} {path} could not be written ({error}); {cure}, {then_resume(path)}") from error
+
+
+@contextmanager
+def explain_not_writable(what: str, cure: str = "") -> Iterator[None]:
+    """Turn an ``OSError`` into the error for a folder that cannot be written to, by default that of a run."""
+    try:
+        yield
+    except OSError as error:
+        if not cure:
+            cure = "make it so, or choose another logging.run_dir"
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # in the middle of a run these have another cause
+                cure = DISK_CURES.get(error.errno or 0, cure)
+        raise UnsupportedConfiguration(
+            f"{what} must be a folder that this user can write to ({error.strerror or error}); {cure}"
+        ) from error
 
 
 class Writable(Protocol):

@@ -21,11 +21,12 @@ from paramserver.checkpoint.format import BEST, LATEST, read_pointer, remove, st
 from paramserver.checkpoint.memory import move_to_disk, newer_in_memory
 from paramserver.config import Config
 from paramserver.errors import CheckpointError, FolderInUse, UnsupportedConfiguration
+from paramserver.fileio import explain_not_writable
 from paramserver.importing import PICKLED_TASK
 from paramserver.metrics.sinks import head_of, read_lines
 from paramserver.runs.losses import LossLog
 from paramserver.runs.resume import check_writable
-from paramserver.runs.rundir import RunDir, explain_not_writable, read_mapping, write_text
+from paramserver.runs.rundir import RunDir, read_mapping, write_text
 
 # A new run.
 

@@ -27,11 +27,11 @@ from paramserver.checkpoint.memory import newer_in_memory
 from paramserver.cluster import find_job, process_environ
 from paramserver.errors import CheckpointError, FolderInUse, UnsupportedConfiguration
 from paramserver.fileio import (
-    DISK_CURES,
     TEMPORARY,
     atomic_write_bytes,
     atomic_write_text,
     explain_disk_errors,
+    explain_not_writable,
     is_file,
     is_folder,
     json_text,
@@ -191,20 +191,6 @@ def _lives(holder: Mapping[str, Any]) -> bool:
 def _holder(holder_file: Path) -> str | None:
     holder = read_mapping(holder_file, json.loads)
     return f"process {holder['pid']} on host {holder['host']}" if {"pid", "host"} <= holder.keys() else None
-
-
-@contextmanager
-def explain_not_writable(what: str) -> Iterator[None]:
-    """Turn an ``OSError`` into the error, with its cure, for a folder that cannot be written to."""
-    try:
-        yield
-    except OSError as error:
-        cure = "make it so, or choose another logging.run_dir"
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # in the middle of a run these have another cause
-            cure = DISK_CURES.get(error.errno or 0, cure)
-        raise UnsupportedConfiguration(
-            f"{what} must be a folder that this user can write to ({error.strerror or error}); {cure}"
-        ) from error
 
 
 def check_log_folder(base: Path) -> None:

@@ -79,6 +79,7 @@ from paramserver.errors import (
     UnsupportedConfiguration,
     kind_and_message,
 )
+from paramserver.fileio import explain_not_writable
 from paramserver.importing import load_object, source_file
 from paramserver.metrics import Csv, FanOut, JsonLines, Prometheus, Sink, TensorBoard, make_sinks
 from paramserver.metrics.profile import StepProfiler
@@ -95,7 +96,6 @@ from paramserver.runs.rundir import (
     RunDir,
     check_log_folder,
     environment_record,
-    explain_not_writable,
     read_mapping,
     supersede_metrics,
     write_json,

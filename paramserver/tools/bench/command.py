@@ -18,6 +18,7 @@ from typing import Any, TextIO
 from paramserver.cluster import child_environment, process_environ
 from paramserver.config import num_commands_of
 from paramserver.errors import Interrupted, TrainingError, UnsupportedConfiguration
+from paramserver.fileio import explain_not_writable
 from paramserver.importing import code_folders
 from paramserver.launch import CommandParser, add_overrides, run_command
 from paramserver.platform import num_usable_cores
@@ -38,7 +39,7 @@ from paramserver.tools.bench.processes import NetworkHosts, parse_bandwidth, req
 from paramserver.tools.bench.slowdown import parse_slowdown
 from paramserver.tools.report.cases import cases_of
 from paramserver.tools.report.findings import compare, findings
-from paramserver.tools.report.page import NO_PLOTS, not_writable_out, write_report
+from paramserver.tools.report.page import CHOOSE_OUT, NO_PLOTS, write_report
 from paramserver.tools.report.plots import has_matplotlib
 from paramserver.tools.report.results import RESULTS_FILE, CaseResult, Results, append_result, read_results
 
@@ -226,11 +227,9 @@ def _threads(most_trainers: int) -> str:
 
 
 def _new_folder(out: Path) -> Path:
-    try:
+    with explain_not_writable(str(out), CHOOSE_OUT):
         out.mkdir(parents=True, exist_ok=True)
         taken = any(out.iterdir())
-    except OSError as error:
-        raise not_writable_out(out, error) from error
     if taken:
         raise UnsupportedConfiguration(f"--out {out} must be a new or an empty folder, and holds files; name another")
     return out

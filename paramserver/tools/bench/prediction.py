@@ -23,6 +23,7 @@ import yaml
 from paramserver.config import MODES, Config, Mode, config_from_mapping, dump_yaml, mode_of, server_computes
 from paramserver.consistency.factory import consistency_class
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.fileio import explain_not_writable
 from paramserver.launch import CommandParser, add_overrides
 from paramserver.parameters.flat import FlatLayout
 from paramserver.process_utils import print_output
@@ -31,7 +32,7 @@ from paramserver.tools.bench.link_probe import LinkSpeed, communication_s
 from paramserver.tools.bench.processes import parse_bandwidth
 from paramserver.tools.bench.simulation import Costs, Deployment, Throughput, simulate
 from paramserver.tools.bench.slowdown import SlowdownSpec, parse_slowdown
-from paramserver.tools.report.page import not_writable_out, table, write_report
+from paramserver.tools.report.page import CHOOSE_OUT, table, write_report
 from paramserver.tools.report.results import COMPLETED, RESULTS_FILE, CaseResult, Results, append_result, read_results
 from paramserver.tools.report.tables import Table
 from paramserver.transport.compression import make_codec
@@ -241,11 +242,9 @@ def predict(words: Sequence[str]) -> int:
                 f"--out {arguments.out} must be another folder than that of the results, which it would replace; name "
                 "another"
             )
-        try:
+        with explain_not_writable(str(arguments.out), CHOOSE_OUT):
             arguments.out.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=arguments.out).close()
-        except OSError as error:
-            raise not_writable_out(arguments.out, error) from error
     base, notes = calibrated(used, measured.source)
     costs = base.costs
     if arguments.bandwidth is not None:  # of the interface, of which tensors have a share; a probe measures that share

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from paramserver.errors import UnsupportedConfiguration
-from paramserver.fileio import atomic_write_text
+from paramserver.fileio import atomic_write_text, explain_not_writable
 from paramserver.tools.report.cases import ReportCase, by_best, cases_of
 from paramserver.tools.report.findings import findings
 from paramserver.tools.report.formatting import join_names, quoted
@@ -26,6 +25,7 @@ from paramserver.tools.report.tables import (
     method_text,
 )
 
+CHOOSE_OUT = "choose another --out"
 NO_PLOTS = "The plots are left out, because matplotlib is not installed: python -m pip install 'paramserver[report]'."
 
 
@@ -41,20 +41,11 @@ def write_report(results: Results, folder: Path, title: str = "What was measured
     markdown = "\n\n".join(block.markdown for block in blocks) + "\n"
     pages = {folder / "report.html": to_html(title, blocks), folder / "report.md": markdown}
     plots = {folder / "plots" / f"{one.name}.svg": one.svg for drawn in pictures.values() for one in drawn}
-    try:
+    with explain_not_writable(str(folder), CHOOSE_OUT):
         (folder / "plots" if plots else folder).mkdir(parents=True, exist_ok=True)
         for path, text in {**plots, **pages}.items():
             atomic_write_text(path, text)
-    except OSError as error:
-        raise not_writable_out(folder, error) from error
     return list(pages)
-
-
-def not_writable_out(folder: Path, error: OSError) -> UnsupportedConfiguration:
-    """Return the error for a folder of ``--out`` that cannot be written to."""
-    return UnsupportedConfiguration(
-        f"{folder} must be a folder that this user can write to ({error.strerror or error}); choose another --out"
-    )
 
 
 def _blocks(
