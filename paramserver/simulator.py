@@ -379,14 +379,11 @@ class Session:
             0.5,
             0.0,
             positions=positions,
-            generation=self.generation,
-            incarnation=self.incarnation,
-            sequence=self.sequence,
         )
         announcement = None
         if not (lockstep and self.is_due(decision.step + 1)) and not self.world.chance(self.world.waits):
             announcement = self.data.announcement()
-        grant: StepGrant = yield from self.push(Push(report, None, announcement), pulled)
+        grant: StepGrant = yield from self.push(Push(push, report, None, announcement), pulled)
         assert grant.result is not None
         self.step = grant.result.step
         return grant if grant.decision is not None and grant.decision.verdict is not Verdict.WAIT else None

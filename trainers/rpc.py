@@ -257,11 +257,11 @@ class RpcTrainer(Trainer):
         its data yet; also with several optimizers, as the next step may be of the same batch.
         """
         positions, keys = self.data.pop_served()
-        report = self.server.number_push(report, used=used, positions=_compact(positions), keys=keys)
+        report = replace(report, used=used, positions=_compact(positions), keys=keys)
         is_followed = self.optimizer_calls.parameters_of or (
             self.lockstep and any_due(report.version + 1, self.due_every, self.optimizer_calls.batch_began)
         )
-        return Push(report, buffers, None if is_followed else self.announcement_if_ready())
+        return Push(self.server.number_push(), report, buffers, None if is_followed else self.announcement_if_ready())
 
     def finish_step(self, grant: StepGrant) -> StepResult:
         """Take the result of the push from the server's reply, and the grant of the next step if it has one."""

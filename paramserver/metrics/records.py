@@ -190,7 +190,6 @@ class StepReport(StepQuantities):
         used: for each parameter, whether it has a gradient; None: all have one.
         positions: of its samples in the trainer's order, if it pushes to a server; see ``buffers/positions.py``.
         keys: of its samples, if they are of a stream, which has no such order.
-        generation, incarnation, sequence: name the push; see ``consistency/ledger.py``.
         optimizer: the name of the one that is stepped, where there are several.
         inner_s: seconds of the local steps of a round, without the pull of the version.
         nonfinite: what of it is NaN or infinite, "loss" or "gradient", so that the step is skipped; empty if nothing
@@ -207,9 +206,6 @@ class StepReport(StepQuantities):
     used: tuple[bool, ...] | None = None
     positions: Sequence[int] = ()
     keys: Sequence[Key] = ()
-    generation: int = 1
-    incarnation: int = 1
-    sequence: int = 1
     optimizer: str = ""
     inner_s: float = 0.0
     nonfinite: str = ""

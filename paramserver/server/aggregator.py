@@ -30,7 +30,7 @@ from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import Evicted, GenerationChanged, NotFinite, RunEnded, TrainingError
 from paramserver.metrics.profile import span, spanned
-from paramserver.metrics.records import RunClock, StepReport, StepResult, combine
+from paramserver.metrics.records import RunClock, StepResult, combine
 from paramserver.optim.updater import UpdaterState
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.runs.checkpoint_manager import CheckpointManager
@@ -39,7 +39,7 @@ from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.shard import ParameterShard
 from paramserver.server.updates import Updates
 from paramserver.transport.base import ServerTransport
-from paramserver.transport.messages import Future, PendingPush, PendingReplies, Push, StepGrant, VersionView, push_id
+from paramserver.transport.messages import Future, PendingPush, PendingReplies, Push, StepGrant, VersionView
 from paramserver.transport.rpc import leave_out
 
 ReleaseFn = Callable[[], None]
@@ -398,22 +398,21 @@ class Aggregator:
             Evicted: the trainer takes no part any more.
         """
         report = push.report
-        if (reply := self._find_reply(report)) is not None:
+        if (reply := self._find_reply(push.id)) is not None:
             return reply
         self._clock.undo_stop()  # with several optimizers a step that was due may be one inside a batch
         trainer_index, transport = report.trainer_index, self.transports[report.trainer_index]
         gradients = transport.collect_gradients()
         future: torch.futures.Future[StepGrant] = torch.futures.Future()
-        pending = PendingPush(
-            report, push.buffers, push.announcement, future, time.perf_counter(), segment_key=transport.segment_key
-        )
+        key = transport.segment_key
+        pending = PendingPush(**vars(push), future=future, arrival_s=time.perf_counter(), segment_key=key)
         self._incomplete[trainer_index] = pending
-        if transport.segment_key is not None:
-            self.gradients_arrived(push_id(report))  # the trainer writes them before it pushes
+        if key is not None:
+            self.gradients_arrived(push.id)  # the trainer writes them before it pushes
         elif gradients is not None:
-            self._shard.accept(push_id(report), report.version, gradients)
+            self._shard.accept(push.id, report.version, gradients)
         else:
-            self._shard.report_push(push_id(report), report.version)
+            self._shard.report_push(push.id, report.version)
         if has_gradients and self._incomplete.get(trainer_index) is pending:
             del self._incomplete[trainer_index]
             self._shard.discard_incomplete(trainer_index)
@@ -423,7 +422,7 @@ class Aggregator:
     def gradients_arrived(self, push: PushId) -> None:
         """Accept a push whose report and gradients have arrived; they come in either order."""
         pending = self._incomplete.get(push.trainer_index)
-        if pending is None or push_id(pending.report) != push:
+        if pending is None or pending.id != push:
             return
         del self._incomplete[push.trainer_index]
         try:
@@ -431,23 +430,23 @@ class Aggregator:
         except TrainingError as error:
             pending.future.set_result(RemoteError.of(error))  # raised by the caller
 
-    def _find_reply(self, report: StepReport) -> Future | None:
+    def _find_reply(self, push: PushId) -> Future | None:
         """Return the reply to a push that was sent before; None for a new one.
 
         Raises:
             Evicted: it is of an earlier process of this trainer, or was sent to an earlier server.
             TrainingError: the push before it is missing.
         """
-        trainer_index = report.trainer_index
+        trainer_index = push.trainer_index
         incomplete = self._incomplete.get(trainer_index)
-        if incomplete is not None and push_id(incomplete.report) == push_id(report):
+        if incomplete is not None and incomplete.id == push:
             return incomplete.future
-        state = self.ledger.state_of(push_id(report))
+        state = self.ledger.state_of(push)
         if state is PushState.EVICTED or trainer_index not in self.transports:
             raise Evicted(f"trainer {trainer_index} takes no part in the run any more, or joined it anew")
         if state is PushState.GAP:
             last = self.ledger[trainer_index].decided
-            raise TrainingError(f"trainer {trainer_index} sent push {report.sequence} after push {last}")
+            raise TrainingError(f"trainer {trainer_index} sent push {push.sequence} after push {last}")
         return None if state is PushState.NEW else self._replies[trainer_index]
 
     def _accept(self, push: PendingPush) -> None:
@@ -464,7 +463,7 @@ class Aggregator:
         samples, inner_steps = report.samples + report.skipped, int(report.inner_steps)
         # With several optimizers, only the first push of a batch has samples.
         batches = self._batches[trainer_index] if samples else 0
-        self.ledger.accept(push_id(report), version, samples, report.positions, report.keys, inner_steps, batches)
+        self.ledger.accept(push.id, version, samples, report.positions, report.keys, inner_steps, batches)
         self._replies[trainer_index] = push.future
         if self._dynamic_steps is not None:
             self._dynamic_steps.add(trainer_index, inner_steps, report.inner_s)
@@ -554,10 +553,9 @@ class Aggregator:
 
     def _reply(self, push: PendingPush, result: StepResult) -> None:
         """Reply now, or with the grant of the next step if the push carried its announcement."""
-        decided = push_id(push.report)
-        self.ledger.decide(decided)
+        self.ledger.decide(push.id)
         # The announcement of a trainer that was lost meanwhile does not count.
-        lives = push.report.trainer_index in self.rules.trainers and self.ledger.is_current(decided)
+        lives = push.report.trainer_index in self.rules.trainers and self.ledger.is_current(push.id)
         if push.announcement is None or not lives:
             push.future.set_result(StepGrant(result=result, scale=self.store.updater.skipping.scale))
             return

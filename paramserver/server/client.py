@@ -35,7 +35,7 @@ from paramserver.distributed.rpc_calls import (
 )
 from paramserver.distributed.session import SERVER_NAME, server_name
 from paramserver.errors import DeadlineExceeded, PeerLost
-from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums
+from paramserver.metrics.records import Record, TrainerTotals, WeightedSums
 from paramserver.parameters.model_tree import PackedBuffers
 from paramserver.server.coordinator import ShardCoordinator
 from paramserver.server.parameter_server import ParameterServer
@@ -52,7 +52,6 @@ from paramserver.transport.messages import (
     StepGrant,
     ValidationReply,
     VersionView,
-    push_id,
 )
 
 P = ParamSpec("P")
@@ -450,13 +449,11 @@ class ServerClient(ServerConnection):
         """Report where the data of this trainer starts; another process continues there if this one is lost."""
         self.call(ParameterServer.report_source, self._id, position)
 
-    def number_push(self, report: StepReport, **fields: Any) -> StepReport:
-        """Return the report of a new push, with the numbers that name it and with these fields."""
+    def number_push(self) -> PushId:
+        """Return what names a new push."""
+        number = self._next_push
         self._sequence += 1
-        own = self._id
-        return replace(
-            report, generation=own.generation, incarnation=own.incarnation, sequence=self._sequence, **fields
-        )
+        return number
 
     @property
     def _next_push(self) -> PushId:
@@ -538,8 +535,8 @@ class ServerClient(ServerConnection):
         The calls of ``buckets``, in which they are sent, are waited for with the reply. Without ``has_gradients`` this
         may be called before they are complete.
         """
-        named = push_id(push.report), push.report.version
-        on_shards = [self.begin(name, ShardServer.report_push, *named) for name in self._shard_servers]
+        version = push.report.version
+        on_shards = [self.begin(name, ShardServer.report_push, push.id, version) for name in self._shard_servers]
         grant = self.begin_deferred(SERVER_NAME, ParameterServer.push, push, has_gradients)
         # Server 0 may wait for one of them that has to be sent again.
         grant.others = [*on_shards, *buckets]

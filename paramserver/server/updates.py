@@ -35,7 +35,6 @@ from paramserver.transport.messages import (
     ShardState,
     SnapshotTensor,
     merge_used,
-    push_id,
 )
 
 P = ParamSpec("P")
@@ -114,7 +113,7 @@ class Updates:
         all servers have applied it. An update that does not complete a version only adds up gradients; those of the
         pushes ``held`` were added before.
         """
-        named = tuple((push_id(push.report), push.segment_key) for push in pushes)
+        named = tuple((push.id, push.segment_key) for push in pushes)
         factors = (1.0,) * len(pushes)
         if self._has_factors:
             weights = round_weights(self._config.training, [push.report.samples for push in pushes])

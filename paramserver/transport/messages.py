@@ -194,26 +194,19 @@ class Push:
     It has module buffers if the grant wants them; with an announcement of the next step the reply is its grant too.
     """
 
+    id: PushId
     report: StepReport
     buffers: PackedBuffers | None = None
     announcement: Announcement | None = None
 
 
-@dataclass(frozen=True)
-class PendingPush:
-    """A push on the server until it is applied or dropped; see ``Push``."""
+@dataclass(frozen=True, kw_only=True)
+class PendingPush(Push):
+    """A push on the server until it is applied or dropped."""
 
-    report: StepReport
-    buffers: PackedBuffers | None
-    announcement: Announcement | None
     future: Future
     arrival_s: float  # when it was complete
     segment_key: str | None = None  # of the segment where the gradients are; None if they are at the shards
-
-
-def push_id(report: StepReport) -> PushId:
-    """Return what names a push."""
-    return PushId(report.trainer_index, report.generation, report.incarnation, report.sequence)
 
 
 class PendingReplies:

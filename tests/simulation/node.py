@@ -11,6 +11,7 @@ import torch
 
 from paramserver import simulator
 from paramserver.checkpoint.save import ChunkedFile
+from paramserver.consistency import PushId
 from paramserver.runs.checkpoint_manager import StagedCheckpoint
 from paramserver.transport.rpc import RpcServerTransport
 
@@ -21,8 +22,8 @@ PushKey = tuple[int, int, int, int]
 """View, trainer, incarnation and sequence of a push."""
 
 
-def push_key(report) -> PushKey:
-    return report.generation, report.trainer_index, report.incarnation, report.sequence
+def push_key(push: PushId) -> PushKey:
+    return push.generation, push.trainer_index, push.incarnation, push.sequence
 
 
 def make_gradient(key: PushKey) -> torch.Tensor:

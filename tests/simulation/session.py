@@ -17,7 +17,7 @@ from paramserver.metrics.records import TrainerTotals, WeightedSums
 from paramserver.server.parameter_server import ParameterServer
 from paramserver.simulator import Call, Process, Session, SimulatedTask
 from paramserver.transport.autograd import push_root
-from paramserver.transport.messages import StepGrant, push_id
+from paramserver.transport.messages import StepGrant
 from tests.simulation.node import FaultyNode, make_gradient, push_key
 
 if TYPE_CHECKING:
@@ -82,10 +82,10 @@ class FaultySession(Session):
 
     def push(self, push, pulled):
         """Report a push, and send its gradients in two parts; the report may come first or last."""
-        report = replace(push.report, nonfinite=self.world.nonfinite_of(push.report))
-        key = push_key(report)
+        report = replace(push.report, nonfinite=self.world.nonfinite_of(push.id))
+        key = push_key(push.id)
         gradient = make_gradient(key)
-        bucket = Call("receive_bucket", (push_id(report), report.version, 1, gradient))
+        bucket = Call("receive_bucket", (push.id, report.version, 1, gradient))
         calls = [bucket, Call("push", (replace(push, report=report),))]
         begun = [self.begin(call) for call in self.world.rng.sample(calls, len(calls))]
         yield Backward("backward", (pulled, gradient))

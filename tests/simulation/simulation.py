@@ -20,11 +20,10 @@ from paramserver import simulator
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.config import CheckpointConfig, ClusterConfig, Config, LoggingConfig, ServerConfig, TrainingConfig
 from paramserver.config.schema import BestConfig, BufferConfig
-from paramserver.consistency import Announcement, Decision, Readiness, Verdict
+from paramserver.consistency import Announcement, Decision, PushId, Readiness, Verdict
 from paramserver.consistency.factory import consistency_class
 from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import ParamserverError, PeerLost, RunEnded
-from paramserver.metrics.records import StepReport
 from paramserver.server.parameter_server import ParameterServer
 from paramserver.simulator import Call, Process, SimulatedTask, Violation
 from paramserver.transport.messages import JoinReply, PendingPush
@@ -271,9 +270,9 @@ class World(simulator.World):
     def compute_s(self, session: FaultySession) -> float:
         return float(session.process.compute_s * self.rng.uniform(0.5, 1.5))
 
-    def nonfinite_of(self, report: StepReport) -> str:
+    def nonfinite_of(self, push: PushId) -> str:
         # Without a random number, so that the faults of a seed stay.
-        return "loss" if zlib.crc32(repr(push_key(report)).encode()) % 100 < self.nonfinite else ""
+        return "loss" if zlib.crc32(repr(push_key(push)).encode()) % 100 < self.nonfinite else ""
 
     def note(self, *words: Any) -> None:
         if self.tracing:
@@ -560,7 +559,7 @@ class World(simulator.World):
         limit = config.training.max_steps
         self.check(limit is None or version <= limit, f"version {version} exceeds max_steps ({limit})")
         for push, gradient in zip(pushes, node.store.gradients, strict=True):
-            key = push_key(push.report)
+            key = push_key(push.id)
             self.check(not push.report.nonfinite, f"push {key} is not finite, and is applied")
             generation, trainer, _, sequence = key
             self.note("  applies", key, "in version", version, "positions", push.report.positions)

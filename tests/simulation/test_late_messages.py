@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from paramserver.buffers.positions import AppliedPositions
-from paramserver.consistency import Announcement, Readiness, Sync, TrainerId, Verdict
+from paramserver.consistency import Announcement, PushId, Readiness, Sync, TrainerId, Verdict
 from paramserver.distributed.membership import HeartbeatReport, Member
 from paramserver.errors import Evicted, GenerationChanged, PeerLost, RunEnded, TrainingError
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
 from paramserver.transport.autograd import push_root
-from paramserver.transport.messages import DataPosition, Push, ValidationReply, push_id
+from paramserver.transport.messages import DataPosition, Push, ValidationReply
 from tests.simulation import simulation
 from tests.simulation.node import make_gradient, push_key
 from tests.simulation.simulation import Scenario, World
@@ -61,22 +61,10 @@ class Two:
         return members, ids
 
     def push(self, sender, positions, announcement=None, version=0, sequence=1):
-        report = StepReport(
-            sender.trainer_index,
-            version,
-            len(positions),
-            0.5,
-            0.0,
-            None,
-            positions,
-            (),
-            1,
-            sender.incarnation,
-            sequence,
-        )
-        reply = self.server.push(Push(report, None, announcement))
-        push = push_id(report)
-        gradient, pulled = make_gradient(push_key(report)), self.server.pull(push, version)
+        report = StepReport(sender.trainer_index, version, len(positions), 0.5, 0.0, None, positions)
+        push = PushId(sender.trainer_index, 1, sender.incarnation, sequence)
+        reply = self.server.push(Push(push, report, None, announcement))
+        gradient, pulled = make_gradient(push_key(push)), self.server.pull(push, version)
         self.server.receive_bucket(push, version, 1, gradient)
         push_root([gradient], pulled[:1]).backward()
         return reply

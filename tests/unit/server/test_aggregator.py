@@ -24,7 +24,7 @@ from paramserver.trainers import rpc
 from paramserver.transport.autograd import push_root
 from paramserver.transport.base import ServerTransport
 from paramserver.transport.compression import CastCodec
-from paramserver.transport.messages import ApplyRequest, Push, push_id
+from paramserver.transport.messages import ApplyRequest, Push
 from paramserver.transport.rpc import RpcServerTransport
 
 TWO_LEAVES = (2, 3)  # elements of the flat tensors that a trainer sends
@@ -200,7 +200,7 @@ class Store:
         self.applied = []
 
     def apply(self, pushes):
-        self.applied.append([(push.report.trainer_index, push.report.incarnation) for push in pushes])
+        self.applied.append([(push.id.trainer_index, push.id.incarnation) for push in pushes])
 
 
 class Transport(ServerTransport):
@@ -258,8 +258,9 @@ class Run:
     ):
         version = self.aggregator.rules.step if version is None else version
         positions = [self.ledger[trainer].positions.low]
-        report = StepReport(trainer, version, 1, 0.5, 0.0, None, positions, (), generation, incarnation, sequence)
-        return self.aggregator.push(Push(report, None, announcement), has_gradients)
+        report = StepReport(trainer, version, 1, 0.5, 0.0, None, positions)
+        push = PushId(trainer, generation, incarnation, sequence)
+        return self.aggregator.push(Push(push, report, None, announcement), has_gradients)
 
     def send(self, trainer, incarnation=1, sequence=1, version=0):
         """Let the gradients of a push arrive."""
@@ -513,7 +514,7 @@ class SentRun(Run):
         return incarnation
 
     def apply(self, pushes):
-        ids = [push_id(push.report) for push in pushes]
+        ids = [push.id for push in pushes]
         request = ApplyRequest(self.shard.version + 1, tuple((one, None) for one in ids), (), None, None, frozenset())
         taken = self.shard.take_gradients(request)
         self.store.applied.append({one.trainer_index: [flat.tolist() for flat in taken[one]] for one in ids})

@@ -10,7 +10,7 @@ from torch import nn
 
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.config import ClusterConfig, Config, ServerConfig, TrainingConfig
-from paramserver.consistency import Announcement, Readiness, TrainerId
+from paramserver.consistency import Announcement, PushId, Readiness, TrainerId
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member
 from paramserver.errors import TaskError
@@ -58,8 +58,8 @@ def take_steps(change, steps=2, between=lambda server: None):
     server.report_source(SENDER, DataPosition({}, AppliedPositions().state_dict()))
     for version in range(steps):
         server.announce(SENDER, Announcement(Readiness.READY)).value()
-        report = StepReport(0, version, 1, 0.5, 0.0, None, [version], (), 1, 1, version + 1)
-        server.push(Push(report, buffers.pack_buffers()))
+        report = StepReport(0, version, 1, 0.5, 0.0, None, [version])
+        server.push(Push(PushId(0, 1, 1, version + 1), report, buffers.pack_buffers()))
         send_gradients(server, server.shard.leaves, SENDER, version)
         if server.run.error is not None:
             return server.run.error

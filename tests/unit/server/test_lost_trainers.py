@@ -12,7 +12,7 @@ from servers import NoNetwork, SumOfOutputs, no_checkpoints, send_gradients
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.config import CheckpointConfig, ClusterConfig, Config, ServerConfig, TrainingConfig
 from paramserver.config.schema import BestConfig
-from paramserver.consistency import Announcement, Decision, Readiness, TrainerId, Verdict
+from paramserver.consistency import Announcement, Decision, PushId, Readiness, TrainerId, Verdict
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
@@ -120,8 +120,8 @@ class TwoServers:
         key = gradients_key(sender.trainer_index, sender.incarnation)
         for flat in attach(address, key, layout, TIMEOUT_S):
             flat.fill_(gradient)
-        report = StepReport(sender.trainer_index, version, 1, 0.5, 0.0, None, [0], (), 1, sender.incarnation, sequence)
-        return self.server.push(Push(report))
+        report = StepReport(sender.trainer_index, version, 1, 0.5, 0.0, None, [0])
+        return self.server.push(Push(PushId(sender.trainer_index, 1, sender.incarnation, sequence), report))
 
 
 @pytest.fixture(autouse=True)
@@ -185,8 +185,8 @@ def test_a_trainer_whose_gradients_were_sent_is_not_continued_without_while_othe
     (_, member), senders = run.start(shares=(True, False))
     for sender in senders:
         run.server.announce(sender, READY)
-    report = StepReport(1, 0, 1, 0.5, 0.0, None, [0], (), 1, member.incarnation, 1)
-    run.server.push(Push(report))
+    report = StepReport(1, 0, 1, 0.5, 0.0, None, [0])
+    run.server.push(Push(PushId(1, 1, member.incarnation, 1), report))
     send_gradients(run.server, run.server.shard.leaves, senders[1], 0)
     assert run.server.aggregator.ledger[1].accepted == 1
     run.lose(member)
@@ -199,7 +199,7 @@ def test_the_last_trainer_is_not_continued_without_either(segments):
     (other, member), senders = run.start(shares=(True, False))
     for sender in senders:
         run.server.announce(sender, READY)
-    run.server.push(Push(StepReport(1, 0, 1, 0.5, 0.0, None, [0], (), 1, member.incarnation, 1)))
+    run.server.push(Push(PushId(1, 1, member.incarnation, 1), StepReport(1, 0, 1, 0.5, 0.0, None, [0])))
     send_gradients(run.server, run.server.shard.leaves, senders[1], 0)
     run.lose(other)
     assert run.server.run.error is None

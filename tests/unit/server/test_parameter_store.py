@@ -10,7 +10,7 @@ from torch import nn
 
 from paramserver import Task
 from paramserver.config import config_from_mapping
-from paramserver.consistency import Update
+from paramserver.consistency import PushId, Update
 from paramserver.devices import CPU
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.metrics.records import StepReport
@@ -23,7 +23,7 @@ from paramserver.server.server_run import ServerRun
 from paramserver.server.shard import ParameterShard
 from paramserver.server.updates import Updates
 from paramserver.transport.compression import CastCodec
-from paramserver.transport.messages import PendingPush, push_id
+from paramserver.transport.messages import PendingPush
 
 # What torch.optim offers, but those that need a closure or sparse gradients.
 NAMES = sorted(
@@ -95,12 +95,14 @@ class Server:
         for name, gradient in given.items():
             views[name].copy_(gradient)
         used, version = tuple(name in given for name in views), self.shard.version
-        report = StepReport(trainer_index, version, 8, 1.0, 0.0, used, sequence=version + 1)
+        report = StepReport(trainer_index, version, 8, 1.0, 0.0, used)
+        push = PushId(trainer_index, 1, 1, version + 1)
         if segment_key is None:
-            self.shard.accept(push_id(report), version, flats)
+            self.shard.accept(push, version, flats)
         else:
             self.segments[segment_key] = flats
-        return PendingPush(report, buffers, None, torch.futures.Future(), 0.0, segment_key)
+        future = torch.futures.Future()
+        return PendingPush(push, report, buffers, future=future, arrival_s=0.0, segment_key=segment_key)
 
     def apply(self, update, pushes):
         applied = []

@@ -8,7 +8,7 @@ from servers import NoNetwork, SumOfOutputs, no_checkpoints, send_gradients
 
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.config import CheckpointConfig, ClusterConfig, Config, ServerConfig, TrainingConfig
-from paramserver.consistency import Announcement, Readiness, TrainerId, Verdict
+from paramserver.consistency import Announcement, PushId, Readiness, TrainerId, Verdict
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member
 from paramserver.metrics.records import StepReport, WeightedSums
@@ -54,8 +54,8 @@ class Run:
 
     def push(self, index, version, count):
         self.model.count.fill_(count)
-        report = StepReport(index, version, 1, 0.5, 0.0, None, [version], (), 1, 1, version + 1)
-        reply = self.server.push(Push(report, ModelTree(self.model).pack_buffers()))
+        report = StepReport(index, version, 1, 0.5, 0.0, None, [version])
+        reply = self.server.push(Push(PushId(index, 1, 1, version + 1), report, ModelTree(self.model).pack_buffers()))
         send_gradients(self.server, self.server.shard.leaves, self.id(index), version)
         return reply.value().result.step
 

@@ -170,8 +170,8 @@ class Run:
 
     def push(self, index, optimizer=""):
         server, sender = self.server, self.senders[index]
-        report = StepReport(index, 0, 1, 0.5, 0.0, None, [0], (), 1, sender.incarnation, 1, optimizer)
-        reply = server.push(Push(report, None, READY))
+        report = StepReport(index, 0, 1, 0.5, 0.0, None, [0], optimizer=optimizer)
+        reply = server.push(Push(PushId(index, 1, sender.incarnation, 1), report, None, READY))
         send_gradients(server, self.leaves, sender, 0)
         return reply
 
