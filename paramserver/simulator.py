@@ -244,6 +244,7 @@ class Call:
 
     method: str
     args: tuple[Any, ...]
+    number: int = 0  # of a handler that is ``executed_once``; 0 if the call is not sent again
 
     def run(self, server: ParameterServer) -> Any:
         """Call the handler as distributed/rpc_calls.py does; an error is returned."""
@@ -253,7 +254,8 @@ class Call:
             return RemoteError.of(error)
 
     def handle(self, server: ParameterServer) -> Any:
-        return getattr(server, self.method)(*self.args)
+        numbered = {"number": self.number} if self.number else {}
+        return getattr(server, self.method)(*self.args, **numbered)
 
 
 Steps = Generator[Any, Any, Any]
@@ -333,7 +335,7 @@ class Session:
                     yield 0.5
                     announcement = Announcement(Readiness.WAITING)
                 self.announced += 1
-                grant = yield Call("announce", (self.id, announcement, self.announced))
+                grant = yield Call("announce", (self.id, announcement), self.announced)
             decision = grant.decision
             assert decision is not None
             self.world.decided(self, decision)

@@ -87,9 +87,7 @@ class Aggregator:
         self._buffer_owners: set[int] = set()  # whose module buffers were wanted with their last grants
         self._granted: dict[int, int] = {}  # the version that each trainer was granted and has not pushed for
         self._batches: dict[int, int] = {}  # of its present step, or its last one
-        # Of the last push of each trainer, and of its last announcement with its number: for a repeated message.
-        self._replies: dict[int, Future] = {}
-        self._announced: dict[int, tuple[int, Future]] = {}
+        self._replies: dict[int, Future] = {}  # of the last push of each trainer, for a repeated message
         self.ended = False  # the trainers have been sent the end of the run, or of the generation
         self._resize = ""  # why this generation of the run ends
         self._exclusive: deque[Callable[[ReleaseFn], None]] = deque()
@@ -102,24 +100,16 @@ class Aggregator:
     # Announcements.
 
     def announce(
-        self,
-        trainer_index: int,
-        announcement: Announcement,
-        number: int = 0,
-        buffers: PackedBuffers | None = None,
+        self, trainer_index: int, announcement: Announcement, buffers: PackedBuffers | None = None
     ) -> torch.futures.Future[StepGrant]:
         """Reply with a ``StepGrant`` once the consistency model lets the trainer continue.
 
-        Announcements are numbered from 1, and one that is repeated gets the same reply; one with the number 0 is never
-        repeated. The module buffers are kept: see ``keep_buffers``.
+        The module buffers are kept: see ``keep_buffers``.
 
         Raises:
             RunEnded: the other trainers have ended the run.
             GenerationChanged: they have ended the generation; the run continues in another one.
         """
-        last_number, reply = self._announced.get(trainer_index, (0, None))
-        if reply is not None and 0 < number <= last_number:
-            return reply  # no trainer waits for that to an earlier number: the message was overtaken
         if self.ended:
             if self._resize:
                 raise GenerationChanged(self._resize)
@@ -128,8 +118,6 @@ class Aggregator:
         self.keep_buffers(trainer_index, buffers)
         self._clock.start(announcement.waited_s)
         future: torch.futures.Future[StepGrant] = torch.futures.Future()
-        if number:
-            self._announced[trainer_index] = number, future
         self._enqueue(trainer_index, announcement, future)
         self._process()
         return future
@@ -156,7 +144,6 @@ class Aggregator:
         self._buffer_owners.discard(trainer_index)
         self._results.pop(trainer_index, None)
         self._replies.pop(trainer_index, None)
-        self._announced.pop(trainer_index, None)
         if (transport := self.transports.pop(trainer_index, None)) is not None:
             transport.unpin()
         if trainer_index in self.rules.trainers:

@@ -286,7 +286,8 @@ class ServerConnection(ABC):
     ) -> InFlightCall[Any]:
         """Send a call, with a number if its handler knows calls by these, and over a socket if there is one for it."""
         if is_numbered(handler):
-            call = partial(call, number=next(self._numbers))
+            kwargs["number"] = next(self._numbers)
+            call = partial(call, **kwargs)
         connection = self._sockets.get(to) if handler in _OVER_SOCKETS else None
         over_socket = None if connection is None else partial(send_over, connection, to, handler, *args, **kwargs)
         return InFlightCall(self, call, handler.__name__, timeout_s, is_repeatable(handler), over_socket)
@@ -415,7 +416,7 @@ class ServerClient(ServerConnection):
         self._blocks = blocks
         self._stop_limit = stop_limit
         self._id = TrainerId(index, 0, 0)  # until it has joined
-        self._sequence = self._announced = 0
+        self._sequence = 0
         self._shard_servers: list[str] = []
         # For the task and custom trainers. Steps address the server by name; see distributed/rpc_calls.py.
         self.rref = server_rref(SERVER_NAME)
@@ -480,8 +481,7 @@ class ServerClient(ServerConnection):
 
     def announce(self, announcement: Announcement, buffers: PackedBuffers | None = None) -> StepGrant:
         """Announce the next step; returns once the consistency model lets this trainer continue."""
-        self._announced += 1
-        return self.call_deferred(ParameterServer.announce, self._id, announcement, self._announced, buffers)
+        return self.call_deferred(ParameterServer.announce, self._id, announcement, buffers)
 
     def pull(
         self, version: int, received: Iterable[GradientBucket] = (), recorded: bool = True

@@ -242,16 +242,16 @@ class ParameterServer(TutorialMethods, ShardHandlers):
 
     # Steps: see ``Aggregator``.
 
-    @repeatable
+    @executed_once
     def announce(
-        self, sender: TrainerId, announcement: Announcement, number: int = 0, buffers: PackedBuffers | None = None
+        self, sender: TrainerId, announcement: Announcement, buffers: PackedBuffers | None = None
     ) -> torch.futures.Future[StepGrant]:
-        """Reply once the consistency model lets the trainer continue; to the same ``number`` again as before.
+        """Reply once the consistency model lets the trainer continue.
 
         ``buffers`` are the module buffers that the trainer has changed since its last push, and that are to be kept.
         """
         with self._lock:
-            return self.aggregator.announce(self.roster.admit(sender), announcement, number, buffers)
+            return self.aggregator.announce(self.roster.admit(sender), announcement, buffers)
 
     def pull(
         self, sender: PushId, version: int, received: Collection[int] = (), recorded: bool = True

@@ -48,7 +48,7 @@ def may_repeat(call):
         return False
     handler = getattr(ParameterServer, call.method)
     # A pull is sent again in another autograd context.
-    return call.method == "pull" or (is_repeatable(handler) and not is_numbered(handler))
+    return call.method == "pull" or (is_repeatable(handler) and (call.number > 0 or not is_numbered(handler)))
 
 
 class FaultySession(Session):

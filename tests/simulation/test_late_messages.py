@@ -9,6 +9,7 @@ import torch
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.consistency import Announcement, PushId, Readiness, Sync, TrainerId, Verdict
 from paramserver.distributed.membership import HeartbeatReport, Member
+from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import Evicted, GenerationChanged, PeerLost, RunEnded, TrainingError
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
 from paramserver.transport.autograd import push_root
@@ -140,12 +141,38 @@ def test_an_announcement_that_was_overtaken_is_not_a_new_one():
     run = Two(max_steps=None)
     _, ids = run.start()
     for number in (1, 2):
-        replies = [run.server.announce(sender, READY, number) for sender in ids]
+        replies = [run.server.announce(sender, READY, number=number) for sender in ids]
         [run.push(sender, [number], version=number - 1, sequence=number) for sender in ids]
-    run.server.announce(ids[0], READY, 1)
+    run.server.announce(ids[0], READY, number=1)
     assert replies[0].value().decision.step == 1
-    third = run.server.announce(ids[1], READY, 3)
+    third = run.server.announce(ids[1], READY, number=3)
     assert not third.done()  # trainer 0 has not announced its third step
+
+
+def test_an_announcement_that_is_sent_again_gets_the_same_grant_also_after_the_end():
+    """Its reply was lost: the second message neither counts as another announcement nor finds that the run is over."""
+    run = Two()
+    _, ids = run.start()
+    run.step(ids)
+    ends = [run.server.announce(sender, READY, number=2) for sender in ids]
+    assert ends[0].value().decision.verdict is Verdict.END
+    assert run.server.announce(ids[0], READY, number=2) is ends[0]
+    with pytest.raises(RunEnded):
+        run.server.announce(ids[0], READY, number=3)
+    assert run.server.run.error is None
+
+
+def test_an_announcement_of_a_process_that_was_lost_is_not_the_reply_to_its_replacement():
+    run = Two()
+    members, ids = run.start()
+    first = run.server.announce(ids[0], READY, number=1)
+    assert run.server.announce(ids[0], READY, number=1) is first
+    run.lose(members[0])
+    assert isinstance(first.value(), RemoteError)
+    member, _ = run.join(0)
+    joined = TrainerId(0, 1, member.incarnation)
+    run.server.report_source(joined, AT_START)
+    assert not run.server.announce(joined, READY, number=1).done()
 
 
 def test_a_view_that_was_overtaken_does_not_replace_the_version_that_was_granted():

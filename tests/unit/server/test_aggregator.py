@@ -146,29 +146,6 @@ def test_a_task_that_fails_ends_the_run_and_leaves_the_loop_usable():
     assert aggregator.announce(0, READY).done()
 
 
-def test_an_announcement_that_is_sent_again_gets_the_same_grant_also_after_the_end():
-    """Its reply was lost: the second message neither counts as another announcement nor finds that the run is over."""
-    aggregator, errors = make_aggregator()
-    first = aggregator.announce(0, READY, 1)
-    assert first.done()
-    assert aggregator.ended
-    assert aggregator.announce(0, READY, 1) is first
-    with pytest.raises(RunEnded):
-        aggregator.announce(0, READY, 2)
-    assert errors == []
-
-
-def test_an_announcement_of_a_process_that_was_lost_is_not_the_reply_to_its_replacement():
-    aggregator, _ = make_aggregator()
-    held = []
-    aggregator.run_exclusively(held.append)
-    first = aggregator.announce(0, READY, 1)
-    assert aggregator.announce(0, READY, 1) is first
-    aggregator.remove(0)
-    assert isinstance(first.value(), RemoteError)
-    assert aggregator.announce(0, READY, 1) is not first
-
-
 # Pushes and lost trainers. All of it under Sync, in which the end of a step needs every live trainer.
 
 GO = Announcement(Readiness.READY)

@@ -163,10 +163,10 @@ class Run:
         self.members[index] = self.join(index)
         self.connect(self.members[index])
         self.server.view_version(self.senders[index], None)
-        return self.server.announce(self.senders[index], READY, 1)
+        return self.server.announce(self.senders[index], READY, number=1)
 
     def announce_all(self):
-        return [self.server.announce(self.senders[index], READY, 1) for index in range(TRAINERS)]
+        return [self.server.announce(self.senders[index], READY, number=1) for index in range(TRAINERS)]
 
     def push(self, index, optimizer=""):
         server, sender = self.server, self.senders[index]
@@ -214,7 +214,7 @@ def test_no_handler_waits_for_an_update(monkeypatch, updates, workers, kind):
     pushed |= dict(zip(later, answers(workers, *(partial(run.push, i) for i in later)), strict=True))
     beats = answers(workers, *(partial(run.beat, i, blocks) for i in run.others() for blocks in (True, False)))
     assert beats == [HeartbeatReply("")] * len(beats)
-    again = answers(workers, *(partial(server.announce, run.senders[i], READY, 1) for i in run.others()))
+    again = answers(workers, *(partial(server.announce, run.senders[i], READY, number=1) for i in run.others()))
     assert [reply is grant for reply, grant in zip(again, granted, strict=True)] == [True] * TRAINERS
     answers(workers, *(partial(server.receive_records, run.senders[i], []) for i in run.others()))
     (rejoined,) = answers(workers, partial(run.rejoin, 3))
