@@ -158,21 +158,23 @@ def note_repeated(handler: str) -> None:
         _interceptor.repeated(handler)
 
 
-def _send(
+def send_call(
     to: str,
-    handle: Any,
     handler: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     timeout_s: float,
+    is_deferred: bool,
     connection: SocketConnection | None = None,
 ) -> torch.futures.Future[Any]:
+    """Call a handler as ``send`` or ``send_deferred`` do, over ``connection``, which ends at ``to``, if it takes it."""
     owner, method = handler.__qualname__.split(".")
     target = owner, method, *args
 
     def call() -> torch.futures.Future[Any]:
         if connection is not None and (future := connection.call(target, kwargs)) is not None:
             return future
+        handle = handle_deferred if is_deferred else _handle
         sent: torch.futures.Future[Any] = rpc.rpc_async(to, handle, args=target, kwargs=kwargs, timeout=timeout_s)
         return sent
 
@@ -187,25 +189,14 @@ def send(
     ``to`` is the RPC name of a process that registered an instance of the handler's class. A timeout of 0 means no
     limit.
     """
-    return _send(to, _handle, handler, args, kwargs, timeout_s)
+    return send_call(to, handler, args, kwargs, timeout_s, is_deferred=False)
 
 
 def send_deferred(
     to: str, handler: Callable[Concatenate[Any, P], torch.futures.Future[T]], *args: P.args, **kwargs: P.kwargs
 ) -> torch.futures.Future[T]:
     """Call a handler that returns a future: it replies once other processes have taken part. There is no limit."""
-    return _send(to, handle_deferred, handler, args, kwargs, NO_TIMEOUT_S)
-
-
-def send_over(
-    connection: SocketConnection,
-    to: str,
-    handler: Callable[Concatenate[Any, P], Any],
-    *args: P.args,
-    **kwargs: P.kwargs,
-) -> torch.futures.Future[Any]:
-    """Call a handler as ``send_deferred`` does, over ``connection`` if it takes the call; ``to`` is at its end."""
-    return _send(to, handle_deferred, handler, args, kwargs, NO_TIMEOUT_S, connection)
+    return send_call(to, handler, args, kwargs, NO_TIMEOUT_S, is_deferred=True)
 
 
 def repeatable(handler: Handler) -> Handler:

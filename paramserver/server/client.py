@@ -29,8 +29,7 @@ from paramserver.distributed.rpc_calls import (
     is_repeatable,
     note_repeated,
     send,
-    send_deferred,
-    send_over,
+    send_call,
     server_rref,
 )
 from paramserver.distributed.session import SERVER_NAME, server_name
@@ -70,19 +69,20 @@ class InFlightCall(Generic[T]):
     """A call whose reply is awaited later, while this process computes.
 
     Args:
+        call: sends it, over a socket if it is given one.
         timeout_s: of ``wait``; None for a reply that waits for other trainers, or that takes long to send.
         repeatable: the server replies to the same call again as before, so it is sent again if it fails.
-        over_socket: sends it the first time, in the place of ``call``; the reply arrives over a socket too.
+        over_socket: over which it is sent the first time, and its reply.
     """
 
     def __init__(
         self,
         connection: ServerConnection,
-        call: Callable[[], torch.futures.Future[T]],
+        call: Callable[[SocketConnection | None], torch.futures.Future[T]],
         name: str,
-        timeout_s: float | None = None,
-        repeatable: bool = False,
-        over_socket: Callable[[], torch.futures.Future[T]] | None = None,
+        timeout_s: float | None,
+        repeatable: bool,
+        over_socket: SocketConnection | None,
     ) -> None:
         self._call = call
         self._connection = connection
@@ -98,10 +98,10 @@ class InFlightCall(Generic[T]):
         self._send()
 
     def _send(self) -> None:
-        self._is_over_socket = self._over_socket is not None
         # The next time over RPC: the socket may be what failed.
-        call, self._over_socket = self._over_socket or self._call, None
-        self.future = call()
+        over_socket, self._over_socket = self._over_socket, None
+        self._is_over_socket = over_socket is not None
+        self.future = self._call(over_socket)
         # Runs in the thread that receives the reply, or here if it is there already.
         self.future.add_done_callback(self._note_reply)
 
@@ -253,15 +253,13 @@ class ServerConnection(ABC):
         self, to: str, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> InFlightCall[T]:
         """Call a handler that replies immediately."""
-        call = partial(send, to, self.timeout_s, handler, *args, **kwargs)
-        return self._in_flight(call, self.timeout_s, to, handler, *args, **kwargs)
+        return self._begin(to, handler, args, kwargs, self.timeout_s)
 
     def begin_transfer(
         self, to: str, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> InFlightCall[T]:
         """Call a handler whose reply has parameters: it takes as long as the network needs, as a push does."""
-        call = partial(send, to, NO_TIMEOUT_S, handler, *args, **kwargs)
-        return self._in_flight(call, None, to, handler, *args, **kwargs)
+        return self._begin(to, handler, args, kwargs, None)
 
     def begin_deferred(
         self,
@@ -271,25 +269,23 @@ class ServerConnection(ABC):
         **kwargs: P.kwargs,
     ) -> InFlightCall[T]:
         """Call a handler that replies later: once other trainers have taken part, or an update is computed."""
-        call = partial(send_deferred, to, handler, *args, **kwargs)
-        return self._in_flight(call, None, to, handler, *args, **kwargs)
+        return self._begin(to, handler, args, kwargs, None, is_deferred=True)
 
-    def _in_flight(
+    def _begin(
         self,
-        call: partial[Any],
-        timeout_s: float | None,
         to: str,
         handler: Callable[..., Any],
-        /,
-        *args: Any,
-        **kwargs: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout_s: float | None,
+        is_deferred: bool = False,
     ) -> InFlightCall[Any]:
         """Send a call, with a number if its handler knows calls by these, and over a socket if there is one for it."""
         if is_numbered(handler):
             kwargs["number"] = next(self._numbers)
-            call = partial(call, **kwargs)
-        connection = self._sockets.get(to) if handler in _OVER_SOCKETS else None
-        over_socket = None if connection is None else partial(send_over, connection, to, handler, *args, **kwargs)
+        limit_s = NO_TIMEOUT_S if is_deferred or timeout_s is None else timeout_s
+        call = partial(send_call, to, handler, args, kwargs, limit_s, is_deferred)
+        over_socket = self._sockets.get(to) if handler in _OVER_SOCKETS else None
         return InFlightCall(self, call, handler.__name__, timeout_s, is_repeatable(handler), over_socket)
 
     def call(self, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -440,9 +436,9 @@ class ServerClient(ServerConnection):
 
     def join(self, member: Member, epoch_samples: int | None) -> JoinReply:
         """Join the run; returns once all trainers and servers have joined."""
-        call = partial(send_deferred, SERVER_NAME, ParameterServer.join, member, epoch_samples)
         # Longer than server 0 waits before it continues without a trainer that does not join.
-        reply = InFlightCall(self, call, "join", Deadlines.of(self.config).join_s).wait()
+        limit_s, args = Deadlines.of(self.config).join_s, (member, epoch_samples)
+        reply: JoinReply = self._begin(SERVER_NAME, ParameterServer.join, args, {}, limit_s, is_deferred=True).wait()
         self._id, self._sequence = TrainerId(self.index, reply.generation, reply.incarnation), 0
         return reply
 
@@ -452,9 +448,9 @@ class ServerClient(ServerConnection):
 
     def number_push(self) -> PushId:
         """Return what names a new push."""
-        number = self._next_push
-        self._sequence += 1
-        return number
+        push = self._next_push
+        self._sequence = push.sequence
+        return push
 
     @property
     def _next_push(self) -> PushId:

@@ -165,13 +165,13 @@ def test_parameters_may_take_longer_than_the_timeout(monkeypatch, transfer):
     config = config_from_mapping({"mode": "rpc", "task": "m:T", "cluster": {"num_trainers": 1, "timeout_s": 0.01}})
     limits, replies = [], []
 
-    def send_late(to, timeout_s, handler, *args):
+    def send_late(to, handler, args, kwargs, timeout_s, *options):
         limits.append(timeout_s)
         replies.append(torch.futures.Future())
         threading.Timer(0.1, replies[-1].set_result, ["late"]).start()
         return replies[-1]
 
-    monkeypatch.setattr(client, "send", send_late)
+    monkeypatch.setattr(client, "send_call", send_late)
     transfer(client.ServerClient(config, 0, 0, []))
     assert limits == [rpc_calls.NO_TIMEOUT_S]
 
