@@ -28,9 +28,9 @@ class Clipping(ABC):
     why_not_by_bucket: ClassVar[str]
     """Why no bucket can be updated before all gradients are there."""
 
-    @abstractmethod
     def clip(self, parameters: Sequence[Tensor], version: int) -> None:
         """Clip all gradients, for the update that makes ``version``. Raises as ``merge``."""
+        self.clip_shard(parameters, self.merge([self.measure(parameters, is_everything=True)], version))
 
     @abstractmethod
     def measure(self, parameters: Sequence[Tensor], is_everything: bool) -> Tensor:
@@ -56,9 +56,6 @@ class NormClipping(Clipping):
 
     def __init__(self, max_norm: float) -> None:
         self._max_norm = max_norm
-
-    def clip(self, parameters: Sequence[Tensor], version: int) -> None:
-        check_gradient_norm(float(nn.utils.clip_grad_norm_(map(with_values, parameters), self._max_norm)), version)
 
     def measure(self, parameters: Sequence[Tensor], is_everything: bool) -> Tensor:
         """Return the norm of the gradients of a shard."""
@@ -95,9 +92,6 @@ class ValueClipping(Clipping):
 
     def __init__(self, max_value: float) -> None:
         self._max_value = max_value
-
-    def clip(self, parameters: Sequence[Tensor], version: int) -> None:
-        self.clip_shard(parameters, self.merge([self.measure(parameters, is_everything=True)], version))
 
     def measure(self, parameters: Sequence[Tensor], is_everything: bool) -> Tensor:
         """Return the largest absolute value of a shard, which NaN and infinity, that clipping would hide, change."""
