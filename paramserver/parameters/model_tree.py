@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from paramserver.errors import TaskError
 from paramserver.metrics.records import TableUse
 from paramserver.parameters.flat import FlatLayout, TensorSlot
-from paramserver.parameters.numerics import divide_
+from paramserver.parameters.numerics import mean_in_order
 
 Buffers: TypeAlias = dict[str, Tensor | None]
 
@@ -62,13 +62,11 @@ def mean_buffers(several: Sequence[PackedBuffers | None]) -> PackedBuffers | Non
     given = [packed for packed in several if packed is not None]
     if not given or any(packed.description != given[0].description for packed in given):
         return given[0] if given else None
-    flats = [flat.clone() for flat in given[0].flats]
-    for number, flat in enumerate(flats):
+    flats = []
+    for of_all in zip(*(packed.flats for packed in given), strict=True):
         # Those of 8 bits cannot be added.
-        if len(given) > 1 and flat.dtype.itemsize > 1 and (flat.is_floating_point() or flat.is_complex()):
-            for other in given[1:]:
-                flat += other.flats[number]
-            divide_([flat], len(given))
+        has_mean = of_all[0].dtype.itemsize > 1 and (of_all[0].is_floating_point() or of_all[0].is_complex())
+        flats.append(mean_in_order(of_all) if has_mean else of_all[0])
     return PackedBuffers(given[0].description, tuple(flats))
 
 

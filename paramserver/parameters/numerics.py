@@ -82,6 +82,17 @@ def divide_(tensors: Sequence[Tensor], count: int) -> None:
     torch._foreach_div_([_as_real(tensor) for tensor in tensors], float(count))
 
 
+def mean_in_order(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Return the mean, added in the order given, on which the sum of float32 depends; that of one may be itself."""
+    if len(tensors) == 1:
+        return tensors[0] if out is None else out.copy_(tensors[0])
+    mean = torch.add(tensors[0], tensors[1], out=out)
+    for other in tensors[2:]:
+        mean += other
+    divide_([mean], len(tensors))
+    return mean
+
+
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the sum of squares of each tensor's bit patterns, as integers modulo 2**64, so in any order of adding.
 

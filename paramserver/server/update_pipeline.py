@@ -27,7 +27,7 @@ from paramserver.optim.parallel_step import ELEMENTWISE, ParallelStep, copy_opti
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout, TensorSlot, gradient_leaf
-from paramserver.parameters.numerics import divide_
+from paramserver.parameters.numerics import mean_in_order
 from paramserver.parameters.sharding import Shard, State, get_hyperparameters, split_ranges
 from paramserver.server.server_run import SubmitFn, run_now
 from paramserver.transport.compression import CastCodec, block_of
@@ -206,12 +206,7 @@ class BucketUpdates:
         The gradients are in the order of trainers: the sum of float32 depends on it. ``used`` is, for each slot of the
         layout, whether any trainer has a gradient; None for all.
         """
-        mean = gradients[0]
-        if len(gradients) > 1:
-            mean = mean + gradients[1]
-            for other in gradients[2:]:
-                mean += other
-            divide_([mean], len(gradients))
+        mean = mean_in_order(gradients)
         updated = self._flats[bucket].clone()
         stepped: list[tuple[_Piece, nn.Parameter]] = []
         by_group: list[list[nn.Parameter]] = [[] for _ in groups]

@@ -18,7 +18,7 @@ from torch import Tensor
 from paramserver.errors import PeerLost
 from paramserver.metrics.profile import spanned
 from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout
-from paramserver.parameters.numerics import divide_
+from paramserver.parameters.numerics import mean_in_order
 
 
 class Barrier:
@@ -126,7 +126,7 @@ class SharedAllReduce:
         for number, of_tensor in enumerate(own):
             shared_parts = (area[number][self._rank] for area in shared)
             parts = [of_tensor[self._rank] if n == self._rank else part for n, part in enumerate(shared_parts)]
-            _average(shared[self._rank][number][self._rank], [parts[n] for n in sorted(active)])
+            mean_in_order([parts[n] for n in sorted(active)], out=shared[self._rank][number][self._rank])
         self._barrier.wait()
         # A rank writes its next mean after the first barrier of the next call: by then all have read this one.
         for number, of_tensor in enumerate(own):
@@ -148,13 +148,3 @@ class SharedAllReduce:
             parts.append([whole[cut] for cut in self._cuts(tensor)])
             begin = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return parts
-
-
-def _average(out: Tensor, given: Sequence[Tensor]) -> None:
-    if len(given) == 1:
-        out.copy_(given[0])
-        return
-    torch.add(given[0], given[1], out=out)
-    for one in given[2:]:
-        out.add_(one)
-    divide_([out], len(given))
