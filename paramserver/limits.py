@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paramserver.config import TrainingConfig
@@ -65,14 +64,10 @@ class Limits:
         return None
 
 
-def is_due(step: int, every: int, since: int | None = None) -> bool:
-    """Whether something that happens every ``every`` steps is due after this one; 0 means never.
+def is_due(step: int, *intervals: int, since: int | None = None) -> bool:
+    """Whether something that happens every so many steps, in one of the intervals, is due after this one; 0 is never.
 
     With ``since``, a step before it, also if it was due after one between the two.
     """
-    return every > 0 and (step % every == 0 if since is None else step // every > since // every)
-
-
-def any_due(step: int, intervals: Iterable[int], since: int | None = None) -> bool:
-    """Whether something that happens every so many steps is due after this one; see ``is_due``."""
-    return any(is_due(step, every, since) for every in intervals)
+    before = step - 1 if since is None else since
+    return any(every > 0 and step // every > before // every for every in intervals)

@@ -25,7 +25,7 @@ from paramserver.devices import move_to_device, use_device
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.errors import TaskError, message_of
 from paramserver.importing import name_user_error
-from paramserver.limits import any_due, is_due
+from paramserver.limits import is_due
 from paramserver.metrics.profile import spanned
 from paramserver.metrics.records import (
     REDUCTIONS,
@@ -1044,7 +1044,7 @@ class TrainingLoop:
             trainer.record("buffer", **trainer.data.record())
             if trainer.local_steps is not None:
                 trainer.record("inner", inner_step=trainer.inner_step, lr=list(trainer.local_steps.updater.applied_lr))
-        if trainer.lockstep and any_due(trainer.step, trainer.due_every, trainer.optimizer_calls.batch_began):
+        if trainer.lockstep and is_due(trainer.step, *trainer.due_every, since=trainer.optimizer_calls.batch_began):
             self._validate_and_save()
 
     def _between_steps(self, decision: Decision) -> None:
@@ -1061,7 +1061,7 @@ class TrainingLoop:
     def _validate_and_save(self) -> None:
         """Do what is due at the current step, which all trainers have reached."""
         trainer, since = self.trainer, self.trainer.optimizer_calls.batch_began
-        validates, saves, saves_in_memory = (is_due(trainer.step, every, since) for every in trainer.due_every)
+        validates, saves, saves_in_memory = (is_due(trainer.step, every, since=since) for every in trainer.due_every)
         improved = validates and self._validate(trainer.trainer_index)
         if improved or saves:
             self._save("best" if improved else "periodic")
@@ -1122,7 +1122,7 @@ class TrainingLoop:
         """Whether the last step has a periodic record: of the run's steps, or of its own if trainers run freely."""
         trainer = self.trainer
         step = trainer.step if trainer.lockstep else trainer.progress.steps
-        return is_due(step, trainer.config.logging.log_every, trainer.optimizer_calls.batch_began)
+        return is_due(step, trainer.config.logging.log_every, since=trainer.optimizer_calls.batch_began)
 
     def _totals(self) -> TrainerTotals:
         trainer, clock = self.trainer, self.trainer.clock

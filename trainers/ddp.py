@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paramserver.checkpoint import stage_copy
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict, module_buffer_owner
 from paramserver.errors import TaskError, TrainingError, UnsupportedConfiguration, message_of
-from paramserver.limits import any_due
+from paramserver.limits import is_due
 from paramserver.metrics.profile import span
 from paramserver.metrics.records import StepReport, StepResult, StepTotals, combine
 from paramserver.optim.outer import round_weights
@@ -486,7 +486,7 @@ class DdpTrainer(ReplicaTrainer):
     def _announce_in_step(self, totals: StepTotals | None) -> None:
         # The announcement holds until the next batch is taken: samples in the buffer stay, and an end is final.
         # It is made again after a validation or a checkpoint.
-        is_followed = any_due(self.step + 1, self.due_every, self.optimizer_calls.batch_began)
+        is_followed = is_due(self.step + 1, *self.due_every, since=self.optimizer_calls.batch_began)
         announcement = None if is_followed else self.announcement_if_ready()
         announcement = announcement or self.control.with_stop(Announcement(Readiness.WAITING), self.seconds)
         self.control.announce(announcement, totals, in_step=True, buffer_kinds=self.tree.buffer_kinds())

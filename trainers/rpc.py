@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paramserver.checkpoint import unpack
 from paramserver.consistency import Decision, Verdict, module_buffer_owner
-from paramserver.limits import any_due
+from paramserver.limits import is_due
 from paramserver.metrics.profile import span
 from paramserver.metrics.records import StepReport, StepResult, StepTotals
 from paramserver.parameters.model import TrainingFlags, build_model, load_frozen_state
@@ -259,7 +259,7 @@ class RpcTrainer(Trainer):
         positions, keys = self.data.pop_served()
         report = replace(report, used=used, positions=_compact(positions), keys=keys)
         is_followed = self.optimizer_calls.parameters_of or (
-            self.lockstep and any_due(report.version + 1, self.due_every, self.optimizer_calls.batch_began)
+            self.lockstep and is_due(report.version + 1, *self.due_every, since=self.optimizer_calls.batch_began)
         )
         return Push(self.server.number_push(), report, buffers, None if is_followed else self.announcement_if_ready())
 

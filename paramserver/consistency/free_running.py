@@ -21,7 +21,7 @@ from paramserver.consistency.base import (
     Verdict,
     end,
 )
-from paramserver.limits import ALL_SERVED, any_due, is_due, no_more_data
+from paramserver.limits import ALL_SERVED, is_due, no_more_data
 
 MAX_RETAINED_VERSIONS = 2
 """How many versions are retained for validation at the same time: the one being validated, and the next."""
@@ -197,7 +197,7 @@ class FreeRunning(Consistency):
 
     @property
     def _is_barrier_due(self) -> bool:
-        return self._last_barrier != self.step and any_due(self.step, self.terms.barrier_every)
+        return self._last_barrier != self.step and is_due(self.step, *self.terms.barrier_every)
 
     def _start_validations(self) -> dict[int, Decision]:
         """Decide for trainers that have a retained version to validate.

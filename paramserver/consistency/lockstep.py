@@ -17,7 +17,7 @@ from paramserver.consistency.base import (
     Verdict,
     end,
 )
-from paramserver.limits import ALL_SERVED, Limits, any_due, no_more_data
+from paramserver.limits import ALL_SERVED, Limits, is_due, no_more_data
 
 
 def decide(
@@ -164,7 +164,7 @@ class Sync(Consistency):
         self.step += 1
         self.samples += sum(self._pushed.values())
         self._pushed = {}
-        self._is_due = self._is_due or any_due(self.step, self.terms.barrier_every)
+        self._is_due = self._is_due or is_due(self.step, *self.terms.barrier_every)
         return update
 
     def wants_buffers_from(self, trainer_index: int) -> bool:

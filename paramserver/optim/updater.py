@@ -186,7 +186,7 @@ class Updater(UpdaterState):
         A validation that is made only because the run ends does not count: a run that is resumed later must continue as
         if it had not ended.
         """
-        if not is_due(step, self.validate_every, since):
+        if not is_due(step, self.validate_every, since=since):
             return
         for schedule in self._schedules.values():
             if schedule.every != "validation":

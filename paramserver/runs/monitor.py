@@ -221,7 +221,7 @@ class RunMonitor:
             values = sums.means()
             if step == self.validated_step:
                 return False
-            is_scheduled = is_due(step, self.config.training.validate_every, since)
+            is_scheduled = is_due(step, self.config.training.validate_every, since=since)
             improved = self.best is not None and self._improves(self.best, sums, step, is_scheduled)
             # Also without samples: a schedule by validation was stepped.
             self.validated_step = step
