@@ -336,9 +336,9 @@ class Connection:
         self._socket = connection
         # Held for a whole message, so that no heartbeat is written into the middle of one.
         self._send_lock = threading.Lock()
-        self._kind = 0
-        self._body: Body | None = None
-        self._read_into(np.empty(_HEADER.size, np.uint8))
+        self._received: tuple[int, Body] | None = None
+        self._targets = self._read_messages()
+        self._unread = next(self._targets)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -369,22 +369,22 @@ class Connection:
 
         Heartbeats are consumed here.
         """
-        while True:
-            if self._unread:
-                if not self._read():
-                    return None
-            elif self._body is None:  # the header is complete
-                self._kind, length = _HEADER.unpack(self._target.data)
-                self._body = None if self._kind == _HEARTBEAT else np.empty(length, np.uint8)
-                self._read_into(np.empty(_HEADER.size, np.uint8) if self._body is None else self._body)
-            else:
-                kind, body, self._body = self._kind, self._body, None
-                self._read_into(np.empty(_HEADER.size, np.uint8))
-                return kind, body
+        while self._received is None:
+            if not self._unread:
+                self._unread = next(self._targets)
+            elif not self._read():
+                return None
+        received, self._received = self._received, None
+        return received
 
-    def _read_into(self, target: Body) -> None:
-        self._target = target
-        self._unread = target.data
+    def _read_messages(self) -> Iterator[memoryview]:
+        """Yield, one after the other, the memory that is to be filled next."""
+        while True:
+            yield (header := np.empty(_HEADER.size, np.uint8)).data
+            kind, length = _HEADER.unpack(header.data)
+            if kind != _HEARTBEAT:
+                yield (body := np.empty(length, np.uint8)).data
+                self._received = kind, body
 
     def _read(self) -> bool:
         try:
