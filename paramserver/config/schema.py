@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from paramserver.config.modes import MODES
@@ -349,12 +350,12 @@ class TrainingConfig:
         0, integer(0), "worker processes per trainer that read a map-style data set or an IterableDataset; 0 = none"
     )
 
-    @property
+    @cached_property
     def has_rounds(self) -> bool:
         """Whether a global step is a round: each trainer steps an optimizer of its own, and pushes what it changed."""
         return self.local_steps > 1 or self.outer is not None
 
-    @property
+    @cached_property
     def may_skip(self) -> bool:
         """Whether a step may be skipped, as what it computed is NaN or infinite, so that each is checked.
 
@@ -362,7 +363,7 @@ class TrainingConfig:
         """
         return (self.nonfinite == "skip" or self.scales_loss) and not self.has_rounds
 
-    @property
+    @cached_property
     def scales_loss(self) -> bool:
         """Whether losses are scaled for the backward; a step whose gradients overflow is skipped."""
         return self.precision == "float16"
@@ -376,7 +377,7 @@ class TrainingConfig:
         """Whether the mean over trainers is weighted by the samples of each."""
         return self.outer is not None and self.outer.weighting == "samples"
 
-    @property
+    @cached_property
     def batches_per_step(self) -> int:
         """Batches of each trainer per global step."""
         return self.accumulate_batches * self.local_steps
