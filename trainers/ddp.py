@@ -316,7 +316,9 @@ class DdpTrainer(ReplicaTrainer):
             announcement, may_be_idle = self.announcement(), self._may_be_idle
             received = 0 if may_be_idle else self.data.received
             blocks, kinds = may_be_idle and self.data.blocks, self.tree.buffer_kinds()
-            self.control.announce(announcement, blocks=blocks, received=received, buffer_kinds=kinds)
+            self.control.agreement.start(
+                announcement, None, self.control.is_collection_due, blocks=blocks, received=received, buffer_kinds=kinds
+            )
             decision = self._decide()
         self._check_progress(decision)
         if decision.verdict is Verdict.WAIT and self._idle_ranks:
@@ -489,7 +491,8 @@ class DdpTrainer(ReplicaTrainer):
         is_followed = is_due(self.step + 1, *self.due_every, since=self.optimizer_calls.batch_began)
         announcement = None if is_followed else self.announcement_if_ready()
         announcement = announcement or self.control.with_stop(Announcement(Readiness.WAITING), self.seconds)
-        self.control.announce(announcement, totals, in_step=True, buffer_kinds=self.tree.buffer_kinds())
+        collects, kinds = self.control.is_collection_due, self.tree.buffer_kinds()
+        self.control.agreement.start(announcement, totals, collects, before_collective=True, buffer_kinds=kinds)
 
     @property
     def _has_announced(self) -> bool:

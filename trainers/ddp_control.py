@@ -194,6 +194,7 @@ class StepAgreement:
         own: Announcement,
         totals: StepTotals | None = None,
         collect_records: bool = False,
+        *,
         before_collective: bool = False,
         blocks: bool = False,
         received: int = 0,
@@ -480,18 +481,10 @@ class DdpControl(ReplicaControl):
         dist.broadcast_object_list(values, src=source, group=self.group)
         return values[0]
 
-    def announce(
-        self,
-        announcement: Announcement,
-        totals: StepTotals | None = None,
-        in_step: bool = False,
-        blocks: bool = False,
-        received: int = 0,
-        buffer_kinds: int = 0,
-    ) -> None:
-        """Start to agree on the next step; see ``StepAgreement.start``."""
-        collects = self.monitor is not None and time.monotonic() - self._last_collected > _COLLECT_EVERY_S
-        self.agreement.start(announcement, totals, collects, in_step, blocks, received, buffer_kinds)
+    @property
+    def is_collection_due(self) -> bool:
+        """Whether rank 0 is to collect the records of the others."""
+        return self.monitor is not None and time.monotonic() - self._last_collected > _COLLECT_EVERY_S
 
     def collect_records(self) -> None:
         super().collect_records()
