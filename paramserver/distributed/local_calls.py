@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from paramserver.distributed.socket_calls import CallConnection, CallServer, pack, unpack
+from paramserver.distributed.socket_calls import CallConnection, CallerConnection, CallServer, pack, unpack
 from paramserver.platform import CLOSE_ON_EXEC, memory_file
 
 # A call and its reply are one packet each, which the kernel copies. A longer one is in a file in memory, and its
@@ -99,7 +99,7 @@ class LocalCallServer(CallServer[_PacketConnection]):
         return theirs
 
 
-class LocalConnection(_PacketConnection):
+class LocalConnection(CallerConnection, _PacketConnection):
     """The caller's end of a connection to a ``LocalCallServer``.
 
     One thread calls and receives; any other one may ``shut_down``, with which ``receive_until`` returns.
@@ -108,30 +108,13 @@ class LocalConnection(_PacketConnection):
     def __init__(self, connected: socket.socket) -> None:
         super().__init__(connected)
         connected.settimeout(None)  # the task may have set ``socket.setdefaulttimeout``
-        self._number = 0
-        self._waiting: dict[int, torch.futures.Future[Any]] = {}
-
-    def call(self, target: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.futures.Future[Any] | None:
-        """Send a call; return the future of its reply, or None if it has to be sent over RPC.
-
-        The future fails with a ``RuntimeError`` if the connection ends, as those of RPC do.
-        """
-        self._number += 1
-        try:
-            self.send((self._number, target, kwargs))
-        except OSError:  # the connection has ended, or no descriptor is left
-            return None
-        future = self._waiting[self._number] = torch.futures.Future()
-        return future
 
     def receive_until(self, awaited: torch.futures.Future[Any]) -> None:
         """Receive replies until ``awaited`` has its own, or the connection ends; complete the futures of all."""
         while self._waiting and not awaited.done():
             try:
-                ((number, value),) = self.receive()
+                (reply,) = self.receive()
             except ConnectionError:
-                waiting, self._waiting = self._waiting, {}
-                for future in waiting.values():
-                    future.set_exception(RuntimeError("the connection to the server's process was closed"))
+                self.fail()
             else:
-                self._waiting.pop(number).set_result(value)
+                self.complete(*reply)

@@ -17,7 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -94,6 +94,48 @@ class CallConnection(ABC):
         with self._lock:
             self._ended = True
             self._socket.close()
+
+
+class CallerConnection(CallConnection):
+    """The caller's end of a connection: it knows the futures of its calls."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._calls = threading.Lock()  # covers the two below
+        self._number = 0
+        self._waiting: dict[int, torch.futures.Future[Any]] = {}
+
+    def call(self, target: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.futures.Future[Any] | None:
+        """Send a call; return the future of its reply, or None if it has to be sent over RPC.
+
+        The future fails with a ``RuntimeError`` if the connection ends, as those of RPC do.
+        """
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        with self._calls:
+            self._number += 1
+            number = self._number
+            self._waiting[number] = future
+        try:
+            self.send((number, target, kwargs))
+        except OSError:  # the connection has ended, or no descriptor is left
+            with self._calls:
+                # If it is not there, ``fail`` has completed it.
+                return None if self._waiting.pop(number, None) else future
+        return future
+
+    def complete(self, number: int, reply: Any) -> None:
+        """Complete the future of a call."""
+        with self._calls:
+            future = self._waiting.pop(number)
+        future.set_result(reply)
+
+    def fail(self) -> int:
+        """Fail all calls that wait, as the connection has ended, and return their number."""
+        with self._calls:
+            waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            future.set_exception(RuntimeError("the connection to the server's process was closed"))
+        return len(waiting)
 
 
 _LOOK_AGAIN_S = 5.0

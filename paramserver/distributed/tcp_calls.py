@@ -11,9 +11,8 @@ import logging
 import secrets
 import socket
 import struct
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 from itertools import islice
@@ -25,6 +24,7 @@ import torch
 from paramserver.distributed.socket_calls import (
     Bytes,
     CallConnection,
+    CallerConnection,
     CallServer,
     ConnectionThread,
     pack_apart,
@@ -183,51 +183,18 @@ class TcpCallServer(CallServer[_Connection]):
         super()._read(connection)
 
 
-class TcpConnection(_Connection):
+class TcpConnection(CallerConnection, _Connection):
     """The caller's end of a connection to a ``TcpCallServer``.
 
     Any thread may call. The future of a reply is completed by the thread that reads.
     """
 
-    def __init__(self, connection: socket.socket, on_blocked: Callable[[Any], None], timeout_s: float) -> None:
-        super().__init__(connection, on_blocked, timeout_s)
-        self._calls = threading.Lock()  # covers the two below
-        self._number = 0
-        self._waiting: dict[int, torch.futures.Future[Any]] = {}
-
-    def call(self, target: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.futures.Future[Any] | None:
-        """Send a call; return the future of its reply, or None if it has to be sent over RPC.
-
-        The future fails with a ``RuntimeError`` if the connection ends, as those of RPC do.
-        """
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        with self._calls:
-            self._number += 1
-            number = self._number
-            self._waiting[number] = future
+    def send(self, value: Any) -> None:
         try:
-            self.send((number, target, kwargs))
+            super().send(value)
         except OSError:
             self.shut_down()  # what was sent of the call must not be completed later
-            with self._calls:
-                # If it is not there, ``fail`` has completed it.
-                return None if self._waiting.pop(number, None) else future
-        return future
-
-    def complete(self, number: int, reply: Any) -> None:
-        """Complete the future of a call."""
-        with self._calls:
-            future = self._waiting.pop(number)
-        future.set_result(reply)
-
-    def fail(self) -> None:
-        """Fail all calls that wait."""
-        with self._calls:
-            waiting, self._waiting = self._waiting, {}
-        if waiting:
-            log.warning("a TCP connection to a server has ended; calls continue over RPC")
-        for future in waiting.values():
-            future.set_exception(RuntimeError("the connection to the server's process was closed"))
+            raise
 
 
 class TcpCaller(ConnectionThread[TcpConnection]):
@@ -259,4 +226,5 @@ class TcpCaller(ConnectionThread[TcpConnection]):
         connection.complete(*value)
 
     def _on_end(self, connection: TcpConnection) -> None:
-        connection.fail()
+        if connection.fail():
+            log.warning("a TCP connection to a server has ended; calls continue over RPC")
