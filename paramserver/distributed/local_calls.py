@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,36 +28,6 @@ _TRUNCATED = int(socket.MSG_CTRUNC)
 _WRITE_BYTES = 1 << 30
 
 
-def _send_packet(connection: socket.socket, packed: bytes) -> None:
-    """Send a value that was packed, without waiting.
-
-    Raises:
-        OSError: the connection has ended, or too much is on its way, or no descriptor is left.
-    """
-    if len(packed) <= MAX_PACKET_BYTES:
-        connection.send(packed, socket.MSG_DONTWAIT)
-        return
-    with os.fdopen(memory_file("paramserver-call"), "w+b", buffering=0) as file:
-        for first in range(0, len(packed), _WRITE_BYTES):
-            file.write(packed[first : first + _WRITE_BYTES])
-        socket.send_fds(connection, [b"file"], [file.fileno()], socket.MSG_DONTWAIT)
-
-
-def _receive_packet(connection: socket.socket) -> bytes:
-    """Return the next packet; an empty one at the end of the connection, or if no descriptor is left for a long one."""
-    try:
-        packet, descriptors, flags, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, 1, CLOSE_ON_EXEC)
-        if flags & _TRUNCATED:
-            return b""
-        for descriptor in descriptors:
-            with os.fdopen(descriptor, "rb", buffering=0) as file:
-                file.seek(0)  # the sender's position, which is at the end
-                packet = file.read()
-        return packet
-    except OSError:  # the other end was closed with packets that it had not read
-        return b""
-
-
 class _PacketConnection(CallConnection):
     """One end of a connection."""
 
@@ -64,10 +35,26 @@ class _PacketConnection(CallConnection):
         packed = pack(value)
         with self._lock:
             self.raise_if_ended()
-            _send_packet(self._socket, packed)
+            # Without waiting: an OSError if too much is on its way, or no descriptor is left.
+            if len(packed) <= MAX_PACKET_BYTES:
+                self._socket.send(packed, socket.MSG_DONTWAIT)
+                return
+            with os.fdopen(memory_file("paramserver-call"), "w+b", buffering=0) as file:
+                for first in range(0, len(packed), _WRITE_BYTES):
+                    file.write(packed[first : first + _WRITE_BYTES])
+                socket.send_fds(self._socket, [b"file"], [file.fileno()], socket.MSG_DONTWAIT)
 
     def receive(self) -> list[Any]:
-        if not (packet := _receive_packet(self._socket)):
+        packet = b""
+        with suppress(OSError):  # the other end was closed with packets that it had not read
+            received, descriptors, flags, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1, CLOSE_ON_EXEC)
+            for descriptor in descriptors:
+                with os.fdopen(descriptor, "rb", buffering=0) as file:
+                    file.seek(0)  # the sender's position, which is at the end
+                    received = file.read()
+            # Truncated if no descriptor is left for a long one.
+            packet = b"" if flags & _TRUNCATED else received
+        if not packet:
             raise ConnectionError("the other end has closed the connection")
         return [unpack(packet)]
 
