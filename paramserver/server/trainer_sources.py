@@ -22,9 +22,7 @@ class TrainerSources:
         self._ledger = ledger
         self._monitor = monitor
         # Where the data of each trainer began in this generation: what a process that takes its place needs of it.
-        self._sources: dict[int, dict[str, Any]] = {}
-        # Whether other trainers can continue it, and whether they can fetch samples again that were not applied.
-        self._divisible: dict[int, tuple[bool, bool]] = {}
+        self._reported: dict[int, DataPosition] = {}
         # The last position that was applied before a process began with an empty buffer; it may have to read so far.
         self._read_before: dict[int, int] = {}
 
@@ -32,8 +30,7 @@ class TrainerSources:
         """Record where the data of a trainer starts in this generation, before its first announcement."""
         row = self._ledger[trainer_index]
         if not row.accepted:  # otherwise this message was overtaken by a push
-            self._sources[trainer_index] = position.source
-            self._divisible[trainer_index] = position.can_reshard, position.refetchable
+            self._reported[trainer_index] = position
             row.positions.load_state_dict(position.applied)
             names = "batch_idx", "samples_served", "inner_steps"
             row.batches, row.samples, row.inner_steps = (position.counters.get(name, 0) for name in names)
@@ -41,15 +38,15 @@ class TrainerSources:
 
     def knows(self, trainer_index: int) -> bool:
         """Whether the trainer has reported its data."""
-        return trainer_index in self._sources
+        return trainer_index in self._reported
 
     def position_of(self, trainer_index: int) -> DataPosition | None:
         """Return where a process continues that takes the place of a trainer now; None if it is the first one."""
-        if (source := self._sources.get(trainer_index)) is None:
+        if (reported := self._reported.get(trainer_index)) is None:
             return None
         row = self._ledger[trainer_index]
         self._read_before[trainer_index] = max(row.positions.above, default=-1)
-        return DataPosition(source, row.positions.state_dict(), self._progress_of(trainer_index))
+        return DataPosition(reported.source, row.positions.state_dict(), self._progress_of(trainer_index))
 
     def substitute_parts(self) -> dict[int, dict[str, Any]]:
         """Return, for each trainer, what its part of a checkpoint is replaced with if it is lost before that is sent.
@@ -58,12 +55,12 @@ class TrainerSources:
         by ``CheckpointManager.commit``.
         """
         parts = {}
-        for index, source in self._sources.items():
+        for index, reported in self._reported.items():
             parts[index] = {
                 "trainer_index": index,
                 "buffer": None,
                 "applied": self._ledger[index].positions.state_dict(),
-                "source": source,
+                "source": reported.source,
                 "random": None,
                 "resumes": self._monitor.resumes + 1,
                 "counters": self._progress_of(index),
@@ -88,18 +85,17 @@ class TrainerSources:
     @property
     def knows_all(self) -> bool:
         """Whether every trainer has reported its data."""
-        return self._divisible.keys() == set(range(self._trainers))
+        return self._reported.keys() == set(range(self._trainers))
 
     def can_divide(self, lost: Collection[int]) -> bool:
         """Whether other trainers than today's, and without those that are lost, can serve the rest of the data."""
-        return all(can_reshard for can_reshard, _ in self._divisible.values()) and all(
-            self._divisible[index][1] for index in lost
-        )
+        can_reshard = all(reported.can_reshard for reported in self._reported.values())
+        return can_reshard and all(self._reported[index].refetchable for index in lost)
 
     @property
     def refetchable(self) -> bool:
         """Whether all samples that were not applied can be fetched again."""
-        return all(refetchable for _, refetchable in self._divisible.values())
+        return all(reported.refetchable for reported in self._reported.values())
 
     def are_read(self) -> bool:
         """Whether each process that took the place of another one has read what had been applied before."""
