@@ -79,9 +79,8 @@ class Aggregator:
         self.batch_began: int | None = None  # the version that the last batch began with, if it may make several
         self._shard.on_push = self.gradients_arrived
         self._clock = RunClock(self.monitor.seconds)
-        self._announcements = PendingReplies()
+        self._announcements = PendingReplies()  # with the result of the push that one came with, if it came with one
         self._version_waits = PendingReplies()
-        self._results: dict[int, StepResult] = {}  # of pushes whose reply waits for the next grant
         self._pushes: dict[int, PendingPush] = {}  # complete, not applied yet
         self._incomplete: dict[int, PendingPush] = {}  # reported, with gradients still on their way
         self._buffer_owners: set[int] = set()  # whose module buffers were wanted with their last grants
@@ -142,7 +141,6 @@ class Aggregator:
             waiting.append(incomplete.future)
         self._granted.pop(trainer_index, None)
         self._buffer_owners.discard(trainer_index)
-        self._results.pop(trainer_index, None)
         self._replies.pop(trainer_index, None)
         if (transport := self.transports.pop(trainer_index, None)) is not None:
             transport.unpin()
@@ -220,7 +218,9 @@ class Aggregator:
         if changed is not None:
             self.store.merge_buffers(changed)
 
-    def _enqueue(self, trainer_index: int, announcement: Announcement, future: Future) -> None:
+    def _enqueue(
+        self, trainer_index: int, announcement: Announcement, future: Future, result: StepResult | None = None
+    ) -> None:
         own, reason = Stop.NO, ""
         if self.stop.event.is_set():
             own, reason = self.stop.state()
@@ -231,7 +231,7 @@ class Aggregator:
         if own > announcement.stop:  # the stronger request to stop counts
             announcement = replace(announcement, stop=own, reason=reason)
         self.rules.announce(trainer_index, announcement)
-        self._announcements.add(trainer_index, None, future)
+        self._announcements.add(trainer_index, result, future)
 
     def _process(self) -> None:
         """Apply every update that is due, then grant every step that is allowed. An error ends the run.
@@ -327,9 +327,9 @@ class Aggregator:
         self.with_updater_state(publish, states=checkpoints.publishes_averages)
 
     def _grant(self, trainer_index: int, decision: Decision) -> None:
+        result: StepResult | None = self._announcements.parts[trainer_index]
         future, announced = self._announcements.pop(trainer_index)
         held_s = time.perf_counter() - announced
-        result = self._results.pop(trainer_index, None)
         if decision.verdict is Verdict.GO:
             self._enter_epoch(decision.position)
         if trainer_index not in decision.active:
@@ -546,8 +546,7 @@ class Aggregator:
         if push.announcement is None or not lives:
             push.future.set_result(StepGrant(result=result, scale=self.store.updater.skipping.scale))
             return
-        self._results[push.report.trainer_index] = result
-        self._enqueue(push.report.trainer_index, push.announcement, push.future)
+        self._enqueue(push.report.trainer_index, push.announcement, push.future, result)
 
     def _result(self, pushes: Sequence[PendingPush], apply_s: float = 0.0, dropped: bool = False) -> StepResult:
         reports = [push.report for push in pushes]
