@@ -76,21 +76,30 @@ class SampleReceiver:
     """
 
     def __init__(self, spec: ReceiverSpec, received_log: ReceivedLog, versions: SampleVersions | None = None) -> None:
-        self._loop = _ReceiverLoop(spec, received_log, versions)
-        self._queue, self._stats = self._loop.queue, self._loop.stats
+        self.spec, self.received_log = spec, received_log
         self._thread = threading.Thread(target=self._run, name=f"receiver-{spec.trainer_index}", daemon=True)
+        # Other threads use these four too.
+        self._wakeup = WakeupFd()
+        self._queue = HandoffQueue(self._wakeup)
+        self.stats = ReceiveStats(received_log.counts(), spec.ingest.sample_bytes, spec.trainer_index)
+        self.field_statistics = FieldStatistics([field.name for field in spec.ingest.fields])
+        # Clients that sent a message within ``timeout_s``, as of the last report. Read by other threads.
+        self._num_clients = 0
+        # Whether clients and coordinator are informed, at the end, that no more samples are needed.
+        self._sends_over = False
+        # All that follows is the thread's alone, but for the length of the validator's assembly.
+        self._validator = MessageValidator(spec.ingest, received_log, spec.token, versions)
+        self._report_interval_s = min(_REPORT_INTERVAL_S, spec.timeout_s / 4)
+        self._refusal: str | None = None
+        self._ready = self._draining = self._over = False
+        self._reports_unanswered = 0
+        self._report_at = self._reported_at = self._checked_at = 0.0
+        # A dict as an ordered set: one ACK per client and iteration, however many of its samples were processed.
+        self._to_ack: dict[ClientSession, None] = {}
 
     def start(self) -> None:
         """Bind the socket and join the coordinator, in the thread."""
         self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            # ZeroMQ sockets belong to the thread that opens them, so they are opened here and not in __init__.
-            with self._loop:
-                self._loop.run()
-        except BaseException as error:  # noqa: BLE001 - raised by get(), in the owner's thread
-            self._queue.fail(error)
 
     def get(self, timeout_s: float | None = None) -> list[SampleAccepted] | None:
         """Return the next accepted samples, up to ``GROUP``, in order of arrival.
@@ -111,29 +120,14 @@ class SampleReceiver:
     def counters(self) -> dict[str, Any]:
         """``ReceiveStats.counters``, with ``partial`` (samples of which parts are missing) and ``clients``."""
         return {
-            **self._stats.counters(lambda: self._queue.num_stored),
-            "partial": len(self._loop.validator.assembly),
-            "clients": self._loop.num_clients,
+            **self.stats.counters(lambda: self._queue.num_stored),
+            "partial": len(self._validator.assembly),
+            "clients": self._num_clients,
         }
-
-    def report_losses(self, simulations: Sequence[int], losses: Sequence[float]) -> None:
-        """Send the coordinator the loss of each sample of a batch, with the next report. Safe to call from any thread.
-
-        Losses that are not finite are left out.
-        """
-        self._stats.losses.append((simulations, losses))
-
-    def field_statistics(self) -> dict[str, dict[str, float]]:
-        """Mean and deviation of each field since the last call, see ``FieldStatistics.read_and_reset``."""
-        return self._loop.field_statistics.read_and_reset()
-
-    def report_starvation(self, text: str) -> None:
-        """Log that samples arrive and none can be used; of the first text rank 0 informs the user. For any thread."""
-        self._stats.report_starvation(text)
 
     def stop(self) -> None:
         """Begin to close without waiting; wakes ``get``. The thread sends OVER to all clients and the coordinator."""
-        self._loop.sends_over = True  # before the queue is closed, which ends the loop
+        self._sends_over = True  # before the queue is closed, which ends the loop
         self._queue.close()
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -147,38 +141,19 @@ class SampleReceiver:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 raise SourceError(f"{self._thread.name} must end within {timeout_s:g} s of its close, and has not")
-        self._loop.wakeup.close()
+        self._wakeup.close()
 
+    # The thread.
 
-class _ReceiverLoop:
-    """The loop of the receiver thread, which alone uses it, from ``with`` to its end.
+    def _run(self) -> None:
+        try:
+            # ZeroMQ sockets belong to the thread that opens them, so they are opened here and not in __init__.
+            with self._open_sockets():
+                self._serve()
+        except BaseException as error:  # noqa: BLE001 - raised by get(), in the owner's thread
+            self._queue.fail(error)
 
-    Attributes:
-        num_clients: clients that sent a message within ``timeout_s``, as of the last report. Read by other threads.
-        sends_over: whether clients and coordinator are informed, at the end, that no more samples are needed.
-    """
-
-    def __init__(self, spec: ReceiverSpec, received_log: ReceivedLog, versions: SampleVersions | None) -> None:
-        self.spec, self.received_log = spec, received_log
-        # Other threads use these four too.
-        self.wakeup = WakeupFd()
-        self.queue = HandoffQueue(self.wakeup)
-        self.stats = ReceiveStats(received_log.counts(), spec.ingest.sample_bytes, spec.trainer_index)
-        self.field_statistics = FieldStatistics([field.name for field in spec.ingest.fields])
-        self.validator = MessageValidator(spec.ingest, received_log, spec.token, versions)
-        self.report_interval_s = min(_REPORT_INTERVAL_S, spec.timeout_s / 4)
-        self.num_clients = 0
-        self.sends_over = False
-        self._refusal: str | None = None
-        self._ready = self._draining = self._over = False
-        self._reports_unanswered = 0
-        self._report_at = self._reported_at = self._checked_at = 0.0
-        # A dict as an ordered set: one ACK per client and iteration, however many of its samples were processed.
-        self._to_ack: dict[ClientSession, None] = {}
-
-    # Sockets.
-
-    def __enter__(self) -> _ReceiverLoop:
+    def _open_sockets(self) -> ExitStack:
         spec = self.spec
         largest_bytes = max((field.num_bytes for field in spec.ingest.fields), default=0)
         with ExitStack() as opening:
@@ -208,29 +183,19 @@ class _ReceiverLoop:
             self._coordinator.sndhwm = 0
             secure_trainer_socket(self._coordinator, spec.keys)
             self._coordinator.connect(spec.coordinator_address)
-            self._opened = opening.pop_all()
-        return self
+            return opening.pop_all()
 
-    def __exit__(self, *exception: object) -> None:
-        self._opened.close()
-
-    # The loop.
-
-    def run(self) -> None:
-        """Run until the queue is closed.
-
-        Raises:
-            SourceError: the coordinator refused this trainer or its keys, or is silent.
-        """
-        others = [self._coordinator, self.wakeup.fileno()]
+    def _serve(self) -> None:
+        """Serve clients and coordinator until the queue is closed."""
+        others = [self._coordinator, self._wakeup.fileno()]
         self._join()
-        while not self.queue.closed:
+        while not self._queue.closed:
             receives = self._refusal is None  # otherwise messages that are finished stay in the socket
             readable = self._clients.poll(others, self._report_at - time.monotonic(), receives)
             # The order of the steps matters:
             # 1. Clear the wakeup before the queue is read: what is stored in between sets it again and is not missed.
-            if self.wakeup.fileno() in readable:
-                self.wakeup.clear()
+            if self._wakeup.fileno() in readable:
+                self._wakeup.clear()
             # 2. Count stored samples before new messages are validated: they free places in the clients' windows.
             self._process_stored()
             # 3. The coordinator before the clients, which may keep the loop busy: its DRAIN and READY come through.
@@ -242,16 +207,16 @@ class _ReceiverLoop:
             self._send_acks()
             self._report()
             # The end: DRAIN was received, no message waits in the socket, and the buffer has stored every sample.
-            if self._draining and no_message_left and not self._over and self.queue.is_empty():
+            if self._draining and no_message_left and not self._over and self._queue.is_empty():
                 self._over = True
                 self._report_at = 0.0  # the final counters, for the summary
-                self.queue.finish()
-        if not self.sends_over:
+                self._queue.finish()
+        if not self._sends_over:
             return
         # The buffer may have stored samples since the last iteration; after OVER a client reads no ACK.
         self._process_stored()
         self._send_acks()
-        for session in self.validator.sessions():
+        for session in self._validator.sessions():
             self._send(session.peer, session.header.reply(MessageKind.OVER), NO_MORE_SAMPLES)
         self._send_to_coordinator(MessageKind.OVER)
 
@@ -264,7 +229,7 @@ class _ReceiverLoop:
         first_missing = self._first_missing(self.received_log.simulations())
         joined = TrainerJoined(self._clients.address, stored, inherited, self.stats.lost, first_missing)
         self._send_to_coordinator(MessageKind.JOIN, self.spec.token, joined.pack())
-        self._report_at = time.monotonic() + self.report_interval_s
+        self._report_at = time.monotonic() + self._report_interval_s
 
     def _first_missing(self, simulations: Iterable[int]) -> dict[int, int]:
         spec = self.spec
@@ -317,16 +282,16 @@ class _ReceiverLoop:
         if now < self._report_at:
             return
         if self._ready:
-            report = self.stats.make_report(self.queue.pending_simulations())
-            missing, parts = self._first_missing(report.received), self.validator.assembly.num_parts()
+            report = self.stats.make_report(self._queue.pending_simulations())
+            missing, parts = self._first_missing(report.received), self._validator.assembly.num_parts()
             report = replace(report, first_missing=missing, parts=parts)
             self._send_to_coordinator(MessageKind.REPORT, report.pack())
-        self._reported_at, self._report_at = now, now + self.report_interval_s
+        self._reported_at, self._report_at = now, now + self._report_interval_s
         # Early reports do not count as unanswered, so the check keeps its own interval.
-        if now - self._checked_at >= self.report_interval_s:
+        if now - self._checked_at >= self._report_interval_s:
             self._checked_at = now
-            sessions = self.validator.sessions()
-            self.num_clients = sum(now - session.last_seen_s <= self.spec.timeout_s for session in sessions)
+            sessions = self._validator.sessions()
+            self._num_clients = sum(now - session.last_seen_s <= self.spec.timeout_s for session in sessions)
             self._check_coordinator()
 
     def _check_coordinator(self) -> None:
@@ -335,7 +300,7 @@ class _ReceiverLoop:
             raise self._connection_refused()
         # Counted in unanswered reports and not in seconds: a process that was suspended has waited for no answer.
         self._reports_unanswered += 1
-        if self._reports_unanswered * self.report_interval_s > self.spec.timeout_s and not self._over:
+        if self._reports_unanswered * self._report_interval_s > self.spec.timeout_s and not self._over:
             if self._refusal is not None:
                 raise _source_error(
                     f"trainer {self.spec.trainer_index} was refused by the coordinator on rank 0: {self._refusal}"
@@ -365,7 +330,7 @@ class _ReceiverLoop:
                 self._validate(peer.bytes, frames, accepted, now)
         if accepted:
             self.field_statistics.add([sample.sample for sample in accepted])
-            self.queue.put(accepted)
+            self._queue.put(accepted)
         return len(messages) < _MAX_MESSAGES_AT_ONCE
 
     def _refuse_late(self, peer: bytes, frames: list[Any]) -> None:
@@ -376,7 +341,7 @@ class _ReceiverLoop:
         self._send(peer, header.reply(MessageKind.OVER), NO_MORE_SAMPLES)
 
     def _validate(self, peer: bytes, frames: list[Any], accepted: list[SampleAccepted], now: float) -> None:
-        outcome = self.validator.validate(peer, frames)
+        outcome = self._validator.validate(peer, frames)
         session = outcome.session
         if isinstance(outcome, SampleAccepted):
             same_session = bool(accepted) and accepted[-1].session is session
@@ -391,7 +356,7 @@ class _ReceiverLoop:
             self._send(peer, header, outcome.text)
             for other in outcome.to_ack:
                 # The members whose parts of that sample had arrived: the BYE of each has the samples that are complete.
-                if other is not session and self.validator.is_current(other):
+                if other is not session and self._validator.is_current(other):
                     self._send(other.peer, other.header.reply(MessageKind.REFUSED), f"another part: {outcome.text}")
         elif isinstance(outcome, StepsReported):
             self.stats.lost = self.received_log.lost_counts()
@@ -401,7 +366,7 @@ class _ReceiverLoop:
 
     def _process_stored(self) -> None:
         """Count the samples that the buffer has stored since the last iteration."""
-        stored = self.queue.pop_stored()
+        stored = self._queue.pop_stored()
         if self.stats.lost:
             self.stats.lost = self.received_log.lost_counts()  # some may have been sent again
         for accepted in stored:
@@ -416,13 +381,13 @@ class _ReceiverLoop:
             for simulation in self.stats.record_stored(stored)
         )
         # So is the last sample for now: the coordinator learns that nothing of a simulation is pending any more.
-        if early or (self._to_ack and self.queue.is_empty()):
+        if early or (self._to_ack and self._queue.is_empty()):
             self._report_at = min(self._report_at, self._reported_at + _EARLY_REPORT_S)
 
     def _send_acks(self) -> None:
         for session in self._to_ack:
             # A client that opened the simulation anew counts from 0; the counts of its old session mean nothing to it.
-            if self.validator.is_current(session):
+            if self._validator.is_current(session):
                 ack = [session.header.reply(MessageKind.ACK, session.processed).pack()]
                 if session.released != session.processed:
                     ack.append(pack_integers(session.released))
@@ -572,9 +537,16 @@ class ReceiveStats:
         self._first_refusals: dict[str, str] = {}
         self._starvation: dict[str, str] = {}  # set by the training thread
         # Batches that were trained on: appended by the training thread, removed by that of the receiver.
-        self.losses: deque[tuple[Sequence[int], Sequence[float]]] = deque()
+        self._losses: deque[tuple[Sequence[int], Sequence[float]]] = deque()
         self._changed: set[int] = set()
         self._active: set[tuple[int, int]] = set()
+
+    def report_losses(self, simulations: Sequence[int], losses: Sequence[float]) -> None:
+        """Send the coordinator the loss of each sample of a batch, with the next report. For any thread.
+
+        Losses that are not finite are left out.
+        """
+        self._losses.append((simulations, losses))
 
     def record(self, outcome: Outcome, host: str) -> None:
         """Count one message. The first refusal for each reason and sender is logged, with the sender's host."""
@@ -597,7 +569,7 @@ class ReceiveStats:
         _log.warning("%s; more of this kind (%s) are counted and not logged", text, outcome.reason)
 
     def report_starvation(self, text: str) -> None:
-        """Log this, and send the first text with the next report."""
+        """Log that samples arrive and none can be used; of the first text rank 0 informs the user. For any thread."""
         self._starvation = self._starvation or {STARVATION: text}
         _log.warning(text)
 
@@ -648,8 +620,8 @@ class ReceiveStats:
     def _mean_losses(self) -> dict[int, float]:
         """The mean loss of each simulation since the last call."""
         found: dict[int, list[float]] = {}
-        while self.losses:
-            for simulation, loss in zip(*self.losses.popleft(), strict=True):
+        while self._losses:
+            for simulation, loss in zip(*self._losses.popleft(), strict=True):
                 if math.isfinite(loss):
                     found.setdefault(simulation, []).append(loss)
         # Divided first: the sum of losses that are finite may not be.

@@ -170,15 +170,15 @@ class Stream(Source):
     def report_losses(self, simulations: Sequence[int], losses: Sequence[float]) -> None:
         """Report the loss of each sample of a batch, which came from these simulations, if they are needed."""
         if self._receiver is not None and self.needs_losses:
-            self._receiver.report_losses(simulations, losses)
+            self._receiver.stats.report_losses(simulations, losses)
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        return {} if self._receiver is None else self._receiver.field_statistics()
+        return {} if self._receiver is None else self._receiver.field_statistics.read_and_reset()
 
     def report_starvation(self, text: str) -> None:
         """Inform the user that samples arrive and none can be used."""
         if self._receiver is not None:
-            self._receiver.report_starvation(text)
+            self._receiver.stats.report_starvation(text)
 
     # Checkpoints.
 

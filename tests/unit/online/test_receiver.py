@@ -24,7 +24,6 @@ from online_fixtures import (
 
 from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import SourceError, UnsupportedConfiguration
-from paramserver.online import receiver as receiver_module
 from paramserver.online.protocol import Header, MessageKind, TrainerJoined
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.receiver import GROUP, FieldStatistics, RunningMoments, SampleReceiver
@@ -371,8 +370,8 @@ def test_clients_get_no_over_where_another_process_may_continue(clients):
 def test_no_send_waits():
     with FakeCoordinator() as coordinator:
         receiver = SampleReceiver(receiver_spec(coordinator), ReceivedLog())
-        with receiver._loop as loop:  # in this thread
-            assert (loop._clients._router.sndtimeo, loop._coordinator.sndtimeo) == (0, 0)
+        with receiver._open_sockets():  # in this thread
+            assert (receiver._clients._router.sndtimeo, receiver._coordinator.sndtimeo) == (0, 0)
         receiver.close()
 
 
@@ -454,7 +453,7 @@ def test_other_threads_may_read_counters_while_samples_arrive(clients):
             while not stop.is_set():
                 figures = running.receiver.counters()
                 assert 0 <= figures["received"] <= 1200
-                running.receiver.field_statistics()
+                running.receiver.field_statistics.read_and_reset()
 
         threads = [threading.Thread(target=send, args=(i, clients(address))) for i in range(4)]
         threads.append(threading.Thread(target=look))
@@ -530,7 +529,7 @@ def test_fields_of_what_arrives_are_measured(clients):
     with RunningReceiver() as running:
         clients(running.coordinator.trainer()).open(4).sample(4, 2)
         running.put(1)
-        assert running.receiver.field_statistics()["u"] == {
+        assert running.receiver.field_statistics.read_and_reset()["u"] == {
             "mean": 4002.0,
             "deviation": 0.0,
             "count": 12,
@@ -608,17 +607,17 @@ def test_a_trainer_whose_keys_are_refused_ends_within_the_timeout(guarded, keys,
 @pytest.mark.parametrize("name", ["unknown", "none"])
 def test_a_trainer_whose_connection_is_refused_before_it_joins_does_not_block(guarded, keys, name, monkeypatch):
     """Without keys ZeroMQ may see the end of a connection before its reason, and then connects again and again."""
-    join, outcomes = receiver_module._ReceiverLoop._join, []
+    join, outcomes = SampleReceiver._join, []
 
-    def join_refused(loop):
+    def join_refused(receiver):
         def refused():
-            return not loop._coordinator.poll(0, zmq.POLLOUT) or None
+            return not receiver._coordinator.poll(0, zmq.POLLOUT) or None
 
         patience_s = 4.0 if name == "none" else PATIENCE_S
         outcomes.append(poll_until(time.monotonic() + patience_s, refused, threading.Event()))
-        join(loop)
+        join(receiver)
 
-    monkeypatch.setattr(receiver_module._ReceiverLoop, "_join", join_refused)
+    monkeypatch.setattr(SampleReceiver, "_join", join_refused)
     spec = ReceiverSpec(guarded, TOKEN, ingest_spec(keys=keys[name]), 0, 1, timeout_s=1.0)
     receiver = SampleReceiver(spec, ReceivedLog())
     receiver.start()
