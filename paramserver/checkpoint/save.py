@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,17 +109,13 @@ def _file_names(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_file(path: Path, obj: Any) -> FileEntry:
     """Write one file to the disk, synced, and check now that it can be loaded again."""
-    with explain_disk_errors(path):
-        file = HashingFile(path)
-        try:
-            if isinstance(obj, _RAW):
-                for chunk in (obj,) if isinstance(obj, bytes) else obj:
-                    file.write(chunk)
-            else:
-                _write_object(obj, file, path.stem)
-            digest = file.finish()
-        finally:
-            file.close()
+    with explain_disk_errors(path), closing(HashingFile(path)) as file:
+        if isinstance(obj, _RAW):
+            for chunk in (obj,) if isinstance(obj, bytes) else obj:
+                file.write(chunk)
+        else:
+            _write_object(obj, file, path.stem)
+        digest = file.finish()
     if not isinstance(obj, _RAW):
         _check_loadable(path)
     return FileEntry(file.size_bytes, digest)
