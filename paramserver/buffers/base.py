@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from paramserver.buffers.positions import AppliedPositions
-from paramserver.buffers.slots import SlotIndex, Slots
-from paramserver.buffers.storage import AllocateBytes, Batch, SampleStore, StackedSamples
+from paramserver.buffers.storage import AllocateBytes, Batch, SampleStore, Slots, StackedSamples
 from paramserver.errors import BufferClosed, BufferExhausted, BufferTimeout, CheckpointError
 
 
@@ -77,6 +77,40 @@ class BufferInfo:
     bytes: int
     stale: int
     seen_histogram: dict[int, int]
+
+
+class SlotIndex(ABC):
+    """The slots in use, in the order in which a buffer draws them.
+
+    A restored one starts with ``slots``, of which the first ``num_unseen`` were never served.
+    """
+
+    def __init__(self, capacity: int, slots: Slots, num_unseen: int) -> None:
+        self._slots = np.empty(capacity, np.int64)
+        self._slots[: len(slots)] = slots
+        self._count = len(slots)
+        self.unseen = num_unseen
+
+    def __len__(self) -> int:
+        return self._count
+
+    @abstractmethod
+    def extend(self, slots: Slots) -> None:
+        """Add the slots of new samples, in their order."""
+
+    def keep(self, stays: npt.NDArray[np.bool_]) -> None:
+        """Remove the slots that are not marked, in the order of ``slots``; the others stay in their order.
+
+        So it makes no difference whether slots are added before or after it, except among those that were served.
+        """
+        left = self.slots()[stays]
+        self._slots[: len(left)] = left
+        self._count = len(left)
+
+    def slots(self) -> Slots:
+        """Return a copy of all slots in their order."""
+        held: Slots = self._slots[: self._count].copy()
+        return held
 
 
 class Buffer(ABC):
@@ -501,7 +535,7 @@ class Buffer(ABC):
     # to BUFFERS in config/schema.py. All of these methods are called with the lock held, so they must not block.
 
     _index_type: ClassVar[type[SlotIndex]]
-    """The structure that keeps the slots in the order of the draws, see slots.py."""
+    """The structure that keeps the slots in the order of the draws."""
 
     @abstractmethod
     def _draw(self, n: int) -> tuple[Slots, Slots, int]:

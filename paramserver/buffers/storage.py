@@ -31,11 +31,12 @@ from paramserver.buffers.sample_tree import (
     sample_spec_of,
     size_of,
 )
-from paramserver.buffers.slots import Slots
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 
 # Samples that ``held_in_groups`` yields at once.
 _GROUP = 64
+
+Slots: TypeAlias = npt.NDArray[np.int64]
 
 AllocateBytes: TypeAlias = Callable[[int], npt.NDArray[np.uint8]]
 """Returns memory of so many bytes."""
