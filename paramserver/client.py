@@ -36,7 +36,7 @@ from paramserver.online.protocol import (
     pack_opening,
     unpack_json,
 )
-from paramserver.online.sender import COORDINATOR_NAME, CoordinatorConnection, SampleSender
+from paramserver.online.sender import CoordinatorConnection, SampleSender
 
 
 class Client(AbstractContextManager["Client"]):
@@ -329,7 +329,7 @@ def _ping(address: str, keys: str | Path | None, timeout_s: float, *first: Messa
     with ExitStack() as stack:
         context: zmq.Context[Any] = zmq.Context()
         stack.callback(context.term)
-        coordinator = stack.enter_context(closing(CoordinatorConnection(context, COORDINATOR_NAME, address, keys)))
+        coordinator = stack.enter_context(closing(CoordinatorConnection(context, address, keys)))
         try:
             for kind in first:
                 coordinator.send(Header(kind))

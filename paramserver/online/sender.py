@@ -34,7 +34,6 @@ from paramserver.online.security import secure_client_socket
 
 ReceivedMessage = tuple[Header, list[bytes]]
 
-COORDINATOR_NAME = "the run"
 _HELLO_TIMEOUT_S = 60.0
 _MAX_LOGGED = 20
 # While there is room in the window, replies are received this often: a receive costs more than sending a small sample.
@@ -79,7 +78,7 @@ class SampleSender:
         with ExitStack() as stack:
             self._context: zmq.Context[Any] = zmq.Context()
             stack.callback(self._context.term)
-            self._coordinator = CoordinatorConnection(self._context, COORDINATOR_NAME, address, keys, run_started)
+            self._coordinator = CoordinatorConnection(self._context, address, keys, run_started)
             stack.callback(self._coordinator.close)
             self.directory = self._register(timeout_s or _HELLO_TIMEOUT_S)
             stack.pop_all()
@@ -304,10 +303,14 @@ def _poll_ms(until: float) -> int:
     return max(0, round(1000 * (until - time.monotonic())) + 1)
 
 
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
+
+
 class ClientConnection:
     """One DEALER socket to one process of the run. For one thread; closed before the context is terminated.
 
-    ``name`` is that of the peer, for messages.
+    ZeroMQ makes its connection again and again without notice, so a second socket has the events. ``name`` is that of
+    the peer, for messages.
 
     Raises:
         ClientError: no valid address, or one beyond loopback without keys.
@@ -320,6 +323,8 @@ class ClientConnection:
         self.name, self.address = name, address
         self._pid = os.getpid()
         self.last_seen_s = time.monotonic()
+        self._num_made = 0  # connections, by the events that were read
+        self._disconnected_at: float | None = None
         host = address.partition("://")[2].rpartition(":")[0]
         if keys is None and host and not is_loopback(host):
             raise ClientError(
@@ -334,8 +339,14 @@ class ClientConnection:
             self.socket.sndhwm, self.socket.linger = 0, 0
             self.socket.ipv6 = "[" in address
             secure_client_socket(self.socket, keys)
-            self._monitor = ConnectionMonitor(self.socket)  # before connect(), so that no event is missed
-            opening.callback(self._monitor.close)
+            self._monitor: zmq.Socket[Any] = context.socket(zmq.PAIR)
+            opening.callback(self.close)
+            # No limit on events: ZeroMQ's I/O thread writes them and serves every socket of the context. With a limit
+            # it would block while the simulation computes and reads none.
+            self._monitor.rcvhwm = 0
+            events = f"inproc://monitor-{self.socket.underlying}"
+            self.socket.monitor(events, _EVENTS)  # before connect(), so that no event is missed
+            self._monitor.connect(events)
             try:
                 self.socket.connect(address)
             except zmq.ZMQError as error:
@@ -357,8 +368,20 @@ class ClientConnection:
             ClientError: as ``check_process``.
         """
         self.check_process()
-        self._monitor.disconnected_s()
-        return max(1, self._monitor.num_connections)
+        self.disconnected_s()
+        return max(1, self._num_made)
+
+    def disconnected_s(self) -> float:
+        """For how many seconds there has been no connection; 0 while connected, or while the first attempt lasts."""
+        now = time.monotonic()
+        while not self._monitor.closed and self._monitor.poll(0):
+            (event,) = struct.unpack_from("=H", self._monitor.recv_multipart()[0])
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._num_made += 1
+                self._disconnected_at = None
+            elif self._disconnected_at is None and (self._num_made or event == zmq.EVENT_CONNECT_RETRIED):
+                self._disconnected_at = now
+        return 0.0 if self._disconnected_at is None else now - self._disconnected_at
 
     def check_process(self) -> None:
         """Check that this process has made the connection: ZeroMQ's threads are not in a fork of it.
@@ -421,8 +444,10 @@ class ClientConnection:
             yield header, frames[1:]
 
     def close(self) -> None:
-        """Close the socket; what has not left is dropped."""
-        self._monitor.close()
+        """Close the socket; what has not left is dropped. Calling it again has no effect."""
+        if not self._monitor.closed:
+            self.socket.disable_monitor()
+            self._monitor.close(linger=0)
         self.socket.close(linger=0)
 
 
@@ -489,7 +514,7 @@ class TrainerConnection(ClientConnection):
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
-        return [self.socket, *self._monitor.sockets]
+        return [self.socket] if self._monitor.closed else [self.socket, self._monitor]
 
     def is_lost(self) -> bool:
         """Whether it cannot be connected, or the connection has ended, also if ZeroMQ has connected again since.
@@ -498,11 +523,11 @@ class TrainerConnection(ClientConnection):
             ClientError: as ``check_process``.
         """
         self.check_process()
-        return self._monitor.disconnected_s() > 0 or self._monitor.num_connections > 1
+        return self.disconnected_s() > 0 or self._num_made > 1
 
     def is_connected(self) -> bool:
         """Whether the trainer has answered, and the connection has not ended since."""
-        return self._monitor.disconnected_s() == 0 and self._monitor.num_connections == 1
+        return self.disconnected_s() == 0 and self._num_made == 1
 
     @property
     def in_flight(self) -> int:
@@ -582,10 +607,10 @@ class CoordinatorConnection(ClientConnection):
     """
 
     def __init__(
-        self, context: zmq.Context[Any], name: str, address: str, keys: str | Path | None, run_started: bool = False
+        self, context: zmq.Context[Any], address: str, keys: str | Path | None, run_started: bool = False
     ) -> None:
         self._run_started = run_started
-        super().__init__(context, name, address, keys)
+        super().__init__(context, "the run", address, keys)
 
     def request(
         self, header: Header, *frames: Any, expect: MessageKind, timeout_s: float, limit_s: float | None = None
@@ -601,7 +626,7 @@ class CoordinatorConnection(ClientConnection):
         """
         self.last_seen_s = pinged_at = began_at = time.monotonic()
         self.send(header, *frames)
-        ping_unanswered, connections = expect is MessageKind.PONG, max(1, self._monitor.num_connections)
+        ping_unanswered, connections = expect is MessageKind.PONG, max(1, self._num_made)
         gone_s = _GONE_S if limit_s is None else limit_s
         limit_s = _ALIVE_FACTOR * timeout_s if limit_s is None else limit_s
         while True:
@@ -620,8 +645,8 @@ class CoordinatorConnection(ClientConnection):
             if now >= pinged_at + _PING_INTERVAL_S:
                 pinged_at = now
                 # After a reconnect another coordinator may listen, which has not received the request.
-                if self._monitor.num_connections > connections:
-                    connections = self._monitor.num_connections
+                if self._num_made > connections:
+                    connections = self._num_made
                     self.send(header, *frames)
                     ping_unanswered = expect is MessageKind.PONG
                 # At most one PING in flight: without a listener they would pile up in the socket.
@@ -632,10 +657,10 @@ class CoordinatorConnection(ClientConnection):
     def _check_timeouts(
         self, waited_s: float, limit_s: float, silent_s: float, timeout_s: float, gone_s: float
     ) -> None:
-        disconnected_s = self._monitor.disconnected_s()
+        disconnected_s = self.disconnected_s()
         # Its return, if there is one, would come too late.
         gone = disconnected_s >= gone_s or (disconnected_s > 0 and waited_s >= limit_s)
-        if gone and (self._run_started or self._monitor.num_connections):
+        if gone and (self._run_started or self._num_made):
             raise ClientError(f"{self} is gone, no process has listened there for {disconnected_s:.0f} s; see its log")
         if silent_s >= timeout_s:
             raise ClientError(
@@ -646,47 +671,3 @@ class CoordinatorConnection(ClientConnection):
             raise ClientError(
                 f"{self} lives, but its trainers were not ready within {waited_s:.0f} s; see the log of the run"
             )
-
-
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
-
-
-class ConnectionMonitor:
-    """Watches the connection of a socket that is not connected yet. ZeroMQ makes it again and again without notice."""
-
-    def __init__(self, socket: zmq.Socket[Any]) -> None:
-        self.num_connections = 0
-        self._disconnected_at: float | None = None
-        self._socket = socket
-        address = f"inproc://monitor-{socket.underlying}"
-        socket.monitor(address, _EVENTS)
-        monitor = socket.context.socket(zmq.PAIR)
-        # No limit on events: ZeroMQ's I/O thread writes them and serves every socket of the context. With a limit it
-        # would block while the simulation computes and reads none.
-        monitor.rcvhwm = 0
-        monitor.connect(address)
-        self._monitor: zmq.Socket[Any] | None = monitor
-
-    @property
-    def sockets(self) -> list[zmq.Socket[Any]]:
-        """What to poll for the next event."""
-        return [] if self._monitor is None else [self._monitor]
-
-    def disconnected_s(self) -> float:
-        """For how many seconds there has been no connection; 0 while connected, or while the first attempt lasts."""
-        now = time.monotonic()
-        while self._monitor is not None and self._monitor.poll(0):
-            (event,) = struct.unpack_from("=H", self._monitor.recv_multipart()[0])
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.num_connections += 1
-                self._disconnected_at = None
-            elif self._disconnected_at is None and (self.num_connections or event == zmq.EVENT_CONNECT_RETRIED):
-                self._disconnected_at = now
-        return 0.0 if self._disconnected_at is None else now - self._disconnected_at
-
-    def close(self) -> None:
-        """Call it before the socket is closed. Calling it again has no effect."""
-        if self._monitor is not None:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._monitor = None

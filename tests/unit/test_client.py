@@ -31,7 +31,7 @@ from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import ClientError, RunOver, UnsupportedConfiguration
 from paramserver.online import sender as sender_module
 from paramserver.online.protocol import VERSION, ArrayDescriptor, Header, MessageKind, TrainerDirectory
-from paramserver.online.sender import ConnectionMonitor
+from paramserver.online.sender import ClientConnection
 
 ZEROS = np.zeros((2, 3), np.float32)
 
@@ -816,22 +816,21 @@ def test_a_client_that_computes_for_long_keeps_its_other_connections():
     """A run that is gone is tried again and again; the events of ZeroMQ are not read, and nothing blocks."""
     context = zmq.Context()
     context.rcvhwm = 1  # as every one that is made here, so that it is soon reached
+    context.linger, context.reconnect_ivl = 0, 1
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
-        lines = [context.socket(zmq.DEALER) for _ in range(2)]
-        monitor, events = ConnectionMonitor(lines[0]), lines[1].get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
-        for line in lines:
-            line.linger, line.reconnect_ivl = 0, 1
-            line.connect(address)
+        connection, other = ClientConnection(context, "the run", address, None), context.socket(zmq.DEALER)
+        events = other.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
+        other.connect(address)
         retried = 0
         while retried < 1500 and events.poll(3000):
             events.recv_multipart()
             retried += 1
-        monitor.disconnected_s()  # read while a request waits
-        monitor.close()
-        lines[1].disable_monitor()
-        for one in (events, *lines):
+        connection.disconnected_s()  # read while a request waits
+        connection.close()
+        other.disable_monitor()
+        for one in (events, other):
             one.close(0)
         context.term()
     assert retried == 1500

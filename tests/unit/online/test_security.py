@@ -240,7 +240,7 @@ def test_keys_that_are_none_are_refused_before_anything_is_sent(folder, spoil, m
     spoil(folder)
     context = zmq.Context()
     with pytest.raises(UnsupportedConfiguration, match=message):
-        CoordinatorConnection(context, "the run", "tcp://127.0.0.1:1", folder)
+        CoordinatorConnection(context, "tcp://127.0.0.1:1", folder)
     context.term()  # nothing was left open
 
 
