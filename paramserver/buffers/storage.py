@@ -1,6 +1,6 @@
 """What a buffer holds: the sample in each slot, its key, its position and how often it was served.
 
-``SampleStore`` keeps the accounts. A ``Storage`` keeps the values: ``ColumnStorage`` in one tensor per leaf while all
+``SampleStore`` keeps the accounts. A storage keeps the values: ``ColumnStorage`` in one tensor per leaf while all
 samples have the same layout, ``ObjectStorage`` as the objects themselves otherwise. Not thread-safe: the buffer calls
 all of it under its lock.
 """
@@ -8,7 +8,6 @@ all of it under its lock.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -341,31 +340,6 @@ class SampleStore:
 Gathered: TypeAlias = tuple[Any | None, Callable[[], list[Any]]]
 
 
-class Storage(ABC):
-    """The values of samples by slot. Samples are first prepared, then written once there is room for them."""
-
-    @abstractmethod
-    def prepare(self, samples: Sequence[Any]) -> tuple[Any, int] | None:
-        """Return what ``write`` takes, and the bytes of each sample; None if they cannot be kept here together."""
-
-    @abstractmethod
-    def write(self, slots: Slots, values: Any, size: int) -> None: ...
-
-    @abstractmethod
-    def gather(self, slots: Slots) -> Gathered:
-        """Return the stacked batch, or None, and a function that returns the samples; both own their memory."""
-
-    @abstractmethod
-    def bytes_of(self, slots: Slots) -> int: ...
-
-    @abstractmethod
-    def remove(self, slots: Slots) -> int:
-        """Remove these samples and return their bytes."""
-
-    @abstractmethod
-    def state_dict(self, slots: Slots, allocate: AllocateBytes | None = None) -> dict[str, Any]: ...
-
-
 class Column:
     """The values of one leaf, a row per slot.
 
@@ -407,8 +381,11 @@ class Column:
         return torch.from_numpy(rows).view(self.rows.dtype)
 
 
-class ColumnStorage(Storage):
-    """A preallocated tensor (rows, *shape) per leaf; a batch is one gather per leaf."""
+class ColumnStorage:
+    """A preallocated tensor (rows, *shape) per leaf; a batch is one gather per leaf.
+
+    Samples are first prepared, then written once there is room for them.
+    """
 
     def __init__(self, layout: SampleSpec, rows: int) -> None:
         self.layout = layout
@@ -423,6 +400,7 @@ class ColumnStorage(Storage):
             ) from error
 
     def prepare(self, samples: Sequence[Any]) -> tuple[list[Any], int] | None:
+        """Return what ``write`` takes, and the bytes of each sample; None if they cannot be kept here together."""
         if isinstance(samples, StackedSamples):
             return (samples.columns, self.row_bytes) if samples.layout == self.layout else None
         columns: list[list[Any]] = []
@@ -433,6 +411,7 @@ class ColumnStorage(Storage):
             column.write(slots, rows)
 
     def gather(self, slots: Slots) -> Gathered:
+        """Return the stacked batch, or None, and a function that returns the samples; both own their memory."""
         # ``view`` for a dtype that numpy lacks.
         columns = [torch.from_numpy(one.array.take(slots, axis=0)).view(one.rows.dtype) for one in self._columns]
         return self.layout.stack(iter(columns)), partial(_rebuild, self.layout, columns, len(slots))
@@ -441,6 +420,7 @@ class ColumnStorage(Storage):
         return self.row_bytes * len(slots)
 
     def remove(self, slots: Slots) -> int:
+        """Remove these samples and return their bytes."""
         return self.row_bytes * len(slots)  # a row is free once its slot is
 
     def state_dict(self, slots: Slots, allocate: AllocateBytes | None = None) -> dict[str, Any]:
@@ -454,8 +434,8 @@ class ColumnStorage(Storage):
             column.rows[: len(saved)].copy_(saved)
 
 
-class ObjectStorage(Storage):
-    """The objects themselves, not copied."""
+class ObjectStorage:
+    """The objects themselves, not copied; methods as of ``ColumnStorage``."""
 
     def __init__(self) -> None:
         self._samples: dict[int, Any] = {}
@@ -485,6 +465,9 @@ class ObjectStorage(Storage):
 
     def state_dict(self, slots: Slots, allocate: AllocateBytes | None = None) -> dict[str, Any]:
         return {"objects": [encode(self._samples[slot]) for slot in slots.tolist()]}
+
+
+Storage: TypeAlias = ColumnStorage | ObjectStorage
 
 
 class StackedSamples(Sequence[Any]):
