@@ -718,13 +718,9 @@ class StalenessHistogram:
         """
         return summarize_staleness(sum(self._counts.values(), Counter()))
 
-    def for_trainer(self, trainer_index: int) -> dict[str, Any]:
-        """Return the summary of one trainer."""
-        return summarize_staleness(self._counts.get(trainer_index, Counter()))
-
     def by_trainer(self) -> list[dict[str, Any]]:
         """Return the summary of each trainer that has pushed a gradient, with its index as ``trainer``."""
-        return [{"trainer": index, **self.for_trainer(index)} for index in sorted(self._counts)]
+        return [{"trainer": index, **summarize_staleness(counts)} for index, counts in sorted(self._counts.items())]
 
     def pop_window(self) -> dict[str, Any]:
         """Return the summary of what was added since the last call."""
