@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -10,7 +11,58 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+Key: TypeAlias = tuple[int, int]
+"""Simulation and step of a sample."""
 
+_BITS = 6
+
+
+class KeySet:
+    """A set of samples of simulations, with one bit for each. Not thread-safe.
+
+    The steps of a simulation are in fixed blocks of 64, so that the set stays small also when they arrive with gaps, as
+    they do when several trainers share them.
+    """
+
+    def __init__(self, state: Iterable[Sequence[int]] = ()) -> None:
+        self._blocks: dict[int, dict[int, int]] = {}  # {simulation: {step // 64: bits}}
+        for simulation, block, bits in state:
+            self._blocks.setdefault(simulation, {})[block] = bits
+
+    def update(self, keys: Iterable[Key]) -> None:
+        for simulation, step in keys:
+            self.add(simulation, step)
+
+    def add(self, simulation: int, step: int) -> bool:
+        """Add one sample; return whether it was not in the set."""
+        blocks = self._blocks.get(simulation)
+        if blocks is None:
+            blocks = self._blocks[simulation] = {}
+        block, bit = step >> _BITS, 1 << (step & 63)
+        bits = blocks.get(block, 0)
+        blocks[block] = bits | bit
+        return not bits & bit
+
+    def __contains__(self, key: Key) -> bool:
+        blocks = self._blocks.get(key[0])
+        return blocks is not None and bool(blocks.get(key[1] >> _BITS, 0) >> (key[1] & 63) & 1)
+
+    def __iter__(self) -> Iterator[Key]:
+        for simulation, blocks in sorted(self._blocks.items()):
+            for block, bits in sorted(blocks.items()):
+                yield from ((simulation, (block << _BITS) + bit) for bit in range(64) if bits >> bit & 1)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KeySet) and self._blocks == other._blocks
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def state_dict(self) -> list[list[int]]:
+        """Return a simulation, a block and its bits for each block, as numbers and lists of numbers."""
+        return [[i, block, bits] for i, blocks in self._blocks.items() for block, bits in blocks.items()]
+
+
+@dataclass
 class AppliedPositions:
     """How often the samples of one trainer were applied, by position. Not thread-safe.
 
@@ -20,27 +72,21 @@ class AppliedPositions:
     A stream of simulations gives no order that another process could repeat: its samples are named by their keys,
     (simulation, step), and ``keys`` has those that were applied at least once, in a bit each.
 
-    Args:
+    Attributes:
         low: all positions below it are complete.
         above: {position: times applied} of positions from ``low`` on.
         count: servings that were applied, of all positions.
         stale: of samples that count as applied or were received before, how many were removed as too old instead.
     """
 
-    def __init__(self, low: int = 0, above: Mapping[int, int] | None = None, count: int = 0, stale: int = 0) -> None:
-        self.low = low
-        self.above = dict(above or {})
-        self.count = count
-        self.stale = stale
-        self.keys = KeySet()
+    low: int = 0
+    above: dict[int, int] = field(default_factory=dict)
+    count: int = 0
+    stale: int = field(default=0, repr=False)
+    keys: KeySet = field(default_factory=KeySet, repr=False, kw_only=True)
 
-    def __repr__(self) -> str:
-        return f"AppliedPositions(low={self.low}, above={self.above}, count={self.count})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AppliedPositions) and vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]  # mutable
+    def __post_init__(self) -> None:
+        self.above = dict(self.above)
 
     def add(self, positions: Sequence[int] | npt.NDArray[np.int64], times_due: int | None) -> None:
         """Count one more serving of each of these positions; a position may occur more than once.
@@ -110,54 +156,3 @@ class AppliedPositions:
         self.above = dict(zip(state["positions"], state["times"], strict=True))
         self.keys = KeySet(state["keys"])
         self.stale = state.get("stale", 0)
-
-
-Key: TypeAlias = tuple[int, int]
-"""Simulation and step of a sample."""
-
-_BITS = 6
-
-
-class KeySet:
-    """A set of samples of simulations, with one bit for each. Not thread-safe.
-
-    The steps of a simulation are in fixed blocks of 64, so that the set stays small also when they arrive with gaps, as
-    they do when several trainers share them.
-    """
-
-    def __init__(self, state: Iterable[Sequence[int]] = ()) -> None:
-        self._blocks: dict[int, dict[int, int]] = {}  # {simulation: {step // 64: bits}}
-        for simulation, block, bits in state:
-            self._blocks.setdefault(simulation, {})[block] = bits
-
-    def update(self, keys: Iterable[Key]) -> None:
-        for simulation, step in keys:
-            self.add(simulation, step)
-
-    def add(self, simulation: int, step: int) -> bool:
-        """Add one sample; return whether it was not in the set."""
-        blocks = self._blocks.get(simulation)
-        if blocks is None:
-            blocks = self._blocks[simulation] = {}
-        block, bit = step >> _BITS, 1 << (step & 63)
-        bits = blocks.get(block, 0)
-        blocks[block] = bits | bit
-        return not bits & bit
-
-    def __contains__(self, key: Key) -> bool:
-        blocks = self._blocks.get(key[0])
-        return blocks is not None and bool(blocks.get(key[1] >> _BITS, 0) >> (key[1] & 63) & 1)
-
-    def __iter__(self) -> Iterator[Key]:
-        for simulation, blocks in sorted(self._blocks.items()):
-            for block, bits in sorted(blocks.items()):
-                yield from ((simulation, (block << _BITS) + bit) for bit in range(64) if bits >> bit & 1)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, KeySet) and self._blocks == other._blocks
-
-    __hash__ = None  # type: ignore[assignment]  # mutable
-
-    def state_dict(self) -> list[list[int]]:
-        """Return a simulation, a block and its bits for each block, as numbers and lists of numbers."""
-        return [[i, block, bits] for i, blocks in self._blocks.items() for block, bits in blocks.items()]
