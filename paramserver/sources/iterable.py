@@ -332,28 +332,24 @@ class _GroupReads(IterableDataset[bytes]):
         self, stream: Iterator[Any], groups: int
     ) -> tuple[list[Any], list[Mapping[str, Any]], bool, BaseException | None]:
         """Return the samples of the next group, the places after them, whether it is the last, and what it raised."""
-        whole, size = self._requests.batches, self._requests.size
+        whole = self._requests.batches
+        size = self._requests.size if whole is None else 1
         samples: list[Any] = []
         after: list[Mapping[str, Any]] = []
-        ended = False
         try:
-            while len(samples) < (size if whole is None else 1) and not ended:
-                try:
-                    samples.append(next(stream))
-                except StopIteration:
-                    ended = True
-                    break
-                ended = whole is not None and len(samples[0]) < whole.size
+            for sample in islice(stream, size):
+                samples.append(sample)
                 if self._each:
-                    after.append(self._place(groups, ended))
+                    after.append(self._place(groups))
             if samples and not self._each:
-                after = [self._place(groups, ended)]
+                after.append(self._place(groups))
         except BaseException as error:  # noqa: BLE001 - returned with the samples before it
-            return samples, after, ended, error
+            return samples, after, False, error
+        ended = len(samples) < size or (whole is not None and len(samples[0]) < whole.size)
         if ended and after:
             after[-1] = {**after[-1], "ended": True}
         return samples, after, ended, None
 
-    def _place(self, groups: int, ended: bool) -> Mapping[str, Any]:
+    def _place(self, groups: int) -> Mapping[str, Any]:
         state = deepcopy(self.dataset.state_dict()) if self._stateful else None
-        return {"groups": groups, "state": state, "ended": ended}
+        return {"groups": groups, "state": state, "ended": False}
