@@ -110,9 +110,6 @@ class Simulation:
         ]
         return min(open_members) if open_members else max(self.last_seen_s.values(), default=self.since_s)
 
-    def has_all_byes(self, members: int) -> bool:
-        return len(self.byes) >= members
-
     @property
     def samples_sent(self) -> int:
         """The samples of which each member has sent a part that was not refused, once all have sent BYE."""
@@ -282,9 +279,9 @@ class SimulationTracker(ABC):
             return
         simulation.mark_seen(header.member, now)
         simulation.byes[header.member] = header.step
-        if self.config.steps is None and simulation.has_all_byes(header.members):
-            simulation.total = simulation.samples_sent
-        if simulation.has_all_byes(header.members):
+        if self._is_closed(simulation):
+            if self.config.steps is None:
+                simulation.total = simulation.samples_sent
             self._expect_reports(simulation)
 
     def on_report(self, trainer_index: int, report: SimulationReport, now: float) -> None:
@@ -422,6 +419,10 @@ class SimulationTracker(ABC):
     def _total(self, simulation: Simulation) -> int | None:
         return self.config.steps or simulation.total
 
+    def _is_closed(self, simulation: Simulation) -> bool:
+        """Whether all of its clients were closed, which does not complete it where ``steps`` is given."""
+        return len(simulation.byes) >= self.config.group_size
+
     def _expect_reports(self, simulation: Simulation) -> None:
         # What is acknowledged is in the next report of each trainer, but not in one that was in flight.
         simulation.settled_at = [reports + _REPORTS_TO_SETTLE for reports in self._num_reports]
@@ -431,7 +432,7 @@ class SimulationTracker(ABC):
 
     def _close(self, simulation: Simulation) -> None:
         """Count what its clients, all closed, had sent and no trainer has as lost; call it once that is reported."""
-        if self._some_lost and simulation.has_all_byes(self.config.group_size):
+        if self._some_lost and self._is_closed(simulation):
             simulation.closed_with = simulation.samples_sent
 
     def _complete(self, simulation: Simulation, now: float) -> TrackerEvent:
@@ -571,7 +572,7 @@ class ExternalSimulations(SimulationTracker):
                 simulation.closed_with = None
                 continue
             simulation.byes[header.member] = header.step
-            if simulation.has_all_byes(header.members):
+            if self._is_closed(simulation):
                 # Settled: the trainers report exact counts when they join.
                 simulation.total = simulation.closed_with = simulation.samples_sent
 
@@ -619,10 +620,6 @@ class ExternalSimulations(SimulationTracker):
 
     def _get_or_add(self, number: int) -> Simulation:
         return self.simulations.setdefault(number, Simulation(number))
-
-    def _is_closed(self, simulation: Simulation) -> bool:
-        """Whether all of its clients were closed, which does not complete it where ``steps`` is given."""
-        return simulation.has_all_byes(self.config.group_size)
 
     def _report_silent(self, simulation: Simulation, what: str) -> TrackerEvent:
         got, of = self.num_received(simulation.id), self.config.steps or "an unknown number of"
@@ -744,7 +741,7 @@ class ManagedSimulations(SimulationTracker):
     def _may_have_sent_all(self, simulation: Simulation) -> bool:
         """Whether a process that failed may have failed after its last sample."""
         if self.config.steps is None:
-            return simulation.has_all_byes(self.config.group_size)
+            return self._is_closed(simulation)
         return bool(simulation.last_seen_s)
 
     # Actions.
