@@ -16,7 +16,7 @@ import mmap
 import os
 import time
 import weakref
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -102,16 +102,15 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         self._maps, self._failures = bool(self._host), 0
         # Number of the last request, and the number of connections when it was sent; 0 = it has its reply.
         self._number, self._asked_on = 0, 0
-        self._context: zmq.Context[Any] = zmq.Context()
-        for option, value in _SOCKET_OPTIONS.items():
-            self._context.setsockopt(option, value)  # of the sockets that are created next
-        try:
-            self._connection = ClientConnection(self._context, NAME, address, keys)
-        except BaseException:
-            self._context.term()
-            raise
-        # As for ``SampleSender``: a context that is collected together with its socket would wait for it.
-        self._finalizer = weakref.finalize(self, _close, self._context, self._connection)
+        with ExitStack() as stack:
+            context: zmq.Context[Any] = zmq.Context()
+            stack.callback(context.term)
+            for option, value in _SOCKET_OPTIONS.items():
+                context.setsockopt(option, value)  # of the sockets that are created next
+            self._connection = ClientConnection(context, NAME, address, keys)
+            stack.callback(self._connection.close)
+            # As for ``SampleSender``: a context that is collected together with its socket would wait for it.
+            self._finalizer = weakref.finalize(self, stack.pop_all().close)
 
     def latest(self, timeout_s: float) -> Weights:
         """Return the newest version that is published, or that can be: one is copied if a subscriber asks.
@@ -265,8 +264,3 @@ def _map(file: MappedFile, size: int) -> memoryview | None:
         return None
     # Another file may have the same number, of a process that this one cannot see, or since the version was dropped.
     return mapped[:size] if bytes(mapped[size:]) == file.id.encode() else None
-
-
-def _close(context: zmq.Context[Any], connection: ClientConnection) -> None:
-    connection.close()
-    context.term()

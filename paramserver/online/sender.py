@@ -81,12 +81,13 @@ class SampleSender:
             self._coordinator = CoordinatorConnection(self._context, address, keys, run_started)
             stack.callback(self._coordinator.close)
             self.directory = self._register(timeout_s or _HELLO_TIMEOUT_S)
-            stack.pop_all()
+            stack.callback(_close_all, self._trainers)
+            # A context that is garbage-collected together with its sockets waits for them forever: pyzmq closes the
+            # sockets that it finds by weak references, which are gone by then. The finalizer keeps both alive until it
+            # has run.
+            self._finalizer = weakref.finalize(self, stack.pop_all().close)
         # ``_not_sent``: steps that the run had before, and that this client has not sent again.
         self._first_step = self._not_sent = self.directory.first_step
-        # A context that is garbage-collected together with its sockets waits for them forever: pyzmq closes the sockets
-        # that it finds by weak references, which are gone by then. The finalizer keeps both alive until it has run.
-        self._finalizer = weakref.finalize(self, _close_all, self._context, self._coordinator, self._trainers)
         self._timeout_s = timeout_s or self.directory.timeout_s
 
     def _register(self, timeout_s: float, limit_s: float | None = None) -> TrainerDirectory:
@@ -289,13 +290,10 @@ class SampleSender:
                     _logger.warning("%s", text)
 
 
-def _close_all(
-    context: zmq.Context[Any], coordinator: CoordinatorConnection, trainers: dict[int, TrainerConnection]
-) -> None:
+def _close_all(trainers: dict[int, TrainerConnection]) -> None:
     # A function and not a method: a finalizer that refers to its object would keep it alive forever.
-    for connection in (coordinator, *trainers.values()):
-        connection.close()
-    context.term()
+    for trainer in trainers.values():
+        trainer.close()
 
 
 def _poll_ms(until: float) -> int:
