@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,29 +35,15 @@ def make_record(kind: str, step: int | None, **fields: Any) -> Record:
 # The quantities that trainers measure of each step: each is declared here, for all that send, combine and show it.
 
 
-def largest(values: Iterable[float]) -> float:
-    """Return the maximum, which is NaN where one is, as that of torch; Python's depends on their order then."""
-    found = list(values)
-    return math.nan if any(map(math.isnan, found)) else max(found)
-
-
 _OVER_TRAINERS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": lambda values: sum(values) / len(values),
     "sum": sum,
-    "max": largest,
-}
-# Of the total so far and the next value; a mean is the total divided by the number of updates.
-_OVER_UPDATES: dict[str, Callable[[float, float], float]] = {
-    "mean": operator.add,
-    "sum": operator.add,
-    "max": lambda total, value: largest((total, value)),
-    "last": lambda total, value: value,
 }
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number that each trainer measures of each of its steps.
+    """A number that each trainer measures of each of its steps; of several updates records have the mean.
 
     Attributes:
         name: its field in ``StepTotals``, ``StepReport`` and ``StepResult``.
@@ -68,8 +53,7 @@ class Quantity:
         summary: its name in summary.json, which has it of the last ``train`` record; empty if it has not.
         progress: how the progress shows it, as a format; empty if it does not.
         section: the section of a report whose table has it, and with a ``caption`` a plot of it.
-        over_trainers: how the values of the trainers of an update are combined: mean, sum or max.
-        over_updates: how those of the updates since the last ``train`` record are: mean, sum, max or last.
+        over_trainers: how the values of the trainers of an update are combined: mean or sum.
         needs: the name of a quantity; where that is 0, ``train`` records lack this one.
         stored: the name of its total in a checkpoint; empty: ``name``.
     """
@@ -85,7 +69,6 @@ class Quantity:
     section: str = "learning"
     caption: str = ""
     over_trainers: str = "mean"
-    over_updates: str = "mean"
     needs: str = ""
     stored: str = ""
 
@@ -97,14 +80,6 @@ class Quantity:
     def label(self) -> str:
         """The title with the unit."""
         return f"{self.title} ({self.unit})" if self.unit else self.title
-
-    def add(self, total: float, value: float) -> float:
-        """Return the total over some updates and one more."""
-        return _OVER_UPDATES[self.over_updates](total, value)
-
-    def over(self, updates: int, total: float) -> float:
-        """Return the value over so many updates, of their total."""
-        return total / updates if self.over_updates == "mean" else total
 
 
 def _measured(title: str, tag: str, **shown: Any) -> Any:
@@ -155,10 +130,10 @@ MEASURED = tuple(Quantity(one.name, **one.metadata) for one in fields(StepQuanti
 QUANTITIES = (LOSS, *MEASURED)
 
 
-def combine(steps: Sequence[StepQuantities], quantities: Iterable[Quantity] = QUANTITIES) -> dict[str, Any]:
+def combine(steps: Sequence[StepQuantities]) -> dict[str, Any]:
     """Return the quantities of an update, by name: from the ``StepReport``, or the like, of each of its trainers."""
     return {
-        one.name: _OVER_TRAINERS[one.over_trainers]([getattr(step, one.name) for step in steps]) for one in quantities
+        one.name: _OVER_TRAINERS[one.over_trainers]([getattr(step, one.name) for step in steps]) for one in QUANTITIES
     }
 
 
@@ -251,7 +226,7 @@ class RecordWindow:
         steps: their number.
         step, samples, seconds, lr: values of the last step.
         by_optimizer: steps and the sum of losses of each optimizer, where there are several.
-        totals: of each quantity, by its name; see ``Quantity.add``.
+        totals: the sum of each quantity, by its name.
     """
 
     samples_before: int = 0
@@ -266,8 +241,7 @@ class RecordWindow:
 
     def add(self, result: StepResult) -> None:
         for one in QUANTITIES:
-            value = getattr(result, one.name)
-            self.totals[one.name] = one.add(self.totals[one.name], value) if self.steps else value
+            self.totals[one.name] = self.totals.get(one.name, 0.0) + getattr(result, one.name)
         self.steps += 1
         if result.optimizer:
             steps, losses = self.by_optimizer.get(result.optimizer, (0, 0.0))
@@ -283,7 +257,7 @@ class RecordWindow:
         elapsed_s = self.seconds - self.seconds_before
         is_timed = self.samples_before > 0 and elapsed_s > 0  # the first window includes the start of the run
         measured = {
-            one.record: one.over(self.steps, self.totals[one.name])
+            one.record: self.totals[one.name] / self.steps
             for one in QUANTITIES
             if not one.needs or self.totals[one.needs]
         }
@@ -618,6 +592,12 @@ def _sum(values: Iterable[float]) -> float:
         return math.fsum(values)
     except (OverflowError, ValueError):  # huge values, and infinities of both signs
         return sum(values)
+
+
+def largest(values: Iterable[float]) -> float:
+    """Return the maximum, which is NaN where one is, as that of torch; Python's depends on their order then."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 _OPERATIONS: dict[str, Callable[[list[tuple[float, float]]], float]] = {

@@ -9,7 +9,6 @@ from paramserver.metrics.console import Progress
 from paramserver.metrics.records import (
     MEASURED,
     QUANTITIES,
-    Quantity,
     RecordWindow,
     StepQuantities,
     StepReport,
@@ -80,19 +79,9 @@ def test_a_record_lacks_a_quantity_whose_condition_is_zero():
     assert not {"local_steps", "drift"} & window.to_record(0).keys()
 
 
-@pytest.mark.parametrize(
-    ("over_trainers", "over_updates", "expected"),
-    [
-        ("mean", "mean", (2.0, 5.5)),
-        ("sum", "sum", (4.0, 11.0)),
-        ("max", "max", (3.0, 7.0)),
-        ("max", "last", (3.0, 4.0)),
-    ],
-)
-def test_values_are_combined_as_declared(over_trainers, over_updates, expected):
-    one = Quantity("drift", "", "", over_trainers=over_trainers, over_updates=over_updates)
-    steps = [StepTotals(0.0, 8, drift=drift) for drift in (1.0, 3.0)]
-    assert (combine(steps, [one]), one.over(2, one.add(7.0, 4.0))) == ({"drift": expected[0]}, expected[1])
+def test_values_are_combined_as_declared():
+    steps = [StepTotals(1.0, 8, drift=1.0, table_ids=4.0), StepTotals(3.0, 8, drift=2.0, table_ids=6.0)]
+    assert combine(steps) == {"loss": 2.0, "inner_steps": 0.0, "drift": 1.5, "table_ids": 10.0, "table_rows": 0.0}
 
 
 def test_negative_values_are_combined_without_the_zero_that_nothing_measured():
