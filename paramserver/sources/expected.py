@@ -160,13 +160,9 @@ def total_steps(config: Config, read: Callable[[Partition], Reading], origin: Or
     limits = {"max_steps": origin.step, "max_samples": origin.samples}
     left = {name: max(limit - limits[name], 0) for name in limits if (limit := getattr(training, name)) is not None}
     config = replace(config, training=replace(training, **left))
-    count = _lockstep_steps if _is_lockstep(config) else _free_running_steps
-    steps = count(config, shares)
+    is_lockstep = not mode_of(config).has_servers or consistency_class(config.server).lockstep
+    steps = (_lockstep_steps if is_lockstep else _free_running_steps)(config, shares)
     return None if steps is None else origin.scheduled + steps
-
-
-def _is_lockstep(config: Config) -> bool:
-    return not mode_of(config).has_servers or consistency_class(config.server).lockstep
 
 
 def _shares(config: Config, read: Callable[[Partition], Reading], origin: Origin) -> list[_Share]:
