@@ -179,12 +179,11 @@ class SimulationCoordinator(RouterThread):
     ) -> None:
         self.spec = spec
         self.token = secrets.token_hex(16).encode()
-        self._runner: ProcessRunner | None = None
         self._tracker: SimulationTracker
         sampler = sampler_of_run(spec, seed, folders)
+        self._runner = ProcessRunner(spec, logs, folders, publisher=publisher)
         self.learns = sampler is not None and sampler.learns
         if sampler is not None:
-            self._runner = ProcessRunner(spec, logs, folders, publisher=publisher)
             self._tracker = ManagedSimulations(spec.config, num_trainers, sampler, logs)
         else:
             self._tracker = ExternalSimulations(spec.config, num_trainers, timeout_s)
@@ -293,16 +292,15 @@ class SimulationCoordinator(RouterThread):
         poll_interval_s = min(_POLL_INTERVAL_S, self.spec.config.timeout_s / 4)
         starts = is_waiting = False
         while not self._closing.is_set():
-            exits = self._runner.exit_pipes if self._runner else ()
-            router.poll([self._wakeup.fileno(), *exits], 0.0 if starts else poll_interval_s)
+            watched = [self._wakeup.fileno(), *self._runner.exit_pipes]
+            router.poll(watched, 0.0 if starts else poll_interval_s)
             self._wakeup.clear()
             # Messages before exits and timeouts: what a process sent before its end, or before it seemed silent, must
             # be counted first.
             self._handle_messages(router)
             with self._lock:
                 now = time.monotonic()
-                for simulation, attempt, exit_code in self._runner.poll_exited() if self._runner else ():
-                    assert self._runner is not None
+                for simulation, attempt, exit_code in self._runner.poll_exited():
                     self._tracker.on_exit(simulation, attempt, exit_code, now, self._runner.last_line(simulation))
                 # One start at a time: the draws of several could take longer than others wait for a reply.
                 poll = self._tracker.poll_complete if self._handler.over else partial(self._tracker.poll, max_starts=1)
@@ -312,9 +310,9 @@ class SimulationCoordinator(RouterThread):
             for action in actions:
                 self._carry_out(router, action)
             starts = any(isinstance(action, StartProcess) for action in actions)
-            running = self._runner.running if self._runner else ()
+            running = self._runner.running
             complete = {number for number in running if self._tracker.simulations[number].ended}
-            if self._handler.over and self._runner is not None:
+            if self._handler.over:
                 # No more samples are needed. Simulations that are complete end without being killed.
                 for number in set(running) - complete:
                     self._runner.kill(number)
@@ -352,7 +350,6 @@ class SimulationCoordinator(RouterThread):
             _log.log(level, "%s", action.text)
             self._on_event(action.kind, {"simulation": action.simulation, "text": action.text})
             return
-        assert self._runner is not None
         if isinstance(action, StartProcess):
             secret = start_secret(self.token, action.simulation, action.attempt, action.density_ratio)
             self._runner.start(action, router.address, secret)
@@ -368,12 +365,10 @@ class SimulationCoordinator(RouterThread):
 
     def _end_all(self, router: RouterSocket) -> None:
         """Send OVER to all clients, also to those whose HELLO comes meanwhile, and end all processes."""
-        if self._runner is None and self._suspended:
+        if self._suspended and not self._tracker.starts_simulations:
             return
         with self._lock:
             router.send(self._handler.end_all_clients())
-        if self._runner is None:
-            return
         self._runner.kill_all()
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         while self._runner.running:

@@ -52,7 +52,8 @@ class ProcessRunner:
     ) -> None:
         self._environ = process_environ() if environ is None else environ
         self._publisher = publisher
-        self._command = LaunchCommand(spec, folders, self._environ)
+        # A run whose simulations come from outside starts none.
+        self._command = LaunchCommand(spec, folders, self._environ) if spec.is_managed else None
         self._config = spec.config
         self._logs = logs
         self._running: dict[int, _Running] = {}
@@ -64,6 +65,7 @@ class ProcessRunner:
             StorageError: its log cannot be written.
             TrainingError: the system starts no process.
         """
+        assert self._command is not None
         arguments = self._command.arguments(start)
         keys = self._config.keys
         environment = SimulationEnvironment(
