@@ -88,22 +88,19 @@ class ProcessRunner:
                 log.write(f"{title}: {shlex.join(arguments)}\n".encode())
             # Registered before the first process starts: if a later one fails to start, kill_all() finds the others.
             self._running[start.simulation] = running = _Running(start, [])
-            if self._command.starts_all:
-                running.guards.append(self._spawn(arguments, environment, log.fileno()))
-                return
-            for member in range(self._config.group_size):
-                running.guards.append(self._spawn(arguments, replace(environment, member=member), log.fileno()))
+            environments = [environment]
+            if not self._command.starts_all:
+                environments = [replace(environment, member=member) for member in range(self._config.group_size)]
+            try:
+                for one in environments:
+                    running.guards.append(self._spawn(arguments, one, log.fileno()))
+            except OSError as error:
+                raise TrainingError(
+                    f"simulation {start.simulation} cannot be started ({error}); correct that on the host of rank 0, "
+                    "then --resume"
+                ) from error
 
     def _spawn(self, arguments: Sequence[str], environment: SimulationEnvironment, log: int) -> _Guard:
-        try:
-            return self._spawn_guard(arguments, environment, log)
-        except OSError as error:
-            raise TrainingError(
-                f"simulation {environment.simulation} cannot be started ({error}); correct that on the host of rank 0, "
-                "then --resume"
-            ) from error
-
-    def _spawn_guard(self, arguments: Sequence[str], environment: SimulationEnvironment, log: int) -> _Guard:
         reading, writing = os.pipe()
         guard = [sys.executable, "-m", "paramserver.online.process_guard", str(os.getpid()), str(writing)]
         try:
