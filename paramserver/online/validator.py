@@ -130,9 +130,6 @@ class ClientSession:
             self.ahead.remove(self.released)
             self.released += 1
 
-    def __str__(self) -> str:
-        return describe_sender(self.header)
-
 
 # Outcomes are not frozen, although nothing changes them: frozen=True doubles the time to create one.
 
