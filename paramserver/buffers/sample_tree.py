@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeGuard
 
@@ -267,24 +268,22 @@ class NumberLeaf(LeafSpec):
         return next(columns).tolist()
 
 
+@dataclass
 class TreeSpec(SampleSpec):
     """A tuple, named tuple or list of layouts, or a dict with the ``names`` of its keys in order."""
 
-    def __init__(self, kind: type[Any], names: tuple[Any, ...] | None, children: Sequence[SampleSpec]) -> None:
-        self.kind = kind
-        self.names = names
-        self.children = children
+    kind: type[Any]
+    names: tuple[Any, ...] | None
+    children: Sequence[SampleSpec]
+
+    def __post_init__(self) -> None:
+        kind, names = self.kind, self.names
         # Makes a container of its elements; chosen once, because ``rebuild`` calls it for each sample.
         self._pack: Callable[[Sequence[Any]], Any] = kind
         if names is not None:
             self._pack = lambda values: dict(zip(names, values, strict=True))
         elif is_namedtuple(kind):
             self._pack = lambda values: kind(*values)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TreeSpec):
-            return NotImplemented
-        return (self.kind, self.names, self.children) == (other.kind, other.names, other.children)
 
     def __reduce__(self) -> tuple[type[TreeSpec], tuple[Any, ...]]:
         return TreeSpec, (self.kind, self.names, self.children)
