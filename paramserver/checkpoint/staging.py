@@ -45,7 +45,6 @@ class StagingPool:
         # Re-entrant: the garbage collector may run a finalizer, which takes this lock, inside ``acquire``.
         self._lock = threading.RLock()
         self._free: dict[int, list[_Memory]] = {}
-        self._bytes = 0
 
     def acquire(self, size_bytes: int) -> npt.NDArray[np.uint8]:
         """Return ``size_bytes`` of memory with any content."""
@@ -53,11 +52,7 @@ class StagingPool:
             return np.empty(size_bytes, np.uint8)
         with self._lock:
             fitting = [size for size, free in self._free.items() if free and size_bytes <= size <= 2 * size_bytes]
-            if fitting:
-                memory = self._free[min(fitting)].pop()
-            else:
-                memory = self._map(size_bytes)
-                self._bytes += size_bytes
+            memory = self._free[min(fitting)].pop() if fitting else self._map(size_bytes)
         block = np.frombuffer(memory, np.uint8, size_bytes)
         weakref.finalize(block, self._release, memory).atexit = False
         return block
@@ -77,14 +72,8 @@ class StagingPool:
         """Free the blocks that are not lent. Call it when a copy is complete: that copy had no use for them."""
         with self._lock:
             for memory in chain.from_iterable(self._free.values()):
-                self._bytes -= len(memory)
                 self._discard(memory)
             self._free.clear()
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that are lent or kept."""
-        return self._bytes
 
 
 class FilePool(StagingPool):

@@ -181,8 +181,22 @@ def test_a_checkpoint_is_complete_with_the_parts_of_all_trainers_of_its_step():
 # Memory.
 
 
+class CountedPool(StagingPool):
+    """Counts the bytes that are lent or kept."""
+
+    size_bytes = 0
+
+    def _map(self, size_bytes):
+        self.size_bytes += size_bytes
+        return super()._map(size_bytes)
+
+    def _discard(self, memory):
+        self.size_bytes -= len(memory)
+        super()._discard(memory)
+
+
 def test_memory_is_reused_once_nothing_refers_to_it():
-    memory = StagingPool()
+    memory = CountedPool()
     source = torch.rand(2 * MB)
     first = stage_copy({"w": source}, memory)
     place, view = first["w"].data_ptr(), first["w"].view(2, -1)[1]
@@ -206,7 +220,7 @@ def test_memory_is_reused_once_nothing_refers_to_it():
 
 
 def test_memory_is_not_wasted_on_small_copies():
-    memory = StagingPool()
+    memory = CountedPool()
     large = memory.acquire(8 * MB)
     place = large.ctypes.data
     del large
