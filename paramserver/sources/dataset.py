@@ -374,7 +374,7 @@ class DatasetSource(Source):
             self.group = 1
         if self.length == 0:
             raise TaskError("the training data set is empty; train_source must return at least one sample")
-        self._set_order(PartitionOrder(self.length, partition, self.options))
+        self.order = PartitionOrder(self.length, partition, self.options)
         try:
             per_pass = self.order.per_pass
         except TypeError as error:
@@ -505,8 +505,10 @@ class DatasetSource(Source):
 
     def state_dict(self) -> dict[str, Any]:
         drawn = {} if self.sampler is None else self.sampler.state_dict()
+        # A tensor is copied as one block at every checkpoint, a list number by number.
+        rest = list(self.order.rest) if self.gives_batches else torch.as_tensor(self.order.rest, dtype=torch.int64)
         order = {"epoch": self.order.epoch, "order": self.order.identity}
-        return {"length": self.length, "rest": self._rest, **order, **drawn}
+        return {"length": self.length, "rest": rest, **order, **drawn}
 
     def release_order(self, state: dict[str, Any], position: int) -> None:
         if self.order.is_between_passes(position):
@@ -517,7 +519,7 @@ class DatasetSource(Source):
         if self.sampler is not None:
             self.sampler.load_state_dict(state)
         self._check_order(state, self.partition)
-        self._set_order(replace(self.order, rest=_rest_of(state), epoch=state["epoch"]))
+        self.order = replace(self.order, rest=_rest_of(state), epoch=state["epoch"])
 
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> dict[int, int]:
         for leftover in leftovers:
@@ -526,14 +528,8 @@ class DatasetSource(Source):
             self.sampler.load_state_dict(leftovers[0].state)
         for i, leftover in enumerate(leftovers):
             self._check_order(leftover.state, Partition(i, len(leftovers)))
-        order, partly = self.order.reshard(leftovers, held)
-        self._set_order(order)
+        self.order, partly = self.order.reshard(leftovers, held)
         return partly
-
-    def _set_order(self, order: PartitionOrder) -> None:
-        # A tensor is copied as one block at every checkpoint, a list number by number.
-        self.order = order
-        self._rest = list(order.rest) if self.gives_batches else torch.as_tensor(order.rest, dtype=torch.int64)
 
     def _check_length(self, state: Mapping[str, Any]) -> None:
         if state["length"] != self.length:
