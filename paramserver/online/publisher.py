@@ -378,18 +378,14 @@ class ModelPublisher(RouterThread):
         self._lock = threading.Lock()
         self._file = PublisherFile(file)
         self._file.begin(Version(generation, step))
-        self._requests = SubscriberRequests(f"{run}{RUN_ID}{self._file.id}", self._file.starts, self._may_copy)
+        self.starts = self._file.starts  # the first version of each generation so far
+        self._requests = SubscriberRequests(f"{run}{RUN_ID}{self._file.id}", self.starts, self._may_copy)
         super().__init__(
             threading.Thread(target=self._run, name="publisher", daemon=True),
             _CLOSE_S,
             partial(RouterSocket.of_section, "publish", config, _MAX_PARTS, _MAX_BYTES, self._file.port),
             self._file.write,
         )
-
-    @property
-    def starts(self) -> tuple[Version, ...]:
-        """The first version of each generation so far."""
-        return self._file.starts
 
     def is_wanted(self, step: int) -> bool:
         """Return whether to call ``publish`` for the version of ``step``, which is current."""
