@@ -370,25 +370,26 @@ class Connection:
         Heartbeats are consumed here.
         """
         while self._received is None:
-            if not self._unread:
+            if not self._unread.size:
                 self._unread = next(self._targets)
             elif not self._read():
                 return None
         received, self._received = self._received, None
         return received
 
-    def _read_messages(self) -> Iterator[memoryview]:
+    def _read_messages(self) -> Iterator[Body]:
         """Yield, one after the other, the memory that is to be filled next."""
         while True:
-            yield (header := np.empty(_HEADER.size, np.uint8)).data
+            yield (header := np.empty(_HEADER.size, np.uint8))
             kind, length = _HEADER.unpack(header.data)
             if kind != _HEARTBEAT:
-                yield (body := np.empty(length, np.uint8)).data
+                yield (body := np.empty(length, np.uint8))
                 self._received = kind, body
+                del body  # the reader may release it before the next message
 
     def _read(self) -> bool:
         try:
-            count = self._socket.recv_into(self._unread)
+            count = self._socket.recv_into(self._unread.data)
         except BlockingIOError:
             return False
         except OSError as error:

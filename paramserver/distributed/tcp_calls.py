@@ -126,9 +126,9 @@ class _Connection(CallConnection):
             yield (lengths := np.empty(count * _LENGTH.size, np.uint8))
             yield (head := np.empty(size, np.uint8))
             memory = [torch.empty(length, dtype=torch.uint8) for (length,) in _LENGTH.iter_unpack(lengths.data)]
-            for part in memory:
-                yield part.numpy()
+            yield from (part.numpy() for part in memory)
             self._received.append(unpack_apart(head.tobytes(), memory))
+            del head, memory  # the reader may release them before the next message
 
     def receive_token(self) -> bool:
         """Return whether the token is complete, of which no byte more is read."""

@@ -1,9 +1,11 @@
 """A connection between two ranks: messages in order, and how soon the loss of a peer is detected."""
 
+import select
 import socket
 import struct
 import threading
 import time
+import weakref
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -163,6 +165,21 @@ def test_messages_before_the_end_are_received_before_the_loss_is_raised():
         assert made.lost.wait(LONG_S)
         assert bytes(made.channel.receive().body) == b"abc"
         elapsed(made.channel.receive, "rank 1 is lost")
+
+
+def test_a_message_that_was_received_is_not_kept():
+    """It may be a part of a checkpoint, and the next message come much later."""
+    one, other = connected_pair()
+    connection = Connection(one, 1, LONG_S)
+    other.sendall(_HEADER.pack(1, 3) + b"abc")
+    assert control_channel.wait_ready([connection], select.POLLIN, LONG_S)
+    message = connection.poll()
+    assert bytes(message[1]) == b"abc"
+    body = weakref.ref(message[1])
+    del message
+    assert body() is None
+    connection.close()
+    other.close()
 
 
 def test_silence_is_a_loss_and_heartbeats_end_it():

@@ -3,6 +3,7 @@
 import secrets
 import socket
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -79,6 +80,17 @@ def test_a_tensor_of_one_element_for_all_stays_one():
         (same,) = value_of(connection.call((*TARGET, torch.zeros(1).expand(10_000_000)), {}))
     assert same.shape == (10_000_000,)
     assert same.untyped_storage().nbytes() == 4
+
+
+def test_memory_of_a_reply_that_was_received_is_not_kept():
+    """It may be all parameters, and the next reply come much later."""
+    with connected(echo) as (_, connection):
+        call = connection.call((*TARGET, torch.ones(5000)), {})
+        (received,) = value_of(call)
+        released = threading.Event()
+        weakref.finalize(received.untyped_storage(), released.set)
+        del call, received
+        assert released.wait(TIMEOUT_S)
 
 
 def test_many_large_calls_of_several_threads_arrive_whole():
