@@ -241,9 +241,9 @@ class LastReplies:
 def executed_once(handler: Handler) -> Handler:
     """Let a method of the server reply to a call that is repeated as it did before; a future is the same one.
 
-    The class has a ``_lock`` and ``last_replies``. The first argument of the handler is the ``TrainerId`` of the
-    sender. A caller that may repeat its call adds the keyword ``number``, which grows from 1. Calls that raise have no
-    effect, so they are not recorded.
+    The class has a ``_lock``, ``last_replies`` and a ``roster``, which refuses a sender that takes no part any more.
+    The first argument of the handler is the ``TrainerId`` of the sender. A caller that may repeat its call adds the
+    keyword ``number``, which grows from 1. Calls that raise have no effect, so they are not recorded.
     """
 
     @functools.wraps(handler)
@@ -256,6 +256,8 @@ def executed_once(handler: Handler) -> Handler:
         with running:
             with self._lock:
                 found = self.last_replies.find(sender, handler.__name__, number)
+                if found is not None:
+                    self.roster.index_of(sender)
             if found is None:
                 # Not under the server's lock: a handler may complete futures, or write files, outside of it.
                 found = (handler(self, sender, *args),)

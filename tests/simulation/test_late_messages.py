@@ -175,6 +175,20 @@ def test_an_announcement_of_a_process_that_was_lost_is_not_the_reply_to_its_repl
     assert not run.server.announce(joined, READY, number=1).done()
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_call_that_is_sent_again_by_a_process_that_was_lost_is_refused(is_replaced):
+    """Its first reply did not arrive: a grant, which holds no more."""
+    run = Two(max_steps=None)
+    members, ids = run.start()
+    granted = [run.server.announce(sender, READY, number=1) for sender in ids]
+    assert granted[0].value().decision.verdict is Verdict.GO
+    run.lose(members[0])
+    if is_replaced:
+        run.join(0)
+    with pytest.raises(Evicted):
+        run.server.announce(ids[0], READY, number=1)
+
+
 def test_a_view_that_was_overtaken_does_not_replace_the_version_that_was_granted():
     run = Two(max_steps=None)
     _, ids = run.start()

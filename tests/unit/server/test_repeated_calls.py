@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ class Server:
     def __init__(self):
         self._lock = threading.RLock()
         self.last_replies = LastReplies()
+        self.roster = SimpleNamespace(index_of=lambda sender: sender.trainer_index)
         self.executed = []
 
     @executed_once
