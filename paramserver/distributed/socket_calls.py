@@ -121,6 +121,10 @@ class CallerConnection(CallConnection):
             with self._calls:
                 # If it is not there, ``fail`` has completed it.
                 return None if self._waiting.pop(number, None) else future
+        except Exception:  # it cannot be pickled
+            with self._calls:
+                self._waiting.pop(number, None)
+            raise
         return future
 
     def complete(self, number: int, reply: Any) -> None:

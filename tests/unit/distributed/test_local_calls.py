@@ -245,3 +245,11 @@ def test_a_reply_that_cannot_be_pickled_does_not_leave_its_caller_waiting(value)
         with pytest.raises(RuntimeError):
             reply.value()
         assert caller.call(TARGET, {}) is None  # the next one goes over RPC
+
+
+def test_no_reply_is_awaited_to_a_call_that_cannot_be_pickled():
+    """The next call may be one that is left to RPC: its reply does not arrive here, nor does one to this call."""
+    with connected(LateReplies(*TARGET)) as (_, caller):
+        with pytest.raises(AttributeError, match="pickle"):
+            caller.call((*TARGET, lambda: None), {})
+        receive_all(caller)
