@@ -229,6 +229,10 @@ class BackgroundSender:
         self._last_progress = last_progress
         self._closed = False
         self._thread: threading.Thread | None = None
+        # A thread whose ``join`` a signal handler interrupts with an error counts as ended before Python 3.13, so the
+        # end of a job has an event.
+        self._ended = threading.Event()
+        self._ended.set()
         # Written by the thread of a job, and read once that has ended.
         self._error: BaseException | None = None
 
@@ -247,6 +251,7 @@ class BackgroundSender:
             raise ParamserverError(f"the sender of {_PART} must be open to take a job; it is closed")
         # A daemon: the job may be inside a call to a dead rank 0, which nothing interrupts.
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-sender", daemon=True)
+        self._ended.clear()
         self._thread.start()
 
     def _run(self, job: Callable[[], None]) -> None:
@@ -254,6 +259,8 @@ class BackgroundSender:
             job()
         except BaseException as error:  # noqa: BLE001 - kept: the next call raises it to the owner
             self._error = error
+        finally:
+            self._ended.set()
 
     def wait(self, timeout_s: float = SEND_TIMEOUT_S) -> None:
         """Wait until no job is in progress.
@@ -263,7 +270,7 @@ class BackgroundSender:
             DeadlineExceeded: it did not end, or make progress, within ``timeout_s`` seconds.
         """
         began = time.monotonic()
-        while self._thread is not None and self._thread.is_alive():
+        while not self._ended.is_set():
             # Again after each wait, as progress may have moved the deadline meanwhile.
             remaining_s = max(began, self._last_progress()) + timeout_s - time.monotonic()
             if remaining_s <= 0:
@@ -271,7 +278,9 @@ class BackgroundSender:
                     f"{_PART} must be with rank 0 within {timeout_s:g} s, and is not; look at the network and "
                     "at rank 0's disk, or save less often"
                 )
-            self._thread.join(remaining_s)
+            self._ended.wait(remaining_s)
+        if self._thread is not None:
+            self._thread.join(timeout_s)  # it refers to the job until it has ended
         if self._error is not None:
             raise self._error
 

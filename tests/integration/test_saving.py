@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import signal
 import threading
 import time
 import weakref
@@ -84,6 +85,31 @@ def test_progress_extends_the_deadline_and_no_progress_does_not():
             sender.close(0.1)  # who closes has failed already, and waits a moment only
         assert time.monotonic() < progress[0]
         gate.set()
+
+
+def test_an_interrupted_wait_leaves_the_job_in_progress():
+    class InterruptionError(Exception):
+        pass
+
+    def interrupt(number, frame):
+        raise InterruptionError
+
+    def last_progress():
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        return 0.0
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    gate = threading.Event()
+    try:
+        with BackgroundSender(True, last_progress) as sender:
+            sender.submit(lambda: gate.wait(WAIT_S))
+            with pytest.raises(InterruptionError):
+                sender.wait(WAIT_S)
+            with pytest.raises(DeadlineExceeded):
+                sender.close(0.1)
+            gate.set()
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("then", ["wait", "submit", "close"])
