@@ -250,9 +250,14 @@ class BackgroundSender:
         if self._closed:
             raise ParamserverError(f"the sender of {_PART} must be open to take a job; it is closed")
         # A daemon: the job may be inside a call to a dead rank 0, which nothing interrupts.
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-sender", daemon=True)
+        thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-sender", daemon=True)
         self._ended.clear()
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the system allows no further thread, so no job is in progress
+            self._ended.set()
+            raise
+        self._thread = thread
 
     def _run(self, job: Callable[[], None]) -> None:
         try:

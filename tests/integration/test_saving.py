@@ -112,6 +112,22 @@ def test_an_interrupted_wait_leaves_the_job_in_progress():
         signal.signal(signal.SIGALRM, before)
 
 
+def test_a_thread_that_cannot_be_started_leaves_no_job_in_progress(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with BackgroundSender(True, lambda: 0.0) as sender:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                sender.submit(lambda: None)
+        sender.wait(0.1)
+        done = threading.Event()
+        sender.submit(done.set)
+        sender.wait(WAIT_S)
+        assert done.is_set()
+
+
 @pytest.mark.parametrize("then", ["wait", "submit", "close"])
 def test_the_next_call_raises_the_failure_of_a_job(then, caplog):
     calls = {
