@@ -83,7 +83,10 @@ def divide_(tensors: Sequence[Tensor], count: int) -> None:
 
 
 def mean_in_order(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Return the mean, added in the order given, on which the sum of float32 depends; that of one may be itself."""
+    """Return the mean, added in the given order, on which a sum of float32 depends.
+
+    Without ``out`` the mean of one tensor is that tensor, and not a copy.
+    """
     if len(tensors) == 1:
         return tensors[0] if out is None else out.copy_(tensors[0])
     mean = torch.add(tensors[0], tensors[1], out=out)

@@ -170,3 +170,18 @@ def test_a_validation_draws_by_seed_version_and_share_and_leaves_the_generators_
     with pytest.raises(RuntimeError), validation_generators(0, 100, 0):
         torch.rand(2).view(3)
     assert drawn() == expected
+
+
+@pytest.mark.parametrize("accelerator", [None, torch.device("cuda")])
+def test_the_seed_is_that_of_manual_seed_which_is_called_where_torch_is_built_for_another_device(
+    monkeypatch, accelerator
+):
+    seeds = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+    real = torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or real(seed))
+    seed_all(5, 2)
+    values = torch.randn(3)
+    assert len(seeds) == (accelerator is not None)
+    real(torch.initial_seed())
+    assert torch.equal(torch.randn(3), values)
